@@ -1,0 +1,86 @@
+"""What the tests of the house rules look at: every Python file of the package, parsed once."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["FLOORS", "REPO", "TORCH_FREE", "Source", "imports_of", "package", "room_of", "suite"]
+
+REPO = Path(__file__).resolve().parents[2]
+
+FLOORS = {
+    "core": 0,
+    "wire": 1,
+    "cache": 1,
+    "kernels": 1,
+    "parallel": 1,
+    "pool": 2,
+    "models": 2,
+    "canary": 3,
+    "pd": 3,
+    "front": 3,
+    "sched": 4,
+    "runner": 4,
+    "engine": 5,
+    "testing": 6,
+    "cli": 7,
+}
+"""Room -> floor. A room imports lower floors and itself."""
+
+TORCH_FREE = ("core", "wire", "cache", "front", "sched")
+"""Rooms that never import torch, nor anything that does. `cli` may, but only while a command runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """Path from the repository's root, with slashes."""
+        return self.path.relative_to(REPO).as_posix()
+
+
+def _read(folder: str) -> tuple[Source, ...]:
+    files = sorted((REPO / folder).rglob("*.py"))
+    texts = [(file, file.read_text(encoding="utf-8")) for file in files]
+    return tuple(Source(path=file, text=text, tree=ast.parse(text)) for file, text in texts)
+
+
+@cache
+def package() -> tuple[Source, ...]:
+    """Every file of serinus/."""
+    return _read("serinus")
+
+
+@cache
+def suite() -> tuple[Source, ...]:
+    """Every file of tests/."""
+    return _read("tests")
+
+
+def room_of(source: Source) -> str:
+    """The room a file of the package belongs to; empty for the package's own files."""
+    parts = source.path.relative_to(REPO / "serinus").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imports_of(source: Source) -> list[tuple[int, str]]:
+    """(line, absolute module) of every import, wherever it stands; relative ones are an error of their own."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found.append((node.lineno, module))
+            if module == "serinus":
+                found += [(node.lineno, f"serinus.{alias.name}") for alias in node.names]
+    return found
