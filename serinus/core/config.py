@@ -1,0 +1,312 @@
+"""One frozen tree of settings per command, and the only reader of the environment and of settings files.
+
+Order of precedence: command line, environment (`SERINUS_*`), settings file (YAML or TOML), default. Every value is
+checked when its group is built; `to_json` and `from_json` hand a tree to a child process. Knows nothing of argparse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from serinus.core.errors import ConfigError
+from serinus.core.settings import (
+    KINDS,
+    KernelSettings,
+    MemorySettings,
+    ModelSettings,
+    PdSettings,
+    RouteSettings,
+    ScheduleSettings,
+    ServerSettings,
+    Setting,
+    UpSettings,
+    settings_of,
+)
+
+__all__ = [
+    "ConfigTree",
+    "RouterConfig",
+    "ServeConfig",
+    "UpConfig",
+    "build_tree",
+    "environment",
+    "from_names",
+    "groups_of",
+    "parse_text",
+    "read_environment",
+    "read_file",
+    "set_environment",
+    "settings_in",
+]
+
+Layer = Mapping[str, Mapping[str, Any]]
+"""Values by group and field; what one source says."""
+
+_GROUPS: dict[str, type] = {
+    "ModelSettings": ModelSettings,
+    "ServerSettings": ServerSettings,
+    "MemorySettings": MemorySettings,
+    "ScheduleSettings": ScheduleSettings,
+    "PdSettings": PdSettings,
+    "KernelSettings": KernelSettings,
+    "UpSettings": UpSettings,
+    "RouteSettings": RouteSettings,
+}
+_ROUTER_PORT = 8000
+_TreeT = TypeVar("_TreeT", bound="ConfigTree")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigTree:
+    """What the trees share: their way into JSON and back."""
+
+    def to_json(self) -> str:
+        """The whole tree as JSON text, for a child process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls: type[_TreeT], text: str) -> _TreeT:
+        """The reverse of to_json. Raises ConfigError for anything that is not a whole, valid tree."""
+        try:
+            data = json.loads(text)
+        except ValueError as err:
+            raise ConfigError(f"config: no JSON ({err}), expected what to_json wrote") from err
+        if not isinstance(data, dict):
+            raise ConfigError(f"config: a JSON {type(data).__name__}, expected an object of groups")
+        return build_tree(cls, data)
+
+
+_LEFT_OUT: dict[str, frozenset[str]] = {
+    "UpConfig": frozenset({"server.name", "pd.mode", "pd.bootstrap_host", "pd.bootstrap_port", "pd.prefill_addresses"}),
+}
+"""Settings of a tree's groups that its command decides by itself."""
+
+
+def _router_server() -> ServerSettings:
+    return ServerSettings(port=_ROUTER_PORT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(ConfigTree):
+    """`serinus serve`: one engine and its front."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    """Which model."""
+    server: ServerSettings = field(default_factory=ServerSettings)
+    """Where it listens."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """How much KV."""
+    sched: ScheduleSettings = field(default_factory=ScheduleSettings)
+    """Who runs."""
+    pd: PdSettings = field(default_factory=PdSettings)
+    """Prefill and decode apart."""
+    kernels: KernelSettings = field(default_factory=KernelSettings)
+    """What computes."""
+
+    @property
+    def role(self) -> str:
+        """unified, prefill or decode."""
+        return "unified" if self.pd.mode == "null" else self.pd.mode
+
+    @property
+    def engine_name(self) -> str:
+        """Name of this engine in metrics, logs and meta_info."""
+        return self.server.name or f"{self.role}-0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig(ConfigTree):
+    """`serinus up`: several engines and the router on one machine. `server` is the router's."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    """Which model; the same for all engines."""
+    up: UpSettings = field(default_factory=UpSettings)
+    """How many engines."""
+    server: ServerSettings = field(default_factory=_router_server)
+    """Where the router listens; keys and log level hold for the engines too."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """How much KV, per engine."""
+    sched: ScheduleSettings = field(default_factory=ScheduleSettings)
+    """Who runs, per engine."""
+    pd: PdSettings = field(default_factory=PdSettings)
+    """How handoffs are done."""
+    kernels: KernelSettings = field(default_factory=KernelSettings)
+    """What computes."""
+
+    def engine(self, *, role: str, name: str, port: int, threads: int) -> ServeConfig:
+        """The settings of one engine: `role` unified, prefill or decode, on loopback, on `port`."""
+        engines = self.up.prefill + self.up.decode
+        fraction = self.memory.mem_fraction_static
+        memory = self.memory if fraction is None else replace(self.memory, mem_fraction_static=fraction / engines)
+        return ServeConfig(
+            model=self.model,
+            server=replace(self.server, host="127.0.0.1", port=port, name=name),
+            memory=memory,
+            sched=self.sched,
+            pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
+            kernels=replace(self.kernels, threads=threads),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(ConfigTree):
+    """`serinus router`: the front of engines that run elsewhere."""
+
+    server: ServerSettings = field(default_factory=_router_server)
+    """Where it listens."""
+    route: RouteSettings = field(default_factory=RouteSettings)
+    """Which engines stand behind it."""
+
+
+def groups_of(tree: type[ConfigTree]) -> Iterator[tuple[str, type]]:
+    """Name and class of each group of a tree, in order."""
+    for item in fields(tree):
+        yield item.name, _GROUPS[str(item.type)]
+
+
+def settings_in(tree: type[ConfigTree]) -> Iterator[tuple[str, Setting]]:
+    """Group and setting, for everything that people can set about a tree, in order."""
+    left_out = _LEFT_OUT.get(tree.__name__, frozenset())
+    for name, group in groups_of(tree):
+        for setting in settings_of(group):
+            if f"{name}.{setting.name}" not in left_out:
+                yield name, setting
+
+
+def _places(tree: type[ConfigTree]) -> dict[str, tuple[str, Setting]]:
+    """Group and setting by every name that a file or a caller may use (flag, aliases, field), with dashes."""
+    places: dict[str, tuple[str, Setting]] = {}
+    for name, setting in settings_in(tree):
+        aliases = (alias.removeprefix("--") for alias in setting.aliases)
+        for key in (setting.key, *aliases, setting.name.replace("_", "-")):
+            places.setdefault(key, (name, setting))
+    return places
+
+
+def build_tree(tree: type[_TreeT], *layers: Layer) -> _TreeT:
+    """A tree from what its sources say, the strongest source first; defaults fill the rest. Raises ConfigError."""
+    groups = dict(groups_of(tree))
+    defaults = tree()
+    for layer in layers:
+        unknown = sorted(set(layer) - set(groups))
+        if unknown:
+            raise ConfigError(f"config: unknown group {unknown[0]!r}, expected one of {', '.join(groups)}")
+    made: dict[str, Any] = {}
+    for name, group in groups.items():
+        known = {setting.name: setting for setting in settings_of(group)}
+        values: dict[str, Any] = {}
+        for layer in reversed(layers):
+            for key, value in layer.get(name, {}).items():
+                if key not in known:
+                    raise ConfigError(f"config: unknown setting {name}.{key}, expected one of {', '.join(known)}")
+                values[key] = tuple(value) if isinstance(value, list) else value
+        made[name] = replace(getattr(defaults, name), **values)
+    return tree(**made)
+
+
+def from_names(tree: type[_TreeT], values: Mapping[str, Any]) -> _TreeT:
+    """A tree from Python keyword arguments: `from_names(ServeConfig, {"model_path": p, "page_size": 32})`.
+
+    A name is the field's, the flag's or an alias's (`max_model_len`), with underscores; defaults fill the rest. Raises
+    ConfigError for names that the command does not have.
+    """
+    places = {key.replace("-", "_"): place for key, place in _places(tree).items()}
+    layer: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in places:
+            near = get_close_matches(name, places, n=1)
+            expected = f"perhaps {near[0]!r}" if near else f"one of {', '.join(sorted(places))}"
+            raise ConfigError(f"config: unknown setting {name!r}, expected {expected}")
+        group, setting = places[name]
+        layer.setdefault(group, {})[setting.name] = value
+    return build_tree(tree, layer)
+
+
+def parse_text(setting: Setting, text: str, where: str) -> Any:
+    """The value that `text` (of a flag or an environment variable, `where`) stands for. Raises ConfigError."""
+    kind, optional = KINDS[setting.kind]
+    if optional and text.lower() in ("", "none", "null"):
+        return None
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off", ""):
+            return False
+        raise ConfigError(f"config: {where} is {text!r}, expected true or false")
+    if kind is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if kind is str:
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "an integer" if kind is int else "a number"
+        raise ConfigError(f"config: {where} is {text!r}, expected {expected}") from None
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment, for those who must know a variable that is no setting (NUMBA_CACHE_DIR...)."""
+    return os.environ
+
+
+def set_environment(name: str, value: str) -> None:
+    """Set a variable for libraries that are loaded later and for child processes (OMP_NUM_THREADS...)."""
+    os.environ[name] = value
+
+
+def read_environment(tree: type[ConfigTree], env: Mapping[str, str] | None = None) -> Layer:
+    """What `SERINUS_*` variables say about the settings of a tree. Raises ConfigError for values of a wrong type."""
+    env = environment() if env is None else env
+    layer: dict[str, dict[str, Any]] = {}
+    for name, setting in settings_in(tree):
+        if setting.env in env:
+            layer.setdefault(name, {})[setting.name] = parse_text(setting, env[setting.env], setting.env)
+    return layer
+
+
+def read_file(tree: type[ConfigTree], path: str) -> Layer:
+    """What a settings file says: a flat table of flag names (with - or _), YAML, or TOML by its ending.
+
+    Raises ConfigError where the file cannot be read or names a setting that the command does not have.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"config: cannot read --config {path!r} ({err}), expected a YAML or TOML file") from err
+    data = _parse_file(file, text)
+    if not isinstance(data, dict):
+        raise ConfigError(f"config: {path} holds a {type(data).__name__}, expected a table of settings")
+    by_key = _places(tree)
+    layer: dict[str, dict[str, Any]] = {}
+    for raw, value in data.items():
+        found = by_key.get(str(raw).replace("_", "-"))
+        if found is None:
+            raise ConfigError(f"config: {path} sets {raw!r}, expected names of flags such as {sorted(by_key)[0]!r}")
+        group_name, setting = found
+        if KINDS[setting.kind][0] is str and isinstance(value, dict):
+            value = json.dumps(value)
+        layer.setdefault(group_name, {})[setting.name] = value
+    return layer
+
+
+def _parse_file(file: Path, text: str) -> Any:
+    if file.suffix == ".toml":
+        import tomllib
+
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as err:
+            raise ConfigError(f"config: {file} is no TOML: {err}") from err
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as err:
+        raise ConfigError(f"config: {file} is no YAML: {err}") from err

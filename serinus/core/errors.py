@@ -1,0 +1,151 @@
+"""Every error Serinus raises on purpose, as one tree.
+
+    SerinusError
+      ConfigError        the user's settings; raised before anything starts
+      RequestError       one request is at fault; answered with 4xx, the engine goes on
+        BadRequest         a field of the request is wrong (names field, value, expectation)
+          BadSampling        a sampling parameter is
+          PromptTooLong      the prompt does not fit the context or the KV pool
+        UnknownModel       no such served model (404)
+        Unauthorized       missing or wrong API key (401)
+        Aborted            the client, or an operator, ended the request (499)
+      PeerError          another process is at fault; retry, reroute, recompute
+        PeerGone           the other process ended or stopped answering
+        TransferFailed     pages did not arrive whole
+        DigestMismatch     pages arrived, but not the bytes that were sent
+        LayoutMismatch     the two engines cannot exchange KV (other model, dtype, page size...)
+        FrameError         bytes that are no frame of ours
+      CapacityError      no room now: back-pressure, never a crash (503)
+      KvViolation        the canary saw a broken promise
+      InvariantError     we broke our own promise; this engine stops, loudly, with the evidence
+
+A message reads `room: what is wrong, which value, what was expected`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "Aborted",
+    "BadRequest",
+    "BadSampling",
+    "CapacityError",
+    "ConfigError",
+    "DigestMismatch",
+    "FrameError",
+    "InvariantError",
+    "KvViolation",
+    "LayoutMismatch",
+    "PeerError",
+    "PeerGone",
+    "PromptTooLong",
+    "RequestError",
+    "SerinusError",
+    "TransferFailed",
+    "Unauthorized",
+    "UnknownModel",
+]
+
+
+class SerinusError(Exception):
+    """Root of everything Serinus raises on purpose."""
+
+
+class ConfigError(SerinusError):
+    """A setting is wrong. Raised before anything starts; the CLI prints it and exits with 2."""
+
+
+class RequestError(SerinusError):
+    """One request is at fault; the engine goes on.
+
+    `status` is the HTTP status, `kind` the OpenAI-style error type.
+    """
+
+    status: int = 400
+    kind: str = "invalid_request_error"
+
+
+class BadRequest(RequestError):
+    """A field of a request is wrong: which field, which value, what was expected."""
+
+    def __init__(self, field: str, value: Any, expected: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = f"{shown[:117]}..."
+        super().__init__(f"{field}: got {shown}, expected {expected}")
+        self.field = field
+        self.value = value
+        self.expected = expected
+
+
+class BadSampling(BadRequest):
+    """A sampling parameter is out of its range or of the wrong type."""
+
+
+class PromptTooLong(BadRequest):
+    """The prompt (plus what must be generated) does not fit the context or the KV pool."""
+
+
+class UnknownModel(RequestError):
+    """The request names a model that this server does not serve."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class Aborted(RequestError):
+    """The client, or an operator, ended the request before its answer was complete."""
+
+    status = 499
+    kind = "aborted"
+
+
+class PeerError(SerinusError):
+    """Another process is at fault: retry, reroute or recompute."""
+
+
+class PeerGone(PeerError):
+    """The other process ended, was cut off, or stopped answering."""
+
+
+class TransferFailed(PeerError):
+    """Pages were promised and did not arrive whole."""
+
+
+class DigestMismatch(TransferFailed):
+    """Pages arrived, but not the bytes that were sent."""
+
+
+class LayoutMismatch(PeerError):
+    """Two engines cannot exchange KV; the message names the field that differs."""
+
+
+class FrameError(PeerError):
+    """Bytes on the wire are no frame of ours; `reason` is the label it is counted under."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"wire: {reason}{': ' + detail if detail else ''}")
+        self.reason = reason
+
+
+class CapacityError(SerinusError):
+    """No room now. Back-pressure (HTTP 503), never a crash."""
+
+    status: int = 503
+    kind: str = "overloaded_error"
+
+
+class KvViolation(SerinusError):
+    """The canary saw KV that is not what was written."""
+
+
+class InvariantError(SerinusError):
+    """We broke our own promise. The engine stops, loudly, with the evidence in the message."""

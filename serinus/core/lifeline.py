@@ -1,0 +1,23 @@
+"""No process outlives the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["end_with_parent"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Ask the kernel for a signal when the parent (process id `parent`) ends; at once where it has ended already.
+
+    Linux only: elsewhere the parent has to say it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os.kill(os.getpid(), number)

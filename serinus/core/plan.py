@@ -1,0 +1,104 @@
+"""The step between deciding and doing: StepPlan goes down to the runner, StepResult comes back.
+
+Plain data, no torch. `sched` writes plans and reads results; `runner` reads plans and writes results; neither
+knows the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.request import TokenLogprobs
+from serinus.core.sampling import SamplingParams
+
+__all__ = ["SampleSpec", "SeqResult", "SeqWork", "StepPlan", "StepResult", "TableWrite"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """How to choose the token that follows the last position of a SeqWork."""
+
+    params: SamplingParams
+    """The request's parameters."""
+    seed: int
+    """Seed of the request's own sampler; noise is a function of (seed, position, token id) alone."""
+    position: int
+    """Position the chosen token will have; = prompt length + tokens generated so far."""
+    generated: int
+    """Tokens generated so far; below params.min_new_tokens the stop ids are forbidden."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids forbidden while generated < min_new_tokens: end-of-sequence (unless ignored) and stop_token_ids."""
+    prompt_ids: NDArray[np.int32] | None = None
+    """The prompt, where a penalty needs it."""
+    output_ids: NDArray[np.int32] | None = None
+    """The tokens generated so far, where a penalty needs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqWork:
+    """One request's part of one step: `tokens` at positions start .. start + n - 1."""
+
+    rid: str
+    row: int
+    """Row of req_to_token; 0 is padding and never used."""
+    start: int
+    """Positions whose KV is already there."""
+    tokens: NDArray[np.int32]
+    """n >= 1 ids to compute."""
+    slots: NDArray[np.int64]
+    """n slots, where their KV goes; never 0."""
+    sample: SampleSpec | None = None
+    """Set when the last of `tokens` is the last known token of the sequence."""
+    prompt_logprobs: int | None = None
+    """Where asked for: k of the log-probabilities of the *next* prompt token at each of the n positions."""
+    next_ids: NDArray[np.int32] | None = None
+    """With prompt_logprobs: the prompt token after each position; n ids, or n - 1 at the end of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableWrite:
+    """req_to_token[row, start : start + len(slots)] = slots."""
+
+    row: int
+    start: int
+    slots: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What every rank does in one step. Table writes first, in order; then the forward pass; then sampling."""
+
+    step: int
+    """Number of the step, from 1."""
+    work: tuple[SeqWork, ...]
+    """Decoding requests (n = 1) first, then prompt chunks."""
+    table_writes: tuple[TableWrite, ...] = ()
+    """Rows that changed since the last plan."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens computed in this step."""
+        return sum(len(w.tokens) for w in self.work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqResult:
+    """What the runner found for one SeqWork."""
+
+    token: int | None = None
+    """The chosen token, where `sample` was set."""
+    logprobs: TokenLogprobs | None = None
+    """Its log-probabilities, where asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per next_ids entry, where asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The answer to a StepPlan: `seqs[i]` belongs to `plan.work[i]`."""
+
+    step: int
+    seqs: tuple[SeqResult, ...] = field(default=())

@@ -1,0 +1,112 @@
+"""What the engine knows of one request, as plain data: Request in, TokenDelta out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.sampling import SamplingParams
+
+__all__ = ["FinishReason", "Request", "TokenDelta", "TokenLogprobs", "Usage"]
+
+
+class FinishReason(Enum):
+    """Why an answer ended; the value is what clients read (`finish_reason`)."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token, or a stop text."""
+    LENGTH = "length"
+    """max_new_tokens, or the end of the context."""
+    ABORT = "abort"
+    """The client or an operator ended it."""
+    ERROR = "error"
+    """It could not be served; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one place of the sequence, under the model's own distribution (before penalties)."""
+
+    logprob: float | None
+    """Of the token that stands there; None for the first token of a prompt."""
+    top_ids: tuple[int, ...] = ()
+    """The likeliest tokens, best first."""
+    top_logprobs: tuple[float, ...] = ()
+    """Theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to continue. `n` answers are `n` requests: who talks to people splits them."""
+
+    rid: str
+    """Unique among the requests of this engine."""
+    prompt: NDArray[np.int32]
+    """Token ids, at least one."""
+    sampling: SamplingParams
+    """How tokens are chosen; `n` is 1 here."""
+    seed: int
+    """Seed of this sequence's sampler, drawn by whoever made the request where the client gave none."""
+    cache_salt: str = ""
+    """Requests share KV only with requests of the same salt."""
+    prefill_address: str = ""
+    """Control address of the prefill engine the router suggests; empty = none."""
+    arrival: float = 0.0
+    """Clock.now() when the request reached this engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request cost and where each part ran; complete in the delta that ends it."""
+
+    prompt_tokens: int
+    """Length of the prompt."""
+    completion_tokens: int
+    """Tokens generated so far."""
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Prompt tokens whose KV was found, by tier: device, host, storage."""
+    prefill_engine: str = ""
+    """Name of the engine that computed the prompt; empty = this one."""
+    handoff_tokens: int = 0
+    """Prompt tokens whose KV came from that engine."""
+    handoff_pages: int = 0
+    """Pages it came in."""
+    handoff_bytes: int = 0
+    """Bytes of KV that came."""
+    handoff_seconds: float = 0.0
+    """Seconds this engine spent taking them in."""
+    local_reason: str = ""
+    """Why the prompt was computed here although a prefill engine was suggested (short, peer_gone...)."""
+    retractions: int = 0
+    """Times the request gave its pages back and was computed again."""
+    queue_seconds: float = 0.0
+    """From arrival to the first step (or the grant) that worked for it."""
+    first_token_seconds: float = 0.0
+    """From arrival to its first token, as the engine saw it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """What one step brought to one request."""
+
+    rid: str
+    token_ids: tuple[int, ...] = ()
+    """New tokens, in order; a stop token that ended the answer is among them."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per new token where asked for, else empty."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per prompt token, once, where asked for."""
+    finish: FinishReason | None = None
+    """Set in the last delta of a request, and only there."""
+    matched_stop: int | None = None
+    """The token id that ended it, where one did."""
+    error: str = ""
+    """With ERROR or ABORT: what happened, in words."""
+    error_status: int = 500
+    """With ERROR: the HTTP status that fits."""
+    usage: Usage | None = None
+    """In the first and the last delta of a request."""

@@ -1,0 +1,32 @@
+"""Chance as an argument: seeded, splittable, the same on every machine."""
+
+from __future__ import annotations
+
+import random
+
+__all__ = ["MASK64", "Rng", "splitmix64"]
+
+MASK64 = (1 << 64) - 1
+
+
+def splitmix64(x: int) -> int:
+    """One step of splitmix64 (Steele, Lea and Flood, 2014): a bijection on 64-bit words that mixes well."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
+
+
+class Rng(random.Random):
+    """A seeded generator; `split` gives an independent one, so that parts do not disturb each other."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seed_value = seed
+
+    def split(self, name: str) -> Rng:
+        """An independent generator for the part called `name`; the same name gives the same one."""
+        state = splitmix64(self.seed_value & MASK64)
+        for byte in name.encode():
+            state = splitmix64(state ^ byte)
+        return Rng(state)

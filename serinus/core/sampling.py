@@ -1,0 +1,123 @@
+"""SamplingParams: what a request asks of the sampler, checked at birth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+from serinus.core.errors import BadSampling
+
+__all__ = ["SamplingParams"]
+
+_N_MAX = 128
+_WORD_MAX = (1 << 63) - 1
+_LOGPROBS_MAX = 64
+
+
+def _number(name: str, value: Any, low: float, high: float, expected: str, *, low_open: bool = False) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise BadSampling(name, value, f"a finite number, {expected}")
+    if value > high or value < low or (low_open and value == low):
+        raise BadSampling(name, value, expected)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None, expected: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise BadSampling(name, value, f"an integer, {expected}")
+    if value < low or (high is not None and value > high):
+        raise BadSampling(name, value, expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Names follow SGLang; `max_tokens` (OpenAI, vLLM) is taken as another name of `max_new_tokens`.
+    Raises BadSampling naming the field, its value and what was expected.
+    """
+
+    max_new_tokens: int | None = None
+    """Tokens to generate at most; None = as many as the context holds."""
+    min_new_tokens: int = 0
+    """No end-of-sequence and no stop token before this many tokens."""
+    temperature: float = 1.0
+    """0 = greedy; otherwise logits are divided by it."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens whose probabilities reach this sum (nucleus)."""
+    top_k: int = -1
+    """Keep the k likeliest tokens; -1 = all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the likeliest."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per time it was generated."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that was generated."""
+    repetition_penalty: float = 1.0
+    """Divides positive (multiplies negative) logits of tokens seen in prompt or output."""
+    seed: int | None = None
+    """Same seed, same prompt: same tokens, whatever else is in the batch. None = the engine draws one."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    include_stop: bool = False
+    """Keep the matched stop text in the answer (SGLang: no_stop_trim)."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    n: int = 1
+    """Answers per prompt."""
+    logprobs: int | None = None
+    """None = no log-probabilities; k = those of the chosen tokens and of the k likeliest at each place."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens (from the second one on)."""
+    max_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if isinstance(max_tokens, int):  # without the argument, the slot descriptor of the alias arrives here
+            object.__setattr__(self, "max_new_tokens", max_tokens)
+        if self.max_new_tokens is not None:
+            _whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1")
+        _whole("min_new_tokens", self.min_new_tokens, 0, None, "at least 0")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise BadSampling("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
+        _number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) or more")
+        _number("top_p", self.top_p, 0.0, 1.0, "above 0, at most 1", low_open=True)
+        _whole("top_k", self.top_k, -1, _WORD_MAX, "-1 (all) or at least 1, a 64-bit integer")
+        if self.top_k == 0:
+            raise BadSampling("top_k", 0, "-1 (all) or at least 1")
+        _number("min_p", self.min_p, 0.0, 1.0, "between 0 and 1")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "above 0, at most 10", low_open=True)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(1 << 63), _WORD_MAX, "a 64-bit integer")
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias", token_id, 0, None, "token ids as keys")
+            _number("logit_bias", bias, -100.0, 100.0, "a bias between -100 and 100")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise BadSampling("stop", text, "a text that is not empty")
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, None, "token ids, at least 0")
+        _whole("n", self.n, 1, _N_MAX, f"between 1 and {_N_MAX}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _whole(name, value, 0, _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the sampler must know what was generated (or prompted) so far."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)

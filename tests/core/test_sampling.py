@@ -1,0 +1,80 @@
+"""SamplingParams: what is refused, and with which words."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from serinus.core.errors import BadSampling, RequestError
+from serinus.core.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", 0),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.01),
+        ("min_p", 1.1),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("seed", 1 << 63),
+        ("seed", 1.0),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
+        ("min_new_tokens", -1),
+        ("n", 0),
+        ("n", 129),
+        ("logprobs", -1),
+        ("logprobs", 65),
+        ("prompt_logprobs", 65),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 0.0}),
+        ("stop", ("",)),
+        ("stop", (1,)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (True,)),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: object) -> None:
+    with pytest.raises(BadSampling) as raised:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert raised.value.field == field
+    assert "expected" in str(raised.value)
+    assert isinstance(raised.value, RequestError)
+    assert raised.value.status == 400
+
+
+def test_the_minimum_may_not_exceed_the_maximum() -> None:
+    with pytest.raises(BadSampling, match="min_new_tokens"):
+        SamplingParams(max_new_tokens=3, min_new_tokens=4)
+    assert SamplingParams(max_new_tokens=4, min_new_tokens=4).min_new_tokens == 4
+
+
+def test_max_tokens_is_another_name_of_max_new_tokens() -> None:
+    assert SamplingParams(max_tokens=7).max_new_tokens == 7
+    with pytest.raises(BadSampling, match="max_new_tokens"):
+        SamplingParams(max_tokens=0)
+
+
+def test_zero_temperature_and_top_one_are_greedy() -> None:
+    assert SamplingParams(temperature=0.0).greedy
+    assert SamplingParams(top_k=1).greedy
+    assert not SamplingParams(top_k=2).greedy
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+def test_each_penalty_is_noticed(name: str) -> None:
+    assert SamplingParams(**{name: 1.5}).penalised  # type: ignore[arg-type]
+    assert not SamplingParams().penalised
