@@ -1,0 +1,191 @@
+"""Frames: what goes in comes out, and nothing that comes in can hurt."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serinus.core.errors import FrameError
+from serinus.wire import decode, encode
+from serinus.wire.codec import BODY_BYTES_MAX, HEAD_BYTES
+from serinus.wire.messages import (
+    Abort,
+    Ack,
+    Data,
+    DataOk,
+    Done,
+    DoneOk,
+    EngineCall,
+    Fail,
+    Generate,
+    Grant,
+    Hello,
+    HelloOk,
+    Keepalive,
+    LayoutSignature,
+    Message,
+    Prepare,
+    Sampling,
+    TokenLp,
+    TokenOut,
+    Tokens,
+    ids_to_bytes,
+)
+
+LAYOUT = LayoutSignature(model="m", kv_dtype="bfloat16", page_size=16, layer_count=2, kv_head_count=2, head_size=8)
+MESSAGES: tuple[Message, ...] = (
+    Ack(),
+    Abort(rid="r", reason="gone"),
+    EngineCall(call=3, what="metrics"),
+    Generate(
+        rid="r", prompt=ids_to_bytes(np.arange(5, dtype=np.int32)), sampling=Sampling(logit_bias={7: 1.5}), seed=-4
+    ),
+    Tokens(out=(TokenOut(rid="r", ids=(1, 2), logprobs=(TokenLp(logprob=-0.5, top_ids=(3,), top_logprobs=(-0.1,)),)),)),
+    Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm", "tcp")),
+    HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT),
+    Keepalive(grant_floor=9, load=1, turn=2),
+    Prepare(xid="x.0", rid="r", prompt=b"\0\0\0\0", sampling=Sampling(), seed=1, held=0),
+    Grant(xid="x.0", grant=1, pages=[4, 5, 6], digest_seed=(1 << 63) - 1),
+    Data(xid="x.0", grant=1, chunk=0, first=0, digests=b"\xff" * 16, byte_count=64),
+    DataOk(xid="x.0", grant=1, chunk=0),
+    Done(xid="x.0", grant=1, token=5, chunk_count=1, page_count=2, byte_count=64, cached_tokens={"device": 16}),
+    DoneOk(xid="x.0", grant=1),
+    Fail(xid="x.0", code="aborted", reason="client"),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
+    parts = encode(message, incarnation=(1 << 63) + 5, seq=7, ack=6)
+    frame = decode(parts)
+    assert (frame.message, frame.incarnation, frame.seq, frame.ack) == (message, (1 << 63) + 5, 7, 6)
+    assert len(parts) == 1
+    assert frame.payload.nbytes == 0
+
+
+def test_a_payload_is_passed_on_without_a_copy() -> None:
+    payload = np.arange(64, dtype=np.uint8)
+    parts = encode(MESSAGES[10], 1, 1, payload.data)
+    frame = decode(parts)
+    payload[3] = 99
+    assert frame.payload[3] == 99, "the decoded payload is a view of what was given to encode"
+
+
+def test_a_frame_may_come_as_one_buffer() -> None:
+    assert decode(encode(Ack(), 4, 2)[0]).seq == 2
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_random_bytes_are_a_counted_reject(parts: list[bytes]) -> None:
+    with pytest.raises(FrameError):
+        decode(parts)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_flipped_bit_is_always_noticed(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message, 5, 6)[0])
+    bit = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(FrameError):
+        decode(frame)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_truncated_or_longer_frame_is_always_noticed(message: Message, data: st.DataObject) -> None:
+    frame = bytes(encode(message, 5, 6)[0])
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    for wrong in (frame[:cut], frame + b"\0"):
+        with pytest.raises(FrameError):
+            decode(wrong)
+    with pytest.raises(FrameError, match="payload"):
+        decode([frame, b"unannounced"])
+
+
+def _forged(body: bytes, kind: int, *, body_bytes: int | None = None, payload_bytes: int = 0) -> bytes:
+    """A frame whose CRC is right, whatever it says."""
+    length = len(body) if body_bytes is None else body_bytes
+    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 1, kind, 0, length, payload_bytes, 1, 1, 0)
+    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+
+
+TYPES: tuple[Any, ...] = get_args(Message)
+
+
+@pytest.mark.parametrize("length", [0, 3, BODY_BYTES_MAX + 1, (1 << 32) - 1])
+def test_an_announced_length_is_never_believed(length: int) -> None:
+    with pytest.raises(FrameError, match="length"):
+        decode(_forged(b"\x80", 0, body_bytes=length))
+
+
+def test_a_huge_announced_payload_is_never_believed() -> None:
+    with pytest.raises(FrameError, match="payload"):
+        decode(_forged(msgspec.msgpack.encode(Ack()), TYPES.index(Ack), payload_bytes=(1 << 64) - 1))
+
+
+@pytest.mark.parametrize("opening", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_a_huge_container_inside_is_a_reject_and_allocates_nothing(opening: bytes) -> None:
+    for kind in range(len(TYPES)):
+        with pytest.raises(FrameError, match="body"):
+            decode(_forged(opening, kind))
+    body = b"\x82\xa4type\xa5Grant\xa5pages" + opening
+    with pytest.raises(FrameError, match="body"):
+        decode(_forged(body, TYPES.index(Grant)))
+
+
+def test_a_body_of_another_type_than_announced_is_a_reject() -> None:
+    body = msgspec.msgpack.encode(DataOk(xid="x", grant=1, chunk=0))
+    with pytest.raises(FrameError, match="body"):
+        decode(_forged(body, TYPES.index(DoneOk)))
+
+
+@pytest.mark.parametrize("kind", [len(TYPES), 255])
+def test_an_unknown_type_is_a_reject(kind: int) -> None:
+    with pytest.raises(FrameError, match="type"):
+        decode(_forged(b"\x80", kind))
+
+
+def _decode_or_reason(frame: bytes) -> tuple[Message | None, str]:
+    try:
+        return decode(frame).message, ""
+    except FrameError as error:
+        return None, error.reason
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@pytest.mark.slow
+@given(st.sampled_from(MESSAGES), st.data())
+def test_wrong_types_in_a_body_are_a_reject_or_a_legal_message(message: Message, data: st.DataObject) -> None:
+    body = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    fields = sorted(set(body) - {"type"})
+    if fields:
+        body[data.draw(st.sampled_from(fields))] = data.draw(PLAIN)
+    found, reason = _decode_or_reason(_forged(msgspec.msgpack.encode(body), TYPES.index(type(message))))
+    assert (type(found) is type(message)) != (reason == "body")
+
+
+@given(st.binary(max_size=300), st.integers(0, len(TYPES) - 1))
+def test_any_body_with_a_right_crc_is_a_message_or_a_reject(body: bytes, kind: int) -> None:
+    found, reason = _decode_or_reason(_forged(body, kind))
+    assert isinstance(found, TYPES[kind]) != (reason == "body")
+
+
+def test_a_message_too_big_to_send_is_refused_at_home() -> None:
+    with pytest.raises(FrameError, match="too_big"):
+        encode(Generate(rid="r", prompt=bytes(BODY_BYTES_MAX + 1), sampling=Sampling(), seed=1))
+
+
+def test_the_head_is_as_long_as_the_docs_say() -> None:
+    assert HEAD_BYTES == 4 + 1 + 1 + 2 + 4 + 8 + 8 + 8 + 8 + 4

@@ -1,0 +1,149 @@
+"""Post: messages out, letters in, bad frames counted and in the end cut off."""
+
+from __future__ import annotations
+
+import pytest
+
+from serinus.core.clock import ManualClock
+from serinus.core.errors import ConfigError
+from serinus.wire import Arrived, Gone, Letter, LocalChannel, LocalHub, Parts, Post, encode
+from serinus.wire.messages import Ack, DoneOk, Keepalive
+from serinus.wire.post import BAD_FRAMES_MAX
+
+
+class Pair:
+    """A post that listens, one that connects to it, and the raw channel to do harm with."""
+
+    def __init__(self) -> None:
+        self.hub = LocalHub()
+        self.clock = ManualClock(1.0)
+        self.server_channel = self.hub.channel("local://server")
+        self.server = Post(self.server_channel, incarnation=11, clock=self.clock)
+        self.client_channel = self.hub.channel()
+        self.client = Post(self.client_channel, incarnation=22, clock=self.clock)
+        self.client.connect("s", "local://server")
+
+    def raw(self) -> LocalChannel:
+        channel = self.hub.channel()
+        channel.connect("s", "local://server")
+        return channel
+
+
+def letters(post: Post) -> list[Letter]:
+    return [item for item in post.poll(0) if isinstance(item, Letter)]
+
+
+def test_a_message_arrives_with_its_sender_and_payload() -> None:
+    pair = Pair()
+    pair.client.send("s", DoneOk(xid="x", grant=3), b"bytes")
+    (letter,) = letters(pair.server)
+    assert (letter.message, letter.incarnation, bytes(letter.payload)) == (DoneOk(xid="x", grant=3), 22, b"bytes")
+    pair.server.send(letter.peer, Keepalive(load=4))
+    (answer,) = letters(pair.client)
+    assert (answer.peer, answer.message, answer.incarnation) == ("s", Keepalive(load=4), 11)
+
+
+def test_a_connection_to_nobody_is_gone() -> None:
+    pair = Pair()
+    pair.client.connect("t", "local://nobody")
+    assert [item for item in pair.client.poll(0) if isinstance(item, Gone)] == [
+        Gone(peer="t", reason="nobody listens at local://nobody")
+    ]
+
+
+def test_the_end_of_one_side_is_news_to_the_other_once() -> None:
+    pair = Pair()
+    pair.client.send("s", Keepalive())
+    peer = letters(pair.server)[0].peer
+    pair.client.close()
+    assert pair.server.poll(0) == [Gone(peer=peer, reason="the other side closed the connection")]
+    assert pair.server.poll(0) == []
+    pair.server.send(peer, Keepalive())  # no effect, no error
+
+
+def test_an_address_is_bound_once() -> None:
+    pair = Pair()
+    with pytest.raises(ConfigError, match="in use"):
+        pair.hub.channel("local://server")
+
+
+def test_bad_frames_change_a_counter_and_then_end_the_connection() -> None:
+    pair = Pair()
+    bad = pair.raw()
+    pair.client.send("s", Keepalive(load=1))
+    assert len(letters(pair.server)) == 1
+    for _ in range(BAD_FRAMES_MAX - 1):
+        bad.send("s", [b"no frame of ours, certainly not, far too long for a short one"])
+    assert pair.server.poll(0) == []
+    assert pair.server.rejects["magic"] == BAD_FRAMES_MAX - 1
+    bad.send("s", [b"short"])
+    (gone,) = pair.server.poll(0)
+    assert isinstance(gone, Gone)
+    assert "bad frames" in gone.reason
+    pair.client.send("s", Keepalive(load=2))
+    assert [letter.message for letter in letters(pair.server)] == [Keepalive(load=2)], "others are not touched"
+
+
+def test_a_frame_of_another_incarnation_is_no_part_of_the_stream() -> None:
+    pair = Pair()
+    raw = pair.raw()
+    raw.send("s", encode(Keepalive(load=1), 5, 1))
+    raw.send("s", encode(Keepalive(load=2), 6, 2))
+    raw.send("s", encode(Keepalive(load=3), 5, 2))
+    assert [letter.message for letter in letters(pair.server)] == [Keepalive(load=1), Keepalive(load=3)]
+    assert pair.server.rejects == {"incarnation": 1}
+
+
+def test_a_probe_says_nothing() -> None:
+    pair = Pair()
+    pair.raw().send("s", encode(Ack()))
+    assert pair.server.poll(0) == []
+    assert not pair.server.rejects
+
+
+def test_payloads_ahead_of_their_turn_do_not_fill_the_memory() -> None:
+    pair = Pair()
+    raw = pair.raw()
+    payload = bytes(64 << 20)
+    for seq in (2, 3, 4, 5, 6, 1):
+        raw.send("s", encode(DoneOk(xid="x", grant=seq), 5, seq, payload if seq > 1 else b""))
+    found = letters(pair.server)
+    assert [letter.message for letter in found] == [DoneOk(xid="x", grant=seq) for seq in (1, 2, 3, 4)]
+
+
+class Forgetful(LocalChannel):
+    """Loses every frame for a while."""
+
+    deaf = False
+
+    def send(self, peer: str, parts: Parts) -> None:
+        if not self.deaf:
+            super().send(peer, parts)
+
+
+def test_what_was_lost_is_sent_again_when_it_goes_unacknowledged() -> None:
+    hub, clock = LocalHub(), ManualClock(0.0)
+    server = Post(hub.channel("local://server"), incarnation=1, clock=clock)
+    channel = Forgetful(hub)
+    client = Post(channel, incarnation=2, clock=clock, resend_s=1.0)
+    client.connect("s", "local://server")
+    channel.deaf = True
+    client.send("s", DoneOk(xid="a", grant=1))
+    channel.deaf = False
+    client.send("s", DoneOk(xid="b", grant=2))
+    assert letters(server) == [], "b waits for a"
+    clock.advance(1.0)
+    client.poll(0)
+    assert client.resent_count == 2
+    assert [letter.message for letter in letters(server)] == [DoneOk(xid="a", grant=1), DoneOk(xid="b", grant=2)]
+
+
+def test_frames_of_a_closed_name_are_not_delivered() -> None:
+    pair = Pair()
+    raw = pair.raw()
+    raw.send("s", encode(Keepalive(), 5, 1))
+    (event,) = pair.server_channel.poll(0)
+    assert isinstance(event, Arrived)
+    raw.send("s", encode(Keepalive(), 5, 2))
+    pair.server_channel.disconnect(event.peer)
+    assert pair.server_channel.poll(0) == []

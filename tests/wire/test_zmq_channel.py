@@ -1,0 +1,175 @@
+"""ZmqChannel: frames between sockets, and the death of a process noticed at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serinus.core.clock import WallClock
+from serinus.core.errors import ConfigError
+from serinus.wire import Arrived, ChannelEvent, Gone, ZmqChannel, wait_any
+
+CLOCK = WallClock()
+
+ECHO = """
+import sys
+from serinus.wire import Arrived, ZmqChannel
+channel = ZmqChannel(sys.argv[2]) if sys.argv[1] == "bind" else ZmqChannel()
+if sys.argv[1] == "connect":
+    channel.connect("parent", sys.argv[2])
+    channel.send("parent", [b"hello"])
+print(channel.address, flush=True)
+while True:
+    for event in channel.poll(1.0):
+        if isinstance(event, Arrived):
+            channel.send(event.peer, event.parts)
+"""
+
+
+@pytest.fixture
+def channels() -> Iterator[Callable[..., ZmqChannel]]:
+    made: list[ZmqChannel] = []
+
+    def make(bind: str = "") -> ZmqChannel:
+        made.append(ZmqChannel(bind))
+        return made[-1]
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Callable[[str, str], tuple[subprocess.Popen[str], str]]]:
+    """Start a process that sends everything back; returns it and its address."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(how: str, address: str) -> tuple[subprocess.Popen[str], str]:
+        child = subprocess.Popen([sys.executable, "-c", ECHO, how, address], stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def until(channel: ZmqChannel, count: int = 1, seconds: float = 20.0) -> list[ChannelEvent]:
+    """The next `count` events."""
+    events: list[ChannelEvent] = []
+    end = CLOCK.now() + seconds
+    while len(events) < count:
+        assert CLOCK.now() < end, f"{len(events)} of {count} events within {seconds} s: {events}"
+        events.extend(channel.poll(0.2))
+    return events
+
+
+def test_frames_travel_both_ways_and_keep_their_parts(channels: Callable[..., ZmqChannel], tmp_path: Path) -> None:
+    for address in ("tcp://127.0.0.1:0", f"ipc://{tmp_path}/s"):
+        server, client = channels(address), channels()
+        client.connect("server", server.address)
+        big = np.arange(1 << 20, dtype=np.uint8)
+        client.send("server", [b"head", big.data])
+        wait_any([server], 5.0)
+        (event,) = until(server)
+        assert isinstance(event, Arrived)
+        assert [bytes(part) for part in event.parts] == [b"head", big.tobytes()]
+        server.send(event.peer, [b"back"])
+        (answer,) = until(client)
+        assert isinstance(answer, Arrived)
+        assert (answer.peer, bytes(answer.parts[0])) == ("server", b"back")
+
+
+def test_an_address_in_use_is_a_config_error(channels: Callable[..., ZmqChannel]) -> None:
+    server = channels("tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        ZmqChannel(server.address)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///nowhere/at/all", "nonsense"])
+def test_a_refused_connection_is_gone_soon(channels: Callable[..., ZmqChannel], address: str) -> None:
+    client = channels()
+    start = CLOCK.now()
+    client.connect("nobody", address)
+    (event,) = until(client)
+    assert isinstance(event, Gone)
+    assert event.peer == "nobody"
+    assert CLOCK.now() - start < 1.0
+    client.send("nobody", [b"no effect"])
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_gone_within_a_second(
+    channels: Callable[..., ZmqChannel], echo: Callable[[str, str], tuple[subprocess.Popen[str], str]]
+) -> None:
+    child, address = echo("bind", "tcp://127.0.0.1:0")
+    client = channels()
+    client.connect("s#1", address)
+    client.send("s#1", [b"ping"])
+    assert isinstance(until(client)[0], Arrived)
+    os.kill(child.pid, signal.SIGKILL)
+    start = CLOCK.now()
+    assert until(client) == [Gone(peer="s#1", reason="the connection broke")]
+    assert CLOCK.now() - start < 1.0
+    _, again = echo("bind", address)
+    client.connect("s#2", again)
+    client.send("s#2", [b"ping"])
+    (event,) = until(client)
+    assert isinstance(event, Arrived)
+    assert event.peer == "s#2", "a new life of the same address is a new peer"
+
+
+@pytest.mark.slow
+def test_a_killed_client_is_gone_within_a_second_and_the_others_stay(
+    channels: Callable[..., ZmqChannel], echo: Callable[[str, str], tuple[subprocess.Popen[str], str]]
+) -> None:
+    server = channels("tcp://127.0.0.1:0")
+    child, _ = echo("connect", server.address)
+    (first,) = until(server)
+    echo("connect", server.address)
+    (second,) = until(server)
+    os.kill(child.pid, signal.SIGKILL)
+    start = CLOCK.now()
+    (event,) = until(server)
+    assert isinstance(event, Gone)
+    assert event.peer == first.peer
+    assert CLOCK.now() - start < 1.0
+    server.send(second.peer, [b"still there?"])
+    (answer,) = until(server)
+    assert isinstance(answer, Arrived)
+    assert (answer.peer, bytes(answer.parts[0])) == (second.peer, b"still there?")
+
+
+@pytest.mark.slow
+def test_dozens_of_connections_come_and_go_without_mixing_names(channels: Callable[..., ZmqChannel]) -> None:
+    server = channels("tcp://127.0.0.1:0")
+    alive = channels()
+    alive.connect("s", server.address)
+    alive.send("s", [b"I stay"])
+    (stays,) = until(server)
+    seen = {stays.peer}
+    for life in range(40):
+        visitor = ZmqChannel()
+        visitor.connect("s", server.address)
+        visitor.send("s", [b"%d" % life])
+        (came,) = until(server)
+        assert isinstance(came, Arrived)
+        assert came.peer not in seen
+        seen.add(came.peer)
+        visitor.close()
+        assert until(server) == [Gone(peer=came.peer, reason="the connection broke (Host unreachable)")]
+    server.send(stays.peer, [b"you?"])
+    (event,) = until(alive)
+    assert isinstance(event, Arrived)
+    assert bytes(event.parts[0]) == b"you?", "probes are not delivered"
