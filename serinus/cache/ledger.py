@@ -1,0 +1,435 @@
+"""Who owns each page: one state per page, vectorised checked moves, an array stack of free pages, named counted holds.
+
+Always on, also in production: a double free, a stolen page or a page listed twice fails at its call site with the
+page, what it is, what was expected, and its last operations. Knows nothing of tokens, trees or bytes.
+
+    FREE -> REQUEST(rid) -> TREE(node) -> FREE
+    FREE -> COPY(op) -> REQUEST | TREE | FREE        while a copy fills it
+    any owned state -> QUARANTINED -> FREE           condemned, later pardoned
+
+A page with holds may lose its owner (it becomes FREE), but it is handed out again only when its last hold is gone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import InvariantError
+
+__all__ = ["LEGAL_MOVES", "Owner", "PageCounts", "PageLedger", "PageState", "Pages", "copy_owner", "tree_owner"]
+
+Pages = NDArray[np.int32]
+"""Page ids, each in [1, page_count)."""
+
+Owner = int
+"""A state and whose: `number << 3 | state`. Made by `PageLedger.request_owner`, `tree_owner`, `copy_owner`."""
+
+STATE_BITS = 3
+STATE_MASK = (1 << STATE_BITS) - 1
+LOG_OPERATIONS = 4096
+
+
+class PageState(IntEnum):
+    """What a page is; the value is what the ledger's array holds in its low bits."""
+
+    FREE = 0
+    """Nobody's."""
+    REQUEST = 1
+    """Of one running request: its row lists it, nobody else may read it."""
+    TREE = 2
+    """Of one tree node: its bytes are those of a prefix, and whoever leases the node may read them."""
+    COPY = 3
+    """A copy or a transfer is filling it."""
+    QUARANTINED = 4
+    """Condemned by the canary."""
+    PADDING = 5
+    """Page 0: written by padded rows, never owned, never read."""
+
+
+LEGAL_MOVES: Mapping[PageState, frozenset[PageState]] = {
+    PageState.FREE: frozenset({PageState.REQUEST, PageState.COPY}),
+    PageState.REQUEST: frozenset({PageState.TREE, PageState.FREE, PageState.COPY, PageState.QUARANTINED}),
+    PageState.TREE: frozenset({PageState.TREE, PageState.FREE, PageState.QUARANTINED}),
+    PageState.COPY: frozenset({PageState.REQUEST, PageState.TREE, PageState.FREE, PageState.QUARANTINED}),
+    PageState.QUARANTINED: frozenset({PageState.FREE}),
+    PageState.PADDING: frozenset(),
+}
+"""From each state, where a page may go. Out of FREE only through `take`, which reads the free stack."""
+
+FREE_OWNER: Owner = 0
+_LEGAL = [[PageState(target) in LEGAL_MOVES[PageState(source)] for target in PageState] for source in PageState]
+
+
+def tree_owner(node_id: int) -> Owner:
+    """The owner code of tree node `node_id` (> 0)."""
+    return node_id << STATE_BITS | PageState.TREE
+
+
+def copy_owner(op_id: int) -> Owner:
+    """The owner code of copy `op_id` (> 0)."""
+    return op_id << STATE_BITS | PageState.COPY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """How many pages are in which state; the fields sum to page_count - 1 (page 0 is padding)."""
+
+    free: int
+    """On the free stack: can be handed out now."""
+    parked: int
+    """Freed, but something still holds them."""
+    request: int
+    """Of running requests."""
+    tree: int
+    """Cached."""
+    copy: int
+    """Being filled."""
+    quarantined: int
+    """Condemned."""
+
+
+class PageLedger:
+    """States, holds and free stack of the pages of one tier and part.
+
+    Cost: every operation is a handful of numpy calls on the pages it names; none depends on page_count.
+    """
+
+    def __init__(self, page_count: int) -> None:
+        assert page_count >= 2, f"cache: page 0 is padding, so a pool needs 2 pages, got {page_count}"
+        self.page_count = page_count
+        self.owner_P: NDArray[np.int64] = np.zeros(page_count, np.int64)
+        """Owner code of each page; read it, never write it."""
+        self.owner_P[0] = PageState.PADDING
+        self.hold_P: NDArray[np.int32] = np.zeros(page_count, np.int32)
+        """Holds on each page, over all names; read it, never write it."""
+        self.held_count = 0
+        """Pages with at least one hold."""
+        self._named_holds: dict[str, NDArray[np.int32]] = {}
+        self._entered_SP: NDArray[np.int64] = np.zeros((len(PageState), page_count), np.int64)
+        self._iota: NDArray[np.int64] = np.arange(page_count, dtype=np.int64)
+        self._mark_P: NDArray[np.int64] = np.zeros(page_count, np.int64)
+        self._stack: Pages = np.arange(page_count - 1, -1, -1, dtype=np.int32)
+        self._free = page_count - 1
+        self._count = [0] * len(PageState)
+        self._count[PageState.FREE] = page_count - 1
+        self._operation = 1
+        self._log: deque[tuple[int, str, Owner, Owner]] = deque(maxlen=LOG_OPERATIONS)
+        self._number_of: dict[str, int] = {}
+        self._rid_of: dict[int, str] = {}
+        self._pages_of: dict[int, int] = {}
+        self._next_number = 1
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be handed out now."""
+        return self._free
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The requests known to the ledger, oldest first."""
+        return tuple(self._number_of)
+
+    @property
+    def hold_names(self) -> tuple[str, ...]:
+        """Names under which pages are held now."""
+        return tuple(name for name, count_P in self._named_holds.items() if count_P.any())
+
+    def counts(self) -> PageCounts:
+        """Pages by state."""
+        count = self._count
+        return PageCounts(
+            free=self._free,
+            parked=count[PageState.FREE] - self._free,
+            request=count[PageState.REQUEST],
+            tree=count[PageState.TREE],
+            copy=count[PageState.COPY],
+            quarantined=count[PageState.QUARANTINED],
+        )
+
+    # Requests
+
+    def request_owner(self, rid: str) -> Owner:
+        """The owner code of request `rid`; the first call makes it known, `forget_request` ends that."""
+        number = self._number_of.get(rid)
+        if number is None:
+            number = self._next_number
+            self._next_number += 1
+            self._number_of[rid] = number
+            self._rid_of[number] = rid
+            self._pages_of[number] = 0
+        return number << STATE_BITS | PageState.REQUEST
+
+    def owner_rid(self, page: int) -> str:
+        """The request that owns `page`. Raises InvariantError if none does."""
+        owner = int(self.owner_P[page])
+        if owner & STATE_MASK != PageState.REQUEST:
+            raise InvariantError(
+                f"cache: O1 page {page} is {self.describe(owner)}, expected a request's; {self.history(page)}"
+            )
+        return self._rid_of[owner >> STATE_BITS]
+
+    def pages_of_request(self, rid: str) -> int:
+        """How many pages `rid` owns; 0 for a request that never took any."""
+        number = self._number_of.get(rid)
+        return 0 if number is None else self._pages_of[number]
+
+    def forget_request(self, rid: str) -> None:
+        """The request is over. Raises InvariantError (O3) if it still owns pages: they would be lost for ever."""
+        number = self._number_of.get(rid)
+        if number is None:
+            return
+        if self._pages_of[number]:
+            owner = number << STATE_BITS | PageState.REQUEST
+            lost = np.flatnonzero(self.owner_P == owner)
+            raise InvariantError(
+                f"cache: O3 request {rid} ended and still owns pages {lost[:16].tolist()} ({len(lost)} of them),"
+                f" expected none; {self.history(int(lost[0]))}"
+            )
+        del self._number_of[rid], self._rid_of[number], self._pages_of[number]
+
+    # Moves
+
+    def take(self, owner: Owner, count: int, verb: str = "take") -> Pages:
+        """Hand out `count` free pages to a request or a copy, low ids first while the pool is fresh.
+
+        Raises InvariantError if there are fewer than `count`: look at `free_pages` first.
+        """
+        self._check_legal(FREE_OWNER, owner, verb)
+        left = self._free - count
+        if left < 0 or count < 0:
+            raise InvariantError(f"cache: {count} pages to take, expected between 0 and the {self._free} free ones")
+        pages = self._stack[left : self._free][::-1].copy()
+        index = pages.astype(np.intp)
+        self._check_owner(index, FREE_OWNER, owner, verb)
+        if self.held_count and np.count_nonzero(self.hold_P[index]):
+            page = int(pages[np.flatnonzero(self.hold_P[index])[0]])
+            raise InvariantError(f"cache: page {page} is held, expected no holds when handed out; {self.history(page)}")
+        self._free = left
+        self.owner_P[index] = owner
+        self._record(index, FREE_OWNER, owner, verb)
+        return pages
+
+    def move(self, pages: Pages, source: Owner, target: Owner, verb: str) -> None:
+        """Move distinct `pages`, all of them owned by `source`, to `target` (owned, or FREE_OWNER).
+
+        Raises InvariantError, with nothing changed, for a page with another owner, a page listed twice, or a move
+        that LEGAL_MOVES does not have. Pages that become free go onto the stack unless they are held.
+        """
+        if source & STATE_MASK == PageState.FREE:
+            raise InvariantError(f"cache: {verb} moves pages out of FREE, expected that only by take")
+        self._check_legal(source, target, verb)
+        if not len(pages):
+            return
+        index = self._index(pages)
+        self._check_owner(index, source, target, verb)
+        self._check_distinct(index, verb)
+        self.owner_P[index] = target
+        self._record(index, source, target, verb)
+        if target == FREE_OWNER:
+            self._push(pages if not self.held_count else pages[self.hold_P[index] == 0])
+
+    def evict(self, pages: Pages, node_ids: list[int], lengths: list[int]) -> None:
+        """Free the pages of several tree nodes in one move: the first lengths[0] are node_ids[0]'s, and so on."""
+        if not len(pages):
+            return
+        index = self._index(pages)
+        if len(node_ids) == 1:
+            self._check_owner(index, tree_owner(node_ids[0]), FREE_OWNER, "evict")
+        else:
+            expected = np.repeat(np.array(node_ids, np.int64) << STATE_BITS | PageState.TREE, lengths)
+            wrong = self._owners(index) != expected
+            if np.count_nonzero(wrong):
+                first = int(wrong.argmax())
+                self._check_owner(index[first : first + 1], int(expected[first]), FREE_OWNER, "evict")
+        self._check_distinct(index, "evict")
+        self.owner_P[index] = FREE_OWNER
+        self._record(index, PageState.TREE, FREE_OWNER, "evict")
+        self._push(pages if not self.held_count else pages[self.hold_P[index] == 0])
+
+    # Holds
+
+    def hold(self, name: str, pages: Pages) -> Pages:
+        """Add one hold called `name` to each of the distinct `pages`; returns those that had none before.
+
+        Raises InvariantError for a free page: a hold cannot protect what may already be someone else's.
+        """
+        index = self._index(pages)
+        states = self._owners(index) & STATE_MASK
+        self._check_distinct(index, f"hold {name}")
+        free = (states == PageState.FREE) | (states == PageState.PADDING)
+        if np.count_nonzero(free):
+            page = int(index[free.argmax()])
+            if not page:
+                self._no_such_page(page)
+            raise InvariantError(f"cache: page {page} is FREE, expected an owner to hold it from; {self.history(page)}")
+        named = self._named_holds.get(name)
+        if named is None:
+            named = self._named_holds[name] = np.zeros(self.page_count, np.int32)
+        named[index] += 1
+        fresh: Pages = pages[self.hold_P[index] == 0]
+        self.hold_P[index] += 1
+        self.held_count += len(fresh)
+        return fresh
+
+    def unhold(self, name: str, pages: Pages) -> Pages:
+        """Take one hold called `name` off each of the distinct `pages`; returns those that have none left.
+
+        Those of them without an owner become free at once. Raises InvariantError for a page without such a hold.
+        """
+        index = self._index(pages)
+        self._owners(index)
+        self._check_distinct(index, f"unhold {name}")
+        named = self._named_holds.get(name)
+        missing = np.ones(len(index), np.bool_) if named is None else named[index] == 0
+        if named is None or missing.any():
+            if not len(index):
+                return pages
+            page = int(index[missing.argmax()])
+            raise InvariantError(
+                f"cache: page {page} has no hold {name!r}, expected at least one; {self.history(page)}"
+            )
+        named[index] -= 1
+        self.hold_P[index] -= 1
+        bare: Pages = pages[self.hold_P[index] == 0]
+        self.held_count -= len(bare)
+        self._push(bare[self.owner_P[bare] == FREE_OWNER])
+        return bare
+
+    def holds_of(self, page: int) -> dict[str, int]:
+        """The holds on one page by name."""
+        return {name: int(count_P[page]) for name, count_P in self._named_holds.items() if count_P[page]}
+
+    # Words
+
+    def describe(self, owner: Owner) -> str:
+        """An owner code in words, as in `REQUEST(r7)`."""
+        state = PageState(owner & STATE_MASK)
+        number = owner >> STATE_BITS
+        if state is PageState.REQUEST:
+            return f"REQUEST({self._rid_of.get(number) or f'ended request #{number}'})"
+        return f"{state.name}({number})" if number else state.name
+
+    def history(self, page: int) -> str:
+        """The last operation that brought `page` into each state, oldest first, and its holds."""
+        log = list(self._log)
+        starts = [entry[0] for entry in log]
+        lines = []
+        for state, operation in sorted(zip(PageState, self._entered_SP[:, page].tolist(), strict=True), key=_second):
+            if not operation:
+                continue
+            at = bisect_right(starts, operation) - 1
+            if at >= 0:
+                _, verb, source, target = log[at]
+                lines.append(f"#{operation} {verb}: {self.describe(source)} -> {self.describe(target)}")
+            else:
+                lines.append(f"#{operation} became {state.name}, long ago")
+        holds = self.holds_of(page)
+        return f"page {page}'s last operations: {'; '.join(lines) or 'none'}" + (f"; held by {holds}" if holds else "")
+
+    def check(self) -> None:
+        """O1, O4, O6 and the free stack against the states. Raises InvariantError. Cost: O(page_count)."""
+        state_P = self.owner_P & STATE_MASK
+        actual = np.bincount(state_P, minlength=len(PageState)).tolist()
+        expected = [*self._count[: PageState.PADDING], 1]
+        if actual != expected:
+            raise InvariantError(f"cache: O4 pages by state are {actual}, expected {expected}")
+        if self.owner_P[0] != PageState.PADDING:
+            raise InvariantError(f"cache: O6 page 0 is {self.describe(int(self.owner_P[0]))}, expected PADDING")
+        stack = np.sort(self._stack[: self._free])
+        ready = np.flatnonzero((state_P == PageState.FREE) & (self.hold_P == 0))
+        if not np.array_equal(stack, ready):
+            odd = np.setxor1d(stack, ready)
+            page = int(odd[0]) if len(odd) else int(stack[:-1][stack[1:] == stack[:-1]][0])
+            raise InvariantError(
+                f"cache: O1 free stack and free unheld pages differ at {odd[:16].tolist()}; {self.history(page)}"
+            )
+        total_P = sum(self._named_holds.values(), np.zeros(self.page_count, np.int32))
+        if not np.array_equal(total_P, self.hold_P) or int((self.hold_P > 0).sum()) != self.held_count:
+            raise InvariantError("cache: O1 holds by name do not sum to the holds per page")
+        numbers, pages = np.unique(self.owner_P[state_P == PageState.REQUEST] >> STATE_BITS, return_counts=True)
+        owned = dict(zip(numbers.tolist(), pages.tolist(), strict=True))
+        counted = {number: count for number, count in self._pages_of.items() if count}
+        if owned != counted:
+            raise InvariantError(f"cache: O3 pages by request are {owned}, expected {counted}")
+
+    # Inside
+
+    def _index(self, pages: Pages) -> NDArray[np.intp]:
+        if pages.dtype != np.int32 or pages.ndim != 1:
+            raise InvariantError(f"cache: pages are {pages.dtype}[{pages.ndim}-d], expected a vector of int32")
+        return pages.view(np.uint32).astype(np.intp)  # a negative id becomes a huge one, not one from the end
+
+    def _owners(self, index: NDArray[np.intp]) -> NDArray[np.int64]:
+        try:
+            return self.owner_P[index]
+        except IndexError:
+            page = int(index[(index >= self.page_count).argmax()])
+            self._no_such_page(page)
+
+    def _no_such_page(self, page: int) -> NoReturn:
+        named = page if page < 1 << 31 else page - (1 << 32)
+        raise InvariantError(f"cache: O6 page {named} is named, expected 1 to {self.page_count - 1}")
+
+    def _check_legal(self, source: Owner, target: Owner, verb: str) -> None:
+        if not _LEGAL[source & STATE_MASK][target & STATE_MASK]:
+            raise InvariantError(
+                f"cache: {verb} from {self.describe(source)} to {self.describe(target)} is no legal move"
+            )
+
+    def _check_owner(self, index: NDArray[np.intp], source: Owner, target: Owner, verb: str) -> None:
+        wrong = self._owners(index) != source
+        if np.count_nonzero(wrong):  # a fifth of the time of wrong.any()
+            self._wrong_owner(int(index[wrong.argmax()]), source, target, verb)
+
+    def _wrong_owner(self, page: int, source: Owner, target: Owner, verb: str) -> NoReturn:
+        if not page:
+            self._no_such_page(page)
+        raise InvariantError(
+            f"cache: O1 page {page} is {self.describe(int(self.owner_P[page]))}, expected {self.describe(source)}"
+            f" to {verb} it to {self.describe(target)}; {self.history(page)}"
+        )
+
+    def _check_distinct(self, index: NDArray[np.intp], verb: str) -> None:
+        """Raise if a page is listed twice: the last write of its mark wins, so the first does not read back."""
+        count = len(index)
+        if count < 2:
+            return
+        iota = self._iota[:count] if count <= self.page_count else np.arange(count)
+        self._mark_P[index] = iota
+        twice = self._mark_P[index] != iota
+        if np.count_nonzero(twice):
+            page = int(index[twice.argmax()])
+            raise InvariantError(f"cache: O1 page {page} is listed twice in one {verb}; {self.history(page)}")
+
+    def _record(self, index: NDArray[np.intp], source: Owner, target: Owner, verb: str) -> None:
+        """Count the move and note it as the last one that brought these pages into the target's state."""
+        count = len(index)
+        source_state, target_state = source & STATE_MASK, target & STATE_MASK
+        self._count[source_state] -= count
+        self._count[target_state] += count
+        if source_state == PageState.REQUEST:
+            self._pages_of[source >> STATE_BITS] -= count
+        if target_state == PageState.REQUEST:
+            self._pages_of[target >> STATE_BITS] += count
+        operation = self._operation
+        self._operation = operation + 1
+        self._entered_SP[target_state][index] = operation
+        self._log.append((operation, verb, source, target))
+
+    def _push(self, pages: Pages) -> None:
+        """Put pages on the free stack, so that the next take hands them out in their present order."""
+        end = self._free + len(pages)
+        self._stack[self._free : end] = pages[::-1]
+        self._free = end
+
+
+def _second(pair: tuple[PageState, int]) -> int:
+    return pair[1]

@@ -1,0 +1,62 @@
+"""Where each cached page stands in its sequence, so that a sweep over all of them is a few array operations.
+
+A page's position and predecessor never change while it is cached (splits keep both), so they are written once, when
+the page is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.cache.ledger import STATE_BITS, STATE_MASK, PageLedger, Pages, PageState
+from serinus.cache.node import Node
+from serinus.cache.results import ResidentSlots
+
+__all__ = ["SweepIndex"]
+
+
+class SweepIndex:
+    """Position and previous page of every cached page; meaningless for the others."""
+
+    def __init__(self, page_count: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.position_P: NDArray[np.int64] = np.zeros(page_count, np.int64)
+        """Position of the page's first token."""
+        self.previous_P: NDArray[np.int32] = np.zeros(page_count, np.int32)
+        """The page before it in its sequence; 0 for the first."""
+
+    def note(self, pages: Pages, start: int, previous: int) -> None:
+        """`pages` were published from position `start` on, behind page `previous` (0 = at the beginning)."""
+        self.position_P[pages] = np.arange(start, start + len(pages) * self.page_size, self.page_size)
+        before = np.empty_like(pages)
+        before[0] = previous
+        before[1:] = pages[:-1]
+        self.previous_P[pages] = before
+
+    def walk(self, ledger: PageLedger, arena: Mapping[int, Node] | None, cursor: int, budget: int) -> ResidentSlots:
+        """The cached slots of budget / page_size pages from `cursor`; where `arena` is given, without pinned ones."""
+        size = self.page_size
+        start = max(cursor, 1)
+        stop = min(ledger.page_count, start + max(1, budget // size))
+        owner_P = ledger.owner_P[start:stop]
+        pages = np.flatnonzero((owner_P & STATE_MASK) == PageState.TREE)
+        if arena is not None and len(pages):
+            ids, which = np.unique(owner_P[pages] >> STATE_BITS, return_inverse=True)
+            loose = np.array([arena[node_id].pins == 0 for node_id in ids.tolist()], np.bool_)
+            pages = pages[loose[which]]
+        pages += start
+        offsets = np.arange(size)
+        slots_PS = pages[:, None] * size + offsets
+        positions_PS = self.position_P[pages][:, None] + offsets
+        previous_PS = slots_PS - 1
+        before = self.previous_P[pages].astype(np.int64)
+        previous_PS[:, 0] = np.where(before > 0, before * size + size - 1, 0)
+        return ResidentSlots(
+            slots=slots_PS.ravel(),
+            positions=positions_PS.ravel(),
+            previous=previous_PS.ravel(),
+            cursor=0 if stop == ledger.page_count else stop,
+        )
