@@ -1,0 +1,31 @@
+"""AttentionBatch: which tokens of a step belong to which sequence. Knows no requests, only rows and counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["AttentionBatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The B sequences of one step, laid end to end over its T tokens. All tensors int64, on the host or the device.
+
+    Sequence b owns the tokens q_starts_B1[b] .. q_starts_B1[b + 1] - 1; the last of them is at position
+    context_B[b] - 1 of the sequence, so it sees context_B[b] tokens, itself included. The tensors do not change after
+    birth: a column may work out once what all layers of a step share.
+    """
+
+    rows_B: Tensor
+    """Row of req_to_token for each sequence."""
+    q_starts_B1: Tensor
+    """B + 1 offsets into the step's tokens: ascending, from 0 to T; every sequence has at least one token."""
+    context_B: Tensor
+    """Tokens of each sequence after this step; at least its number of tokens in this step."""
+
+    @property
+    def sequence_count(self) -> int:
+        """B."""
+        return int(self.rows_B.shape[0])

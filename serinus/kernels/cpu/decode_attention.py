@@ -1,0 +1,130 @@
+"""Attention of single query tokens over paged bf16 KV, on the processor's bf16 dot products (AVX512-BF16).
+
+Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = head size, U = work items.
+
+A work item is one query token and a range of KV heads. It walks its context in blocks of 64 positions: scores, running
+maximum and sum (online softmax, Milakov and Gimelshein, 2018), weighted values. Within a block 16 positions go
+together: 16 scores share the shuffles of their horizontal sums, and the sums of 16 weighted rows stay in registers.
+Meanwhile the next 16 rows are prefetched into the second-level cache: the hardware's prefetchers stop at the end of a
+page, and one head's rows lie H * D elements apart.
+
+Measured on 2 Zen 4 cores, 12 layers of 16 x 290 tokens, 16/8 heads of 128: 6.8 ms = 33 GB/s of KV, where reading the
+same rows and nothing else, prefetched in whole, takes 5.1 ms. Arithmetic alone (rows in the cache) is 3 ms.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from serinus.kernels.cpu.body import VERSION, Body, compile_body
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, host_has, narrow
+from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
+
+__all__ = ["decode_body", "serves"]
+
+_BLOCK = 64
+"""Positions whose scores are kept at once."""
+_GROUP = 16
+"""Positions that are computed together."""
+_FIELDS = 14
+
+
+def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
+    """Whether this kernel takes such heads on this processor."""
+    return (
+        dtype == torch.bfloat16 and head_size % 32 == 0 and head_size <= 256 and group <= 8 and host_has("avx512bf16")
+    )
+
+
+@cache
+def decode_body(size: int, group: int, version: int = VERSION) -> Body:
+    """The kernel for one shape of heads: compiled, or loaded from the disk."""
+    half = size // 2
+
+    def attend(args: Any) -> None:
+        if version < 0:
+            return
+        a = carray(args, _FIELDS, np.int64)
+        scale = np.float32(carray(args, _FIELDS, np.float64)[13])
+        unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
+        units = carray(at(a[7]), (unit_count, 5), np.int64)
+        row_bytes = kv_heads * size * 2
+        total = np.empty(heads * size, np.float32)
+        score = np.empty(heads * _BLOCK, np.float32)
+        top = np.empty(heads, np.float32)
+        mass = np.empty(heads, np.float32)
+        shrink = np.empty(heads, np.float32)
+        rows = np.empty(_BLOCK + _GROUP, np.int64)
+        while True:
+            u = fetch_add(a.ctypes.data, 1)
+            if u >= unit_count:
+                break
+            row, context, token, head, head_end = units[u, 0], units[u, 1], units[u, 2], units[u, 3], units[u, 4]
+            table = carray(at(a[4] + row * context_max * 4), context, np.int32)
+            query = a[1] + token * heads * size * 2
+            total[head * group * size : head_end * group * size] = np.float32(0)
+            top[head * group : head_end * group] = np.float32(-np.inf)
+            mass[head * group : head_end * group] = np.float32(0)
+            for start in range(0, context, _BLOCK):
+                count = min(_BLOCK, context - start)
+                for p in range(_BLOCK + _GROUP):  # those past the block are prefetched: its successor starts there
+                    slot = np.int64(table[min(start + p, context - 1)])
+                    if slot < 0 or slot >= a[11]:
+                        a[12] = row + 1
+                        return
+                    rows[p] = slot * row_bytes
+                for p in range(0, count, _GROUP):
+                    pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
+                    for h in range(head, head_end):
+                        dots_16(
+                            query + h * (group * size * 2),
+                            a[2] + h * (size * 2),
+                            rows.ctypes.data + p * 8,
+                            scale,
+                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4,
+                            _BLOCK,
+                            pool + h * (size * 2),
+                            rows.ctypes.data + first * 8,
+                            size,
+                            group,
+                        )
+                for n in range(head * group, head_end * group):
+                    take_shares(
+                        score.ctypes.data + n * (_BLOCK * 4),
+                        count,
+                        top.ctypes.data + n * 4,
+                        mass.ctypes.data + n * 4,
+                        shrink.ctypes.data + n * 4,
+                        _BLOCK,
+                    )
+                for p in range(0, count, _GROUP):
+                    pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
+                    for h in range(head, head_end):
+                        add_rows(
+                            a[3] + h * (size * 2),
+                            rows.ctypes.data + p * 8,
+                            min(_GROUP, count - p),
+                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4,
+                            _BLOCK,
+                            total.ctypes.data + h * (group * size * 4),
+                            shrink.ctypes.data + h * (group * 4),
+                            pool + h * (size * 2),
+                            rows.ctypes.data + first * 8,
+                            size,
+                            group,
+                        )
+                    shrink[:] = np.float32(1)
+            for n in range(head * group, head_end * group):
+                inverse = np.float32(1) / mass[n]
+                out = carray(at(a[5] + (token * heads + n) * size * 2), half, np.uint32)
+                for c in range(0, half, 16):
+                    for i in range(16):
+                        even = np.uint32(narrow(total[n * size + c * 2 + i] * inverse))
+                        odd = np.uint32(narrow(total[n * size + c * 2 + 16 + i] * inverse))
+                        out[c + i] = even | (odd << np.uint32(16))
+
+    return compile_body(attend)

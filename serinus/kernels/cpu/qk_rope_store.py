@@ -1,0 +1,147 @@
+"""From the qkv projection to attention in one pass: per-head norm, rotary embedding, write into the KV pool.
+
+Shapes: T = tokens of this step, N = query heads, H = KV heads, D = head size, F = D / 2, P = positions, S = slots.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
+from serinus.kernels.cpu.vector import copy_bytes
+from serinus.kernels.ref.qk_rope_store import check_qk_rope_store
+
+__all__ = ["qk_rope_store", "warm"]
+
+_Arguments = fields(
+    "ticket qkv cos sin positions q_norm k_norm k_pool v_pool slots q_out tokens heads kv_heads position_count "
+    "slot_count step bad",
+    "eps",
+)
+_FIELDS = len(_Arguments._fields_)
+_SERIAL_ELEMENTS = 1 << 15
+"""Below this many elements of qkv the start of a second thread costs more than it saves."""
+
+
+def qk_rope_store(
+    qkv_TX: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    positions_T: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    slots_T: Tensor,
+    q_out_TND: Tensor,
+) -> None:
+    """Split qkv; norm and rotate q and k; write q out, k and v to their slots; see the reference.
+
+    Raises:
+        ValueError: shapes disagree, or a position or a slot lies outside of its table (that token is not written).
+    """
+    check_qk_rope_store(qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
+    tokens, width = qkv_TX.shape
+    slot_count, kv_heads, size = k_pool_SHD.shape
+    threads = 1 if tokens * width < _SERIAL_ELEMENTS else thread_count()
+    arguments = _Arguments(
+        0,
+        qkv_TX.data_ptr(),
+        cos_PF.data_ptr(),
+        sin_PF.data_ptr(),
+        positions_T.data_ptr(),
+        0 if q_norm_D is None else q_norm_D.data_ptr(),
+        0 if k_norm_D is None else k_norm_D.data_ptr(),
+        k_pool_SHD.data_ptr(),
+        v_pool_SHD.data_ptr(),
+        slots_T.data_ptr(),
+        q_out_TND.data_ptr(),
+        tokens,
+        q_out_TND.shape[1],
+        kv_heads,
+        cos_PF.shape[0],
+        slot_count,
+        max(1, tokens // (threads * 4)),
+        0,
+        eps,
+    )
+    _body(size, qkv_TX.dtype == torch.bfloat16, VERSION)(arguments, threads)
+    if arguments.bad:
+        raise ValueError(
+            f"kernels: a position or a slot of token {arguments.bad - 1} is out of range: position "
+            f"{int(positions_T[arguments.bad - 1])}, expected below {cos_PF.shape[0]}; slot "
+            f"{int(slots_T[arguments.bad - 1])}, expected below {slot_count}"
+        )
+
+
+def warm(head_size: int, dtype: torch.dtype) -> None:
+    """Compile, or load from the disk."""
+    _body(head_size, dtype == torch.bfloat16, VERSION)
+
+
+@cache
+def _body(size: int, bf16: bool, version: int) -> Body:
+    half = size // 2
+    item_bytes = 2 if bf16 else 4
+
+    def turn_tokens(args: Any) -> None:
+        if version < 0:
+            return
+        a = carray(args, _FIELDS, np.int64)
+        tokens, heads, kv_heads, step = a[11], a[12], a[13], a[16]
+        eps = np.float32(carray(args, _FIELDS, np.float64)[18])
+        item = np.uint16 if bf16 else np.float32
+        width = (heads + 2 * kv_heads) * size
+        positions = carray(at(a[4]), tokens, np.int64)
+        slots = carray(at(a[9]), tokens, np.int64)
+        kept = np.empty(size, np.float32)
+        while True:
+            first = fetch_add(a.ctypes.data, step)
+            if first >= tokens:
+                break
+            for t in range(first, min(first + step, tokens)):
+                if positions[t] < 0 or positions[t] >= a[14] or slots[t] < 0 or slots[t] >= a[15]:
+                    a[17] = t + 1
+                    continue
+                cos = carray(at(a[2] + positions[t] * (half * 4)), half, np.float32)
+                sin = carray(at(a[3] + positions[t] * (half * 4)), half, np.float32)
+                for n in range(heads + kv_heads):
+                    source = carray(at(a[1] + (t * width + n * size) * item_bytes), size, item)
+                    norm_at = a[5] if n < heads else a[6]
+                    total = np.float32(0)
+                    for i in range(size):
+                        value = widen(source[i]) if bf16 else source[i]
+                        kept[i] = value
+                        total += value * value
+                    if norm_at != 0:
+                        norm = carray(at(norm_at), size, item)
+                        scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+                        for i in range(size):
+                            if bf16:
+                                kept[i] = widen(narrow(widen(narrow(kept[i] * scale)) * widen(norm[i])))
+                            else:
+                                kept[i] = kept[i] * scale * norm[i]
+                    if n < heads:
+                        out = carray(at(a[10] + (t * heads + n) * size * item_bytes), size, item)
+                    else:
+                        slot_head = slots[t] * kv_heads + n - heads
+                        out = carray(at(a[7] + slot_head * size * item_bytes), size, item)
+                    for i in range(half):
+                        low, high = kept[i], kept[half + i]
+                        turned_low = low * cos[i] - high * sin[i]
+                        turned_high = high * cos[i] + low * sin[i]
+                        out[i] = narrow(turned_low) if bf16 else turned_low
+                        out[half + i] = narrow(turned_high) if bf16 else turned_high
+                value_bytes = kv_heads * size * item_bytes
+                copy_bytes(
+                    a[8] + slots[t] * value_bytes, a[1] + (t + 1) * width * item_bytes - value_bytes, value_bytes
+                )
+
+    return compile_body(turn_tokens)

@@ -1,0 +1,197 @@
+"""Scalars that numba has no words for: bf16 in and out, raw addresses, exp2 and log that LLVM can vectorise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import llvmlite.ir  # type: ignore[import-untyped]
+import numba
+import numba.core.cgutils
+import numba.extending
+import numpy as np
+from numba import types
+
+__all__ = [
+    "EXP2",
+    "FAST",
+    "LOG2_E",
+    "at",
+    "carray",
+    "cgutils",
+    "exp2",
+    "fetch_add",
+    "host_has",
+    "inlined",
+    "intrinsic",
+    "ir",
+    "log",
+    "narrow",
+    "widen",
+]
+
+# What numba and llvmlite declare is what these are in Python; inside a kernel they mean something else.
+ir: Any = llvmlite.ir
+cgutils: Any = numba.core.cgutils
+carray: Any = numba.carray  # type: ignore[attr-defined]
+
+
+def host_has(feature: str) -> bool:
+    """Whether the processor has an instruction set, by LLVM's name for it."""
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Decorator: a function that writes LLVM IR where it is called. Integer constants arrive as literals."""
+    return numba.extending.intrinsic(prefer_literal=True)(function)
+
+
+def inlined(*, fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a part of kernels. Divisions do not look for zero, which would keep LLVM from making vectors."""
+    return lambda function: numba.njit(fastmath=fastmath, error_model="numpy")(function)
+
+
+FAST = {"contract", "reassoc", "nsz", "arcp"}
+"""Liberties LLVM may take in the kernels: order of sums and fused multiply-add. NaN and infinity keep their meaning."""
+
+EXP2 = (
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)
+"""Taylor polynomial of 2 ** r on [-1/2, 1/2], the highest power first."""
+
+LOG2_E = 1.4426950408889634
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+
+
+@intrinsic
+def at(typingctx: Any, address: Any) -> Any:
+    """The int64 address as a pointer, for numba.carray."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def fetch_add(typingctx: Any, address: Any, step: Any) -> Any:
+    """Add to the int64 at an address, atomically; returns what was there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def widen(typingctx: Any, word: Any) -> Any:
+    """bf16 bits (uint16) -> fp32, exactly."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def narrow(typingctx: Any, value: Any) -> Any:
+    """fp32 -> bf16 bits (uint16), to the nearest even; every NaN becomes the quiet one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(word, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(builder.add(word, _I32(0x7FFF)), odd), _I32(16))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def exponent(typingctx: Any, value: Any) -> Any:
+    """The int32 e with value * 2 ** -e in [sqrt(1/2), sqrt(2)), for a positive, normal fp32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ashr(builder.sub(builder.bitcast(args[0], _I32), _I32(0x3F3504F3)), _I32(23))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def whole(typingctx: Any, value: Any) -> Any:
+    """A whole fp32 as int32; numba's own conversion goes through 64 bits, which halves the vectors."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fptosi(args[0], _I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def scaled(typingctx: Any, value: Any, exponent: Any) -> Any:
+    """value * 2 ** exponent, by adding to the exponent's bits; the result must be a normal number."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.add(builder.bitcast(args[0], _I32), builder.shl(args[1], _I32(23)))
+        return builder.bitcast(word, _F32)
+
+    return types.float32(types.float32, types.int32), codegen
+
+
+@intrinsic
+def nearest(typingctx: Any, value: Any) -> Any:
+    """The nearest whole number, as fp32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_F32, [_F32])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), args)
+
+    return types.float32(types.float32), codegen
+
+
+@inlined(fastmath={"contract", "nsz"})
+def exp2(x: Any) -> Any:
+    """2 ** x in fp32, within 2 units in the last place; x is held to [-126, 127], NaN stays NaN.
+
+    A Taylor polynomial of degree 6 on [-1/2, 1/2] and the exponent added into the bits: no branch, no table, so LLVM
+    makes vectors of it (math.exp would be a call per element).
+    """
+    x = np.float32(-126.0) if x < np.float32(-126.0) else x
+    x = np.float32(127.0) if x > np.float32(127.0) else x
+    steps = nearest(x)
+    r = x - steps
+    p = np.float32(EXP2[0])
+    p = p * r + np.float32(EXP2[1])
+    p = p * r + np.float32(EXP2[2])
+    p = p * r + np.float32(EXP2[3])
+    p = p * r + np.float32(EXP2[4])
+    p = p * r + np.float32(EXP2[5])
+    p = p * r + np.float32(EXP2[6])
+    return scaled(p, whole(steps))
+
+
+@inlined(fastmath={"contract", "nsz"})
+def log(x: Any) -> Any:
+    """Natural logarithm of a positive, normal fp32, within 4e-7 (absolute near 1, relative elsewhere).
+
+    x = m * 2**e with m in [sqrt(1/2), sqrt(2)); then log m = 2 artanh((m - 1) / (m + 1)), by its series.
+    """
+    e = exponent(x)
+    m = scaled(x, np.int32(-e))
+    t = (m - np.float32(1.0)) / (m + np.float32(1.0))
+    s = t * t
+    p = np.float32(2.0 / 9.0)
+    p = p * s + np.float32(2.0 / 7.0)
+    p = p * s + np.float32(2.0 / 5.0)
+    p = p * s + np.float32(2.0 / 3.0)
+    return np.float32(e) * np.float32(0.6931471805599453) + (t * s * p + np.float32(2.0) * t)

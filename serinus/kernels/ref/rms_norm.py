@@ -1,0 +1,40 @@
+"""RMS norm, alone and after a residual addition: the specification.
+
+Shapes: T = tokens, E = width of the hidden state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_rms_norm", "rms_norm"]
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps), row by row.
+
+    Normalised in fp32, rounded to the dtype of x, and only then multiplied by the weight (rounded again): the
+    order in which the Llama and Qwen families were trained, and in which transformers computes it.
+
+    Args:
+        x_TE: fp32 or bf16; any number of leading dimensions.
+        weight_E: dtype of x.
+    Returns: shape and dtype of x.
+    """
+    x32 = x_TE.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale).to(x_TE.dtype) * weight_E
+
+
+def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """residual += x in place (rounded to its dtype), then the RMS norm of the new residual.
+
+    Args:
+        x_TE: what the last block added; left as it is.
+        residual_TE: the stream of hidden states; changed in place.
+        weight_E: the norm's weight.
+    Returns: the norm, shape and dtype of x.
+    """
+    residual_TE.add_(x_TE)
+    return rms_norm(residual_TE, weight_E, eps)

@@ -1,0 +1,154 @@
+"""Linear layers, page bytes and sampling noise; and how a column is chosen."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serinus.core.errors import ConfigError
+from serinus.core.rng import MASK64, splitmix64
+from serinus.kernels import Kernels, load, warm
+from tests.kernels.conftest import DTYPES, assert_close
+
+
+def test_a_linear_layer_by_hand(either: Kernels) -> None:
+    packed = either.pack_linear(torch.tensor([[1.0, 2.0], [0.0, -1.0], [3.0, 0.5]]), torch.tensor([0.0, 10.0, 0.0]))
+    assert either.linear(torch.tensor([[1.0, 4.0]]), packed).tolist() == [[9.0, 6.0, 5.0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "out"), [(1, 64, 96), (16, 17, 5), (100, 128, 64), (3, 1, 1)])
+def test_both_columns_agree_on_linears(
+    ref: Kernels, cpu: Kernels, tokens: int, width: int, out: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    rng = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width, generator=rng).to(dtype)
+    weight = (torch.randn(out, width, generator=rng) / math.sqrt(width)).to(dtype)
+    bias = torch.randn(out, generator=rng).to(dtype) if has_bias else None
+    expected = ref.linear(x, ref.pack_linear(weight, bias))
+    assert_close(cpu.linear(x, cpu.pack_linear(weight, bias)), expected, ulps=2)
+
+
+def test_a_packed_weight_shares_no_memory_with_the_plain_one(cpu: Kernels) -> None:
+    weight, bias = torch.ones(4, 4), torch.ones(4)
+    packed = cpu.pack_linear(weight, bias)
+    weight.zero_()
+    bias.zero_()
+    gc.collect()
+    assert cpu.linear(torch.ones(1, 4), packed).tolist() == [[5.0] * 4]
+
+
+def test_linears_of_one_column_refuse_weights_of_the_other(ref: Kernels, cpu: Kernels) -> None:
+    weight = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="column ref"):
+        ref.linear(torch.ones(1, 4), cpu.pack_linear(weight, None))
+    with pytest.raises(ValueError, match="column cpu"):
+        cpu.linear(torch.ones(1, 4), ref.pack_linear(weight, None))
+
+
+def test_weights_and_biases_of_wrong_shape_are_refused(either: Kernels) -> None:
+    with pytest.raises(ValueError, match="linear weight"):
+        either.pack_linear(torch.ones(4), None)
+    with pytest.raises(ValueError, match="bias"):
+        either.pack_linear(torch.ones(4, 3), torch.ones(3))
+
+
+def pools(layers: int, slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """bf16 [slots, 2, 4] pools; element = number of its lane * 64 + slot."""
+    lanes = [torch.full((slots, 2, 4), i * 64.0).add(torch.arange(slots)[:, None, None]) for i in range(layers * 2)]
+    return [(lanes[2 * i].bfloat16(), lanes[2 * i + 1].bfloat16()) for i in range(layers)]
+
+
+def test_page_bytes_are_page_first_then_layer_then_k_and_v(either: Kernels) -> None:
+    layers = pools(2, 12)
+    out = torch.zeros(2, 4 * 3 * 16, dtype=torch.uint8)
+    either.gather_pages(layers, torch.tensor([3, 1]), 3, out)
+    got = out.view(torch.bfloat16).view(2, 4, 3, 8)[..., 0]
+    assert got[0].tolist() == [[lane * 64.0 + slot for slot in (9, 10, 11)] for lane in range(4)]
+    assert got[1].tolist() == [[lane * 64.0 + slot for slot in (3, 4, 5)] for lane in range(4)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+def test_pages_come_back_as_they_left_and_disturb_no_other(either: Kernels, page_size: int) -> None:
+    rng = torch.Generator().manual_seed(page_size)
+    layers = [(torch.randn(8 * page_size, 2, 4, generator=rng), torch.randn(8 * page_size, 2, 4)) for _ in range(3)]
+    buffer = torch.zeros(3, page_size * 2 * 4 * 4 * 6, dtype=torch.uint8)
+    either.gather_pages(layers, torch.tensor([6, 2, 5]), page_size, buffer)
+    other = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in layers]
+    either.scatter_pages(other, torch.tensor([1, 7, 3]), page_size, buffer)
+    for mine, theirs in zip(layers, other, strict=True):
+        for source, target in zip(mine, theirs, strict=True):
+            from_pages, to_pages = source.view(8, page_size, 2, 4), target.view(8, page_size, 2, 4)
+            assert torch.equal(to_pages[[1, 7, 3]], from_pages[[6, 2, 5]])
+            assert to_pages[[0, 2, 4, 5, 6]].abs().max() == 0
+
+
+def test_page_moves_that_do_not_fit_are_refused(either: Kernels) -> None:
+    layers = pools(1, 8)
+    buffer = torch.zeros(1, 4 * 16 * 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"pages 2 \.\. 2"):
+        either.gather_pages(layers, torch.tensor([2]), 4, buffer)
+    with pytest.raises(ValueError, match="pages -1"):
+        either.scatter_pages(layers, torch.tensor([-1]), 4, buffer)
+    with pytest.raises(ValueError, match="page buffer"):
+        either.gather_pages(layers, torch.tensor([0, 1]), 4, buffer)
+    with pytest.raises(ValueError, match="no whole number of pages"):
+        either.gather_pages(layers, torch.tensor([0]), 3, torch.zeros(1, 3 * 16 * 2, dtype=torch.uint8))
+
+
+def test_noise_is_the_hash_it_says_it_is(either: Kernels) -> None:
+    noise = either.counter_gumbel(torch.tensor([7, -3]), torch.tensor([100, 0]), 50)
+    for row, (seed, position) in enumerate(((7, 100), (-3, 0))):
+        key = splitmix64((splitmix64(seed & MASK64) + position) & MASK64)
+        for token in (0, 1, 49):
+            v = ((splitmix64((key + token) & MASK64) >> 32) + 0.5) * 2.0**-32
+            assert noise[row, token].item() == pytest.approx(-math.log(-math.log1p(-v)), abs=2e-6)
+
+
+def test_noise_has_the_moments_of_a_gumbel_variable(either: Kernels) -> None:
+    noise = either.counter_gumbel(torch.arange(20), torch.arange(20) * 3, 50_000).double()
+    assert noise.mean().item() == pytest.approx(0.57722, abs=0.005)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.01)
+    assert noise.isfinite().all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    pairs=st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=4),
+    vocab=st.integers(1, 9000),
+)
+def test_both_columns_agree_on_noise(pairs: list[tuple[int, int]], vocab: int) -> None:
+    seeds, positions = torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs])
+    ours = load("cpu").counter_gumbel(seeds, positions, vocab)
+    torch.testing.assert_close(ours, load("cpu", "ref").counter_gumbel(seeds, positions, vocab), rtol=2e-6, atol=2e-6)
+
+
+def test_noise_of_a_row_does_not_depend_on_the_batch(either: Kernels) -> None:
+    together = either.counter_gumbel(torch.tensor([1, 2, 3]), torch.tensor([9, 8, 7]), 5000)
+    assert torch.equal(either.counter_gumbel(torch.tensor([2]), torch.tensor([8]), 5000), together[1:2])
+
+
+def test_a_column_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="column 'triton'"):
+        load("cpu", "triton")
+    with pytest.raises(ConfigError, match="on device 'cuda:0'"):
+        load("cuda:0", "cpu")
+
+
+def test_auto_takes_the_column_of_the_device() -> None:
+    assert set(load("cpu").columns.values()) == {"cpu"}
+    assert set(load("cpu", "ref").columns.values()) == {"ref"}
+    assert set(load("cuda:1").columns.values()) == {"ref"}
+
+
+def test_warming_needs_both_head_size_and_group(cpu: Kernels) -> None:
+    with pytest.raises(ConfigError, match="expected both or none"):
+        warm(cpu, head_size=64)
+    warm(cpu, head_size=16, group=2)
+    warm(load("cpu", "ref"))
