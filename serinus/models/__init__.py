@@ -1,0 +1,47 @@
+"""The models Serinus serves: config.json, weights, and one forward pass for all decoder families.
+
+`load_spec` and `resolve` are light; what needs torch is imported when it is first named.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serinus.models.batch import ForwardBatch
+    from serinus.models.hooks import ForwardHook, NullHook
+    from serinus.models.hub import resolve
+    from serinus.models.loader import Model, choose_dtype, load_model
+    from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, RopeSpec, load_spec
+
+__all__ = [
+    "KNOWN_ARCHITECTURES",
+    "TOY_ARCHITECTURE",
+    "ForwardBatch",
+    "ForwardHook",
+    "Model",
+    "ModelSpec",
+    "NullHook",
+    "RopeSpec",
+    "choose_dtype",
+    "load_model",
+    "load_spec",
+    "resolve",
+]
+
+_FILE_OF = {
+    "ForwardBatch": "batch",
+    "ForwardHook": "hooks",
+    "NullHook": "hooks",
+    "resolve": "hub",
+    "Model": "loader",
+    "choose_dtype": "loader",
+    "load_model": "loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF.get(name, 'spec')}"), name)

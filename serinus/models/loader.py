@@ -1,0 +1,93 @@
+"""From a ModelSpec to a Model that runs: which class, which weights, which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from serinus.core.errors import ConfigError
+from serinus.kernels import Kernels
+from serinus.models.batch import ForwardBatch
+from serinus.models.decoder import Decoder
+from serinus.models.hooks import ForwardHook
+from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
+from serinus.models.toy import ToyModel
+from serinus.models.weights import RandomSource, SafetensorsSource, WeightSource
+
+__all__ = ["Model", "choose_dtype", "load_model"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    spec: ModelSpec
+    """What it is."""
+    dtype: torch.dtype
+    """Element type of its KV."""
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        table_RC: torch.Tensor,
+        hook: ForwardHook,
+    ) -> torch.Tensor:
+        """Write the step's KV; hidden states [W, E] of the wanted rows (all T where batch.wanted_W is None)."""
+        ...
+
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+        """[B, V], fp32 or bf16."""
+        ...
+
+
+def choose_dtype(spec: ModelSpec, name: str = "auto", device: str = "cpu") -> torch.dtype:
+    """The element type of weights and KV.
+
+    `auto` is bfloat16 wherever the device computes in it (and for the toy, which computes nothing), else float32.
+    Raises: ConfigError for another name.
+    """
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name != "auto":
+        raise ConfigError(f"models: dtype {name!r}, expected auto, {', '.join(_DTYPES)}")
+    has_bf16 = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 or spec.architecture == TOY_ARCHITECTURE else torch.float32
+
+
+def load_model(
+    spec: ModelSpec,
+    path: str | Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    positions: int | None = None,
+    device: str = "cpu",
+) -> Model:
+    """Load a checkpoint's weights (or make them from a seed) and pack them for the kernels.
+
+    Args:
+        spec: from `load_spec(path)`.
+        path: directory of the checkpoint.
+        dtype: from `choose_dtype`.
+        kernels: ops of the device.
+        load_format: `auto` or `safetensors` read *.safetensors; `dummy` makes random weights from `seed`.
+        positions: longest sequence that will run; None = spec.context_length.
+        device: where the weights go; that of `kernels`.
+    Raises:
+        ConfigError: missing or truncated files, missing, misshapen or unexpected tensors, pickle only.
+    Cost: reads the weights once; resident afterwards: packed weights and what is touched of the mapped embedding.
+    """
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise ConfigError(f"models: load_format {load_format!r}, expected auto, safetensors or dummy")
+    if spec.architecture == TOY_ARCHITECTURE:
+        return ToyModel(spec, dtype)
+    dummy = load_format == "dummy"
+    source: WeightSource = RandomSource(seed, dtype, device) if dummy else SafetensorsSource(Path(path), dtype, device)
+    return Decoder(spec, source, dtype, kernels, positions)

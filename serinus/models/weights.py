@@ -1,0 +1,137 @@
+"""Where a model's tensors come from: safetensors on disk, mapped into memory, or a seed. Never pickle.
+
+A source hands out one tensor at a time and keeps none, so that what was packed can be released: the pages of the file
+are unmapped with the last view of them. Knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from serinus.core.errors import ConfigError
+
+__all__ = ["RandomSource", "SafetensorsSource", "WeightSource"]
+
+_INDEX = "model.safetensors.index.json"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+class WeightSource(Protocol):
+    """Hands out named tensors, each once."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor `name` in the source's dtype; raises ConfigError where it is missing or of another shape."""
+        ...
+
+    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+        """All tensors were taken; raises ConfigError where the source has more, besides those to ignore."""
+        ...
+
+
+class SafetensorsSource:
+    """The *.safetensors files of a directory: a single file, or shards with their index."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
+        """Read the index or the headers. Raises ConfigError for missing, truncated or foreign files."""
+        self.dtype = dtype
+        self._device = device
+        self._folder = folder
+        self._file_of = _shard_names(folder)
+        self._left = set(self._file_of)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A view of the mapped file where the dtype agrees, else a converted copy."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise ConfigError(
+                f"models: tensor {name!r} is missing from {self._folder}, expected one of shape {list(shape)}"
+            )
+        try:
+            with safe_open(self._folder / file, framework="pt") as opened:
+                tensor: torch.Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"models: {self._folder / file} cannot be read for tensor {name!r} ({error}), "
+                "expected a complete safetensors file"
+            ) from None
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"models: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)} from config.json"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"models: tensor {name!r} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
+            )
+        self._left.discard(name)
+        return tensor.to(self._device, self.dtype)
+
+    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+        """Refuse tensors that nobody asked for: ignoring a bias, say, would be a silently wrong model."""
+        odd = sorted(n for n in self._left if n not in ignore and not n.endswith(_IGNORED_SUFFIX))
+        if odd:
+            raise ConfigError(
+                f"models: {self._folder} holds {len(odd)} tensors that its config.json has no place for, "
+                f"e.g. {odd[0]!r}, expected none"
+            )
+
+
+class RandomSource:
+    """Dummy weights (`--load-format dummy`): each tensor a function of the seed and its name alone."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.dtype = dtype
+        self._device = device
+        self._seed = seed
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Norm weights are 1, biases 0, all others normal with deviation 0.02."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self._device)
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self.dtype, device=self._device)
+        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
+        chance = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.empty(shape, dtype=self.dtype).normal_(0.0, 0.02, generator=chance).to(self._device)
+
+    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+        """A seed has no tensors left over."""
+
+
+def _shard_names(folder: Path) -> Mapping[str, str]:
+    """Tensor name -> file name."""
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            pairs = {str(k): str(v) for k, v in names.items()}
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"models: {index} cannot be read ({error!r}), expected a weight_map") from None
+        for file in sorted(set(pairs.values())):
+            if "/" in file or "\\" in file or not file.endswith(".safetensors"):
+                raise ConfigError(f"models: {index} names {file!r}, expected *.safetensors beside it")
+            if not (folder / file).exists():
+                raise ConfigError(f"models: {folder / file} is missing, expected it as {_INDEX} names it")
+        return pairs
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        found = f"only {pickled[0]!r}, which is pickle and never loaded" if pickled else "no weight file"
+        raise ConfigError(f"models: {folder} has {found}, expected model.safetensors")
+    pairs = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                pairs.update(dict.fromkeys(opened.keys(), path.name))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"models: {path} cannot be read ({error}), expected a complete safetensors file"
+            ) from None
+    return pairs

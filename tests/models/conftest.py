@@ -1,0 +1,24 @@
+"""Checkpoints shared by the tests of this room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serinus.testing.checkpoints import FAMILIES, make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One small random fp32 checkpoint per family, sharded and tied here and there."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    extra: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "llama3": {"shards": 3},
+        "qwen2": {"tied": True},
+        "qwen3": {"tied": True, "shards": 2, "head_size": 32},
+        "mistral": {"heads": 8, "kv_heads": 2},
+    }
+    return {f: make_checkpoint(root / f, f, seed=i, **extra[f]) for i, f in enumerate(FAMILIES)}
