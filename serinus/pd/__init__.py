@@ -1,0 +1,155 @@
+"""pd: prefill and decode in different engines. Pure machines agree, backends move bytes, ports join both to the world.
+
+How an engine loop drives it (both ports are single-threaded; nothing blocks but `poll(timeout_s)`):
+
+    clock = WallClock()
+    backends = make_backends("auto")
+    settings = PdSettings(engine="decode-0", incarnation=incarnation, layout=layout, page_bytes=pool.page_bytes,
+                          vocab_size=vocab, backends=tuple(b.name for b in backends), host=host_identity())
+
+A decode engine connects on demand, to as many prefill engines as its requests name:
+
+    post = Post(ZmqChannel(), incarnation=incarnation, clock=clock)
+    port = DecodePort(settings, post=post, backends=backends, store=pool, clock=clock)
+    # a request with a prefill address: remote only if that engine can be asked now, else local with the code as reason
+    code, reason = port.machine.refusal(address)          # ("", "") = ask; e.g. ("peer_gone", "the connection broke")
+    # every turn of the loop:
+    for r in sched.take_reservations(now):
+        act(port.handle(StartHandoff(rid=r.rid, request=r.request, address=address, held=r.held, pages=r.pages)))
+    act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
+    # an abort, in whatever phase; the pages are free on return:
+    port.handle(CancelHandoff(rid=rid)); sched.abort(rid, reason)
+
+    def act(results):                                      # each StartHandoff ends with one Landed or one Recompute,
+        for result in results:                             # unless it was cancelled
+            match result:
+                case Landed(): sched.landed(result.rid, result.token, result.logprobs, now, ...)
+                case Recompute(): sched.recompute(result.rid, result.code)     # or an error, by --...-on-failure
+                case PeerChanged(): log and count
+
+A prefill engine binds and serves as many decode engines as come (requests are called by their xid there):
+
+    post = Post(ZmqChannel("tcp://127.0.0.1:0"), incarnation=incarnation, clock=clock)     # channel.address = where
+    port = PrefillPort(settings, post=post, backends=backends, store=pool, clock=clock)
+    # after each commit:
+    for c in outcome.chunks:
+        act(port.handle(ChunkComputed(xid=c.xid, first=c.first_page_index, pages=c.pages, last=c.last, token=c.token,
+                                      logprobs=c.logprobs, cached_tokens=c.cached_tokens, ...)))
+    act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
+    # a request that ended here on its own (an operator's abort, an error):
+    act(port.handle(EndPrefill(xid=xid, code="aborted", reason=reason)))
+
+    def act(results):                                 # each AddPrefill ends with one PrefillDrained or AbortPrefill
+        for result in results:
+            match result:
+                case AddPrefill():                         # sched.add may refuse: EndPrefill(code="rejected")
+                    sched.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
+                case ReleaseChunk(): sched.chunk_drained(result.xid, result.pages)
+                case PrefillDrained(): sched.handoff_drained(result.xid)
+                case AbortPrefill(): sched.handoff_ended(result.xid)
+                case PeerChanged(): log and count
+
+Before the end: `port.handle(Drain())` on a prefill engine; what runs goes on, nothing new is taken.
+To wait for a front and for peers at once: `wire.wait_any([front_channel, pd_channel], timeout_s)`, then poll both with
+0. At the end: `port.handle(Shutdown())`, `port.close()`. Knows nothing of schedulers, caches, models or HTTP.
+"""
+
+from __future__ import annotations
+
+from serinus.pd.backends import Backend, LocalBackend, ShmBackend, TcpBackend, host_identity, make_backends, shm_works
+from serinus.pd.clients import Client
+from serinus.pd.decode import DecodeSide
+from serinus.pd.events import (
+    AbortPrefill,
+    AddPrefill,
+    CancelHandoff,
+    ChunkComputed,
+    ClosePeer,
+    Copied,
+    CopyIn,
+    DecodeAction,
+    DecodeEvent,
+    Drain,
+    EndPrefill,
+    Landed,
+    OpenPeer,
+    PartStaged,
+    PeerChanged,
+    PeerLost,
+    PrefillAction,
+    PrefillDrained,
+    PrefillEvent,
+    Received,
+    Recompute,
+    ReleaseChunk,
+    Send,
+    Shutdown,
+    StageFull,
+    StagePart,
+    StartHandoff,
+    Tick,
+    Unstage,
+    WantPeer,
+)
+from serinus.pd.integrity import digest_pages, digest_seed, first_bad_page
+from serinus.pd.layout import difference
+from serinus.pd.ports import TICK_S, DecodePort, DecodeResult, PageStore, PrefillPort, PrefillResult
+from serinus.pd.prefill import PrefillSide
+from serinus.pd.registry import Peer, PeerState
+from serinus.pd.settings import PdSettings
+
+__all__ = [
+    "TICK_S",
+    "AbortPrefill",
+    "AddPrefill",
+    "Backend",
+    "CancelHandoff",
+    "ChunkComputed",
+    "Client",
+    "ClosePeer",
+    "Copied",
+    "CopyIn",
+    "DecodeAction",
+    "DecodeEvent",
+    "DecodePort",
+    "DecodeResult",
+    "DecodeSide",
+    "Drain",
+    "EndPrefill",
+    "Landed",
+    "LocalBackend",
+    "OpenPeer",
+    "PageStore",
+    "PartStaged",
+    "PdSettings",
+    "Peer",
+    "PeerChanged",
+    "PeerLost",
+    "PeerState",
+    "PrefillAction",
+    "PrefillDrained",
+    "PrefillEvent",
+    "PrefillPort",
+    "PrefillResult",
+    "PrefillSide",
+    "Received",
+    "Recompute",
+    "ReleaseChunk",
+    "Send",
+    "ShmBackend",
+    "Shutdown",
+    "StageFull",
+    "StagePart",
+    "StartHandoff",
+    "TcpBackend",
+    "Tick",
+    "Unstage",
+    "WantPeer",
+    "difference",
+    "digest_pages",
+    "digest_seed",
+    "first_bad_page",
+    "host_identity",
+    "make_backends",
+    "shm_works",
+]

@@ -1,0 +1,132 @@
+"""What a data backend is: a place where one side puts bytes and the other finds them. Decides nothing.
+
+All backends here are receiver-checked (mode A): the receiving process itself copies into its pages, so closing a grant
+needs no word from the sender. A backend that writes into another process's memory would need more than this interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import ConfigError, InvariantError
+from serinus.wire import Buffer
+from serinus.wire.messages import Data
+
+__all__ = ["Backend", "Receiver", "Sender", "Span", "SpanAllocator", "Staged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Room for some bytes, until released."""
+
+    key: int
+    """Names it in `release`."""
+    room: NDArray[np.uint8]
+    """Where to put the bytes; 1-d, writable."""
+    shm_name: str = ""
+    """For Data: where the receiver finds them..."""
+    shm_offset: int = 0
+    inline: bool = False
+    """...or, where True, they travel as the payload of the frame."""
+
+
+class Sender(Protocol):
+    """The prefill side of one connection."""
+
+    def stage(self, byte_count: int) -> Staged | None:
+        """Room for so many bytes; None = none now (nothing changed)."""
+        ...
+
+    def release(self, key: int) -> None:
+        """The receiver has taken (or dropped) them."""
+        ...
+
+    def close(self) -> None:
+        """The connection ended: give everything back. What the receiver still maps stays readable to it."""
+        ...
+
+
+class Receiver(Protocol):
+    """The decode side of one connection."""
+
+    def fetch(self, data: Data, payload: Buffer) -> NDArray[np.uint8]:
+        """The bytes of a Data message, 1-d, read only, without a copy where possible.
+
+        Raises:
+            TransferFailed: they are not where the message says.
+        """
+        ...
+
+    def close(self) -> None:
+        """The connection ended."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to move bytes between two processes."""
+
+    name: str
+    """local, shm or tcp."""
+
+    def sender(self) -> Sender:
+        """For a new connection."""
+        ...
+
+    def receiver(self) -> Receiver:
+        """For a new connection."""
+        ...
+
+
+@dataclass(slots=True)
+class Span:
+    """Bytes [start, end)."""
+
+    start: int
+    end: int
+
+
+class SpanAllocator:
+    """Hands out spans of a fixed area, lowest address first: a lightly used area stays mostly untouched memory."""
+
+    def __init__(self, byte_count: int) -> None:
+        if byte_count <= 0:
+            raise ConfigError(f"pd: a staging area of {byte_count} bytes, expected more than 0")
+        self._free = [Span(0, byte_count)]
+        self._taken: dict[int, Span] = {}
+        self._last_key = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes handed out now."""
+        return sum(span.end - span.start for span in self._taken.values())
+
+    def take(self, byte_count: int) -> tuple[int, int] | None:
+        """(key, offset) of a free span, 64-byte aligned; None = no room. Cost: O(free spans), a handful."""
+        size = -(-byte_count // 64) * 64
+        for index, span in enumerate(self._free):
+            if span.end - span.start >= size:
+                start = span.start
+                span.start += size
+                if span.start == span.end:
+                    del self._free[index]
+                self._last_key += 1
+                self._taken[self._last_key] = Span(start, start + size)
+                return self._last_key, start
+        return None
+
+    def give(self, key: int) -> None:
+        """Take a span back. Raises InvariantError where it is not handed out."""
+        span = self._taken.pop(key, None)
+        if span is None:
+            raise InvariantError(f"pd: staging span {key} is not handed out, expected one that is")
+        index = next((i for i, free in enumerate(self._free) if free.start >= span.end), len(self._free))
+        if index < len(self._free) and self._free[index].start == span.end:
+            span.end = self._free.pop(index).end
+        if index and self._free[index - 1].end == span.start:
+            self._free[index - 1].end = span.end
+        else:
+            self._free.insert(index, span)

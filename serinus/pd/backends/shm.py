@@ -1,0 +1,138 @@
+"""Pages through memory that two processes of one machine share.
+
+The sender owns an anonymous segment (memfd) per connection; the receiver opens it through /proc/<pid>/fd/<fd>. It has
+no name in any file system, so there is nothing to leak: whichever side is killed, however, the kernel frees it with the
+last of the two. The segment is sealed against shrinking, so a receiver that mapped it can always read it. What Data
+says of it is checked before it is believed: the process, the descriptor, that it is such a segment, sealed, and big
+enough.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import ConfigError, TransferFailed
+from serinus.pd.backends.base import SpanAllocator, Staged
+from serinus.wire import Buffer
+from serinus.wire.messages import Data
+
+__all__ = ["ShmBackend", "host_identity", "shm_works"]
+
+_MEMFD: Final = "serinus-kv"
+_NAME: Final = re.compile(r"([0-9]{1,10}):([0-9]{1,10}):([0-9]{1,20})")
+
+
+def shm_works() -> bool:
+    """True where this system has sealed anonymous segments that a process can share through /proc."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+
+
+def host_identity() -> str:
+    """Same text in two processes exactly if they can open each other's segments: same boot, pid namespace and user.
+
+    Empty where shm does not work.
+    """
+    if not shm_works():
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}/{os.geteuid()}"
+
+
+class ShmBackend:
+    """Bytes lie in a segment of the sender."""
+
+    name = "shm"
+
+    def __init__(self, staging_bytes: int = 256 << 20) -> None:
+        """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched.
+
+        Raises ConfigError where shm does not work.
+        """
+        if not shm_works():
+            raise ConfigError(f"pd: backend shm does not work on {sys.platform}, expected Linux with /proc; use tcp")
+        self._staging_bytes = staging_bytes
+
+    def sender(self) -> _ShmSender:
+        return _ShmSender(self._staging_bytes)
+
+    def receiver(self) -> _ShmReceiver:
+        return _ShmReceiver()
+
+
+class _ShmSender:
+    def __init__(self, staging_bytes: int) -> None:
+        self._spans = SpanAllocator(staging_bytes)
+        self._fd = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, staging_bytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._area = np.frombuffer(mmap.mmap(self._fd, staging_bytes), dtype=np.uint8)
+        self._name = f"{os.getpid()}:{self._fd}:{os.fstat(self._fd).st_ino}"
+
+    def stage(self, byte_count: int) -> Staged | None:
+        taken = self._spans.take(byte_count)
+        if taken is None:
+            return None
+        key, start = taken
+        return Staged(key=key, room=self._area[start : start + byte_count], shm_name=self._name, shm_offset=start)
+
+    def release(self, key: int) -> None:
+        self._spans.give(key)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._area = np.empty(0, dtype=np.uint8)  # unmapped with the last view of it
+
+
+class _ShmReceiver:
+    def __init__(self) -> None:
+        self._name = ""
+        self._area: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+
+    def fetch(self, data: Data, payload: Buffer) -> NDArray[np.uint8]:
+        if data.shm_name != self._name or not self._name:
+            self._area = _attach(data.shm_name)
+            self._name = data.shm_name
+        end = data.shm_offset + data.byte_count
+        if end > len(self._area):
+            raise TransferFailed(f"pd: bytes up to {end} announced, the segment has {len(self._area)}")
+        return self._area[data.shm_offset : end]
+
+    def close(self) -> None:
+        self._name = ""
+        self._area = np.empty(0, dtype=np.uint8)
+
+
+def _attach(name: str) -> NDArray[np.uint8]:
+    """Map a sender's segment read only. Raises TransferFailed where it is not what it should be."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise TransferFailed(f"pd: segment name {name[:80]!r}, expected pid:fd:inode")
+    pid, fd, inode = match.groups()
+    path = Path(f"/proc/{pid}/fd/{fd}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{_MEMFD}"):
+            raise TransferFailed(f"pd: {path} is no segment of ours")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferFailed(f"pd: cannot open segment {name}: {error}") from None
+    try:
+        status = os.fstat(opened)
+        if status.st_ino != int(inode) or not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransferFailed(f"pd: segment {name} is another one, or not sealed against shrinking")
+        area = mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise TransferFailed(f"pd: cannot map segment {name}: {error}") from None
+    finally:
+        os.close(opened)
+    return np.frombuffer(area, dtype=np.uint8)

@@ -1,0 +1,75 @@
+"""Signs of life of one peer: when to give one, and how long there was none.
+
+Silence is counted only over time in which we listened: a tick that comes late (a long step, a stopped process) adds one
+second at most, so our own pause never looks like the death of everybody else. A peer that computes is silent too: it
+tells how long its steps take, and is given four of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Pace", "Pulse"]
+
+_TICK_S_MAX = 1.0
+_STEPS = 4
+"""A peer may be silent for so many of its longest steps."""
+_LATELY_S = 600.0
+"""A long step is remembered for at least this, at most twice this."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """How long our own steps take: the time between two looks at our letters, the longest one lately."""
+
+    looked_at: float | None = None
+    since: float = 0.0
+    """When `now_s` began to count."""
+    now_s: float = 0.0
+    before_s: float = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds; 0 = nothing seen yet."""
+        return max(self.now_s, self.before_s)
+
+    def look(self, now: float) -> None:
+        """We look at our letters now."""
+        if self.looked_at is None:
+            self.since = now
+        else:
+            if now - self.since > _LATELY_S:
+                self.since, self.before_s, self.now_s = now, self.now_s, 0.0
+            self.now_s = max(self.now_s, now - self.looked_at)
+        self.looked_at = now
+
+
+@dataclass(slots=True, kw_only=True)
+class Pulse:
+    """Of one connection."""
+
+    ticked_at: float
+    said_at: float
+    silent_s: float = 0.0
+    step_s: float = 0.0
+    """The longest step of the peer, by its own word."""
+
+    def is_gone(self, silence_s_max: float, longest_s: float) -> bool:
+        """True where it was silent for longer than its steps explain; never patient beyond `longest_s`."""
+        return self.silent_s > max(silence_s_max, min(_STEPS * self.step_s, longest_s))
+
+    def heard(self) -> None:
+        """A message came."""
+        self.silent_s = 0.0
+
+    def tick(self, now: float) -> None:
+        """Count silence."""
+        self.silent_s += min(max(0.0, now - self.ticked_at), _TICK_S_MAX)
+        self.ticked_at = now
+
+    def must_speak(self, now: float, every_s: float) -> bool:
+        """True once per interval: a keepalive is due now."""
+        if now - self.said_at < every_s:
+            return False
+        self.said_at = now
+        return True

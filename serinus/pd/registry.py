@@ -1,0 +1,201 @@
+"""The prefill engines a decode engine knows: who is up, who is being tried, who is not to be asked. Pure.
+
+A peer is an address; each attempt to reach it is a connection with a name of its own (`address#n`), so news of an old
+attempt touches nobody. A lost peer is suspect: nobody waits for it until a HELLO of ours is answered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from serinus.pd.events import ClosePeer, DecodeAction, OpenPeer, PeerChanged, Send, Tick
+from serinus.pd.layout import difference
+from serinus.pd.pulse import Pulse
+from serinus.pd.settings import PdSettings
+from serinus.wire.messages import Hello, HelloOk, Keepalive
+
+__all__ = ["PEERS_MAX", "Peer", "PeerState", "Registry"]
+
+PEERS_MAX: Final = 64
+"""Addresses come with requests: there is a bound to how many we believe in."""
+
+
+class PeerState(Enum):
+    """CONNECTING -> UP | DOWN | REFUSED; UP -> DOWN; DOWN and REFUSED -> CONNECTING after a while."""
+
+    CONNECTING = "connecting"
+    """HELLO is on its way."""
+    UP = "up"
+    """Greeted."""
+    DOWN = "down"
+    """Lost; tried again at retry_at."""
+    REFUSED = "refused"
+    """Cannot work with us; tried again, seldom."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """One prefill engine."""
+
+    address: str
+    wanted_at: float
+    """When somebody last asked for it."""
+    pulse: Pulse
+    name: str = ""
+    """Of the current (or last) connection."""
+    state: PeerState = PeerState.DOWN
+    suspect: bool = False
+    """Was lost and has not answered since."""
+    slow: bool = False
+    """In CONNECTING: has not answered for as long as a request waits; it is not lost for that."""
+    since: float = 0.0
+    """When the state began."""
+    failures: int = 0
+    """In a row."""
+    retry_at: float = 0.0
+    """In DOWN and REFUSED."""
+    pinned: bool = False
+    """Never forgotten (a configured address)."""
+    reason: str = ""
+    """Why it is DOWN or REFUSED."""
+    engine: str = ""
+    incarnation: int = 0
+    backend: str = ""
+    load: int = 0
+    """Requests running or waiting there, by its own word."""
+
+    @property
+    def refusal(self) -> tuple[str, str]:
+        """(code, reason) why nobody should ask it now; ("", "") = ask."""
+        if self.state is PeerState.CONNECTING and self.slow and not self.suspect:
+            return "peer_slow", "no answer yet, it may be in a long step"
+        if self.state is PeerState.UP or (self.state is PeerState.CONNECTING and not self.suspect):
+            return "", ""
+        return "refused" if self.state is PeerState.REFUSED else "peer_gone", self.reason
+
+
+class Registry:
+    """All peers of one decode engine. Methods append what must be done to `out`."""
+
+    def __init__(self, settings: PdSettings) -> None:
+        self._settings = settings
+        self._peers: dict[str, Peer] = {}
+        self._names: dict[str, Peer] = {}
+        self._attempts = 0
+        self._step_s = 0.0
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def at(self, address: str) -> Peer | None:
+        """The peer of an address, if known."""
+        return self._peers.get(address)
+
+    def named(self, name: str) -> Peer | None:
+        """The peer whose current connection has this name."""
+        return self._names.get(name)
+
+    def want(self, address: str, now: float, out: list[DecodeAction], *, pinned: bool = False) -> Peer | None:
+        """The peer at an address, being connected if it is new; None where there are too many already."""
+        peer = self._peers.get(address)
+        if peer is None:
+            if len(self._peers) >= PEERS_MAX:
+                return None
+            pulse = Pulse(ticked_at=now, said_at=now)
+            peer = self._peers[address] = Peer(address=address, wanted_at=now, pulse=pulse)
+            self._open(peer, now, out)
+        peer.wanted_at = now
+        peer.pinned = peer.pinned or pinned
+        return peer
+
+    def welcome(self, peer: Peer, message: HelloOk, incarnation: int, now: float, out: list[DecodeAction]) -> bool:
+        """HELLO was answered. False = with something we cannot accept; the peer is refused then."""
+        settings = self._settings
+        reason = difference(settings.layout, message.layout)
+        if message.backend not in settings.backends:
+            reason = f"it chose the data backend {message.backend!r}, expected one of {', '.join(settings.backends)}"
+        if reason:
+            self.refuse(peer, reason, now, out)
+            return False
+        peer.state, peer.since, peer.failures, peer.suspect, peer.reason = PeerState.UP, now, 0, False, ""
+        peer.engine, peer.incarnation, peer.backend = message.engine, incarnation, message.backend
+        peer.slow, peer.pulse.said_at, peer.pulse.step_s = False, now, message.step_s_max
+        out.append(self._news(peer, "up", ""))
+        return True
+
+    def refuse(self, peer: Peer, reason: str, now: float, out: list[DecodeAction]) -> None:
+        """It cannot work with us: hang up, try again seldom."""
+        self._leave(peer, PeerState.REFUSED, reason, now, out)
+        peer.retry_at = now + 6 * self._settings.retry_s_max
+        out.append(ClosePeer(peer=peer.name))
+
+    def lose(self, peer: Peer, reason: str, now: float, out: list[DecodeAction], *, hang_up: bool) -> None:
+        """The connection is of no use any more: try again after a wait that doubles."""
+        self._leave(peer, PeerState.DOWN, reason, now, out)
+        wait = min(self._settings.retry_s_min * 2.0 ** min(peer.failures - 1, 30), self._settings.retry_s_max)
+        peer.retry_at = now + wait
+        if hang_up:
+            out.append(ClosePeer(peer=peer.name))
+
+    def tick(self, event: Tick, now: float, floors: dict[str, int], out: list[DecodeAction]) -> list[Peer]:
+        """Keep alive, retry, forget; returns the peers that time says are gone (lost already)."""
+        self._step_s = event.step_s
+        lost: list[Peer] = []
+        for peer in list(self._peers.values()):
+            peer.pulse.tick(now)
+            if peer.state in (PeerState.UP, PeerState.CONNECTING):
+                if peer.pulse.is_gone(self._settings.silence_s_max, self._settings.handoff_s_max):
+                    self.lose(peer, f"silent for {peer.pulse.silent_s:.0f} s", now, out, hang_up=True)
+                    lost.append(peer)
+                elif peer.state is PeerState.CONNECTING:
+                    peer.slow = now - peer.since > self._settings.connect_s_max
+                elif peer.pulse.must_speak(now, self._settings.keepalive_s):
+                    floor = floors.get(peer.address, 0)
+                    keepalive = Keepalive(grant_floor=floor, load=event.load, turn=event.turn, step_s_max=event.step_s)
+                    out.append(Send(peer=peer.name, message=keepalive))
+            elif not peer.pinned and now - peer.wanted_at > self._settings.forget_s:
+                del self._peers[peer.address]
+            elif now >= peer.retry_at:
+                self._open(peer, now, out)
+        return lost
+
+    def _open(self, peer: Peer, now: float, out: list[DecodeAction]) -> None:
+        settings = self._settings
+        self._attempts += 1
+        peer.name = f"{peer.address}#{self._attempts}"
+        peer.state, peer.since, peer.slow = PeerState.CONNECTING, now, False
+        peer.pulse = Pulse(ticked_at=now, said_at=now, step_s=peer.pulse.step_s)
+        self._names[peer.name] = peer
+        hello = Hello(
+            engine=settings.engine,
+            role="decode",
+            layout=settings.layout,
+            backends=settings.backends,
+            host=settings.host,
+            step_s_max=self._step_s,
+        )
+        out.append(OpenPeer(peer=peer.name, address=peer.address))
+        out.append(Send(peer=peer.name, message=hello))
+
+    def _leave(self, peer: Peer, state: PeerState, reason: str, now: float, out: list[DecodeAction]) -> None:
+        self._names.pop(peer.name, None)
+        is_news = peer.state is PeerState.UP or not peer.failures or peer.reason != reason
+        peer.state, peer.since, peer.suspect, peer.slow, peer.reason = state, now, True, False, reason
+        peer.failures += 1
+        peer.load = 0
+        if is_news:
+            out.append(self._news(peer, state.value, reason))
+
+    def _news(self, peer: Peer, state: str, reason: str) -> PeerChanged:
+        return PeerChanged(
+            peer=peer.name,
+            engine=peer.engine,
+            address=peer.address,
+            state=state,
+            reason=reason,
+            backend=peer.backend,
+            incarnation=peer.incarnation,
+        )

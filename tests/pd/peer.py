@@ -1,0 +1,197 @@
+"""A little engine around a port, for tests with real processes; also the program of the other process.
+
+python peer.py prefill BACKEND ADDRESS all|some      prints its address; computes all pages asked for, or only some
+python peer.py decode BACKEND ADDRESS                asks ADDRESS for one prompt, again and again
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+if str(Path(__file__).resolve().parents[2]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from serinus.core.clock import WallClock
+from serinus.core.ids import new_incarnation
+from serinus.core.request import Request
+from serinus.pd import (
+    AbortPrefill,
+    AddPrefill,
+    ChunkComputed,
+    DecodePort,
+    Landed,
+    PdSettings,
+    PrefillDrained,
+    PrefillPort,
+    Recompute,
+    ReleaseChunk,
+    StartHandoff,
+    host_identity,
+    make_backends,
+)
+from serinus.wire import Post, ZmqChannel
+from tests.pd.tiny import PAGE_SIZE, first_token, make_request, make_settings, page_content
+
+PAGE_BYTES = 64 << 10
+CLOCK = WallClock()
+
+
+def full_page(prompt: NDArray[np.int32], index: int) -> NDArray[np.uint8]:
+    """The KV of a page, at the size of a real one."""
+    return np.tile(page_content(prompt, index), PAGE_BYTES // 16)
+
+
+class Store:
+    """Pages in an array."""
+
+    page_bytes = PAGE_BYTES
+
+    def __init__(self, count: int = 512) -> None:
+        self.data = np.zeros((count, PAGE_BYTES), dtype=np.uint8)
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        out[:] = self.data[pages]
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        self.data[pages] = data
+
+
+def settings_of(engine: str, incarnation: int, names: tuple[str, ...]) -> PdSettings:
+    return make_settings(
+        engine, incarnation, backends=names, host=host_identity(), page_bytes=PAGE_BYTES, part_bytes_max=1 << 20
+    )
+
+
+class Peer:
+    """What both roles have."""
+
+    def until(self, happened: Callable[[], bool], seconds: float = 20.0) -> float:
+        """Run the loop until something is so; returns how long it took."""
+        start = CLOCK.now()
+        while not happened():
+            assert CLOCK.now() - start < seconds, f"did not happen within {seconds} s"
+            self.turn(0.05)
+        return CLOCK.now() - start
+
+    def turn(self, timeout_s: float) -> None:
+        raise AssertionError("each role has its own")
+
+
+class PrefillPeer(Peer):
+    """Computes what it is asked for: all of it, or all but the end."""
+
+    def __init__(self, backend: str, address: str = "tcp://127.0.0.1:0", *, everything: bool = True) -> None:
+        incarnation = new_incarnation()
+        backends = make_backends(backend, 64 << 20)
+        channel = ZmqChannel(address)
+        self.address = channel.address
+        self.everything = everything
+        self.store = Store()
+        self.free = set(range(1, len(self.store.data)))
+        self.held: dict[str, set[int]] = {}
+        """Pages that must stay as they are, by handoff."""
+        self.ended: list[PrefillDrained | AbortPrefill] = []
+        self.port = PrefillPort(
+            settings_of("p", incarnation, tuple(b.name for b in backends)),
+            post=Post(channel, incarnation=incarnation, clock=CLOCK), backends=backends, store=self.store, clock=CLOCK,
+        )  # fmt: skip
+
+    def turn(self, timeout_s: float) -> None:
+        self._act(self.port.poll(timeout_s))
+
+    def _act(self, results: Sequence[object]) -> None:
+        for result in results:
+            match result:
+                case AddPrefill():
+                    self.held[result.xid] = set()
+                    self._compute(result.xid, result.request, result.held // PAGE_SIZE)
+                case ReleaseChunk():
+                    self._free(result.xid, set(result.pages.tolist()))
+                case PrefillDrained() | AbortPrefill():
+                    self._free(result.xid, set(self.held[result.xid]))
+                    del self.held[result.xid]
+                    self.ended.append(result)
+
+    def _free(self, xid: str, pages: set[int]) -> None:
+        self.held[xid] -= pages
+        self.free |= pages
+        self.store.data[sorted(pages)] = 0xDD
+
+    def _compute(self, xid: str, request: Request, skip: int) -> None:
+        total = -(-len(request.prompt) // PAGE_SIZE) - skip
+        for first in range(0, total, 20):
+            count = min(20, total - first)
+            last = first + count == total
+            if last and not self.everything:
+                return
+            pages = np.array(sorted(self.free)[:count], dtype=np.int32)
+            self.free -= set(pages.tolist())
+            self.held[xid] |= set(pages.tolist())
+            for i, page in enumerate(pages.tolist()):
+                self.store.data[page] = full_page(request.prompt, skip + first + i)
+            token = first_token(request.prompt) if last else None
+            self._act(self.port.handle(ChunkComputed(xid=xid, first=first, pages=pages, last=last, token=token)))
+
+
+class DecodePeer(Peer):
+    """Asks for prompts and checks what lands."""
+
+    def __init__(self, backend: str) -> None:
+        incarnation = new_incarnation()
+        backends = make_backends(backend, 64 << 20)
+        self.store = Store()
+        self.asked: dict[str, StartHandoff] = {}
+        self.results: list[Landed | Recompute] = []
+        self.port = DecodePort(
+            settings_of("d", incarnation, tuple(b.name for b in backends)),
+            post=Post(ZmqChannel(), incarnation=incarnation, clock=CLOCK), backends=backends, store=self.store,
+            clock=CLOCK,
+        )  # fmt: skip
+
+    def ask(self, rid: str, address: str, length: int, *, held_pages: int = 0) -> None:
+        request = make_request(rid, length, len(self.results))
+        pages = np.arange(1 + held_pages, 1 + -(-length // PAGE_SIZE), dtype=np.int32)
+        event = StartHandoff(rid=rid, request=request, address=address, held=held_pages * PAGE_SIZE, pages=pages)
+        self.asked[rid] = event
+        self._act(self.port.handle(event))
+
+    def turn(self, timeout_s: float) -> None:
+        self._act(self.port.poll(timeout_s))
+
+    def _act(self, results: Sequence[object]) -> None:
+        for result in results:
+            if isinstance(result, Landed):
+                self._check(self.asked[result.rid], result)
+            if isinstance(result, (Landed, Recompute)):
+                del self.asked[result.rid]
+                self.results.append(result)
+
+    def _check(self, asked: StartHandoff, landed: Landed) -> None:
+        assert landed.token == first_token(asked.request.prompt)
+        for i, page in enumerate(asked.pages.tolist()):
+            wanted = full_page(asked.request.prompt, asked.held // PAGE_SIZE + i)
+            assert np.array_equal(self.store.data[page], wanted), f"page {i} holds other bytes"
+
+
+def main(role: str, backend: str, address: str, how: str = "all") -> None:
+    """The other process; lives until it is killed."""
+    if role == "prefill":
+        prefill = PrefillPeer(backend, address, everything=how == "all")
+        print(prefill.address, flush=True)
+        while True:
+            prefill.turn(0.1)
+    decode = DecodePeer(backend)
+    print("asks", flush=True)
+    while True:
+        if not decode.asked:
+            decode.ask("r", address, 400)
+        decode.turn(0.1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

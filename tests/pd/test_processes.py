@@ -1,0 +1,167 @@
+"""Two real processes, real pages, and kill -9 of either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serinus.pd import AbortPrefill, Landed, PrefillDrained, Recompute
+from tests.pd.peer import DecodePeer, PrefillPeer
+
+PROGRAM = str(Path(__file__).with_name("peer.py"))
+Spawn = Callable[..., tuple[subprocess.Popen[str], str]]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    """Start the other process; returns it and the first line it prints."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> tuple[subprocess.Popen[str], str]:
+        child = subprocess.Popen([sys.executable, PROGRAM, *args], stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+@pytest.fixture(autouse=True)
+def peers() -> Iterator[Peers]:
+    """Engines of this process, closed at the end; then no segment in /dev/shm, no descriptor of one here."""
+    before, segments = set(os.listdir("/dev/shm")), _segment_count()
+    made = Peers()
+    yield made
+    made.close()
+    assert set(os.listdir("/dev/shm")) <= before
+    assert _segment_count() == segments
+
+
+class Peers:
+    """Makes engines and remembers to close them."""
+
+    def __init__(self) -> None:
+        self._made: list[DecodePeer | PrefillPeer] = []
+
+    def decode(self, backend: str) -> DecodePeer:
+        peer = DecodePeer(backend)
+        self._made.append(peer)
+        return peer
+
+    def prefill(self, backend: str, *, everything: bool = True) -> PrefillPeer:
+        peer = PrefillPeer(backend, everything=everything)
+        self._made.append(peer)
+        return peer
+
+    def close(self) -> None:
+        for peer in self._made:
+            peer.port.close()
+
+
+def _segment_count() -> int:
+    count = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            count += "serinus-kv" in str(fd.readlink())
+        except FileNotFoundError:
+            continue
+    return count
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_prompts_land_from_another_process(peers: Peers, spawn: Spawn, backend: str) -> None:
+    _, address = spawn("prefill", backend, "tcp://127.0.0.1:0", "all")
+    decode = peers.decode(backend)
+    for i, (length, held_pages) in enumerate([(400, 0), (9, 1), (401, 50), (3, 0)]):
+        decode.ask(f"r{i}", address, length, held_pages=held_pages)
+        decode.until(lambda: not decode.asked)
+    assert [type(result) for result in decode.results] == [Landed] * 4
+    (peer,) = decode.port.machine.peers
+    assert peer.backend == backend
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_killed_prefill_engine_is_a_recompute_within_a_second_and_welcome_again(
+    peers: Peers, spawn: Spawn, backend: str
+) -> None:
+    child, address = spawn("prefill", backend, "tcp://127.0.0.1:0", "some")
+    decode = peers.decode(backend)
+    decode.ask("r", address, 400)
+    decode.until(lambda: decode.port.machine._handoffs["r"].page_count >= 80)
+    os.kill(child.pid, signal.SIGKILL)
+    seconds = decode.until(lambda: not decode.asked)
+    assert seconds < 1.0
+    (result,) = decode.results
+    assert isinstance(result, Recompute)
+    assert result.code == "peer_gone"
+    decode.ask("s", address, 400)
+    assert not decode.asked, "at once, without asking a dead peer"
+    assert decode.port.machine.refusal(address)[0] == "peer_gone"
+    spawn("prefill", backend, address, "all")
+    decode.until(lambda: decode.port.machine.refusal(address) == ("", ""))
+    decode.ask("t", address, 400)
+    decode.until(lambda: not decode.asked)
+    assert isinstance(decode.results[-1], Landed)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_killed_decode_engine_frees_everything_on_prefill(peers: Peers, spawn: Spawn, backend: str) -> None:
+    prefill = peers.prefill(backend, everything=False)
+    child, _ = spawn("decode", backend, prefill.address)
+    prefill.until(lambda: bool(prefill.held))
+    os.kill(child.pid, signal.SIGKILL)
+    seconds = prefill.until(lambda: not prefill.held)
+    assert seconds < 1.0
+    (end,) = prefill.ended
+    assert isinstance(end, AbortPrefill)
+    assert end.code == "peer_gone"
+    assert prefill.port.staged_count == 0
+    assert not prefill.port.machine.clients
+    prefill.everything = True
+    spawn("decode", backend, prefill.address)
+    prefill.until(lambda: any(isinstance(end, PrefillDrained) for end in prefill.ended))
+
+
+def test_a_prefill_engine_serves_several_decode_engines_and_loses_only_the_killed_one(
+    peers: Peers, spawn: Spawn
+) -> None:
+    prefill = peers.prefill("auto")
+    first, _ = spawn("decode", "shm", prefill.address)
+    spawn("decode", "tcp", prefill.address)
+    drained: list[PrefillDrained] = []
+
+    def many() -> bool:
+        drained[:] = [end for end in prefill.ended if isinstance(end, PrefillDrained)]
+        return len(drained) >= 20 and len(prefill.port.machine.clients) == 2
+
+    prefill.until(many)
+    assert {client.backend for client in prefill.port.machine.clients} == {"shm", "tcp"}
+    os.kill(first.pid, signal.SIGKILL)
+    prefill.until(lambda: len(prefill.port.machine.clients) == 1)
+    count = len(prefill.ended)
+    prefill.until(lambda: len(prefill.ended) > count + 5)
+    assert prefill.port.machine.clients[0].backend == "tcp"
+
+
+def test_engines_of_other_models_hear_why_they_are_refused(peers: Peers, spawn: Spawn) -> None:
+    _, address = spawn("prefill", "tcp", "tcp://127.0.0.1:0", "all")
+    decode = peers.decode("shm")
+    decode.ask("r", address, 9)
+    decode.until(lambda: not decode.asked)
+    (result,) = decode.results
+    assert isinstance(result, Recompute)
+    assert result.code == "refused"
+    assert "no common data backend" in result.reason

@@ -1,0 +1,223 @@
+"""What is not accepted: engines that do not fit, messages that do not add up, contracts that are broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus.core.errors import InvariantError
+from serinus.pd import (
+    AbortPrefill,
+    AddPrefill,
+    ChunkComputed,
+    Copied,
+    DecodeSide,
+    Landed,
+    PeerChanged,
+    PrefillSide,
+    Recompute,
+    StartHandoff,
+    difference,
+)
+from serinus.wire.messages import (
+    Data,
+    DataOk,
+    Done,
+    Fail,
+    Grant,
+    Hello,
+    HelloNo,
+    HelloOk,
+    LayoutSignature,
+    Prepare,
+    Sampling,
+)
+from tests.pd.steps import GOOD, greeted, of_type, sent, start_event, tell
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, make_request, make_settings
+from tests.pd.world import World
+
+# ---- who may not talk to whom ----
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model", "other"), ("kv_dtype", "f8"), ("page_size", 8), ("layer_count", 2), ("kv_head_count", 3), ("tp", 2)],
+)
+def test_engines_of_other_layouts_are_refused_by_the_name_of_the_field(field: str, value: object) -> None:
+    world = World()
+    values = {name: getattr(LAYOUT, name) for name in LayoutSignature.__struct_fields__}
+    other = LayoutSignature(**{**values, field: value})
+    world.decode[0] = DecodeSide(make_settings("d", 9, layout=other))
+    event = start_event()
+    if field == "page_size":
+        event = StartHandoff(rid="r", request=make_request("r", 9), address="p0", held=0, pages=event.pages[:2])
+    opened = world.decode[0].handle(event, 0.0)
+    (hello,) = sent(opened)
+    answer = sent(tell(world.prefill[0], "in-1", hello))[0]
+    assert isinstance(answer, HelloNo)
+    assert field in answer.reason
+    assert repr(value) in answer.reason
+    out = tell(world.decode[0], "p0#1", answer)
+    (recompute,) = of_type(out, Recompute)
+    assert recompute.code == "refused"
+    assert field in recompute.reason
+    assert world.decode[0].refusal("p0")[0] == "refused"
+    assert [n.state for n in of_type(out, PeerChanged)] == ["refused"]
+
+
+def test_equal_layouts_have_no_difference() -> None:
+    assert difference(LAYOUT, LAYOUT) == ""
+
+
+def test_decode_checks_the_layout_as_well() -> None:
+    side = DecodeSide(make_settings("d", 1))
+    side.handle(start_event(), 0.0)
+    other = LayoutSignature(model="m", kv_dtype="f4", page_size=PAGE_SIZE, layer_count=7, kv_head_count=1, head_size=1)
+    out = tell(side, "p0#1", HelloOk(engine="p", role="prefill", backend="shm", layout=other))
+    assert [r.code for r in of_type(out, Recompute)] == ["refused"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "host", "chosen"),
+    [(("shm", "tcp"), "here", "shm"), (("shm", "tcp"), "there", "tcp"), (("tcp", "shm"), "here", "tcp")],
+)
+def test_the_backend_is_the_first_of_decode_that_both_can_use(theirs: tuple[str, ...], host: str, chosen: str) -> None:
+    side = PrefillSide(make_settings("p", 2, backends=("shm", "tcp")))
+    (answer,) = sent(tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=theirs, host=host)))
+    assert isinstance(answer, HelloOk)
+    assert answer.backend == chosen
+
+
+@pytest.mark.parametrize("changes", [{"backends": ("nixl",)}, {"host": "elsewhere"}, {"role": "prefill"}])
+def test_engines_without_a_common_way_are_refused(changes: dict[str, Any]) -> None:
+    side = PrefillSide(make_settings("p", 2))
+    values = {"engine": "d", "role": "decode", "layout": LAYOUT, "backends": ("shm",), "host": "here"}
+    (answer,) = sent(tell(side, "in-1", Hello(**{**values, **changes})))
+    assert isinstance(answer, HelloNo)
+    assert not side.clients
+
+
+def test_nobody_is_served_before_hello() -> None:
+    side = PrefillSide(make_settings("p", 2))
+    out = tell(side, "in-1", Prepare(xid="x", rid="r", prompt=bytes(4), sampling=Sampling(), seed=1, held=0))
+    assert isinstance(sent(out)[0], HelloNo)
+    assert not of_type(out, AddPrefill)
+    assert side.rejects["no_hello"] == 1
+
+
+# ---- granted = sent = landed, or the request fails ----
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunk": 1},
+        {"first": 1},
+        {"digests": b""},
+        {"digests": bytes(7)},
+        {"digests": bytes(8 * 4), "byte_count": 4 * PAGE_BYTES},
+        {"byte_count": PAGE_BYTES + 1},
+        {"byte_count": 1 << 62},
+    ],
+    ids=str,
+)
+def test_data_that_does_not_follow_fails_the_handoff_on_both_sides(wrong: dict[str, Any]) -> None:
+    side = greeted()
+    side.handle(start_event(length=9), 0.0)
+    out = tell(side, "p0#1", Data(**{**GOOD, **wrong}))
+    assert [r.code for r in of_type(out, Recompute)] == ["mismatch"]
+    fail, taken = sent(out)
+    assert isinstance(fail, Fail)
+    assert isinstance(taken, DataOk), "the sender gets its staging bytes back all the same"
+    assert side.rejects["bad_data"] == 1
+
+
+@pytest.mark.parametrize("wrong", [{"chunk_count": 2}, {"page_count": 3}, {"byte_count": 5}, {"token": 1000}], ids=str)
+def test_a_done_that_does_not_add_up_fails_the_handoff(wrong: dict[str, Any]) -> None:
+    side = greeted()
+    side.handle(start_event(length=4), 0.0)
+    tell(side, "p0#1", Data(**GOOD))
+    side.handle(Copied(xid="x0", chunk=0), 0.0)
+    values = {"xid": "x0", "grant": 1, "token": 5, "chunk_count": 1, "page_count": 1, "byte_count": PAGE_BYTES}
+    out = tell(side, "p0#1", Done(**{**values, **wrong}))
+    assert [r.code for r in of_type(out, Recompute)] == ["mismatch"]
+    assert not of_type(out, Landed)
+
+
+def test_what_a_peer_says_it_found_cached_is_believed_as_far_as_it_can_be() -> None:
+    side = greeted()
+    side.handle(start_event(length=4), 0.0)
+    tell(side, "p0#1", Data(**GOOD))
+    side.handle(Copied(xid="x0", chunk=0), 0.0)
+    said = {"device": 4, "host": -1, "storage": 5, "a label of its own": 1}
+    done = Done(xid="x0", grant=1, token=5, chunk_count=1, page_count=1, byte_count=PAGE_BYTES, cached_tokens=said)
+    (landed,) = of_type(tell(side, "p0#1", done), Landed)
+    assert landed.cached_tokens == {"device": 4}
+
+
+def test_a_done_without_all_pages_fails_the_handoff() -> None:
+    side = greeted()
+    side.handle(start_event(length=8), 0.0)
+    out = tell(side, "p0#1", Done(xid="x0", grant=1, token=5, chunk_count=0, page_count=0, byte_count=0))
+    assert [r.code for r in of_type(out, Recompute)] == ["mismatch"]
+
+
+def test_a_flipped_byte_fails_the_handoff_with_the_code_digest() -> None:
+    world = World()
+    world.start(0, 0, 20, 0)
+    world.settle(compute=False)
+    (xid,) = world.jobs[0]
+    world.compute(0, xid, 5)
+    world.corrupt(world.links[0])
+    world.settle()
+    assert world.over == {"digest": 1}
+    world.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt": b""}, {"prompt": bytes(7)}, {"held": 3}, {"held": 8}, {"deadline_s": float("nan")},
+     {"sampling": Sampling(temperature=-1.0)}],
+    ids=str,
+)  # fmt: skip
+def test_a_senseless_prepare_is_answered_with_fail(wrong: dict[str, Any]) -> None:
+    side = PrefillSide(make_settings("p", 2))
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
+    values = {"xid": "x", "rid": "r", "prompt": bytes(32), "sampling": Sampling(), "seed": 1, "held": 0}
+    out = tell(side, "in-1", Prepare(**{**values, **wrong}))
+    (fail,) = sent(out)
+    assert isinstance(fail, Fail)
+    assert (fail.xid, fail.code) == ("x", "rejected")
+    assert not of_type(out, AddPrefill)
+
+
+def test_a_grant_of_another_size_or_a_used_number_is_not_accepted() -> None:
+    side = PrefillSide(make_settings("p", 2))
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
+    for xid in ("x", "y"):
+        tell(side, "in-1", Prepare(xid=xid, rid=xid, prompt=bytes(36), sampling=Sampling(), seed=1, held=4))
+    out = tell(side, "in-1", Grant(xid="x", grant=4, pages=[1]))
+    assert [action.code for action in of_type(out, AbortPrefill)] == ["mismatch"]
+    assert tell(side, "in-1", Grant(xid="y", grant=4, pages=[1, 2])) == []
+    assert side.rejects["old_grant"] == 1
+    assert side.ungranted_count == 1
+
+
+def test_an_engine_that_breaks_its_own_contract_is_told() -> None:
+    side = greeted()
+    side.handle(start_event(), 0.0)
+    with pytest.raises(InvariantError, match="already"):
+        side.handle(start_event(), 0.0)
+    with pytest.raises(InvariantError, match="held"):
+        side.handle(start_event(rid="s", length=4, held=4), 0.0)
+    bad = start_event(rid="t")
+    with pytest.raises(InvariantError, match="pages"):
+        side.handle(StartHandoff(rid="t", request=bad.request, address="p0", held=0, pages=bad.pages * 0), 0.0)
+    world = World()
+    world.start(0, 0, 9, 0)
+    world.settle(compute=False)
+    (xid,) = world.jobs[0]
+    with pytest.raises(InvariantError, match="announced"):
+        world.prefill[0].handle(ChunkComputed(xid=xid, first=1, pages=np.array([1], dtype=np.int32)), 0.0)
