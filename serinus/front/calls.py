@@ -1,0 +1,252 @@
+"""One HTTP request's sequences on their way through the engine: prompts and parameters in, events out.
+
+The same for every endpoint: `completions.py`, `chat.py` and `native.py` only differ in how they show the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from serinus.core.clock import Clock
+from serinus.core.errors import BadRequest, RequestError
+from serinus.core.request import FinishReason
+from serinus.core.rng import MASK64, splitmix64
+from serinus.core.sampling import SamplingParams
+from serinus.front.client import EngineClient, Mailbox
+from serinus.front.exchange import ClientGone
+from serinus.front.metrics import FrontMetrics
+from serinus.front.output import OutputProcessor
+from serinus.front.tokenizer import Tokenizer
+from serinus.wire.convert import sampling_to_wire
+from serinus.wire.messages import Generate, TokenLp, TokenOut, UsageOut, ids_to_bytes
+
+__all__ = ["Ask", "Call", "Event", "RequestFailed", "SequenceState"]
+
+_NAME_MAX = 256
+
+
+class RequestFailed(RequestError):
+    """The engine could not serve a request; it said why and with which status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        if status >= 500:
+            self.kind = "overloaded_error" if status == 503 else "internal_server_error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One prompt and what is asked for it; `sampling.n` sequences come of it."""
+
+    prompt: list[int]
+    """Token ids, checked against the engine's limits."""
+    text: str | None
+    """The prompt's text, where it came as text."""
+    sampling: SamplingParams
+    """How to continue it."""
+    rid: str = ""
+    """Id the client chose; empty = none."""
+
+
+class SequenceState:
+    """One answer as it grows."""
+
+    __slots__ = (
+        "ask",
+        "error",
+        "first_at",
+        "index",
+        "last_at",
+        "logprobs",
+        "output",
+        "prompt_logprobs",
+        "rid",
+        "usage",
+    )
+
+    def __init__(self, index: int, rid: str, ask: Ask, output: OutputProcessor) -> None:
+        self.index = index
+        """Place among the answers of its HTTP request."""
+        self.rid = rid
+        self.ask = ask
+        self.output = output
+        self.logprobs: list[TokenLp] = []
+        """One per token of the answer, where asked for."""
+        self.prompt_logprobs: list[TokenLp] = []
+        """One per token of the prompt, where asked for."""
+        self.usage: UsageOut | None = None
+        """The engine's last word on what it cost."""
+        self.error = ""
+        """Why it was aborted."""
+        self.first_at = 0.0
+        self.last_at = 0.0
+
+    @property
+    def cached_tokens(self) -> dict[str, int]:
+        """Prompt tokens found cached, by tier."""
+        return self.usage.cached_tokens if self.usage is not None else {}
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why it ended, once it did."""
+        return self.output.finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What one delta brought to one answer."""
+
+    sequence: SequenceState
+    """The answer."""
+    text: str
+    """New text (may be empty)."""
+    token_count: int
+    """New tokens."""
+    finish: FinishReason | None
+    """Set in its last event."""
+
+
+class Call:
+    """The sequences of one HTTP request, submitted together and read through one mailbox."""
+
+    __slots__ = ("_client", "_clock", "_metrics", "_open", "_start", "mailbox", "request_id", "sequences")
+
+    def __init__(
+        self,
+        asks: Sequence[Ask],
+        *,
+        request_id: str,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        metrics: FrontMetrics,
+        clock: Clock,
+        start: float,
+    ) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._clock = clock
+        self._metrics = metrics
+        self._start = start
+        self.sequences: list[SequenceState] = []
+        count = sum(ask.sampling.n for ask in asks)
+        for ask in asks:
+            for choice in range(ask.sampling.n):
+                index = len(self.sequences)
+                base = ask.rid or (request_id if count == 1 else f"{request_id}-{index}")
+                rid = base if not (ask.rid and ask.sampling.n > 1) else f"{base}-{choice}"
+                if len(rid) > _NAME_MAX or client.has(rid):
+                    raise BadRequest("rid", rid, f"an id of at most {_NAME_MAX} characters that is not in use")
+                output = OutputProcessor(tokenizer, ask.sampling, ask.prompt)
+                self.sequences.append(SequenceState(index, rid, ask, output))
+        self._open = {sequence.rid: sequence for sequence in self.sequences}
+        if len(self._open) != count:
+            raise BadRequest("rid", [s.rid for s in self.sequences], "different ids")
+        self.mailbox: Mailbox | None = None
+
+    def submit(self, *, seeds: Sequence[int], cache_salt: str = "", prefill_address: str = "") -> Mailbox:
+        """Send the sequences to the engine; `seeds`: one per prompt. Raises EngineDown, CapacityError."""
+        if len(cache_salt) > _NAME_MAX:
+            raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
+        if len(prefill_address) > _NAME_MAX:
+            raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
+        messages: list[Generate] = []
+        position = 0
+        choice = 0
+        for sequence in self.sequences:
+            ask = sequence.ask
+            seed = seeds[position] if choice == 0 else splitmix64((seeds[position] + choice) & MASK64) >> 1
+            choice += 1
+            if choice == ask.sampling.n:
+                position, choice = position + 1, 0
+            messages.append(
+                Generate(
+                    rid=sequence.rid,
+                    prompt=ids_to_bytes(np.asarray(ask.prompt, dtype=np.int32)),
+                    sampling=sampling_to_wire(replace(ask.sampling, n=1)),
+                    seed=seed,
+                    cache_salt=cache_salt,
+                    prefill_address=prefill_address,
+                )
+            )
+        self.mailbox = self._client.submit(messages)
+        return self.mailbox
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Everything that has come since the last look, until all sequences have ended.
+
+        Raises RequestFailed (the engine refused one), EngineDown, ClientGone. Whatever the end, nothing is left behind.
+        """
+        assert self.mailbox is not None, "front: events of a call that was not submitted"
+        mailbox = self.mailbox
+        try:
+            while self._open:
+                outs = await mailbox.take()
+                if not outs:
+                    raise ClientGone(f"front: the client of {self.request_id} hung up")
+                now = self._clock.now()
+                events = [event for out in outs if (event := self._take(out, now)) is not None]
+                if events:
+                    yield events
+        finally:
+            mailbox.close()
+
+    async def run(self) -> None:
+        """Read until the end; the answers are in `sequences`."""
+        async for _ in self.events():
+            pass
+
+    def _take(self, out: TokenOut, now: float) -> Event | None:
+        sequence = self._open.get(out.rid)
+        if sequence is None:
+            return None
+        if out.finish == "error":
+            raise RequestFailed(out.error or "engine: the request failed", out.error_status)
+        finish = FinishReason(out.finish) if out.finish else None
+        if out.prompt_logprobs:
+            sequence.prompt_logprobs.extend(out.prompt_logprobs)
+        if out.usage is not None:
+            sequence.usage = out.usage
+        if out.error:
+            sequence.error = out.error
+        piece = sequence.output.feed(out.ids, finish, out.matched_stop)
+        if out.logprobs:
+            sequence.logprobs.extend(out.logprobs[: piece.token_count])
+        if piece.token_count:
+            self._time(sequence, now, piece.token_count)
+        if piece.finish is not None:
+            del self._open[out.rid]
+            count = len(sequence.output.token_ids)
+            self._metrics.finished(now - self._start, now - sequence.first_at, count)
+            if piece.stopped_here:
+                self._client.end(out.rid, "a stop text was found", matched_stop=True)
+        return Event(sequence=sequence, text=piece.text, token_count=piece.token_count, finish=piece.finish)
+
+    def _time(self, sequence: SequenceState, now: float, token_count: int) -> None:
+        if sequence.first_at:
+            self._metrics.next_tokens(now - sequence.last_at, token_count)
+        else:
+            sequence.first_at = now
+            self._metrics.first_token(now - self._start)
+        sequence.last_at = now
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once however many answers it has."""
+        return sum(len(ask.prompt) for ask in {id(s.ask): s.ask for s in self.sequences}.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all answers so far."""
+        return sum(len(sequence.output.token_ids) for sequence in self.sequences)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found cached: of each prompt, as its first answer found them."""
+        first: dict[int, SequenceState] = {}
+        for sequence in self.sequences:
+            first.setdefault(id(sequence.ask), sequence)
+        return sum(sum(sequence.cached_tokens.values()) for sequence in first.values())

@@ -1,0 +1,180 @@
+"""/v1/chat/completions: OpenAI's chat, through the checkpoint's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serinus.core.errors import BadRequest
+from serinus.core.ids import new_rid
+from serinus.front.calls import Call, Event, SequenceState
+from serinus.front.exchange import Exchange
+from serinus.front.parse import parse_body
+from serinus.front.sampling import from_chat
+from serinus.front.schemas import ChatBody, refuse_unsupported
+from serinus.front.shows import chat_logprobs, choice_chunk, encode, meta_info, stream, usage_of
+from serinus.front.state import Front
+from serinus.front.tokenizer import Tokenizer
+
+__all__ = ["chat_completions", "checked_messages", "render_chat"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with plain text contents, as chat templates want it. Raises BadRequest."""
+    if not messages:
+        raise BadRequest("messages", [], "at least one message")
+    checked: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if role not in _ROLES:
+            raise BadRequest(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = _joined(where, content)
+        elif content is None:
+            if role != "assistant":
+                raise BadRequest(f"{where}.content", None, "a text, or a list of parts of type text")
+            content = ""
+        elif not isinstance(content, str):
+            raise BadRequest(f"{where}.content", content, "a text, or a list of parts of type text")
+        checked.append({**message, "role": "system" if role == "developer" else role, "content": content})
+    return checked
+
+
+def _joined(where: str, parts: list[Any]) -> str:
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        at = f"{where}.content[{index}]"
+        if not isinstance(part, dict):
+            raise BadRequest(at, part, "an object with type and text")
+        if part.get("type") != "text":
+            raise BadRequest(f"{at}.type", part.get("type"), "'text' (this server reads text only)")
+        if not isinstance(part.get("text"), str):
+            raise BadRequest(f"{at}.text", part.get("text"), "a text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> str:
+    """The text of a conversation. Raises BadRequest."""
+    if tokenizer.template is None:
+        raise BadRequest("messages", "a chat", "a prompt at /v1/completions: this checkpoint has no chat template")
+    return tokenizer.template.render(
+        checked_messages(messages),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        extra=extra,
+    )
+
+
+async def chat_completions(front: Front, exchange: Exchange) -> None:
+    """Answer one request. Errors are raised; the endpoint around it shows them."""
+    start = front.clock.now()
+    body = parse_body(await exchange.body(), ChatBody)
+    front.check_model(body.model)
+    refuse_unsupported(body)
+    params = from_chat(body)
+    if params.n > front.settings.n_max:
+        raise BadRequest("n", params.n, f"at most {front.settings.n_max}")
+    tokenizer = await front.tokenizer("messages")
+    text = render_chat(
+        tokenizer,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        extra=body.chat_template_kwargs,
+    )
+    limit_field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    special = bool(body.add_special_tokens)  # templates write their own
+    ask = await front.ask("messages", text, params, limit_field=limit_field, add_special_tokens=special)
+    request_id = body.rid or new_rid("chatcmpl")
+    async with front.calling(exchange, [ask], request_id=request_id, cache_salt=body.cache_salt, start=start) as call:
+        show = _ChatShow(front, call, body, tokenizer, start)
+        if body.stream:
+            await show.stream(exchange)
+        else:
+            await call.run()
+            await exchange.json(show.whole())
+
+
+class _ChatShow:
+    """How one request's answers look."""
+
+    def __init__(self, front: Front, call: Call, body: ChatBody, tokenizer: Tokenizer, start: float) -> None:
+        self._front = front
+        self._call = call
+        self._tokenizer = tokenizer
+        self._start = start
+        self._logprobs = bool(body.logprobs)
+        self._meta = bool(body.return_meta_info)
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._tail = b',"usage":null}\n\n' if self._usage else b"}\n\n"
+        self._head = {
+            "id": call.request_id,
+            "object": "chat.completion",
+            "created": int(front.clock.unix()),
+            "model": front.settings.model_name,
+        }
+        chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        self._prefix = b"data: " + encode(chunk_head)[:-1] + b',"choices":[{"index":'
+        self._chunk_head = chunk_head
+        self._shown = [0] * len(call.sequences)
+        """Tokens whose log-probabilities were shown, per answer."""
+        self._greeted: set[int] = set()
+        """Answers whose role was shown."""
+
+    def _logprobs_of(self, sequence: SequenceState) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        done = self._shown[sequence.index]
+        ids = sequence.output.token_ids
+        self._shown[sequence.index] = len(ids)
+        return chat_logprobs(self._tokenizer, ids[done:], sequence.logprobs[done:])
+
+    def _meta_of(self, sequence: SequenceState) -> dict[str, Any]:
+        return meta_info(sequence, self._front.ready, self._front.clock.now() - self._start)
+
+    def whole(self) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for sequence in self._call.sequences:
+            choice: dict[str, Any] = {
+                "index": sequence.index,
+                "message": {"role": "assistant", "content": sequence.output.text, "refusal": None},
+                "logprobs": self._logprobs_of(sequence),
+                "finish_reason": sequence.finish.value if sequence.finish else None,
+            }
+            if self._meta:
+                choice["meta_info"] = self._meta_of(sequence)
+            choices.append(choice)
+        return {**self._head, "choices": choices, "usage": usage_of(self._call)}
+
+    def _chunk(self, event_: Event) -> bytes:
+        sequence = event_.sequence
+        greeting = b""
+        if sequence.index not in self._greeted:
+            self._greeted.add(sequence.index)
+            delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+            greeting = self._prefix + str(sequence.index).encode() + delta + self._tail
+        logprobs = self._logprobs_of(sequence)
+        if not event_.text and event_.finish is None and logprobs is None:
+            return greeting
+        delta = b'{"content":' + encode(event_.text) + b"}" if event_.text else b"{}"
+        meta = self._meta_of(sequence) if self._meta and event_.finish else None
+        chunk = choice_chunk(event_, self._prefix, b',"delta":' + delta, logprobs=logprobs, meta=meta, tail=self._tail)
+        return greeting + chunk
+
+    def _chunks(self, events: Sequence[Event]) -> bytes:
+        return b"".join(map(self._chunk, events))
+
+    async def stream(self, exchange: Exchange) -> None:
+        await stream(self._call, exchange, self._chunks, self._chunk_head if self._usage else None)

@@ -1,0 +1,345 @@
+"""The front's end of the wire to its engine: requests go out, tokens come back to the mailbox of their call.
+
+One zmq DEALER on the engine's ipc endpoint, driven by the event loop through its file descriptor: a step's tokens for
+all requests arrive as one message and cost one wake-up. Knows nothing of HTTP, text or sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import zmq
+
+from serinus.core.errors import CapacityError, FrameError, PeerGone, SerinusError
+from serinus.core.ids import new_incarnation
+from serinus.core.log import get_logger
+from serinus.wire import codec
+from serinus.wire.messages import (
+    Abort,
+    EngineCall,
+    EngineReply,
+    Generate,
+    Message,
+    Ready,
+    Shutdown,
+    TokenOut,
+    Tokens,
+)
+
+__all__ = ["AnswerLost", "EngineClient", "EngineDown", "Mailbox"]
+
+_log = get_logger("front")
+
+_SEND_QUEUE_MAX = 100_000
+"""Frames zmq keeps for an engine that does not read."""
+
+
+class EngineDown(PeerGone):
+    """The engine behind this front ended, or is not ready yet."""
+
+
+class AnswerLost(SerinusError):
+    """A frame of the engine could not be read: answers that were open then may lack tokens (500)."""
+
+
+class Mailbox:
+    """Where the tokens of one call (one HTTP request: one or more sequences) arrive.
+
+    A consumer that falls behind finds several deltas at once: nothing is dropped, and nothing grows beyond what its
+    sequences may generate.
+    """
+
+    __slots__ = ("_client", "_failure", "_gone", "_items", "_waiter", "rids")
+
+    def __init__(self, client: EngineClient, rids: tuple[str, ...]) -> None:
+        self._client = client
+        self._items: list[TokenOut] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: SerinusError | None = None
+        self._gone = False
+        self.rids = rids
+        """Engine-side ids of the sequences of this call."""
+
+    def put(self, out: TokenOut) -> None:
+        if self._failure is None:  # what comes after a gap is no continuation of what came before it
+            self._items.append(out)
+            self._wake()
+
+    def fail(self, error: SerinusError) -> None:
+        """Nothing more will come: whoever waits gets this error, after what came before it."""
+        self._failure = self._failure or error
+        self._wake()
+
+    def leave(self) -> None:
+        """The client of this call is gone: whoever waits gets an empty list, now and ever after."""
+        self._gone = True
+        self._wake()
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody wants the answer any more."""
+        return self._gone
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def take(self) -> list[TokenOut]:
+        """All deltas since the last call, at least one; an empty list once `leave` was called.
+
+        Raises EngineDown, AnswerLost.
+        """
+        while not self._items:
+            if self._gone:
+                return []
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._gone:
+            return []
+        items, self._items = self._items, []
+        return items
+
+    def close(self, reason: str = "") -> None:
+        """Forget this call; sequences that have not ended are aborted silently (`reason` is for the engine's log)."""
+        self._client.close(self, reason)
+
+
+class EngineClient:
+    """Talks to one engine. All methods but `engine_gone` belong to the loop that called `start`."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: where the engine's ROUTER listens, e.g. ipc:///run/serinus/decode-0."""
+        self.endpoint = endpoint
+        self.ready: Ready | None = None
+        """What the engine said when it was loaded; None before."""
+        self.down = ""
+        """Why the engine is gone; empty while it is not."""
+        self._socket: zmq.Socket[bytes] | None = None
+        self._fd = -1
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+        self._incarnation = new_incarnation()
+        self._seq = 0
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._calls: dict[int, asyncio.Future[EngineReply]] = {}
+        self._call_count = 0
+        self._ready_waiter: asyncio.Future[Ready] | None = None
+        self._draining = False
+        self.bad_frames = 0
+        """Frames from the engine that could not be read."""
+        self.on_bad_frame: Callable[[str], None] | None = None
+        """Told the reason of each of them."""
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Ready:
+        """Connect, ask, and wait until the engine is loaded. Raises EngineDown where `engine_gone` comes first."""
+        assert self._socket is None, "front: the engine client was started twice"
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._ready_waiter = self._loop.create_future()
+        if self.down:
+            raise EngineDown(self.down)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.linger = 0
+        socket.sndhwm = _SEND_QUEUE_MAX
+        socket.rcvhwm = 0
+        socket.connect(self.endpoint)
+        self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._drain)
+        self._send(EngineCall(call=0, what="ready"))
+        self.ready = await self._ready_waiter
+        return self.ready
+
+    def stop(self) -> None:
+        """Close the socket. Calls that wait get EngineDown."""
+        self.engine_gone("the front is stopping")
+        if self._socket is not None and self._loop is not None:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+            self._socket = None
+
+    def engine_gone(self, reason: str) -> None:
+        """The engine ended: everybody who waits gets EngineDown, new requests too. May be called from any thread."""
+        if self.down:
+            return
+        if self._loop is not None and self._thread_id != threading.get_ident():
+            self._loop.call_soon_threadsafe(self.engine_gone, reason)
+            return
+        self.down = reason or "the engine is gone"
+        for mailbox in set(self._mailboxes.values()):
+            mailbox.fail(EngineDown(self.down))
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDown(self.down))
+        if self._ready_waiter is not None and not self._ready_waiter.done():
+            self._ready_waiter.set_exception(EngineDown(self.down))
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those that run go on."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def open_count(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._mailboxes)
+
+    def shutdown(self, *, drain: bool) -> None:
+        """Tell the engine to stop; with `drain` it finishes what runs first."""
+        if self._socket is not None and not self.down:
+            self._send(Shutdown(drain=drain))
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Generate]) -> Mailbox:
+        """Ask for these sequences; their deltas arrive in one mailbox. Raises EngineDown, CapacityError (draining)."""
+        self._check_up()
+        if self._draining:
+            raise CapacityError("front: the server is draining, expected requests before it was told to stop")
+        mailbox = Mailbox(self, tuple(request.rid for request in requests))
+        for request in requests:
+            assert request.rid not in self._mailboxes, f"front: request id {request.rid!r} is in use"
+            self._mailboxes[request.rid] = mailbox
+        try:
+            for request in requests:
+                self._send(request)
+        except CapacityError:
+            for rid in mailbox.rids:  # the engine does not read: it would not read an abort either
+                del self._mailboxes[rid]
+            raise
+        return mailbox
+
+    async def generate(self, request: Generate) -> AsyncIterator[TokenOut]:
+        """The deltas of one sequence, up to the one with `finish`. Leaving early aborts it."""
+        mailbox = self.submit([request])
+        try:
+            while True:
+                for out in await mailbox.take():
+                    yield out
+                    if out.finish:
+                        return
+        finally:
+            mailbox.close("the consumer left")
+
+    def has(self, rid: str) -> bool:
+        """Whether a sequence of this id runs."""
+        return rid in self._mailboxes
+
+    def abort(self, rid: str = "", *, everything: bool = False, reason: str = "aborted") -> None:
+        """End a sequence (or all): its mailbox gets a last delta with finish `abort` from the engine."""
+        self._check_up()
+        self._send(Abort(rid=rid, all=everything, reason=reason))
+
+    def close(self, mailbox: Mailbox, reason: str) -> None:
+        """See Mailbox.close."""
+        for rid in mailbox.rids:
+            if self._mailboxes.get(rid) is mailbox:
+                self.end(rid, reason)
+
+    def rids_of(self, request_id: str) -> list[str]:
+        """Engine-side ids of the open sequences of a request: its own, or `<request_id>-0`, `-1`..."""
+        if request_id in self._mailboxes:
+            return [request_id]
+        head = f"{request_id}-"
+        return [rid for rid in self._mailboxes if rid.startswith(head) and rid[len(head) :].isdigit()]
+
+    def fail_later(self, mailbox: Mailbox, seconds: float, reason: str) -> asyncio.TimerHandle:
+        """Fail a mailbox unless the returned handle is cancelled within `seconds`."""
+        return asyncio.get_running_loop().call_later(
+            seconds, mailbox.fail, EngineDown(f"front: {reason} ({seconds} s)")
+        )
+
+    def end(self, rid: str, reason: str = "", *, matched_stop: bool = False) -> None:
+        """This front is done with a sequence: abort it silently, where it still runs.
+
+        `matched_stop`: its answer is complete, as a stop text was found in it.
+        """
+        if self._mailboxes.pop(rid, None) is not None and not self.down and self._socket is not None:
+            self._send(Abort(rid=rid, reason=reason or "finished by the front", silent=True, matched_stop=matched_stop))
+
+    async def call(self, what: str, *, s_max: float = 60.0) -> EngineReply:
+        """Ask or order something of the engine. Raises EngineDown (also where it does not answer in `s_max`)."""
+        self._check_up()
+        self._call_count += 1
+        number = self._call_count
+        reply: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
+        self._calls[number] = reply
+        try:
+            self._send(EngineCall(call=number, what=what))
+            return await asyncio.wait_for(reply, s_max)
+        except TimeoutError as err:
+            raise EngineDown(f"front: the engine did not answer {what!r} within {s_max} s") from err
+        finally:
+            del self._calls[number]
+
+    # ---- frames -----------------------------------------------------------------------------------------------
+
+    def _check_up(self) -> None:
+        if self.down:
+            raise EngineDown(self.down)
+        if self.ready is None:
+            raise EngineDown("front: the engine is still loading")
+
+    def _send(self, message: Message) -> None:
+        assert self._socket is not None, f"front: {type(message).__name__} before the engine client was started"
+        self._seq += 1
+        parts = codec.encode(message, self._incarnation, self._seq)
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again as err:
+            raise CapacityError("front: the engine does not read its requests, expected it to keep up") from err
+        if self._loop is not None:
+            # The descriptor is edge-triggered and a send may swallow the edge: look again soon.
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Take every frame that has arrived."""
+        socket = self._socket
+        while socket is not None and not socket.closed:
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                frame = codec.decode(parts)
+            except FrameError as error:
+                self._bad_frame(error)
+                continue
+            self._receive(frame.message)
+
+    def _bad_frame(self, error: FrameError) -> None:
+        """Nobody knows whose tokens were in it: every open answer fails."""
+        self.bad_frames += 1
+        if self.on_bad_frame is not None:
+            self.on_bad_frame(error.reason)
+        lost = set(self._mailboxes.values())
+        _log.warning("front: dropped a frame of the engine (%s), which fails %d open requests", error, len(lost))
+        for mailbox in lost:
+            mailbox.fail(AnswerLost(f"front: a frame of the engine could not be read ({error}), the answer has a gap"))
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Tokens):
+            mailboxes = self._mailboxes
+            for out in message.out:
+                mailbox = mailboxes.pop(out.rid, None) if out.finish else mailboxes.get(out.rid)
+                if mailbox is not None:
+                    mailbox.put(out)
+        elif isinstance(message, EngineReply):
+            call = self._calls.get(message.call)
+            if call is not None and not call.done():
+                call.set_result(message)
+        elif isinstance(message, Ready) and self._ready_waiter is not None and not self._ready_waiter.done():
+            self._ready_waiter.set_result(message)

@@ -1,0 +1,172 @@
+"""One HTTP request and its answer over plain ASGI: bodies with a limit, JSON, server-sent events.
+
+Also the OpenAI form of every error. Knows nothing of models or engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusError
+
+__all__ = ["BodyTooLarge", "ClientGone", "Exchange", "error_json", "error_of"]
+
+_JSON = (b"content-type", b"application/json")
+_ENCODER = msgspec.json.Encoder()
+
+
+class ClientGone(SerinusError):
+    """The client hung up before its answer was complete."""
+
+
+class BodyTooLarge(RequestError):
+    """The request body is larger than the server takes (413)."""
+
+    status = 413
+
+
+class _ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class _ErrorJson(msgspec.Struct):
+    error: _ErrorInfo
+
+
+def error_json(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
+    """{"error": {"message", "type", "param", "code"}}."""
+    return _ENCODER.encode(_ErrorJson(_ErrorInfo(message, kind, param, code)))
+
+
+def error_of(err: SerinusError) -> tuple[int, bytes]:
+    """HTTP status and JSON of an error."""
+    param = getattr(err, "field", None)
+    if isinstance(err, RequestError):
+        return err.status, error_json(str(err), err.kind, param=param, code=getattr(err, "code", err.status))
+    if isinstance(err, CapacityError):
+        return err.status, error_json(str(err), err.kind, code=err.status)
+    if isinstance(err, PeerError):
+        return 503, error_json(str(err), "service_unavailable_error", code=503)
+    return 500, error_json(str(err), "internal_server_error", code=500)
+
+
+class Exchange:
+    """One request. Handlers read it with `body`, answer once with `json`, `text` or `open_stream` + `push` + `end`."""
+
+    __slots__ = ("_receive", "_send", "body_bytes_max", "path", "scope", "started", "status", "watcher")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, body_bytes_max: int) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.body_bytes_max = body_bytes_max
+        self.path: str = scope["path"]
+        self.status = 0
+        """Status that was sent; 0 before."""
+        self.started = False
+        """Whether the answer has begun: from then on an error can only end a stream."""
+        self.watcher: asyncio.Task[None] | None = None
+
+    def header(self, name: str) -> str:
+        """A request header (`name` in lower case); empty where it is missing."""
+        wanted = name.encode("latin-1")
+        for key, value in self.scope["headers"]:
+            if key == wanted:
+                return str(value, "latin-1")
+        return ""
+
+    @property
+    def query(self) -> str:
+        """The raw query string."""
+        return str(self.scope.get("query_string", b""), "latin-1")
+
+    async def body(self) -> bytes:
+        """The whole request body. Raises BodyTooLarge, ClientGone."""
+        limit = self.body_bytes_max
+        declared = self.header("content-length")
+        if declared.isdigit() and int(declared) > limit:
+            raise BodyTooLarge(f"body: got {declared} bytes, expected at most {limit}")
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("front: the client hung up while sending its request")
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise BodyTooLarge(f"body: got more than {limit} bytes, expected at most {limit}")
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Call `gone` when the client hangs up; to be called after the body was read. Ends with `unwatch`."""
+        self.watcher = asyncio.get_running_loop().create_task(self._watch(gone))
+
+    async def _watch(self, gone: Callable[[], None]) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                gone()
+                return
+
+    def unwatch(self) -> None:
+        """No more news of the client wanted."""
+        if self.watcher is not None:
+            self.watcher.cancel()
+            self.watcher = None
+
+    async def reply(
+        self, status: int, body: bytes, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """The whole answer at once."""
+        self.status, self.started = status, True
+        sized = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": sized})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def json(self, value: Any, status: int = 200) -> None:
+        """Answer with JSON; bytes are taken as encoded already."""
+        body = value if isinstance(value, bytes) else _ENCODER.encode(value)
+        await self.reply(status, body, b"application/json")
+
+    async def text(self, text: str, content_type: Literal["text/plain", "text/html"] = "text/plain") -> None:
+        await self.reply(200, text.encode(), f"{content_type}; charset=utf-8".encode())
+
+    async def open_stream(self) -> None:
+        """Begin a stream of server-sent events."""
+        self.status, self.started = 200, True
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def push(self, events: bytes) -> None:
+        """Send events that are framed already (`data: ...` and a blank line each)."""
+        message: Message = {"type": "http.response.body", "body": events, "more_body": True}
+        await self._send(message)
+
+    async def end(self, last: bytes = b"") -> None:
+        """End the stream."""
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def fail(self, err: SerinusError) -> None:
+        """Answer with an error; where the answer has begun, end the stream with an error event."""
+        status, body = error_of(err)
+        if not self.started:
+            headers = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+            await self.reply(status, body, _JSON[1], headers)
+        else:
+            self.status = status
+            await self.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")

@@ -1,0 +1,167 @@
+"""What the front and the router count about the HTTP side, for Prometheus, and the merging of several expositions.
+
+Stems are those users of SGLang and vLLM know, under `serinus:`; labels engine, role and rank are on every series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+__all__ = ["FrontMetrics", "RouterMetrics", "merge_expositions"]
+
+_LABELS = ("engine", "role", "rank")
+_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
+_BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 5)
+_WHOLE_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
+
+
+def _registry() -> CollectorRegistry:
+    """An empty one whose counters bring no `_created` series: the library has a switch for the whole process only."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    return CollectorRegistry()
+
+
+class FrontMetrics:
+    """Counters of one front. `serinus:http_requests_total` is also labelled by path and status."""
+
+    def __init__(self, *, engine: str, role: str) -> None:
+        self.registry = _registry()
+        where = (engine, role, "front")
+        self._where = where
+        self._requests = Counter(
+            "serinus:http_requests", "HTTP requests answered", (*_LABELS, "path", "status"), registry=self.registry
+        )
+        self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _FIRST_TOKEN_S)
+        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer", _BETWEEN_S)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From request to the end of its answer", _WHOLE_S)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first, by answer", _BETWEEN_S
+        )
+        self._open = Gauge(
+            "serinus:http_open_requests", "HTTP requests being answered", _LABELS, registry=self.registry
+        ).labels(*where)
+        self._disconnects = Counter(
+            "serinus:http_disconnects", "Requests aborted because the client hung up", _LABELS, registry=self.registry
+        ).labels(*where)
+        self._bad_frames = Counter(
+            "serinus:wire_bad_frames",
+            "Frames that were refused, by reason",
+            (*_LABELS, "reason"),
+            registry=self.registry,
+        )
+
+    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"serinus:{stem}", text, _LABELS, buckets=buckets, registry=self.registry)
+        return family.labels(*self._where)
+
+    def opened(self) -> None:
+        """A request came in."""
+        self._open.inc()
+
+    def answered(self, path: str, status: int) -> None:
+        """A request was answered (499: its client hung up)."""
+        self._open.dec()
+        if status == 499:
+            self._disconnects.inc()
+        self._requests.labels(*self._where, path, str(status)).inc()
+
+    def bad_frame(self, reason: str) -> None:
+        """A frame of the engine could not be read."""
+        self._bad_frames.labels(*self._where, reason).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """An answer's first token came."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """`count` further tokens of one answer came together, `seconds` after the last ones."""
+        if count == 1:
+            self._between.observe(seconds)
+            return
+        for _ in range(count):
+            self._between.observe(seconds / count)
+
+    def finished(self, seconds: float, decode_seconds: float, token_count: int) -> None:
+        """An answer is complete: its whole time, that after the first token, and its tokens."""
+        self._whole.observe(seconds)
+        if token_count > 1:
+            self._per_token.observe(decode_seconds / (token_count - 1))
+
+    def exposition(self) -> str:
+        """The Prometheus text."""
+        return generate_latest(self.registry).decode()
+
+
+class RouterMetrics:
+    """Counters of one router."""
+
+    def __init__(self, *, engine: str) -> None:
+        self.registry = _registry()
+        self._where = (engine, "router", "front")
+        self._requests = Counter(
+            "serinus:http_requests", "HTTP requests answered", (*_LABELS, "path", "status"), registry=self.registry
+        )
+        self._routed = Counter(
+            "serinus:router_requests", "Requests sent to an engine", (*_LABELS, "to"), registry=self.registry
+        )
+        self._retries = Counter(
+            "serinus:router_retries", "Requests sent again because an engine failed", _LABELS, registry=self.registry
+        ).labels(*self._where)
+        self._broken = Counter(
+            "serinus:router_broken_streams", "Streams an engine broke midway", _LABELS, registry=self.registry
+        ).labels(*self._where)
+        self._up = Gauge(
+            "serinus:router_engine_up", "1 while an engine answers the router", (*_LABELS, "to"), registry=self.registry
+        )
+
+    def answered(self, path: str, status: int) -> None:
+        """A request was answered."""
+        self._requests.labels(*self._where, path, str(status)).inc()
+
+    def routed(self, to: str) -> None:
+        """A request went to the engine at this address."""
+        self._routed.labels(*self._where, to).inc()
+
+    def retried(self) -> None:
+        """An engine failed before it had answered; the request goes to another."""
+        self._retries.inc()
+
+    def broken(self) -> None:
+        """An engine failed in the middle of a stream."""
+        self._broken.inc()
+
+    def engine_up(self, to: str, up: bool) -> None:
+        """The last look at an engine."""
+        self._up.labels(*self._where, to).set(1 if up else 0)
+
+    def exposition(self) -> str:
+        """The Prometheus text."""
+        return generate_latest(self.registry).decode()
+
+
+def merge_expositions(texts: Iterable[str]) -> str:
+    """Join Prometheus texts of several processes into one valid text.
+
+    All samples of a family stand together under one HELP and one TYPE line (the first that was seen), families in order
+    of first appearance. Identical sample lines are kept once.
+    """
+    heads: dict[str, dict[str, str]] = {}
+    samples: dict[str, dict[str, None]] = {}
+    for text in texts:
+        family = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, kind, family, *_ = line.split(" ", 3)
+                heads.setdefault(family, {}).setdefault(kind, line)
+                samples.setdefault(family, {})
+            elif line and not line.startswith("#"):
+                name = line.split("{", 1)[0].split(" ", 1)[0]
+                home = family if family and name.startswith(family) else name
+                samples.setdefault(home, {})[line] = None
+    lines: list[str] = []
+    for family, rows in samples.items():
+        lines.extend(heads.get(family, {}).values())
+        lines.extend(rows)
+    return "\n".join(lines) + "\n" if lines else ""

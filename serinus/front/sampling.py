@@ -1,0 +1,162 @@
+"""From the fields of a request body to core.SamplingParams, and the checks that need the engine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from serinus.core.errors import BadRequest, BadSampling, PromptTooLong
+from serinus.core.sampling import SamplingParams
+from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, OpenAiBody
+from serinus.wire.messages import Ready
+
+__all__ = ["check_limits", "from_chat", "from_completion", "from_native"]
+
+_T = TypeVar("_T")
+_STOP_COUNT_MAX = 64
+_STOP_CHARS_MAX = 1024
+_STOP_IDS_MAX = 1024
+_BIASES_MAX = 1 << 16
+"""What the wire takes (messages.Sampling): an engine drops a longer message whole."""
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions."""
+_NATIVE_TOKENS = 128
+"""SGLang's default of max_new_tokens."""
+_TOP_LOGPROBS_MAX = 20
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _STOP_COUNT_MAX:
+        raise BadSampling("stop", len(stops), f"at most {_STOP_COUNT_MAX} texts")
+    for text in stops:
+        if len(text) > _STOP_CHARS_MAX:
+            raise BadSampling("stop", text, f"texts of at most {_STOP_CHARS_MAX} characters")
+    return stops
+
+
+def _stop_ids(ids: list[int] | None) -> tuple[int, ...]:
+    if ids and len(ids) > _STOP_IDS_MAX:
+        raise BadSampling("stop_token_ids", len(ids), f"at most {_STOP_IDS_MAX} ids")
+    return tuple(ids or ())
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    if bias and len(bias) > _BIASES_MAX:
+        raise BadSampling("logit_bias", len(bias), f"at most {_BIASES_MAX} tokens")
+    result: dict[int, float] = {}
+    for key, value in (bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise BadSampling("logit_bias", key, "token ids as keys")
+        result[int(key)] = value
+    return result
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise BadSampling(name, value, "at least 1")
+    return value
+
+
+def _common(
+    body: OpenAiBody | NativeSampling, *, max_new_tokens: int | None, min_new_tokens: int | None, include_stop: bool
+) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=_or(min_new_tokens, 0),
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=_or(body.top_k, -1),
+        min_p=_or(body.min_p, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        seed=body.seed,
+        logit_bias=_logit_bias(body.logit_bias),
+        stop=_stops(body.stop),
+        stop_token_ids=_stop_ids(body.stop_token_ids),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop=include_stop,
+        skip_special_tokens=_or(body.skip_special_tokens, True),
+        n=_or(body.n, 1),
+    )
+
+
+def _openai(body: OpenAiBody, max_new_tokens: int | None) -> SamplingParams:
+    include_stop = bool(body.include_stop_str_in_output or body.no_stop_trim)
+    return _common(body, max_new_tokens=max_new_tokens, min_new_tokens=body.min_tokens, include_stop=include_stop)
+
+
+def from_completion(body: CompletionBody) -> SamplingParams:
+    """Parameters of /v1/completions. Raises BadSampling."""
+    limit = _or(_positive("max_tokens", body.max_tokens), max(_COMPLETION_TOKENS, body.min_tokens or 0))
+    params = _openai(body, limit)
+    if body.logprobs is None:
+        return params
+    if not 0 <= body.logprobs <= _TOP_LOGPROBS_MAX:
+        raise BadSampling("logprobs", body.logprobs, f"between 0 and {_TOP_LOGPROBS_MAX}")
+    return replace(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+
+
+def from_chat(body: ChatBody) -> SamplingParams:
+    """Parameters of /v1/chat/completions. Raises BadSampling."""
+    _positive("max_tokens", body.max_tokens)
+    limit = _positive("max_completion_tokens", body.max_completion_tokens) or body.max_tokens
+    params = _openai(body, limit)
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise BadSampling("top_logprobs", body.top_logprobs, "logprobs to be true as well")
+        if not 0 <= body.top_logprobs <= _TOP_LOGPROBS_MAX:
+            raise BadSampling("top_logprobs", body.top_logprobs, f"between 0 and {_TOP_LOGPROBS_MAX}")
+    return replace(params, logprobs=body.top_logprobs or 0) if body.logprobs else params
+
+
+def from_native(
+    body: NativeSampling, *, return_logprob: bool, top_logprobs_num: int, prompt_logprobs: bool
+) -> SamplingParams:
+    """Parameters of /generate. Raises BadSampling."""
+    limit = _positive("max_new_tokens", body.max_new_tokens) or _positive("max_tokens", body.max_tokens)
+    least = body.min_new_tokens if body.min_new_tokens is not None else body.min_tokens
+    limit = _or(limit, max(_NATIVE_TOKENS, least or 0))
+    params = _common(body, max_new_tokens=limit, min_new_tokens=least, include_stop=bool(body.no_stop_trim))
+    if body.sampling_seed is not None:
+        params = replace(params, seed=body.sampling_seed)
+    if not 0 <= top_logprobs_num <= _TOP_LOGPROBS_MAX:
+        raise BadSampling("top_logprobs_num", top_logprobs_num, f"between 0 and {_TOP_LOGPROBS_MAX}")
+    if not return_logprob:
+        return params
+    return replace(params, logprobs=top_logprobs_num, prompt_logprobs=top_logprobs_num if prompt_logprobs else None)
+
+
+def check_limits(field: str, prompt: Sequence[int], params: SamplingParams, ready: Ready, *, limit_field: str) -> None:
+    """Check one prompt and what is asked for it against the engine; `field`, `limit_field`: as the client names them.
+
+    Raises BadRequest, PromptTooLong, BadSampling.
+    """
+    if not prompt:
+        raise BadRequest(field, list(prompt), "at least one token")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= ready.vocab_size:
+        raise BadRequest(field, low if low < 0 else high, f"token ids from 0 to {ready.vocab_size - 1}")
+    length = len(prompt)
+    if length >= ready.context_length:
+        expected = f"at most {ready.context_length - 1} tokens (the context holds {ready.context_length})"
+        raise PromptTooLong(field, f"{length} tokens", expected)
+    if length >= ready.max_total_tokens:
+        expected = f"at most {ready.max_total_tokens - 1} tokens (the KV pool holds {ready.max_total_tokens})"
+        raise PromptTooLong(field, f"{length} tokens", expected)
+    room = ready.context_length - length
+    if params.max_new_tokens is not None and params.max_new_tokens > room:
+        expected = f"at most {room}: the prompt has {length} tokens, the context holds {ready.context_length}"
+        raise BadSampling(limit_field, params.max_new_tokens, expected)
+    if params.min_new_tokens > room:
+        raise BadSampling("min_tokens", params.min_new_tokens, f"at most {room}, what the context has left")
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if token_id >= ready.vocab_size:
+                raise BadSampling(name, token_id, f"token ids from 0 to {ready.vocab_size - 1}")

@@ -1,0 +1,233 @@
+"""Bodies of the HTTP requests, as msgspec structs: types only; `sampling.py` and `state.py` check what they mean.
+
+A null is the same as a missing field. Fields unknown here are ignored, as OpenAI-compatible servers do; well-known ones
+that change the answer and are not supported are declared (as `Any`) so that `refuse_unsupported` can name them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from serinus.core.errors import BadRequest
+
+__all__ = [
+    "AbortBody",
+    "ChatBody",
+    "ChatMessage",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerateBody",
+    "NativeSampling",
+    "OpenAiBody",
+    "StreamOptions",
+    "TokenizeBody",
+    "refuse_unsupported",
+]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    """One more chunk at the end, with the usage of the whole request."""
+
+
+class OpenAiBody(msgspec.Struct, kw_only=True):
+    """What /v1/completions and /v1/chat/completions share: OpenAI's fields, then those of SGLang and vLLM."""
+
+    model: str | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    rid: str | None = None
+    return_meta_info: bool | None = None
+    """Add what /generate calls `meta_info`, one per choice: cached tokens by tier, where each part ran."""
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    lora_path: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+
+
+class CompletionBody(OpenAiBody, kw_only=True):
+    """/v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, a list of texts, one list of token ids, or a list of such lists."""
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: Any = None
+    suffix: Any = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message; further fields (name, tool_calls...) reach the chat template as they are."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(OpenAiBody, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    web_search_options: Any = None
+
+
+class NativeSampling(msgspec.Struct, kw_only=True):
+    """`sampling_params` of /generate, with SGLang's names (vLLM's as aliases)."""
+
+    max_new_tokens: int | None = None
+    max_tokens: int | None = None
+    min_new_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: int | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+    regex: Any = None
+    json_schema: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    stop_regex: Any = None
+    custom_params: Any = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """/generate, in the SGLang form: one prompt or a batch; per-prompt fields may be lists of the batch's length."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    model: str | None = None
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """/tokenize: a text (`prompt`, or SGLang's `text`), a list of texts, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    text: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """/detokenize: token ids, one list or several."""
+
+    model: str | None = None
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool | None = None
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """/abort_request: one request by id, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "lora_path": ("",),
+}
+"""Values of unsupported fields that ask for nothing."""
+
+_INSTEAD: dict[str, str] = {
+    "best_of": "nothing (not supported; use n)",
+    "suffix": "nothing (not supported: these models only continue a text)",
+    "response_format": "{'type': 'text'} or nothing (structured output is not supported)",
+    "tools": "nothing (tool calls are not supported)",
+    "chat_template": "nothing (the server's --chat-template is used)",
+    "modalities": "['text'] or nothing (text only)",
+}
+
+
+def refuse_unsupported(body: msgspec.Struct) -> None:
+    """Raise BadRequest for the first well-known field that asks for what Serinus cannot do yet."""
+    for field in msgspec.structs.fields(body):
+        if field.type is not Any:
+            continue
+        value = getattr(body, field.name)
+        if value is None or value is False or value in ([], {}) or value in _HARMLESS.get(field.name, ()):
+            continue
+        raise BadRequest(field.name, value, _INSTEAD.get(field.name, "nothing (not supported)"))

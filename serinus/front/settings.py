@@ -1,0 +1,104 @@
+"""What the front and the router are told at their birth. Plain data; whoever starts them fills it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serinus.core.errors import ConfigError
+
+__all__ = ["FrontSettings", "RouterSettings"]
+
+_BODY_BYTES_MAX = 32 << 20
+
+
+def _check_positive(room_setting: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"front: {room_setting} is {value}, expected more than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontSettings:
+    """One front before one engine. Raises ConfigError."""
+
+    model_path: str = ""
+    """Where the checkpoint lies; shown to people, and the default place of the tokenizer."""
+    tokenizer_path: str = ""
+    """Directory or hub id of the tokenizer; empty = model_path."""
+    revision: str | None = None
+    """Revision of a hub id."""
+    served_model_name: str = ""
+    """The name requests use; empty = model_path."""
+    chat_template: str = ""
+    """A Jinja template, or the path of one; empty = the tokenizer's own."""
+    skip_tokenizer_init: bool = False
+    """No tokenizer at all: ids in, ids out."""
+    lazy_tokenizer: bool = False
+    """Load the tokenizer when a request first needs it (prefill engines hardly ever do)."""
+    api_key: str = ""
+    """Asked of every request but health, metrics and the schema; empty = open."""
+    admin_api_key: str = ""
+    """Asked for flush and abort; empty = api_key."""
+    engine: str = "engine-0"
+    """Name of the engine behind this front, in metrics and meta_info."""
+    role: str = "unified"
+    """Its role: unified, prefill or decode."""
+    body_bytes_max: int = _BODY_BYTES_MAX
+    """A larger request body is refused with 413."""
+    n_max: int = 128
+    """Sequences one HTTP request may ask for (n times prompts)."""
+    health_generate_s_max: float = 30.0
+    """Seconds /health_generate waits for its one token."""
+    call_s_max: float = 60.0
+    """Seconds an order to the engine (flush, metrics) may take."""
+    random_seed: int | None = None
+    """Seeds of requests that come without one are drawn from this; None = from the system."""
+
+    def __post_init__(self) -> None:
+        for name in ("body_bytes_max", "n_max", "health_generate_s_max", "call_s_max"):
+            _check_positive(name, getattr(self, name))
+        if self.role not in ("unified", "prefill", "decode"):
+            raise ConfigError(f"front: role is {self.role!r}, expected unified, prefill or decode")
+
+    @property
+    def model_name(self) -> str:
+        """The name this server answers to."""
+        return self.served_model_name or self.model_path or "serinus"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """One router before decode (or unified) engines and, if any, prefill engines. Raises ConfigError."""
+
+    decode_urls: tuple[str, ...]
+    """http://host:port of the engines that own requests from end to end (decode or unified), at least one."""
+    prefill_urls: tuple[str, ...] = ()
+    """http://host:port of the prefill engines."""
+    api_key: str = ""
+    """Asked of clients, and shown to the engines."""
+    admin_api_key: str = ""
+    """Asked for flush and abort, and shown to the engines for them; empty = api_key."""
+    name: str = "router"
+    """Name of the router in its metrics."""
+    poll_s: float = 1.0
+    """Seconds between two looks at an engine's /server_info."""
+    poll_s_max: float = 3.0
+    """An engine that does not answer a look within this is dead until it answers one."""
+    hang_s_max: float = 20.0
+    """Requests sent to an engine that has not answered a look for this long are taken back from it."""
+    connect_s_max: float = 5.0
+    """Seconds a connection to an engine may take."""
+    body_bytes_max: int = _BODY_BYTES_MAX
+    """A larger request body is refused with 413."""
+    affinity_chars: int = 0
+    """Requests whose bodies share this many leading characters of prompt prefer one decode engine; 0 = off."""
+    affinity_load_max: int = 4
+    """Affinity gives way when the preferred engine has this many requests more than the least loaded."""
+
+    def __post_init__(self) -> None:
+        if not self.decode_urls:
+            raise ConfigError("front: decode_urls is empty, expected the address of at least one decode engine")
+        for url in (*self.decode_urls, *self.prefill_urls):
+            if not url.startswith("http://"):
+                raise ConfigError(f"front: engine address {url!r}, expected http://host:port")
+        for name in ("poll_s", "poll_s_max", "hang_s_max", "connect_s_max", "body_bytes_max"):
+            _check_positive(name, getattr(self, name))

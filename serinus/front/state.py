@@ -1,0 +1,231 @@
+"""What all endpoints of one front share: engine client, tokenizer, metrics, keys; how a request becomes a call."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from serinus.core.clock import Clock
+from serinus.core.errors import BadRequest, ConfigError, Unauthorized, UnknownModel
+from serinus.core.ids import new_incarnation
+from serinus.core.log import get_logger
+from serinus.core.rng import Rng
+from serinus.core.sampling import SamplingParams
+from serinus.front.calls import Ask, Call
+from serinus.front.client import EngineClient, EngineDown
+from serinus.front.exchange import Exchange
+from serinus.front.metrics import FrontMetrics
+from serinus.front.sampling import check_limits
+from serinus.front.settings import FrontSettings
+from serinus.front.tokenizer import Tokenizer, load_tokenizer
+from serinus.wire.messages import Ready
+
+__all__ = ["KEY_HEADER", "PREFILL_HEADER", "Front", "Prompt", "check_key", "prompts_of"]
+
+_log = get_logger("front")
+
+PREFILL_HEADER = "x-serinus-prefill"
+"""Carries the control address of the prefill engine that the router suggests."""
+KEY_HEADER = "x-serinus-key"
+"""Shows, where keys are set, that the suggestion comes from the router: the admin key, or the only one there is."""
+_THREAD_CHARS = 8192
+"""Longer texts, and more texts together, are tokenized in a thread, so that streams go on meanwhile."""
+
+Prompt = str | list[int]
+
+
+def check_key(exchange: Exchange, keys: tuple[str, ...]) -> None:
+    """Raise Unauthorized unless one of `keys` is shown; comparing takes the same time whatever is shown. () = open."""
+    if not keys:
+        return
+    scheme, _, shown = exchange.header("authorization").partition(" ")
+    given = shown.strip() if scheme.lower() == "bearer" else ""
+    matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+    if not any(matches):
+        raise Unauthorized("authorization: got no key or a wrong one, expected `Authorization: Bearer KEY`")
+
+
+def prompts_of(field: str, value: str | list[Any]) -> list[Prompt]:
+    """The prompts in OpenAI's four forms: a text, texts, one list of ids, lists of ids. Raises BadRequest."""
+    expected = "a text, texts, token ids, or lists of token ids (one kind only, none empty)"
+    if isinstance(value, str):
+        if not value:
+            raise BadRequest(field, value, "a text that is not empty")
+        return [value]
+    kinds = {type(item) for item in value}
+    if not value or len(kinds) != 1:
+        raise BadRequest(field, value, expected)
+    if kinds == {int}:
+        return [value]
+    if not all(value):
+        raise BadRequest(field, value, expected)
+    return list(value)
+
+
+class Front:
+    """The state behind the endpoints of one front."""
+
+    def __init__(self, settings: FrontSettings, client: EngineClient, clock: Clock) -> None:
+        self.settings = settings
+        self.client = client
+        self.clock = clock
+        self.metrics = FrontMetrics(engine=settings.engine, role=settings.role)
+        self.born = int(clock.unix())
+        seed = settings.random_seed
+        self._rng = Rng(new_incarnation() if seed is None else seed)
+        self._tokenizer: asyncio.Task[Tokenizer] | None = None
+        self.user_keys = tuple(key for key in (settings.api_key, settings.admin_api_key) if settings.api_key and key)
+        admin = settings.admin_api_key or settings.api_key
+        self.admin_keys = (admin,) if admin else ()
+        self._warned_of_suggestion = False
+        client.on_bad_frame = self.metrics.bad_frame
+
+    # ---- engine and tokenizer -----------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said it serves. Raises EngineDown while it is not there."""
+        if self.client.down:
+            raise EngineDown(self.client.down)
+        if self.client.ready is None:
+            raise EngineDown("front: the engine is still loading, expected requests after /health answers 200")
+        return self.client.ready
+
+    def start_tokenizer(self) -> asyncio.Task[Tokenizer]:
+        """Begin to load the tokenizer in a thread (once)."""
+        if self._tokenizer is None:
+            settings = self.settings
+            path = settings.tokenizer_path or settings.model_path
+            loading = asyncio.to_thread(
+                load_tokenizer,
+                path,
+                chat_template=settings.chat_template,
+                revision=settings.revision,
+                clock=self.clock,
+            )
+            self._tokenizer = asyncio.get_running_loop().create_task(loading)
+        return self._tokenizer
+
+    async def tokenizer(self, field: str) -> Tokenizer:
+        """The tokenizer, for a request that needs it because of `field`. Raises BadRequest where there is none."""
+        if self.settings.skip_tokenizer_init:
+            raise BadRequest(field, "text", "token ids: this server runs without a tokenizer")
+        task = self.start_tokenizer()
+        if task.done():
+            return task.result()
+        return await asyncio.shield(task)
+
+    async def tokenizer_or_none(self) -> Tokenizer | None:
+        """The tokenizer, or None on a server without one."""
+        return None if self.settings.skip_tokenizer_init else await self.tokenizer("text")
+
+    async def encode(
+        self, field: str, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of prompts in either form; in a thread where there is much text in all of them together."""
+        chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        tokenizer = await self.tokenizer(field) if any(isinstance(prompt, str) for prompt in prompts) else None
+
+        def ids_of(prompt: Prompt) -> list[int]:
+            if not isinstance(prompt, str):
+                return prompt
+            assert tokenizer is not None, "front: a text without a tokenizer"
+            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+        if chars < _THREAD_CHARS:
+            return [ids_of(prompt) for prompt in prompts]
+        return await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in prompts])
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def check_model(self, model: str | None) -> None:
+        """Raise UnknownModel unless `model` is the one served (or not given)."""
+        name = self.settings.model_name
+        if model is not None and model != name:
+            raise UnknownModel(f"model: got {model[:200]!r}, expected {name!r}")
+
+    def seed(self, params: SamplingParams) -> int:
+        """The client's seed, or one drawn for it."""
+        return self._rng.getrandbits(63) if params.seed is None else params.seed
+
+    async def ask(
+        self,
+        field: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        limit_field: str,
+        add_special_tokens: bool = True,
+        ids: list[int] | None = None,
+        rid: str = "",
+    ) -> Ask:
+        """One prompt, tokenized (unless `ids` are its tokens already) and checked.
+
+        Raises BadRequest, PromptTooLong, BadSampling, EngineDown.
+        """
+        ready = self.ready
+        if isinstance(prompt, str) and not prompt:
+            raise BadRequest(field, prompt, "a text that is not empty")
+        if params.stop and self.settings.skip_tokenizer_init:
+            raise BadRequest("stop", params.stop, "nothing: this server runs without a tokenizer")
+        if ids is None:
+            (ids,) = await self.encode(field, [prompt], add_special_tokens=add_special_tokens)
+        check_limits(field, ids, params, ready, limit_field=limit_field)
+        return Ask(prompt=ids, text=prompt if isinstance(prompt, str) else None, sampling=params, rid=rid)
+
+    @asynccontextmanager
+    async def calling(
+        self, exchange: Exchange, asks: Sequence[Ask], *, request_id: str, cache_salt: str | None, start: float
+    ) -> AsyncIterator[Call]:
+        """Run these prompts for this client; whatever ends it, nothing is left running in the engine."""
+        count = sum(ask.sampling.n for ask in asks)
+        if count > self.settings.n_max:
+            raise BadRequest("n", count, f"at most {self.settings.n_max} sequences (n times prompts)")
+        call = Call(
+            asks,
+            request_id=request_id,
+            client=self.client,
+            tokenizer=await self.tokenizer_or_none(),
+            metrics=self.metrics,
+            clock=self.clock,
+            start=start,
+        )
+        mailbox = call.submit(
+            seeds=[self.seed(ask.sampling) for ask in asks],
+            cache_salt=cache_salt or "",
+            prefill_address=self._suggested_prefill(exchange),
+        )
+        exchange.watch(mailbox.leave)
+        try:
+            yield call
+        finally:
+            exchange.unwatch()
+            mailbox.close()
+
+    def _suggested_prefill(self, exchange: Exchange) -> str:
+        """The prefill engine the router suggests; of others, where keys are set, nothing is taken."""
+        address = exchange.header(PREFILL_HEADER)
+        if not address or not self.admin_keys:
+            return address
+        if hmac.compare_digest(exchange.header(KEY_HEADER).encode(), self.admin_keys[0].encode()):
+            return address
+        if not self._warned_of_suggestion:
+            self._warned_of_suggestion = True
+            _log.warning("front: ignored %s, expected the key in %s beside it", PREFILL_HEADER, KEY_HEADER)
+        return ""
+
+    def check_tokenizer(self) -> None:
+        """Raise ConfigError where loading the tokenizer has failed."""
+        task = self._tokenizer
+        if task is not None and task.done() and not task.cancelled():
+            err = task.exception()
+            if err is not None:
+                raise ConfigError(f"front: the tokenizer did not load: {err}") from err
+
+    def stop(self) -> None:
+        """Nobody will ask for the tokenizer any more."""
+        if self._tokenizer is not None:
+            self._tokenizer.cancel()

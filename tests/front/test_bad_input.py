@@ -1,0 +1,209 @@
+"""Whatever is sent, the answer names the field, its value and what was expected, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serinus.core.errors import BadRequest, ConfigError
+from serinus.front import bind
+from serinus.front.parse import parse_body
+from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
+from serinus.testing.running_front import RunningFront
+
+
+@pytest.fixture(autouse=True)
+def _alive_after_all(front: RunningFront) -> Iterator[None]:
+    yield
+    assert front.http.get("/health").status_code == 200
+    assert not front.engine.running
+    assert front.client.open_count == 0
+
+
+def error_of(front: RunningFront, raw: bytes, path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
+    response = front.http.post(path, content=raw, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return response.status_code, error
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "said"),
+    [
+        (b"", "body", "a JSON object"),
+        (b"   ", "body", "a JSON object"),
+        (b"{", "body", "valid JSON"),
+        (b"[]", "body", "object"),
+        (b"null", "body", "object"),
+        (b'"x"', "body", "object"),
+        (b'{"prompt": "x"', "body", "valid JSON"),
+        (b'{"prompt": "x"} trailing', "body", "valid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "body", "valid JSON"),
+        (b'{"prompt": "x", "temperature": Infinity}', "body", "valid JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature", "out of range"),
+        (b'{"prompt": "\xff\xfe"}', "body", "UTF-8"),
+        (b'{"prompt": "x", "user": "\xff"}', "body", "UTF-8"),
+        (b'{"prompt": "x", "other": "\xff"}', "body", "UTF-8"),
+        (b'{"prompt": "\\ud800"}', "body", "valid JSON"),
+        (b'{"other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body", "sane depth"),
+        (b"{}", "prompt", "required"),
+        (b'{"prompt": null}', "prompt", "got None"),
+        (b'{"prompt": 5}', "prompt", "got 5, expected str | array"),
+        (b'{"prompt": ["a", {"b": 1}]}', "prompt[1]", "expected int | str | array"),
+        (b'{"prompt": "x", "max_tokens": "many"}', "max_tokens", "got 'many', expected int | null"),
+        (b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens", "got 1.5"),
+        (b'{"prompt": "x", "max_tokens": true}', "max_tokens", "got True"),
+        (b'{"prompt": "x", "stop": [3]}', "stop[0]", "got 3, expected str"),
+        (b'{"prompt": "x", "stream_options": {"include_usage": "yes"}}', "stream_options.include_usage", "bool"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_explained(front: RunningFront, raw: bytes, param: str, said: str) -> None:
+    status, error = error_of(front, raw)
+    assert (status, error["param"]) == (400, param)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "said"),
+    [
+        ({"prompt": ""}, "prompt", "not empty"),
+        ({"prompt": []}, "prompt", "none empty"),
+        ({"prompt": [[]]}, "prompt", "none empty"),
+        ({"prompt": ["x", 1]}, "prompt", "one kind only"),
+        ({"prompt": "x" * 300}, "prompt", "got '300 tokens', expected at most 255 tokens"),
+        ({"prompt": [267]}, "prompt", "got 267, expected token ids from 0 to 266"),
+        ({"prompt": [-1]}, "prompt", "got -1"),
+        ({"max_tokens": 0}, "max_tokens", "got 0, expected at least 1"),
+        ({"max_tokens": -5}, "max_tokens", "got -5"),
+        ({"max_tokens": 256}, "max_tokens", "at most 255: the prompt has 1 tokens, the context holds 256"),
+        ({"max_tokens": 10**30}, "max_tokens", "at most 255"),
+        ({"temperature": -0.1}, "temperature", "got -0.1"),
+        ({"top_p": 1.01}, "top_p", "above 0, at most 1"),
+        ({"top_k": 0}, "top_k", "-1 (all)"),
+        ({"top_k": 10**20}, "top_k", "64-bit"),
+        ({"min_p": 2}, "min_p", "between 0 and 1"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "between -2 and 2"),
+        ({"presence_penalty": -3}, "presence_penalty", "between -2 and 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"seed": 1 << 64}, "seed", "64-bit"),
+        ({"n": 0}, "n", "between 1 and 128"),
+        ({"n": 129}, "n", "between 1 and 128"),
+        ({"n": 100, "prompt": ["a", "b"]}, "n", "at most 128 sequences"),
+        ({"best_of": 2}, "best_of", "not supported"),
+        ({"suffix": "end"}, "suffix", "not supported"),
+        ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+        ({"logprobs": -1}, "logprobs", "between 0 and 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
+        ({"logit_bias": {"267": 1}}, "logit_bias", "0 to 266"),
+        ({"stop": ""}, "stop", "not empty"),
+        ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"stop": "x" * 2000}, "stop", "1024"),
+        ({"stop_token_ids": [300]}, "stop_token_ids", "0 to 266"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "got 1025, expected at most 1024 ids"),
+        ({"logit_bias": {str(i): 1 for i in range(65537)}}, "logit_bias", "got 65537, expected at most 65536 tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_new_tokens", "max_new_tokens = 8"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "structured output"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ],
+)
+def test_a_wrong_value_is_named(front: RunningFront, change: dict[str, Any], field: str, said: str) -> None:
+    status, error = error_of(front, json.dumps({"prompt": "x", **change}).encode())
+    assert (status, error["param"], error["type"]) == (400, field, "invalid_request_error"), error
+    assert said in error["message"]
+
+
+def test_a_prefill_address_that_the_wire_would_not_take_is_refused(front: RunningFront) -> None:
+    response = front.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-serinus-prefill": "t" * 257})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prefill_address")
+
+
+def test_an_unknown_model_is_not_found(front: RunningFront) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"):
+        response = front.post(path, {"model": "gpt-9", "prompt": "x", "messages": [{}], "text": "x"})
+        assert response.status_code == 404
+        assert "expected 'canary'" in response.json()["error"]["message"]
+    assert front.http.get("/v1/models/gpt-9").status_code == 404
+
+
+def test_unknown_fields_are_ignored_and_null_is_nothing(front: RunningFront) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "surprise": {"a": [1]}, "temperature": None, "stop": None, "n": None}
+    assert front.post("/v1/completions", body).status_code == 200
+
+
+def test_a_huge_body_is_refused_before_it_is_read(front: RunningFront) -> None:
+    limit = 32 << 20
+    connection = HTTPConnection("127.0.0.1", front.server.port, timeout=10)
+    connection.putrequest("POST", "/generate")
+    connection.putheader("content-length", str(limit + 1))
+    connection.endheaders()
+    with connection.getresponse() as answer:
+        assert answer.status == 413
+        assert b"expected at most 33554432" in answer.read()
+    connection.close()
+
+
+@pytest.mark.slow
+def test_a_huge_body_of_unknown_length_is_refused_too(front: RunningFront) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * (1 << 20)
+
+    response = front.http.post("/generate", content=endless())
+    assert response.status_code == 413
+
+
+def test_unknown_paths_and_methods_are_answered_in_the_same_form(front: RunningFront) -> None:
+    assert front.http.get("/v2/nothing").status_code == 404
+    assert "openapi.json" in front.http.get("/v2/nothing").json()["error"]["message"]
+    assert front.http.get("/v1/completions").status_code == 405
+    assert front.http.get("/v1/completions").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_port_in_use_is_said_at_once(front: RunningFront) -> None:
+    with pytest.raises(ConfigError, match=f"port {front.server.port} .*expected a free one"):
+        bind("127.0.0.1", front.server.port)
+    with pytest.raises(ConfigError, match="expected an address of this machine"):
+        bind("no.such.host.invalid", 0)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from([*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, "text", "input_ids"])
+
+
+def refusal_of(raw: bytes, body_type: type[CompletionBody | ChatBody | GenerateBody]) -> BadRequest | None:
+    """The refusal of a body; None where it was taken. Any other error fails the test."""
+    try:
+        parse_body(raw, body_type)
+    except BadRequest as err:
+        return err
+    return None
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.dictionaries(NAMES, JSON, max_size=6), body_type=st.sampled_from([CompletionBody, ChatBody]))
+def test_any_json_is_either_read_or_refused_by_name(
+    body: dict[str, Any], body_type: type[CompletionBody | ChatBody]
+) -> None:
+    refusal = refusal_of(json.dumps(body).encode(), body_type)
+    assert refusal is None or (refusal.field and refusal.expected)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(raw=st.binary(max_size=60))
+def test_any_bytes_are_either_read_or_refused_by_name(raw: bytes) -> None:
+    refusal = refusal_of(raw, GenerateBody)
+    assert refusal is None or (refusal.field and refusal.expected)

@@ -1,0 +1,160 @@
+"""/v1/completions, through the official client and by hand."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from serinus.front import Tokenizer
+from serinus.testing.fake_engine import fake_continue
+from serinus.testing.running_front import RunningFront
+from serinus.wire.messages import Abort
+
+VOCAB = 267
+
+
+@pytest.fixture(scope="module")
+def client(front: RunningFront) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+
+
+def answer(tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    return tokenizer.decode(fake_continue(tokenizer.encode(prompt), count, vocab_size=VOCAB))
+
+
+def test_a_text_is_continued(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    done = client.completions.create(model="canary", prompt="hello the", max_tokens=9, temperature=0)
+    assert done.choices[0].text == answer(tokenizer, "hello the", 9)
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (4, 9, 13)
+    assert done.object == "text_completion"
+    assert done.model == "canary"
+
+
+def test_sixteen_tokens_are_the_default(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="canary", prompt="x")
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 16
+
+
+def test_texts_ids_and_lists_of_ids_are_prompts_too(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello the")
+    one = answer(tokenizer, "hello the", 5)
+    other = answer(tokenizer, "abc", 5)
+    for prompt, texts in (
+        (["hello the", "abc"], [one, other]),
+        (ids, [one]),
+        ([ids, tokenizer.encode("abc")], [one, other]),
+    ):
+        done = client.completions.create(model="canary", prompt=prompt, max_tokens=5, temperature=0)
+        assert [choice.text for choice in done.choices] == texts
+        assert [choice.index for choice in done.choices] == list(range(len(texts)))
+
+
+def test_the_stream_is_the_answer_in_pieces(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    stream = client.completions.create(
+        model="canary",
+        prompt="abc",
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == answer(tokenizer, "abc", 20)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_a_stream_without_usage_carries_none(front: RunningFront) -> None:
+    events = front.events("/v1/completions", {"prompt": "abc", "max_tokens": 3})
+    assert all("usage" not in event for event in events)
+
+
+def test_several_answers_differ_by_their_seeds_and_repeat_with_them(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        done = client.completions.create(model="canary", prompt="abc", max_tokens=8, n=3, seed=7)
+        assert done.usage is not None
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (1, 24)
+        return [choice.text for choice in done.choices]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+    single = client.completions.create(model="canary", prompt="abc", max_tokens=8, seed=7)
+    assert single.choices[0].text == first[0]
+
+
+def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
+    texts = {client.completions.create(model="canary", prompt="abc", max_tokens=12).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_a_stream_of_several_answers_keeps_them_apart(front: RunningFront, tokenizer: Tokenizer) -> None:
+    body = {"prompt": ["abc", "hello"], "max_tokens": 6, "temperature": 0}
+    texts = ["", ""]
+    for event in front.events("/v1/completions", body):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == [answer(tokenizer, "abc", 6), answer(tokenizer, "hello", 6)]
+
+
+def test_echo_shows_the_prompt_and_its_logprobs(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    done = client.completions.create(
+        model="canary", prompt="hello the", max_tokens=2, temperature=0, echo=True, logprobs=2
+    )
+    choice = done.choices[0]
+    assert choice.text == "hello the" + answer(tokenizer, "hello the", 2)
+    shown = choice.logprobs
+    assert shown is not None
+    assert shown.tokens is not None
+    assert shown.tokens[:4] == ["he", "ll", "o", " the"]
+    assert shown.text_offset is not None
+    assert shown.text_offset[:5] == [0, 2, 4, 5, 9]
+    assert shown.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5, -0.5]
+    assert shown.top_logprobs is not None
+    assert shown.top_logprobs[1] == {"ll": -0.5, "<eos>": -1.5}
+
+
+def test_echo_of_ids_shows_their_text_once_also_in_a_stream(front: RunningFront, tokenizer: Tokenizer) -> None:
+    body = {"prompt": tokenizer.encode("hello"), "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 0}
+    events = front.events("/v1/completions", body)
+    assert "".join(e["choices"][0]["text"] for e in events) == "hello" + answer(tokenizer, "hello", 4)
+    tokens = [token for e in events for token in e["choices"][0]["logprobs"]["tokens"]]
+    offsets = [offset for e in events for offset in e["choices"][0]["logprobs"]["text_offset"]]
+    assert len(tokens) == 3 + 4
+    assert offsets == sorted(offsets)
+
+
+def test_a_stop_text_ends_the_answer_and_the_engine_is_told(
+    front: RunningFront, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front.engine, "step_s", 0.01)  # the engine must not be done before it is told
+    whole = answer(tokenizer, "stop me", 60)
+    stop = whole[10:13]
+    body = {"prompt": "stop me", "max_tokens": 200, "temperature": 0, "stop": [stop], "rid": "stopped"}
+    choice = front.post("/v1/completions", body).json()["choices"][0]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    front.engine.wait_for(lambda engine: "stopped" not in engine.running)
+    said = [message for message in front.engine.of(Abort) if isinstance(message, Abort) and message.rid == "stopped"]
+    assert {(abort.silent, abort.matched_stop) for abort in said} == {(True, True)}
+    streamed = front.events("/v1/completions", body)
+    assert "".join(event["choices"][0]["text"] for event in streamed) == choice["text"]
+
+
+def test_meta_info_says_where_each_part_ran(front: RunningFront) -> None:
+    body = {"prompt": "abc", "max_tokens": 2, "return_meta_info": True}
+    info = front.post("/v1/completions", body).json()["choices"][0]["meta_info"]
+    assert (info["prefill_engine"], info["decode_engine"], info["completion_tokens"]) == ("fake-0", "fake-0", 2)
+    last = front.events("/v1/completions", body)[-1]["choices"][0]
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+
+
+def test_cached_tokens_are_in_the_usage(front: RunningFront) -> None:
+    usage = front.post("/v1/completions", {"prompt": "x" * 20, "max_tokens": 2, "n": 2}).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert usage["prompt_tokens"] == 20

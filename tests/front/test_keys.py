@@ -1,0 +1,88 @@
+"""Who may enter where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serinus.front import FrontSettings
+from serinus.testing.fake_engine import FakeEngine
+from serinus.testing.running_front import running_front
+from serinus.wire.messages import Generate
+
+ASK = {"prompt": "x", "max_tokens": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("api_key", "admin_key", "shown", "user_status", "admin_status"),
+    [
+        ("", "", "", 200, 200),
+        ("", "", "Bearer any", 200, 200),
+        ("k", "", "", 401, 401),
+        ("k", "", "Bearer wrong", 401, 401),
+        ("k", "", "k", 401, 401),
+        ("k", "", "Basic k", 401, 401),
+        ("k", "", "Bearer k", 200, 200),
+        ("k", "", "bearer k", 200, 200),
+        ("k", "a", "Bearer k", 200, 401),
+        ("k", "a", "Bearer a", 200, 200),
+        ("", "a", "", 200, 401),
+        ("", "a", "Bearer a", 200, 200),
+        ("ключ", "", "Bearer ÿ", 401, 401),
+    ],
+)
+def test_keys_open_what_they_should(
+    byte_folder: Path,
+    new_endpoint: Callable[[], str],
+    api_key: str,
+    admin_key: str,
+    shown: str,
+    user_status: int,
+    admin_status: int,
+) -> None:
+    settings = FrontSettings(model_path=str(byte_folder), api_key=api_key, admin_api_key=admin_key)
+    headers = httpx.Headers([("authorization", shown)] if shown else [], encoding="latin-1")
+    with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
+        for path in ("/health", "/metrics", "/openapi.json"):
+            assert front.http.get(path).status_code == 200
+        answer = front.http.post("/v1/completions", json=ASK, headers=headers)
+        assert answer.status_code == user_status
+        assert front.http.get("/server_info", headers=headers).status_code == user_status
+        assert front.http.post("/flush_cache", headers=headers).status_code == admin_status
+        aborted = front.http.post("/abort_request", json={"rid": "x"}, headers=headers)
+        assert aborted.status_code == admin_status
+        if user_status == 401:
+            assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert not front.engine.running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("api_key", "admin_key", "shown", "taken"),
+    [
+        ("", "", "", True),
+        ("k", "", "", False),
+        ("k", "", "wrong", False),
+        ("k", "", "k", True),
+        ("k", "a", "k", False),
+        ("k", "a", "a", True),
+        ("", "a", "", False),
+    ],
+)
+def test_a_prefill_engine_is_suggested_by_the_router_alone_where_keys_are_set(
+    byte_folder: Path, new_endpoint: Callable[[], str], api_key: str, admin_key: str, shown: str, taken: bool
+) -> None:
+    settings = FrontSettings(model_path=str(byte_folder), api_key=api_key, admin_api_key=admin_key)
+    headers = {"authorization": f"Bearer {api_key or 'none'}", "x-serinus-prefill": "tcp://10.0.0.1:9"}
+    if shown:
+        headers["x-serinus-key"] = shown
+    with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
+        assert front.http.post("/v1/completions", json=ASK, headers=headers).status_code == 200
+        (asked,) = front.engine.of(Generate)
+        assert isinstance(asked, Generate)
+        assert asked.prefill_address == ("tcp://10.0.0.1:9" if taken else "")

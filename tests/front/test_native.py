@@ -1,0 +1,144 @@
+"""/generate in the form SGLang's users know."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from serinus.front import Tokenizer
+from serinus.testing.fake_engine import fake_continue
+from serinus.testing.running_front import RunningFront
+
+VOCAB = 267
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+def test_a_text_is_answered_with_text_ids_and_meta_info(front: RunningFront, tokenizer: Tokenizer) -> None:
+    answer = front.post("/generate", {"text": "hello the", "sampling_params": GREEDY, "rid": "mine"}).json()
+    expected = fake_continue(tokenizer.encode("hello the"), 6, vocab_size=VOCAB)
+    assert answer["output_ids"] == expected
+    assert answer["text"] == tokenizer.decode(expected)
+    info = answer["meta_info"]
+    assert (info["id"], info["prompt_tokens"], info["completion_tokens"]) == ("mine", 4, 6)
+    assert info["finish_reason"] == {"type": "length", "length": 6}
+    assert (info["prefill_engine"], info["decode_engine"]) == ("fake-0", "fake-0")
+    assert info["e2e_latency"] > 0
+
+
+def test_ids_are_a_prompt_too(front: RunningFront) -> None:
+    answer = front.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": GREEDY}).json()
+    assert answer["output_ids"] == fake_continue([1, 2, 3], 6, vocab_size=VOCAB)
+
+
+def test_a_batch_is_answered_in_order(front: RunningFront) -> None:
+    body = {
+        "input_ids": [[1], [2, 3]],
+        "sampling_params": [{"temperature": 0, "max_new_tokens": 2}, {"temperature": 0, "max_new_tokens": 3}],
+        "rid": ["a", "b"],
+    }
+    answers = front.post("/generate", body).json()
+    assert [len(answer["output_ids"]) for answer in answers] == [2, 3]
+    assert [answer["meta_info"]["id"] for answer in answers] == ["a", "b"]
+    assert isinstance(front.post("/generate", {"text": ["one"], "sampling_params": GREEDY}).json(), list)
+
+
+def test_several_answers_of_one_prompt_are_a_list(front: RunningFront) -> None:
+    answers = front.post("/generate", {"text": "x", "sampling_params": {"n": 2, "max_new_tokens": 8}}).json()
+    assert len(answers) == 2
+    assert answers[0]["output_ids"] != answers[1]["output_ids"]
+
+
+def test_a_stream_shows_the_whole_answer_each_time(front: RunningFront, tokenizer: Tokenizer) -> None:
+    events = front.events("/generate", {"text": "abc", "sampling_params": GREEDY})
+    expected = fake_continue(tokenizer.encode("abc"), 6, vocab_size=VOCAB)
+    for earlier, later in pairwise(events):
+        assert later["text"].startswith(earlier["text"])
+        assert len(later["output_ids"]) > len(earlier["output_ids"])
+        assert earlier["meta_info"]["finish_reason"] is None
+    assert events[-1]["output_ids"] == expected
+    assert events[-1]["text"] == tokenizer.decode(expected)
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+
+
+def test_a_streamed_batch_names_the_place_of_each_event(front: RunningFront) -> None:
+    events = front.events("/generate", {"input_ids": [[1], [2]], "sampling_params": GREEDY})
+    last = {event["index"]: event["output_ids"] for event in events}
+    assert last == {i: fake_continue([i + 1], 6, vocab_size=VOCAB) for i in (0, 1)}
+
+
+def test_logprobs_of_answer_and_prompt(front: RunningFront) -> None:
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": GREEDY,
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "top_logprobs_num": 2,
+    }
+    info = front.post("/generate", body).json()["meta_info"]
+    assert info["input_token_logprobs"] == [[-0.5, 6, None], [-0.5, 7, None]]
+    assert [entry[1] for entry in info["output_token_logprobs"]] == fake_continue([5, 6, 7], 6, vocab_size=VOCAB)
+    assert info["input_top_logprobs"][0] == [[-0.5, 6, None], [-1.5, 7, None]]
+    assert len(info["output_top_logprobs"]) == 6
+    whole = front.post("/generate", {**body, "logprob_start_len": 0, "return_text_in_logprobs": True}).json()
+    assert whole["meta_info"]["input_token_logprobs"][0][0] is None
+    assert whole["meta_info"]["input_token_logprobs"][1] == [-0.5, 6, "\x06"]
+    none = front.post("/generate", {**body, "logprob_start_len": -1}).json()["meta_info"]
+    assert none["input_token_logprobs"] == []
+
+
+def test_a_stop_token_is_named(front: RunningFront) -> None:
+    expected = fake_continue([9], 6, vocab_size=VOCAB)
+    params = {**GREEDY, "max_new_tokens": 50, "stop_token_ids": [expected[4]]}
+    answer = front.post("/generate", {"input_ids": [9], "sampling_params": params}).json()
+    assert answer["output_ids"] == expected[:5]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": expected[4]}
+
+
+def test_cached_tokens_are_shown_by_tier(front: RunningFront) -> None:
+    info = front.post("/generate", {"input_ids": [1] * 20, "sampling_params": GREEDY}).json()["meta_info"]
+    assert info["cached_tokens"] == 16
+    assert info["cached_tokens_details"] == {"device": 16}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "text"),
+        ({"text": "x", "input_ids": [1]}, "text"),
+        ({"text": ""}, "text"),
+        ({"text": []}, "text"),
+        ({"text": ["a", ""]}, "text"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[]]}, "input_ids"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"input_ids": [267]}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [1 << 80]}, "input_ids"),
+        ({"input_ids": [True]}, "input_ids[0]"),
+        ({"input_ids": [1] * 256}, "input_ids"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": 256}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"text": "x", "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"text": "x", "sampling_params": {"regex": "a+"}}, "regex"),
+        ({"text": "x", "sampling_params": {"n": 129}}, "n"),
+        ({"text": ["x"] * 5, "sampling_params": {"n": 100}}, "n"),
+        ({"text": "x", "sampling_params": [{}, {}]}, "sampling_params"),
+        ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
+        ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid"),
+        ({"text": "x", "rid": "r" * 300}, "rid"),
+        ({"text": "x", "top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len"),
+        ({"text": "x", "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": "x", "image_data": "y"}, "image_data"),
+        ({"text": "x", "cache_salt": "s" * 300}, "cache_salt"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_field(front: RunningFront, body: dict[str, Any], field: str) -> None:
+    response = front.post("/generate", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field
+    assert front.http.get("/health").status_code == 200
+    assert not front.engine.running

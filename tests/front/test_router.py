@@ -1,0 +1,364 @@
+"""Several engines behind one address: who gets a request, and what clients see when an engine fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from serinus.core.clock import ManualClock
+from serinus.core.errors import ConfigError
+from serinus.front import FrontSettings, HttpServer, RouterSettings, create_router_app
+from serinus.front.fleet import Fleet, NobodyThere
+from serinus.front.metrics import RouterMetrics
+from serinus.front.router import Router
+from serinus.front.upstream import Upstream
+from serinus.testing.fake_engine import FakeEngine, fake_continue
+from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.wire.messages import Abort, Generate
+
+pytestmark = pytest.mark.slow
+
+GREEDY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
+EXPECTED = fake_continue([1, 2, 3], 5, vocab_size=267)
+
+
+class RunningRouter:
+    """A router, its engines' fronts and a client."""
+
+    def __init__(
+        self, server: HttpServer, router: Router, decode: list[RunningFront], prefill: list[RunningFront]
+    ) -> None:
+        self.server = server
+        self.router = router
+        self.decode = decode
+        self.prefill = prefill
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Ask /server_info until `holds`; the router looks at its engines meanwhile."""
+        for _ in range(2000):
+            if holds():
+                return
+            self.http.get("/server_info")
+        raise AssertionError("the router never came to see it so")
+
+    def alive(self) -> list[bool]:
+        return [member.alive for member in self.router.fleet.members]
+
+
+@pytest.fixture
+def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., Any]:
+    """Makes a router before `decode` and `prefill` engines; keywords go to the fake decode engines."""
+
+    @contextmanager
+    def make(
+        decode: int, prefill: int, *, keys: dict[str, Any] | None = None, stall: tuple[bool, ...] = (), **more: Any
+    ) -> Iterator[RunningRouter]:
+        fronts: dict[str, list[RunningFront]] = {"decode": [], "prefill": []}
+        with ExitStack() as stack:
+            for role, count in (("decode", decode), ("prefill", prefill)):
+                for index in range(count):
+                    name = f"{role}-{index}"
+                    engine = FakeEngine(
+                        endpoint=new_endpoint(),
+                        engine=name,
+                        role=role,
+                        vocab_size=267,
+                        pd_address=f"tcp://{name}:1" if role == "prefill" else "",
+                        stall=role == "decode" and index < len(stall) and stall[index],
+                        context_length=100_000,
+                        max_total_tokens=200_000,
+                    )
+                    settings = FrontSettings(
+                        model_path=str(byte_folder),
+                        served_model_name="canary",
+                        engine=name,
+                        role=role,
+                        **(keys or {}),
+                    )
+                    fronts[role].append(stack.enter_context(running_front(settings, engine)))
+            routed = RouterSettings(
+                decode_urls=tuple(front.url for front in fronts["decode"]),
+                prefill_urls=tuple(front.url for front in fronts["prefill"]),
+                poll_s=0.02,
+                poll_s_max=1.0,
+                **(keys or {}),
+                **more,
+            )
+            app = create_router_app(routed)
+            with serving(app) as server:
+                running = RunningRouter(server, app.state.router, fronts["decode"], fronts["prefill"])
+                with running.http:
+                    running.until(lambda: all(running.alive()))
+                    yield running
+
+    return make
+
+
+def requests_of(front: RunningFront) -> list[Generate]:
+    return [message for message in front.engine.received if isinstance(message, Generate)]
+
+
+def test_requests_go_to_decode_with_a_prefill_engine_suggested(route: Any) -> None:
+    with route(1, 2) as running:
+        for _ in range(4):
+            answer = running.http.post("/generate", json=GREEDY).json()
+            assert answer["output_ids"] == EXPECTED
+            assert answer["meta_info"]["decode_engine"] == "decode-0"
+        suggested = {message.prefill_address for message in requests_of(running.decode[0])}
+        assert suggested == {"tcp://prefill-0:1", "tcp://prefill-1:1"}
+        assert not requests_of(running.prefill[0])
+
+
+def test_a_client_cannot_name_the_prefill_engine_through_the_router(route: Any) -> None:
+    with route(1, 0) as running:
+        running.http.post("/generate", json=GREEDY, headers={"x-serinus-prefill": "tcp://evil:1"})
+        assert [message.prefill_address for message in requests_of(running.decode[0])] == [""]
+
+
+@pytest.mark.parametrize("name", ["a b", "caf\u00e9/\u20ac", "x HTTP/1.1\rx-serinus-prefill: tcp://evil:1\r", "50%"])
+def test_a_path_reaches_the_engine_as_the_client_wrote_it(route: Any, name: str) -> None:
+    with route(1, 0) as running:
+        answer = running.http.get(f"/v1/models/{quote(name)}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == f"model: got {name!r}, expected 'canary'"
+
+
+def test_an_engine_that_answers_strangely_is_looked_at_again() -> None:
+    async def strange(request: Request) -> JSONResponse:
+        return JSONResponse({"error": "no such page"}, 404)
+
+    with serving(Starlette(routes=[Route("/server_info", strange)])) as server:
+        settings = RouterSettings(decode_urls=(f"http://127.0.0.1:{server.port}",))
+        fleet = Fleet(settings, RouterMetrics(engine="router"), ManualClock())
+        asyncio.run(fleet.look(fleet.decode[0]))
+    assert fleet.decode[0].why.endswith("answered 404: no such page")
+
+
+def test_streams_pass_through_unchanged(route: Any) -> None:
+    with route(1, 0) as running:
+        body = {"prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "stream": True}
+        through = running.http.post("/v1/completions", json=body)
+        direct = running.decode[0].http.post("/v1/completions", json=body)
+        assert through.headers["content-type"] == direct.headers["content-type"]
+
+        def texts(response: httpx.Response) -> list[str]:
+            rows = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+            assert rows[-1] == "[DONE]"
+            return [json.loads(row)["choices"][0]["text"] for row in rows[:-1]]
+
+        assert texts(through) == texts(direct)
+
+
+def test_refusals_pass_through_unchanged(route: Any) -> None:
+    with route(1, 0) as running:
+        for path, body in (("/generate", {"text": ""}), ("/v1/completions", {"model": "x", "prompt": "x"})):
+            through, direct = running.http.post(path, json=body), running.decode[0].http.post(path, json=body)
+            assert (through.status_code, through.json()) == (direct.status_code, direct.json())
+        assert running.http.get("/nothing").status_code == 404
+
+
+def test_the_least_loaded_engine_gets_the_next_request(route: Any) -> None:
+    with route(2, 0, stall=(True, True)) as running:
+        threads = [
+            threading.Thread(target=httpx.post, args=(f"{running.http.base_url}/generate",), kwargs={"json": GREEDY})
+            for _ in range(6)
+        ]
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            running.until(lambda n=count: sum(len(requests_of(front)) for front in running.decode) == n)
+        assert [len(requests_of(front)) for front in running.decode] == [3, 3]
+        for front in running.decode:
+            front.engine.let_go()
+        for thread in threads:
+            thread.join(10)
+
+
+def test_a_request_is_sent_again_when_its_engine_dies_before_the_first_token(route: Any) -> None:
+    with route(2, 1, stall=(True, True)) as running:
+        box: list[httpx.Response] = []
+        url = f"{running.http.base_url}/generate"
+        thread = threading.Thread(target=lambda: box.append(httpx.post(url, json={**GREEDY, "stream": True})))
+        thread.start()
+        running.until(lambda: any(requests_of(front) for front in running.decode))
+        first = next(front for front in running.decode if requests_of(front))
+        other = next(front for front in running.decode if front is not first)
+        other.engine.let_go()
+        first.client.engine_gone("killed")
+        thread.join(10)
+        assert box[0].status_code == 200
+        events = [line for line in box[0].text.split("\n\n") if line]
+        assert json.loads(events[-2].removeprefix("data: "))["output_ids"] == EXPECTED
+        assert "serinus:router_retries_total" in running.http.get("/metrics").text
+        running.until(lambda: sum(running.alive()) == 2)
+        assert running.http.post("/generate", json=GREEDY).json()["output_ids"] == EXPECTED
+
+
+def test_a_request_is_sent_again_when_the_whole_server_vanishes(route: Any) -> None:
+    with route(2, 0, stall=(True, True)) as running:
+        box: list[httpx.Response] = []
+        url = f"{running.http.base_url}/generate"
+        thread = threading.Thread(target=lambda: box.append(httpx.post(url, json=GREEDY)))
+        thread.start()
+        running.until(lambda: any(requests_of(front) for front in running.decode))
+        first = next(front for front in running.decode if requests_of(front))
+        next(front for front in running.decode if front is not first).engine.let_go()
+        first.server.stop(now=True)
+        thread.join(10)
+        assert box[0].json()["output_ids"] == EXPECTED
+
+
+def test_a_stream_that_breaks_midway_ends_with_an_error_event(route: Any) -> None:
+    with route(1, 0) as running:
+        body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 90_000}}
+        with running.http.stream("POST", "/generate", json=body) as response:
+            parts = response.iter_bytes()  # not iter_lines: a text may hold U+2028, which is no end of a line here
+            came = next(parts)
+            running.decode[0].server.stop(now=True)
+            came += b"".join(parts)
+        rows = [row for row in came.decode().split("\n") if row]
+        assert rows[-1] == "data: [DONE]"
+        assert json.loads(rows[-2].removeprefix("data: "))["error"]["code"] == 503
+        assert all(json.loads(row.removeprefix("data: ")) for row in rows[:-1])
+
+
+def test_without_a_decode_engine_requests_get_503(route: Any) -> None:
+    with route(1, 1) as running:
+        running.decode[0].client.engine_gone("died of SIGKILL")
+        answer = running.http.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 503
+        assert "SIGKILL" in answer.json()["error"]["message"]
+        running.until(lambda: running.alive() == [False, True])
+        answer = running.http.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 503
+        assert "no decode engine is alive" in answer.json()["error"]["message"]
+        assert running.http.get("/health").status_code == 503
+        running.prefill[0].client.engine_gone("gone too")
+        running.until(lambda: not any(running.alive()))
+        assert running.http.post("/flush_cache").status_code == 503
+
+
+def test_without_a_prefill_engine_none_is_suggested(route: Any) -> None:
+    with route(1, 1) as running:
+        running.prefill[0].client.engine_gone("gone")
+        running.until(lambda: running.alive() == [True, False])
+        assert running.http.post("/generate", json=GREEDY).status_code == 200
+        assert requests_of(running.decode[0])[-1].prefill_address == ""
+
+
+def test_a_client_that_hangs_up_is_hung_up_on_the_engine_too(route: Any) -> None:
+    with route(1, 0) as running:
+        body = {"text": "x", "stream": True, "rid": "left", "sampling_params": {"max_new_tokens": 90_000}}
+        with running.http.stream("POST", "/generate", json=body) as response:
+            next(response.iter_lines())
+        running.decode[0].engine.wait_for(lambda engine: not engine.running)
+        aborts = [m for m in running.decode[0].engine.received if isinstance(m, Abort)]
+        assert [abort.rid for abort in aborts] == ["left"]
+        assert not running.router.fleet.decode[0].open
+
+
+def test_metrics_of_all_engines_come_as_one_text(route: Any) -> None:
+    with route(2, 1) as running:
+        running.http.post("/generate", json=GREEDY)
+        text = running.http.get("/metrics").text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        engines = {sample.labels["engine"] for sample in families["serinus:num_running_reqs"].samples}
+        assert engines == {"decode-0", "decode-1", "prefill-0"}
+        roles = {sample.labels["role"] for sample in families["serinus:http_requests"].samples}
+        assert roles == {"decode", "prefill", "router"}
+        types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(types) == len({line.split()[2] for line in types})
+
+
+def test_orders_reach_every_engine(route: Any) -> None:
+    with route(1, 1) as running:
+        assert running.http.post("/flush_cache").text == "Cache flushed.\n"
+        assert running.http.post("/abort_request", json={"rid": "x"}).json() == {"aborted": 0}
+        assert running.http.post("/abort_request", json={}).status_code == 400
+        assert running.http.get("/v1/models").json()["data"][0]["id"] == "canary"
+        assert running.http.get("/health_generate").status_code == 200
+        assert running.http.post("/tokenize", json={"prompt": "the"}).json()["count"] == 2
+        info = running.http.get("/get_server_info").json()
+        assert [engine["kind"] for engine in info["engines"]] == ["decode", "prefill"]
+        assert info["served_model_name"] == "canary"
+        assert "/generate" in running.http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "k"}, {"api_key": "k", "admin_api_key": "a"}, {"admin_api_key": "a"}])
+def test_engines_with_keys_take_the_routers_suggestion_and_no_clients(route: Any, keys: dict[str, str]) -> None:
+    user = {"authorization": "Bearer k"}
+    forged = {**user, "x-serinus-prefill": "tcp://evil:1", "x-serinus-key": "guess"}
+    with route(1, 1, keys=keys) as running:
+        for headers in (user, forged):
+            assert running.http.post("/generate", json=GREEDY, headers=headers).status_code == 200
+        suggested = [message.prefill_address for message in requests_of(running.decode[0])]
+        assert suggested == ["tcp://prefill-0:1", "tcp://prefill-0:1"]
+
+
+def test_keys_are_asked_at_the_router_and_shown_to_the_engines(route: Any) -> None:
+    with route(1, 1, keys={"api_key": "k", "admin_api_key": "a"}) as running:
+        assert running.http.post("/generate", json=GREEDY).status_code == 401
+        user, admin = {"authorization": "Bearer k"}, {"authorization": "Bearer a"}
+        assert running.http.post("/generate", json=GREEDY, headers=user).status_code == 200
+        assert running.http.post("/flush_cache", headers=user).status_code == 401
+        assert running.http.post("/flush_cache", headers=admin).status_code == 200
+        assert running.http.get("/health").status_code == 200
+
+
+def fleet(**settings: Any) -> Fleet:
+    made = RouterSettings(
+        decode_urls=("http://a:1", "http://b:1", "http://c:1"), prefill_urls=("http://p:1",), **settings
+    )
+    new = Fleet(made, RouterMetrics(engine="router"), ManualClock())
+    for member in new.members:
+        member.alive = True
+    return new
+
+
+def test_prompts_that_begin_alike_prefer_one_engine_until_it_is_overloaded() -> None:
+    some = fleet(affinity_chars=40, affinity_load_max=2)
+    bodies = [b'{"n": %d, "prompt": "%s and more %d"}' % (i, b"x%d" % (i % 7) * 20, i) for i in range(70)]
+    picked = [{some.pick_decode(body).url for body in bodies[k::7]} for k in range(7)]
+    assert all(len(urls) == 1 for urls in picked)
+    assert len(set.union(*picked)) > 1
+    liked = some.pick_decode(bodies[0])
+    liked.open.update(Upstream("http://x:1", connect_s_max=1) for _ in range(3))
+    assert some.pick_decode(bodies[0]) is not liked
+
+
+def test_equally_loaded_engines_take_turns_and_dead_ones_are_left_out() -> None:
+    some = fleet()
+    assert {some.pick_decode(b"").url for _ in range(6)} == {"http://a:1", "http://b:1", "http://c:1"}
+    some.lost(some.decode[0], "it died")
+    assert {some.pick_decode(b"").url for _ in range(6)} == {"http://b:1", "http://c:1"}
+    with pytest.raises(NobodyThere, match="it died"):
+        some.pick_decode(b"", but=some.decode[1:])
+    assert some.pick_prefill() is None, "a prefill engine without an address was suggested"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decode_urls": ()},
+        {"decode_urls": ("a:1",)},
+        {"decode_urls": ("http://a:1",), "prefill_urls": ("https://b:1",)},
+        {"decode_urls": ("http://a:1",), "poll_s": 0},
+    ],
+)
+def test_wrong_router_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        RouterSettings(**settings)
