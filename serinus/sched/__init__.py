@@ -1,0 +1,21 @@
+"""sched: decides each step. `Scheduler.plan` says who computes what on which pages, `commit` takes the result in.
+
+Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, tokens to whoever asked.
+"""
+
+from serinus.sched.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.sched.scheduler import Scheduler
+from serinus.sched.settings import POLICIES, SchedSettings
+from serinus.sched.stats import Outcome, SchedStats, Totals
+
+__all__ = [
+    "POLICIES",
+    "ChunkReady",
+    "HandoffSpec",
+    "Outcome",
+    "Reservation",
+    "SchedSettings",
+    "SchedStats",
+    "Scheduler",
+    "Totals",
+]

@@ -1,0 +1,95 @@
+"""Prefill side of a handoff: announce pages as they are computed, and hold them until nobody reads them any more.
+
+Publish -> pin -> snapshot -> enqueue -> drain -> unpin: page ids are read only after the chunk was published (they are
+canonical then), and the pin belongs to the transfer: it outlives the request.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.plan import SeqResult
+from serinus.sched.handoff import ChunkReady, HandoffSpec
+from serinus.sched.request_state import Phase, ReqState
+from serinus.sched.seats import Seats
+
+__all__ = ["Outgoing"]
+
+
+class Outgoing:
+    """Requests whose prompt is computed for a decode engine."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self.inflight: dict[str, ReqState] = {}
+        """Ended here, pages still being read."""
+
+    def start(self, state: ReqState, handoff: HandoffSpec) -> None:
+        """What decode holds already is never announced."""
+        state.sent_pages = handoff.held // self._seats.page_size
+
+    def announce(self, state: ReqState) -> ChunkReady | None:
+        """The full pages that became ready since the last chunk; None if there are none."""
+        pages = self._snapshot(state, state.computed // self._seats.page_size)
+        if pages is None:
+            return None
+        return self._chunk(state, pages)
+
+    def finish(self, state: ReqState, seq: SeqResult, now: float) -> ChunkReady:
+        """The prompt is computed: the rest of its pages (the partly filled one too) and its first token.
+
+        The request gives back its row and waits in `inflight`, pages pinned, for the transfer to drain.
+        """
+        pages = self._snapshot(state, self._seats.pages_for(state.prompt_len))
+        assert pages is not None, f"sched: the last chunk of {state.rid} has no page, expected at least the last one"
+        self._seats.give_row(state)
+        state.move(Phase.INFLIGHT)
+        self.inflight[state.rid] = state
+        return self._chunk(state, pages, seq, now)
+
+    def chunk_drained(self, state: ReqState, pages: NDArray[np.int32]) -> bool:
+        """One chunk was read; False if it is none of the chunks still held (a repeated event changes nothing)."""
+        for index, held in enumerate(state.holds):
+            if np.array_equal(held, pages):
+                self._seats.unhold(held)
+                del state.holds[index]
+                return True
+        return False
+
+    def drop_holds(self, state: ReqState) -> None:
+        """Nobody reads any chunk of it any more."""
+        for held in state.holds:
+            self._seats.unhold(held)
+        state.holds.clear()
+
+    def _snapshot(self, state: ReqState, page_end: int) -> NDArray[np.int32] | None:
+        start = state.sent_pages
+        if page_end <= start:
+            return None
+        pages = state.pages[start:page_end].copy()
+        self._seats.hold(pages)
+        state.holds.append(pages)
+        state.sent_pages = page_end
+        return pages
+
+    def _chunk(
+        self, state: ReqState, pages: NDArray[np.int32], seq: SeqResult | None = None, now: float = 0.0
+    ) -> ChunkReady:
+        assert state.handoff is not None, f"sched: request {state.rid} is computed for nobody else"
+        first = state.sent_pages - len(pages) - state.handoff.held // self._seats.page_size
+        if seq is None:
+            return ChunkReady(rid=state.rid, xid=state.handoff.xid, first_page_index=first, pages=pages)
+        started = state.started if state.started is not None else now
+        return ChunkReady(
+            rid=state.rid,
+            xid=state.handoff.xid,
+            first_page_index=first,
+            pages=pages,
+            last=True,
+            token=seq.token,
+            logprobs=seq.logprobs,
+            cached_tokens=dict(state.cached_tokens),
+            queue_seconds=started - state.request.arrival,
+            compute_seconds=now - started,
+        )

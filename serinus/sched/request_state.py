@@ -1,0 +1,233 @@
+"""One request as the scheduler sees it: its tokens, its place, how far it is. Decides nothing.
+
+Positions: `known` tokens are decided (prompt + generated), the KV of the first `computed` is written, that of the
+first `published` lies in the tree. Always published <= computed <= known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.cache import Lease
+from serinus.core.errors import InvariantError
+from serinus.core.plan import SampleSpec
+from serinus.core.request import Request, TokenLogprobs, Usage
+from serinus.sched.handoff import HandoffSpec
+
+__all__ = ["NEXT_PHASES", "Phase", "ReqState"]
+
+_GROWTH = 256
+"""Tokens by which a buffer grows at least."""
+
+
+class Phase(Enum):
+    """Where a request is; it is in exactly the queue of its phase."""
+
+    WAITING = auto()
+    """Wants pages here; owns nothing."""
+    PREFILL = auto()
+    """Has a row and pages for all its known tokens; some of them are not computed yet."""
+    DECODE = auto()
+    """One token to compute a step."""
+    PREALLOC = auto()
+    """Will be prefilled elsewhere; waits for pages here. Owns nothing."""
+    TRANSFER = auto()
+    """Pages of its prompt are granted to a prefill engine; no row yet."""
+    INFLIGHT = auto()
+    """Prefilled for a decode engine; its pages are being read. No row any more."""
+    ENDED = auto()
+    """Owns nothing, is in no queue."""
+
+
+NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.PREFILL, Phase.INFLIGHT, Phase.ENDED}),
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.WAITING, Phase.INFLIGHT, Phase.ENDED}),
+    Phase.DECODE: frozenset({Phase.WAITING, Phase.ENDED}),
+    Phase.PREALLOC: frozenset({Phase.TRANSFER, Phase.WAITING, Phase.ENDED}),
+    Phase.TRANSFER: frozenset({Phase.DECODE, Phase.WAITING, Phase.ENDED}),
+    Phase.INFLIGHT: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+"""The legal changes. A retracted or recomputed request goes back to WAITING; one that ends while chunks of it are still
+being read goes to INFLIGHT; nothing leaves ENDED."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ReqState:
+    """Mutable; owned by one Scheduler."""
+
+    request: Request
+    seq: int
+    """Number of its arrival: lower = older. Survives retraction, so the oldest always gets on."""
+    limit: int
+    """Known tokens at which it ends with LENGTH: max_new_tokens, the context or the whole pool."""
+    stop_ids: tuple[int, ...]
+    """Ids that end it."""
+    handoff: HandoffSpec | None = None
+    """Prefill side: for whom the prompt is computed."""
+    remote: bool = False
+    """Decode side: the prompt is wanted from a prefill engine."""
+
+    phase: Phase = Phase.WAITING
+    doomed: bool = False
+    """Ended while a step with it was under way; it leaves at the commit."""
+    row: int = 0
+    """Row of req_to_token while running, else 0."""
+    lease: Lease | None = None
+    """Pins the part of its pages that lies in the tree, while it has pages."""
+    tokens: NDArray[np.int32] = field(init=False)
+    """Buffer; the first `known` are meant."""
+    slots: NDArray[np.int64] = field(init=False)
+    """Buffer; slot of each position below `room`."""
+    pages: NDArray[np.int32] = field(init=False)
+    """Buffer; the first `page_count` are its pages, in order."""
+    page_count: int = 0
+    known: int = field(init=False)
+    computed: int = 0
+    published: int = 0
+    room: int = 0
+    """Positions its pages cover."""
+    held: int = 0
+    """Decode side: prompt tokens found in the own cache when the pages were reserved."""
+
+    stop_set: frozenset[int] = field(init=False)
+    min_new: int = field(init=False)
+    prompt_len: int = field(init=False)
+    prompt_ids: NDArray[np.int32] | None = field(init=False)
+    """The prompt, where the sampler needs it for a penalty."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Collected so far, where asked for: those of the first len() prompt tokens."""
+    skips: int = 0
+    """Times lpm let others pass it."""
+    retracted: bool = False
+    """Gave its pages back at least once since it last ran."""
+
+    retractions: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens found in a cache when it was first admitted, by tier; without those that decode holds already."""
+    local_reason: str = ""
+    prefill_engine: str = ""
+    handoff_bytes: int = 0
+    handoff_seconds: float = 0.0
+    handoff_tokens: int = 0
+    handoff_pages: int = 0
+    started: float | None = None
+    """Clock at the first step (or grant) that worked for it."""
+    first_token: float | None = None
+    """Clock at its first token."""
+    sent_pages: int = 0
+    """Prefill side: pages of the prompt already announced as chunks (those the peer holds included)."""
+    holds: list[NDArray[np.int32]] = field(default_factory=list)
+    """Prefill side: pages of chunks that are still being read."""
+
+    def __post_init__(self) -> None:
+        prompt = self.request.prompt
+        self.prompt_len = self.known = len(prompt)
+        self.tokens = np.empty(self.known + _GROWTH, np.int32)
+        self.tokens[: self.known] = prompt
+        self.slots = np.empty(0, np.int64)
+        self.pages = np.empty(0, np.int32)
+        self.stop_set = frozenset(self.stop_ids)
+        self.min_new = self.request.sampling.min_new_tokens
+        self.prompt_ids = self.tokens[: self.known] if self.request.sampling.penalised else None
+        if self.request.sampling.prompt_logprobs is not None and self.handoff is None:
+            self.prompt_logprobs = [TokenLogprobs(logprob=None)]
+
+    @property
+    def rid(self) -> str:
+        return self.request.rid
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        return self.known - self.prompt_len
+
+    @property
+    def running(self) -> bool:
+        """Has a row."""
+        return self.phase is Phase.PREFILL or self.phase is Phase.DECODE
+
+    def move(self, phase: Phase) -> None:
+        """Change phase; raises InvariantError where that is no legal change."""
+        if phase not in NEXT_PHASES[self.phase]:
+            raise InvariantError(
+                f"sched: request {self.rid} goes from {self.phase.name} to {phase.name},"
+                f" expected one of {sorted(p.name for p in NEXT_PHASES[self.phase])}"
+            )
+        self.phase = phase
+
+    def append(self, token: int) -> None:
+        """One more known token."""
+        known = self.known
+        if known == len(self.tokens):
+            grown = np.empty(known + max(_GROWTH, known // 2), np.int32)
+            grown[:known] = self.tokens
+            self.tokens = grown
+            if self.prompt_ids is not None:
+                self.prompt_ids = grown[: self.prompt_len]
+        self.tokens[known] = token
+        self.known = known + 1
+
+    def add_pages(self, pages: NDArray[np.int32], page_size: int) -> None:
+        """Append pages behind its own; their slots are computed once, here."""
+        count, total = self.page_count, self.page_count + len(pages)
+        if total > len(self.pages):
+            capacity = max(total, len(self.pages) + max(_GROWTH // page_size, len(self.pages) // 2, 1))
+            grown_pages, grown_slots = np.empty(capacity, np.int32), np.empty(capacity * page_size, np.int64)
+            grown_pages[:count] = self.pages[:count]
+            grown_slots[: self.room] = self.slots[: self.room]
+            self.pages, self.slots = grown_pages, grown_slots
+        self.page_count = total
+        self.room = total * page_size
+        self.put_pages(count, pages, page_size)
+
+    def put_pages(self, first: int, pages: NDArray[np.int32], page_size: int) -> None:
+        """Replace its pages from the `first` on, as publication does where the tree already had them."""
+        last = first + len(pages)
+        assert last <= self.page_count, f"sched: pages {first}..{last} of {self.page_count} of {self.rid}"
+        self.pages[first:last] = pages
+        base = pages.astype(np.int64) * page_size
+        self.slots[first * page_size : last * page_size] = (base[:, None] + np.arange(page_size)).reshape(-1)
+
+    def drop_pages(self) -> None:
+        """Forget pages, row and lease: they were given back."""
+        self.lease = None
+        self.row = self.page_count = self.room = self.computed = self.published = 0
+
+    def sample_spec(self) -> SampleSpec:
+        """How to choose the token behind the last known one."""
+        known = self.known
+        sampling = self.request.sampling
+        penalised = self.prompt_ids is not None
+        return SampleSpec(
+            params=sampling,
+            seed=self.request.seed,
+            position=known,
+            generated=known - self.prompt_len,
+            stop_ids=self.stop_ids,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.tokens[self.prompt_len : known] if penalised else None,
+        )
+
+    def usage(self) -> Usage:
+        """What it cost so far."""
+        arrival = self.request.arrival
+        return Usage(
+            prompt_tokens=self.prompt_len,
+            completion_tokens=self.known - self.prompt_len,
+            cached_tokens=dict(self.cached_tokens),
+            prefill_engine=self.prefill_engine,
+            handoff_tokens=self.handoff_tokens,
+            handoff_pages=self.handoff_pages,
+            handoff_bytes=self.handoff_bytes,
+            handoff_seconds=self.handoff_seconds,
+            local_reason=self.local_reason,
+            retractions=self.retractions,
+            queue_seconds=0.0 if self.started is None else self.started - arrival,
+            first_token_seconds=0.0 if self.first_token is None else self.first_token - arrival,
+        )

@@ -1,0 +1,72 @@
+"""The numbers the scheduler works by, checked at birth. Knows neither flags nor environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serinus.core.errors import ConfigError
+
+__all__ = ["POLICIES", "SchedSettings"]
+
+POLICIES = ("fcfs", "lpm")
+"""First come, first served; longest cached prefix first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedSettings:
+    """What bounds a step, a sequence and a queue. Raises ConfigError where a number makes no sense."""
+
+    page_size: int
+    """Tokens of one page; the cache's own."""
+    context_length: int
+    """Tokens of one sequence at most, prompt and output together; width of a row."""
+    rows: int
+    """Rows of req_to_token, row 0 (padding) included."""
+    vocab_size: int
+    """Token ids are below this."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end an answer unless the request ignores them."""
+    max_total_tokens: int | None = None
+    """Tokens one request may occupy in the pool; None = all pages but the padding page."""
+    max_running_requests: int = 64
+    """Requests in a batch (and in transit towards it) at most; below `rows`."""
+    max_queued_requests: int = 4096
+    """Requests that wait at most; one more is refused (CapacityError)."""
+    chunked_prefill_size: int = 2048
+    """Prompt tokens of one step at most; -1 = no bound, prompts are never split."""
+    schedule_policy: str = "fcfs"
+    """Who is admitted first: fcfs or lpm."""
+    growth_tokens: int = 64
+    """A newcomer is admitted only if every running request could still grow by this much (or to its end)."""
+    min_remote_tokens: int = 0
+    """A remote request that lacks fewer prompt tokens than this is computed here."""
+    lpm_scan_requests: int = 128
+    """Waiting requests whose cached prefix lpm looks up in one step."""
+    lpm_skips_max: int = 256
+    """Times lpm may let others pass a request before it goes first."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "rows", "vocab_size", "max_running_requests", "max_queued_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"sched: {name} is {getattr(self, name)}, expected at least 1")
+        if self.context_length < 2:
+            raise ConfigError(f"sched: context_length is {self.context_length}, expected at least 2")
+        if self.max_running_requests >= self.rows:
+            raise ConfigError(
+                f"sched: max_running_requests is {self.max_running_requests}, expected less than rows = {self.rows}"
+                " (row 0 is padding)"
+            )
+        if self.chunked_prefill_size != -1 and self.chunked_prefill_size < self.page_size:
+            raise ConfigError(
+                f"sched: chunked_prefill_size is {self.chunked_prefill_size}, expected -1 (no bound) or at least one"
+                f" page = {self.page_size} tokens"
+            )
+        if self.schedule_policy not in POLICIES:
+            raise ConfigError(f"sched: schedule_policy is {self.schedule_policy!r}, expected one of {list(POLICIES)}")
+        if self.max_total_tokens is not None and self.max_total_tokens < 2:
+            raise ConfigError(f"sched: max_total_tokens is {self.max_total_tokens}, expected at least 2")
+        if self.growth_tokens < 0 or self.min_remote_tokens < 0:
+            raise ConfigError(
+                f"sched: growth_tokens is {self.growth_tokens} and min_remote_tokens {self.min_remote_tokens},"
+                " expected at least 0"
+            )

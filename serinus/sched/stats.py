@@ -1,0 +1,87 @@
+"""What the scheduler reports: the outcome of a step, and how things stand. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from serinus.core.request import TokenDelta
+from serinus.sched.handoff import ChunkReady
+
+__all__ = ["Outcome", "SchedStats", "Totals"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one step brought."""
+
+    deltas: tuple[TokenDelta, ...] = ()
+    """For those who asked this engine; at most one per request."""
+    chunks: tuple[ChunkReady, ...] = ()
+    """For decode engines, in the order of the work."""
+    prompt_tokens: int = 0
+    """Tokens computed in prompt chunks."""
+    decode_tokens: int = 0
+    """Tokens computed one per request."""
+    new_requests: int = 0
+    """Requests that were admitted in the plan of this step."""
+    cached_tokens: int = 0
+    """Tokens those found in the cache."""
+    retracted: int = 0
+    """Requests that gave their pages back in the plan of this step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Counters since the start; they only grow."""
+
+    requests: int = 0
+    """Taken by `add`."""
+    finished: int = 0
+    """Ended by STOP or LENGTH, or handed off whole."""
+    aborted: int = 0
+    """Ended by ABORT (client, operator, peer)."""
+    retracted: int = 0
+    """Times a request gave its pages back under pressure."""
+    recomputed: int = 0
+    """Remote requests that were computed here after all."""
+    prompt_tokens: int = 0
+    """Prompt tokens of requests whose prompt was answered."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, recomputed ones included."""
+    generation_tokens: int = 0
+    """Tokens generated here."""
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens found in a cache, by tier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedStats:
+    """How things stand now."""
+
+    num_running_reqs: int
+    """In the batch: prefilling or decoding."""
+    num_queue_reqs: int
+    """Waiting to be computed here."""
+    num_retracted_reqs: int
+    """Of those, how many had run already."""
+    num_prefill_inflight_queue_reqs: int
+    """Prefilled for a peer, pages not drained."""
+    num_decode_prealloc_queue_reqs: int
+    """Remote, without pages."""
+    num_decode_transfer_queue_reqs: int
+    """Remote, pages granted."""
+    total_tokens: int
+    """Slots of the pool, without the padding page."""
+    free_tokens: int
+    """Slots of free pages."""
+    evictable_tokens: int
+    """Slots of cached pages nobody uses."""
+    used_tokens: int
+    """The rest."""
+    token_usage: float
+    """used / total."""
+    totals: Totals
+    """A copy of the counters."""
+    cached_tokens: Mapping[str, int]
+    """totals.cached_tokens."""

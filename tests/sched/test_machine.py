@@ -1,0 +1,188 @@
+"""Hypothesis drives two schedulers over tiny pools: arrivals, aborts in every state, retractions, handoffs that fail.
+
+Oracles: the fake model's own answers (a wrong row or an early free is a wrong token), every invariant after every rule,
+and ledgers that drain to empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from serinus.core.errors import PromptTooLong
+from serinus.testing.builders import make_request
+from serinus.testing.handoff_pair import Handoff, HandoffPair
+
+pytestmark = pytest.mark.slow
+
+SHARED = [[1, 2, 1, 2, 3, 3, 1, 2, 1, 1], [1, 2, 1, 3, 2, 2, 2, 1], [2] * 12, []]
+"""Beginnings that prompts share, at different lengths."""
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"max_new_tokens": 1},
+    {"max_new_tokens": 6},
+    {"max_new_tokens": 9, "ignore_eos": True},
+    {"max_new_tokens": 9, "min_new_tokens": 3, "stop_token_ids": (1,)},
+    {"temperature": 1.0, "seed": 5, "max_new_tokens": 12},
+    {"max_new_tokens": 4, "prompt_logprobs": 0, "logprobs": 1},
+    {"ignore_eos": True},
+]
+"""The last one runs to the end of the context or the pool."""
+
+
+class SchedulersUnderFire(RuleBasedStateMachine):
+    pair: HandoffPair
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        pages=st.integers(10, 22),
+        running=st.integers(1, 5),
+        chunk=st.sampled_from([4, 6, 16, -1]),
+        policy=st.sampled_from(["fcfs", "lpm"]),
+        prefix=st.sampled_from([True, True, True, False]),
+        growth=st.sampled_from([0, 4, 64]),
+        min_remote=st.sampled_from([0, 6]),
+    )
+    def start(
+        self,
+        page_size: int,
+        pages: int,
+        running: int,
+        chunk: int,
+        policy: str,
+        prefix: bool,
+        growth: int,
+        min_remote: int,
+    ) -> None:
+        self.serial = 0
+        self.pair = HandoffPair(
+            page_size=page_size, page_count=pages + 1, context_length=26, vocab_size=6, eos_ids=(0,),
+            enable_prefix=prefix, max_running_requests=running, chunked_prefill_size=chunk, schedule_policy=policy,
+            growth_tokens=growth, min_remote_tokens=min_remote,
+        )  # fmt: skip
+
+    @rule(
+        shared=st.sampled_from(SHARED),
+        cut=st.integers(0, 12),
+        tail=st.lists(st.integers(1, 3), min_size=1, max_size=9),
+        sampling=st.sampled_from(SAMPLINGS),
+        remote=st.booleans(),
+        salt=st.sampled_from(["", "", "", "salt"]),
+        copies=st.sampled_from([1, 1, 2, 3]),
+    )
+    def arrive(
+        self,
+        shared: list[int],
+        cut: int,
+        tail: list[int],
+        sampling: dict[str, Any],
+        remote: bool,
+        salt: str,
+        copies: int,
+    ) -> None:
+        for _ in range(copies):
+            self.serial += 1
+            prompt = shared[:cut] + tail
+            request = make_request(f"r{self.serial}", prompt, cache_salt=salt, **{"seed": self.serial, **sampling})
+            cache = self.pair.decode.cache
+            if len(prompt) + 1 > min(26, (cache.page_count - 1) * cache.page_size):
+                with pytest.raises(PromptTooLong):
+                    self.pair.add(request, remote=remote)
+            else:
+                self.pair.add(request, remote=remote)
+
+    @rule(
+        shared=st.sampled_from(SHARED),
+        tail=st.lists(st.integers(1, 3), max_size=3),
+        sampling=st.sampled_from(SAMPLINGS),
+    )
+    def arrive_at_prefill(self, shared: list[int], tail: list[int], sampling: dict[str, Any]) -> None:
+        cache = self.pair.prefill.cache
+        prompt = [*shared, 1, *tail][: (cache.page_count - 1) * cache.page_size - 1]
+        self.serial += 1
+        self.pair.add_guest(make_request(f"g{self.serial}", prompt, **{"seed": self.serial, **sampling}))
+
+    @rule(steps=st.integers(1, 4))
+    def step_decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.pair.step_decode()
+
+    @rule(steps=st.integers(1, 3))
+    def step_prefill(self, steps: int) -> None:
+        for _ in range(steps):
+            self.pair.step_prefill()
+
+    @rule()
+    def reserve(self) -> None:
+        self.pair.reserve()
+
+    def _some(self, data: st.DataObject, fits: Callable[[Handoff], bool]) -> Handoff | None:
+        found = [handoff for handoff in self.pair.handoffs.values() if fits(handoff)]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        handoff = self._some(data, lambda h: not h.asked and not h.over)
+        if handoff:
+            self.pair.ask(handoff)
+
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        handoff = self._some(data, lambda h: bool(h.chunks))
+        if handoff:
+            self.pair.deliver(handoff, data.draw(st.integers(0, len(handoff.chunks) - 1)))
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        handoff = self._some(data, lambda h: not h.over)
+        if handoff:
+            self.pair.recompute(handoff)
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        handoff = self._some(data, lambda h: h.over)
+        if handoff:
+            self.pair.end(handoff)
+
+    @rule(data=st.data())
+    def prefill_aborts(self, data: st.DataObject) -> None:
+        handoff = self._some(data, lambda h: h.asked and not h.over)
+        if handoff:
+            self.pair.abort_prefill(handoff)
+
+    @precondition(lambda self: self.pair.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.pair.abort(data.draw(st.sampled_from(sorted(self.pair.requests))))
+
+    @rule()
+    def abort_in_the_middle_of_a_step(self) -> None:
+        engine = self.pair.decode
+        plan = engine.scheduler.plan(engine.clock.now())
+        if plan is None:
+            return
+        self.pair.abort(plan.work[-1].rid)
+        for delta in engine.scheduler.commit(plan, engine.runner.run(plan), engine.clock.now()).deltas:
+            engine.take(delta)
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.calm()
+            self.pair.check_answers()
+            self.pair.check_drained()
+
+
+TestSchedulersUnderFire = SchedulersUnderFire.TestCase
+TestSchedulersUnderFire.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
