@@ -1,0 +1,151 @@
+"""Runner: a StepPlan becomes tensors, one forward pass and a StepResult. Does; decides nothing, owns no page.
+
+Shapes: T = tokens of the step, B = sequences, W = rows whose hidden state is wanted, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from serinus.core.errors import InvariantError
+from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
+from serinus.core.request import TokenLogprobs
+from serinus.kernels import AttentionBatch, Kernels
+from serinus.models import ForwardBatch, ForwardHook, Model, NullHook
+from serinus.pool import DevicePool, RequestTable
+from serinus.runner.sampler import Sampled, Sampler, token_logprobs
+
+__all__ = ["Runner"]
+
+_LOGIT_ROWS_MAX = 256
+
+
+class Runner:
+    """Runs the steps of one rank."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: DevicePool,
+        table: RequestTable,
+        kernels: Kernels,
+        *,
+        hook: ForwardHook | None = None,
+    ) -> None:
+        """Raises InvariantError where the pool's layers or dtype are not the model's."""
+        if len(pool.layers) != model.spec.layer_count or pool.spec.dtype != model.dtype:
+            raise InvariantError(
+                f"runner: a pool of {len(pool.layers)} layers, {pool.spec.dtype}; "
+                f"expected {model.spec.layer_count} layers, {model.dtype}"
+            )
+        self._model = model
+        self._kv = pool.layers
+        self._table = table
+        self._device = pool.spec.device
+        self._sampler = Sampler(kernels)
+        self._hook: ForwardHook = hook or NullHook()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Write the table, compute the KV of all tokens of the plan, choose the tokens it asks for.
+
+        Returns: results in the order of plan.work.
+        Cost: one forward pass; one host wait, for the chosen tokens.
+        """
+        with torch.inference_mode():
+            self._table.apply(plan.table_writes)
+            work = plan.work
+            if not work:
+                return StepResult(step=plan.step)
+            batch, ends = self._batch(work)
+            hidden_WE = self._model.forward(batch, self._kv, self._table.table, self._hook)
+            sampling = [i for i, w in enumerate(work) if w.sample is not None]
+            sampled = self._sample(work, sampling, hidden_WE, ends, whole=batch.wanted_W is None)
+            prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in enumerate(work) if _asks(w)}
+        found = dict(zip(sampling, sampled, strict=True))
+        return StepResult(step=plan.step, seqs=tuple(_result(i, found, prompts) for i in range(len(work))))
+
+    def _batch(self, work: Sequence[SeqWork]) -> tuple[ForwardBatch, NDArray[np.int64]]:
+        """The step's tensors, and the end of each sequence's rows in T. Five arrays cross to the device."""
+        counts = np.fromiter((len(w.tokens) for w in work), dtype=np.int64, count=len(work))
+        firsts = np.fromiter((w.start for w in work), dtype=np.int64, count=len(work))
+        rows = np.fromiter((w.row for w in work), dtype=np.int64, count=len(work))
+        offsets = np.zeros(len(work) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        ends = offsets[1:]
+        tokens = np.concatenate([w.tokens for w in work]).astype(np.int64)
+        slots = np.concatenate([w.slots for w in work])
+        positions = np.arange(len(tokens), dtype=np.int64) + np.repeat(firsts - offsets[:-1], counts)
+        attention = AttentionBatch(
+            rows_B=self._put(rows), q_starts_B1=self._put(offsets), context_B=self._put(firsts + counts)
+        )
+        wanted = wanted_attention = None
+        if len(tokens) > len(work) and not any(_asks(w) for w in work):
+            chosen = np.flatnonzero([w.sample is not None for w in work])
+            wanted = self._put(ends[chosen] - 1)
+            wanted_attention = AttentionBatch(
+                rows_B=self._put(rows[chosen]),
+                q_starts_B1=self._put(np.arange(len(chosen) + 1, dtype=np.int64)),
+                context_B=self._put((firsts + counts)[chosen]),
+            )
+        batch = ForwardBatch(
+            tokens_T=self._put(tokens),
+            positions_T=self._put(positions),
+            slots_T=self._put(slots),
+            attention=attention,
+            wanted_W=wanted,
+            wanted_attention=wanted_attention,
+        )
+        return batch, ends
+
+    def _put(self, values: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _sample(
+        self,
+        work: Sequence[SeqWork],
+        sampling: Sequence[int],
+        hidden_WE: torch.Tensor,
+        ends: NDArray[np.int64],
+        *,
+        whole: bool,
+    ) -> list[Sampled]:
+        """Tokens for work[i], i in `sampling`. `whole`: hidden has all T rows, else just those of `sampling`."""
+        if not sampling:
+            return []
+        if whole and len(sampling) < len(hidden_WE):
+            hidden_WE = hidden_WE.index_select(0, self._put(ends[list(sampling)] - 1))
+        specs = [spec for i in sampling if (spec := work[i].sample) is not None]
+        sampled: list[Sampled] = []
+        for at in range(0, len(specs), _LOGIT_ROWS_MAX):
+            rows = slice(at, at + _LOGIT_ROWS_MAX)
+            sampled += self._sampler.sample(self._model.logits(hidden_WE[rows]), specs[rows])
+        return sampled
+
+    def _prompt_logprobs(self, work: SeqWork, hidden_TE: torch.Tensor, end: int) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the prompt tokens after each position of one chunk, some rows at a time."""
+        next_ids = work.next_ids if work.next_ids is not None else np.zeros(0, dtype=np.int32)
+        begin = int(end) - len(work.tokens)
+        found: list[TokenLogprobs] = []
+        for at in range(0, len(next_ids), _LOGIT_ROWS_MAX):
+            ids = next_ids[at : at + _LOGIT_ROWS_MAX].tolist()
+            logits_RV = self._model.logits(hidden_TE[begin + at : begin + at + len(ids)])
+            found += token_logprobs(logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
+        return tuple(found)
+
+
+def _asks(work: SeqWork) -> bool:
+    """Whether hidden states of all its tokens are needed."""
+    return work.prompt_logprobs is not None
+
+
+def _result(index: int, sampled: dict[int, Sampled], prompts: dict[int, tuple[TokenLogprobs, ...]]) -> SeqResult:
+    chosen = sampled.get(index)
+    return SeqResult(
+        token=None if chosen is None else chosen.token,
+        logprobs=None if chosen is None else chosen.logprobs,
+        prompt_logprobs=prompts.get(index, ()),
+    )
