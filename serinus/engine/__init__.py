@@ -1,0 +1,35 @@
+"""engine: ties one process together. The loop, the roles of prefill and decode, the process, and the offline LLM.
+
+Names are imported when they are first used: the command line looks at this room without loading torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serinus.engine.build import Built, build_core
+    from serinus.engine.core import EngineCore
+    from serinus.engine.launch import launch
+    from serinus.engine.llm import LLM, CompletionOutput, RequestOutput
+    from serinus.engine.loop import EngineLoop
+
+__all__ = ["LLM", "Built", "CompletionOutput", "EngineCore", "EngineLoop", "RequestOutput", "build_core", "launch"]
+
+_FILE_OF = {
+    "Built": "build",
+    "build_core": "build",
+    "EngineCore": "core",
+    "EngineLoop": "loop",
+    "launch": "launch",
+    "LLM": "llm",
+    "CompletionOutput": "llm",
+    "RequestOutput": "llm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

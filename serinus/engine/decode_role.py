@@ -1,0 +1,192 @@
+"""The decode engine's part in handoffs: which prompts to send away, and what to do with what comes back.
+
+Every request of the front is owned here from end to end; a prefill engine only ever helps. Whatever goes wrong there,
+the prompt is computed here (or, where the operator wants it so, answered with an error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from serinus.core.clock import Clock
+from serinus.core.log import get_logger
+from serinus.core.metrics import Metrics
+from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.engine.wire_counts import WireCounts
+from serinus.pd import (
+    TICK_S,
+    CancelHandoff,
+    DecodePort,
+    DecodeResult,
+    Landed,
+    PeerChanged,
+    PeerState,
+    Recompute,
+    Shutdown,
+    StartHandoff,
+    WantPeer,
+)
+from serinus.sched import ChunkReady, Scheduler
+from serinus.wire import ZmqChannel
+
+__all__ = ["DecodeRole"]
+
+_log = get_logger("engine")
+_BEFORE_GRANT = ("refused", "peer_slow")
+"""Recompute codes of handoffs that never began."""
+
+
+class DecodeRole:
+    """Handoffs (roles.py) of a decode engine."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        port: DecodePort,
+        channels: Sequence[ZmqChannel],
+        metrics: Metrics,
+        clock: Clock,
+        addresses: Sequence[str],
+        on_failure: str,
+    ) -> None:
+        """`addresses`: prefill engines to use for requests that name none; `on_failure`: recompute or error."""
+        self._scheduler = scheduler
+        self._port = port
+        self._metrics = metrics
+        self._clock = clock
+        self._addresses = tuple(addresses)
+        self._fails = on_failure == "error"
+        self._deltas: list[TokenDelta] = []
+        self._wire_counts = WireCounts()
+        self.channels = channels
+        for address in self._addresses:
+            self._act(port.handle(WantPeer(address=address)))
+
+    def admit(self, request: Request) -> None:
+        address = request.prefill_address or self._known_address()
+        if not address:
+            self._scheduler.add(request)
+            return
+        self._scheduler.add(replace(request, prefill_address=address), remote=True)
+        code, _reason = self._port.machine.refusal(address)
+        if code:
+            self._go_local(request.rid, code)
+
+    def _known_address(self) -> str:
+        """The least loaded of the configured prefill engines that is up."""
+        up = [peer for peer in self._port.machine.peers if peer.pinned and peer.state is PeerState.UP]
+        return min(up, key=lambda peer: peer.load).address if up else ""
+
+    def _go_local(self, rid: str, code: str) -> None:
+        if self._scheduler.recompute(rid, code):
+            self._metrics.add("num_recomputed_requests", 1, code)
+
+    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+        for reservation in self._scheduler.take_reservations(now):
+            request = reservation.request
+            self._metrics.observe("kv_transfer_alloc_ms", 1e3 * (now - request.arrival))
+            self._act(
+                self._port.handle(
+                    StartHandoff(
+                        rid=reservation.rid,
+                        request=request,
+                        address=request.prefill_address,
+                        held=reservation.held,
+                        pages=reservation.pages,
+                    )
+                )
+            )
+        stats = self._scheduler.stats()
+        self._act(self._port.poll(0.0, load=stats.num_running_reqs + stats.num_queue_reqs, turn=turns))
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
+        assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"
+
+    def aborted(self, rid: str, now: float) -> None:
+        self._act(self._port.handle(CancelHandoff(rid=rid)))
+
+    def asked_by_peers(self) -> list[str]:
+        return []
+
+    def wait_s(self, longest_s: float) -> float:
+        return min(longest_s, TICK_S)
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "address": peer.address,
+                "engine": peer.engine,
+                "state": peer.state.value,
+                "backend": peer.backend,
+                "load": peer.load,
+                "reason": peer.reason,
+            }
+            for peer in self._port.machine.peers
+        ]
+
+    def refresh(self, metrics: Metrics) -> None:
+        metrics.set("kv_transfer_late_frames", self._port.machine.rejects["closed_grant"])
+        self._wire_counts.refresh(metrics, rejects=self._port.rejects, resent_count=self._port.resent_count)
+
+    def drain(self) -> None:
+        """Peers ask nothing of a decode engine; its own handoffs go on."""
+
+    def shut_down(self, now: float) -> None:
+        self._port.handle(Shutdown())
+
+    def close(self) -> None:
+        self._port.close()
+
+    # ---- what the machines ask for ------------------------------------------------------------------------------
+
+    def _act(self, results: Sequence[DecodeResult]) -> None:
+        for result in results:
+            match result:
+                case Landed():
+                    self._landed(result)
+                case Recompute():
+                    self._failed(result)
+                case PeerChanged():
+                    _log.info(
+                        "prefill engine %s at %s is %s%s",
+                        result.engine or "?", result.address, result.state, f": {result.reason}" * bool(result.reason),
+                    )  # fmt: skip
+
+    def _landed(self, result: Landed) -> None:
+        delta = self._scheduler.landed(
+            result.rid,
+            result.token,
+            result.logprobs,
+            self._clock.now(),
+            prefill_engine=result.engine,
+            handoff_bytes=result.byte_count,
+            handoff_seconds=result.copy_seconds,
+            cached_tokens=result.cached_tokens,
+        )
+        if delta is not None:
+            self._deltas.append(delta)
+        metrics = self._metrics
+        metrics.add("kv_transfer_pages", result.page_count, "received")
+        metrics.add("kv_transfer_bytes", result.byte_count, "received")
+        metrics.observe("kv_transfer_latency_ms", 1e3 * result.seconds)
+        metrics.observe("kv_transfer_bootstrap_ms", 1e3 * result.wait_seconds)
+        metrics.observe("kv_transfer_total_mb", result.byte_count / 1e6)
+        if result.copy_seconds > 0:
+            metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)
+
+    def _failed(self, result: Recompute) -> None:
+        name = "num_bootstrap_failed_reqs" if result.code in _BEFORE_GRANT else "num_transfer_failed_reqs"
+        self._metrics.add(name, 1, result.code)
+        _log.warning("handoff of %s failed (%s): %s", result.rid, result.code, result.reason)
+        if not self._fails:
+            self._go_local(result.rid, result.code)
+            return
+        delta = self._scheduler.abort(result.rid, result.reason)
+        if delta is not None:
+            reason = f"pd: the handoff failed ({result.code}): {result.reason}"
+            self._deltas.append(replace(delta, finish=FinishReason.ERROR, error=reason, error_status=502))

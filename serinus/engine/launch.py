@@ -1,0 +1,144 @@
+"""An engine behind an endpoint, from its settings: core, role, loop, and the `Ready` that fronts are told."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from serinus.core.clock import Clock
+from serinus.core.config import ServeConfig
+from serinus.core.ids import new_incarnation
+from serinus.core.log import get_logger
+from serinus.engine.build import Built, build_core
+from serinus.engine.decode_role import DecodeRole
+from serinus.engine.loop import EngineLoop
+from serinus.engine.prefill_role import PrefillRole
+from serinus.engine.roles import Handoffs, NoHandoffs
+from serinus.pd import DecodePort, PdSettings, PrefillPort, host_identity, make_backends
+from serinus.wire import Post, ZmqChannel
+from serinus.wire.messages import LayoutSignature, Ready
+
+__all__ = ["launch", "layout_of", "pd_settings"]
+
+_log = get_logger("engine")
+
+
+def launch(config: ServeConfig, endpoint: str, clock: Clock, started: float) -> EngineLoop:
+    """Bind, load, return the loop; `started` is when this process began, for the start-up phases.
+
+    Raises ConfigError: settings, checkpoint, machine or address are wrong.
+    """
+    channel = ZmqChannel(endpoint, clock=clock)
+    imports_s = clock.now() - started
+    built = build_core(config, clock)
+    incarnation = new_incarnation()
+    handoffs, pd_address = _role(built, incarnation, clock)
+    seconds = {"imports": imports_s, **built.seconds, "engine": clock.now() - started}
+    for phase, spent in seconds.items():
+        built.metrics.set("startup_time_seconds", spent, phase)
+    ready = _ready(built, incarnation, pd_address, seconds)
+    _announce(built, seconds)
+    return EngineLoop(built, endpoint=channel, handoffs=handoffs, ready=ready, clock=clock)
+
+
+def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
+    """The engine's part in handoffs, and the address where decode engines find it (prefill engines only)."""
+    config, scheduler, metrics = built.config, built.core.scheduler, built.metrics
+    if config.role == "unified":
+        return NoHandoffs(scheduler), ""
+    backends = make_backends(config.pd.transfer_backend)
+    settings = pd_settings(built, incarnation, tuple(backend.name for backend in backends))
+    bind = f"tcp://{config.pd.bootstrap_host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
+    channel = ZmqChannel(bind, clock=clock)
+    post = Post(channel, incarnation=incarnation, clock=clock)
+    if config.role == "prefill":
+        prefill_port = PrefillPort(settings, post=post, backends=backends, store=built.pool, clock=clock)
+        role = PrefillRole(scheduler=scheduler, port=prefill_port, channels=(channel,), metrics=metrics, clock=clock)
+        return role, channel.address
+    port = DecodePort(settings, post=post, backends=backends, store=built.pool, clock=clock)
+    return (
+        DecodeRole(
+            scheduler=scheduler,
+            port=port,
+            channels=(channel,),
+            metrics=metrics,
+            clock=clock,
+            addresses=config.pd.prefill_addresses,
+            on_failure=config.pd.on_failure,
+        ),
+        "",
+    )
+
+
+def pd_settings(built: Built, incarnation: int, backends: tuple[str, ...]) -> PdSettings:
+    """What the handoff machines of this engine are told at birth."""
+    config = built.config
+    return PdSettings(
+        engine=config.engine_name,
+        incarnation=incarnation,
+        layout=layout_of(built),
+        page_bytes=built.pool.page_bytes,
+        vocab_size=built.spec.vocab_size,
+        backends=backends,
+        host=host_identity(),
+        handoff_s_max=config.pd.handoff_s_max,
+        keepalive_s=config.pd.keepalive_s,
+        silence_s_max=config.pd.peer_s_max,
+    )
+
+
+def layout_of(built: Built) -> LayoutSignature:
+    """What shapes this engine's KV bytes; two engines hand over only where it is equal."""
+    spec, pool = built.spec, built.pool.spec
+    return LayoutSignature(
+        model=spec.signature,
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+        page_size=pool.page_size,
+        layer_count=pool.layer_count,
+        kv_head_count=pool.kv_head_count,
+        head_size=pool.head_size,
+    )
+
+
+def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, float]) -> Ready:
+    config, spec, pool = built.config, built.spec, built.pool.spec
+    return Ready(
+        engine=config.engine_name,
+        incarnation=incarnation,
+        role=config.role,
+        vocab_size=spec.vocab_size,
+        context_length=built.context_length,
+        max_total_tokens=built.max_total_tokens,
+        page_size=pool.page_size,
+        pd_address=pd_address,
+        seconds=seconds,
+        info={
+            "architecture": spec.architecture,
+            "model_signature": spec.signature,
+            "layers": spec.layer_count,
+            "dtype": str(built.dtype).removeprefix("torch."),
+            "device": built.device,
+            "threads": torch.get_num_threads(),
+            "pid": os.getpid(),
+            "kv_bytes": pool.page_count * pool.page_bytes,
+            "page_bytes": pool.page_bytes,
+            "chunked_prefill_size": config.sched.chunked_prefill_size,
+            "max_running_requests": config.sched.max_running_requests,
+        },
+    )
+
+
+def _announce(built: Built, seconds: dict[str, float]) -> None:
+    pool, config = built.pool.spec, built.config
+    half_gb = pool.page_count * pool.page_bytes / 2 / 2**30
+    _log.info(
+        "KV Cache is allocated. dtype: %s, #tokens: %d, K size: %.2f GB, V size: %.2f GB",
+        built.dtype, built.max_total_tokens, half_gb, half_gb,
+    )  # fmt: skip
+    _log.info(
+        "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",
+        built.max_total_tokens, config.sched.chunked_prefill_size, config.sched.max_running_requests,
+        built.context_length,
+    )  # fmt: skip
+    _log.info("engine %s loaded: %s", config.engine_name, ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()))

@@ -1,0 +1,267 @@
+"""LLM: one engine inside this process, without HTTP. `from serinus import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from serinus.core.clock import WallClock
+from serinus.core.config import ServeConfig, from_names
+from serinus.core.errors import BadRequest, InvariantError, SerinusError
+from serinus.core.ids import new_incarnation, new_rid
+from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
+from serinus.core.rng import Rng
+from serinus.core.sampling import SamplingParams
+from serinus.engine.build import build_core
+from serinus.engine.progress import Progress
+from serinus.front import OutputProcessor, Tokenizer, load_tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    """0 .. n - 1 among the answers to its prompt."""
+    text: str
+    """The answer; empty where no tokenizer was loaded."""
+    token_ids: tuple[int, ...]
+    """Its tokens, the one that ended it included."""
+    finish_reason: str
+    """stop, length, abort or error."""
+    stop_reason: int | str | None
+    """The token id or the text that ended it, where one did."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token where asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """The answers to one prompt, in the order of the prompts."""
+
+    prompt: str | None
+    """The text, where it was one."""
+    prompt_token_ids: tuple[int, ...]
+    """Its tokens."""
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """One per prompt token where asked for."""
+    outputs: tuple[CompletionOutput, ...]
+    """`n` answers."""
+    usage: Usage | None
+    """Of the first answer: cached tokens, retractions, seconds."""
+
+
+class _Answer:
+    """One sequence while it grows."""
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self.processor = processor
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.usage: Usage | None = None
+
+    def take(self, delta: TokenDelta) -> tuple[int, bool]:
+        """Feed one delta; returns how many tokens counted, and whether a stop text ended it here."""
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.usage is not None:
+            self.usage = delta.usage
+        piece = self.processor.feed(delta.token_ids, delta.finish, delta.matched_stop)
+        self.logprobs.extend(delta.logprobs[: piece.token_count])
+        return piece.token_count, piece.stopped_here
+
+
+class LLM:
+    """Loads a checkpoint and continues prompts.
+
+    Args:
+        model: directory of a checkpoint, or a hub id.
+        settings: any setting of `serinus serve` by its name, e.g. dtype="float32", max_total_tokens=8192,
+            page_size=32, random_seed=1 (docs/settings.md).
+    Raises:
+        ConfigError: the checkpoint or a setting is wrong.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        config = from_names(ServeConfig, {"model_path": str(model), **settings})
+        clock = WallClock()
+        self._clock = clock
+        built = build_core(config, clock)
+        self._core = built.core
+        self._cache = built.cache
+        self.spec = built.spec
+        """What the model is."""
+        self.config = built.config
+        """The settings in force."""
+        self.tokenizer: Tokenizer | None = None
+        """None with skip_tokenizer_init: prompts are token ids then, and answers have no text."""
+        if not config.model.skip_tokenizer_init:
+            path = config.model.tokenizer_path or built.spec.path
+            template = config.model.chat_template
+            self.tokenizer = load_tokenizer(path, chat_template=template, revision=config.model.revision)
+        seed = config.model.random_seed
+        self._rng = Rng(new_incarnation() if seed is None else seed)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts, all in one batch.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            sampling_params: for all prompts, or one for each; None = SamplingParams().
+            use_tqdm: show a progress bar on a terminal (the name users of vLLM know).
+        Returns: one RequestOutput per prompt, in order.
+        Raises:
+            BadRequest: a prompt or a parameter cannot be served; nothing was started.
+        """
+        wanted = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(wanted))
+        ids = [self._encode(prompt) for prompt in wanted]
+        answers, owners = self._start(ids, params)
+        self._run(owners, use_tqdm)
+        return self._collect(wanted, ids, params, answers)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the checkpoint's chat template."""
+        if self.tokenizer is None or self.tokenizer.template is None:
+            raise BadRequest("messages", "a chat", "a checkpoint whose tokenizer has a chat template")
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        chats: Iterable[Any] = messages if several else [messages]
+        template, tokenizer = self.tokenizer.template, self.tokenizer
+        prompts = [tokenizer.encode(template.render(list(chat)), add_special_tokens=False) for chat in chats]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes. Raises CapacityError while a call of `generate` is under way."""
+        self._cache.reset()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            ids = [int(token) for token in prompt]
+            for token in ids:
+                if not 0 <= token < self.spec.vocab_size:
+                    raise BadRequest("prompts", token, f"token ids from 0 to {self.spec.vocab_size - 1}")
+            return ids
+        if self.tokenizer is None:
+            raise BadRequest("prompts", prompt, "token ids, as no tokenizer is loaded (skip_tokenizer_init)")
+        return self.tokenizer.encode(prompt)
+
+    def _start(
+        self, ids: list[list[int]], params: list[SamplingParams]
+    ) -> tuple[list[list[_Answer]], dict[str, _Answer]]:
+        """Queue all sequences, or none."""
+        answers: list[list[_Answer]] = []
+        owners: dict[str, _Answer] = {}
+        try:
+            for prompt, wanted in zip(ids, params, strict=True):
+                group: list[_Answer] = []
+                for index in range(wanted.n):
+                    seed = self._rng.getrandbits(63) if wanted.seed is None else wanted.seed + index
+                    rid = new_rid("llm")
+                    request = Request(
+                        rid=rid,
+                        prompt=np.asarray(prompt, np.int32),
+                        sampling=replace(wanted, n=1),
+                        seed=seed,
+                        arrival=self._clock.now(),
+                    )
+                    self._core.scheduler.add(request)
+                    owners[rid] = _Answer(OutputProcessor(self.tokenizer, wanted, prompt))
+                    group.append(owners[rid])
+                answers.append(group)
+        except SerinusError:
+            for rid in owners:
+                self._core.scheduler.abort(rid, "another prompt of the call was refused")
+            raise
+        return answers, owners
+
+    def _run(self, owners: dict[str, _Answer], show: bool) -> None:
+        """Step until every sequence ended; whatever happens, none is left behind."""
+        with Progress("Processed prompts", total=len(owners), show=show) as progress:
+            try:
+                while owners:
+                    outcome = self._core.step()
+                    if outcome is None:
+                        raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
+                    for delta in outcome.deltas:
+                        answer = owners[delta.rid]
+                        tokens, stopped = answer.take(delta)
+                        if stopped:
+                            self._core.scheduler.abort(delta.rid, "stop text", FinishReason.STOP)
+                        ended = stopped or delta.finish is not None
+                        if ended:
+                            del owners[delta.rid]
+                        progress.advance(done=int(ended), tokens=tokens)
+            finally:
+                for rid in owners:
+                    self._core.scheduler.abort(rid, "the call ended early")
+
+    def _collect(
+        self,
+        wanted: list[Prompt],
+        ids: list[list[int]],
+        params: list[SamplingParams],
+        answers: list[list[_Answer]],
+    ) -> list[RequestOutput]:
+        outputs = []
+        for prompt, token_ids, group in zip(wanted, ids, answers, strict=True):
+            outputs.append(
+                RequestOutput(
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_token_ids=tuple(token_ids),
+                    prompt_logprobs=group[0].prompt_logprobs,
+                    outputs=tuple(_completion(index, answer) for index, answer in enumerate(group)),
+                    usage=group[0].usage,
+                )
+            )
+        return outputs
+
+
+def _completion(index: int, answer: _Answer) -> CompletionOutput:
+    processor = answer.processor
+    return CompletionOutput(
+        index=index,
+        text=processor.text,
+        token_ids=tuple(processor.token_ids),
+        finish_reason=(processor.finish or FinishReason.ERROR).value,
+        stop_reason=processor.matched,
+        logprobs=tuple(answer.logprobs),
+    )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts:
+        raise BadRequest("prompts", prompts, "at least one prompt")
+    if all(isinstance(item, (int, np.integer)) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise BadRequest("sampling_params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
+    return list(params)

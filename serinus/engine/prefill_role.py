@@ -1,0 +1,145 @@
+"""The prefill engine's part in handoffs: computes prompts for decode engines and lets their pages be read.
+
+A prefill engine is a full engine too: requests of its own front are served here from end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serinus.core.clock import Clock
+from serinus.core.errors import CapacityError, RequestError
+from serinus.core.log import get_logger
+from serinus.core.metrics import Metrics
+from serinus.core.request import Request, TokenDelta
+from serinus.engine.wire_counts import WireCounts
+from serinus.pd import (
+    TICK_S,
+    AbortPrefill,
+    AddPrefill,
+    ChunkComputed,
+    Drain,
+    EndPrefill,
+    PeerChanged,
+    PrefillDrained,
+    PrefillPort,
+    PrefillResult,
+    ReleaseChunk,
+    Shutdown,
+)
+from serinus.sched import ChunkReady, HandoffSpec, Scheduler
+from serinus.wire import ZmqChannel
+
+__all__ = ["PrefillRole"]
+
+_log = get_logger("engine")
+
+
+class PrefillRole:
+    """Handoffs (roles.py) of a prefill engine."""
+
+    def __init__(
+        self, *, scheduler: Scheduler, port: PrefillPort, channels: Sequence[ZmqChannel], metrics: Metrics, clock: Clock
+    ) -> None:
+        self._scheduler = scheduler
+        self._port = port
+        self._metrics = metrics
+        self._clock = clock
+        self._xids: set[str] = set()
+        self._wire_counts = WireCounts()
+        self.channels = channels
+
+    def admit(self, request: Request) -> None:
+        self._scheduler.add(request)
+
+    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+        stats = self._scheduler.stats()
+        self._act(self._port.poll(0.0, load=stats.num_running_reqs + stats.num_queue_reqs, turn=turns))
+        return []
+
+    def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
+        for chunk in chunks:
+            self._act(
+                self._port.handle(
+                    ChunkComputed(
+                        xid=chunk.xid,
+                        first=chunk.first_page_index,
+                        pages=chunk.pages,
+                        last=chunk.last,
+                        token=chunk.token,
+                        logprobs=chunk.logprobs,
+                        cached_tokens=chunk.cached_tokens,
+                        queue_seconds=chunk.queue_seconds,
+                        compute_seconds=chunk.compute_seconds,
+                    )
+                )
+            )
+
+    def aborted(self, rid: str, now: float) -> None:
+        if rid in self._xids:
+            self._act(self._port.handle(EndPrefill(xid=rid, code="aborted", reason="aborted by an operator")))
+
+    def asked_by_peers(self) -> list[str]:
+        return list(self._xids)
+
+    def wait_s(self, longest_s: float) -> float:
+        return min(longest_s, TICK_S)
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [
+            {"address": "", "engine": client.engine, "state": "up", "backend": client.backend}
+            for client in self._port.machine.clients
+        ]
+
+    def refresh(self, metrics: Metrics) -> None:
+        metrics.set("num_prefill_bootstrap_queue_reqs", self._port.machine.ungranted_count)
+        self._wire_counts.refresh(metrics, rejects=self._port.rejects, resent_count=self._port.resent_count)
+
+    def drain(self) -> None:
+        self._act(self._port.handle(Drain()))
+
+    def shut_down(self, now: float) -> None:
+        self._act(self._port.handle(Shutdown()))
+
+    def close(self) -> None:
+        self._port.close()
+
+    # ---- what the machines ask for ------------------------------------------------------------------------------
+
+    def _act(self, results: Sequence[PrefillResult]) -> None:
+        for result in results:
+            match result:
+                case AddPrefill():
+                    self._add(result)
+                case ReleaseChunk():
+                    self._scheduler.chunk_drained(result.xid, result.pages)
+                case PrefillDrained():
+                    self._drained(result)
+                case AbortPrefill():
+                    self._ended(result)
+                case PeerChanged():
+                    _log.info(
+                        "decode engine %s is %s%s",
+                        result.engine or result.peer, result.state, f": {result.reason}" * bool(result.reason),
+                    )  # fmt: skip
+
+    def _add(self, result: AddPrefill) -> None:
+        self._xids.add(result.xid)
+        try:
+            self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
+        except (RequestError, CapacityError) as error:
+            self._metrics.add("num_bootstrap_failed_reqs", 1, "rejected")
+            self._act(self._port.handle(EndPrefill(xid=result.xid, code="rejected", reason=str(error))))
+
+    def _drained(self, result: PrefillDrained) -> None:
+        self._xids.discard(result.xid)
+        self._scheduler.handoff_drained(result.xid)
+        self._metrics.add("kv_transfer_pages", result.page_count, "sent")
+        self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
+
+    def _ended(self, result: AbortPrefill) -> None:
+        self._xids.discard(result.xid)
+        if self._scheduler.handoff_ended(result.xid):
+            self._metrics.add("num_transfer_failed_reqs", 1, result.code)
+        _log.warning("handoff %s ended (%s): %s", result.xid, result.code, result.reason)

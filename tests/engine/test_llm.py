@@ -1,0 +1,57 @@
+"""The offline LLM: prompts in, answers out, in this process; nothing stays behind, whatever a call was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from serinus import LLM, SamplingParams
+from serinus.core.errors import BadRequest
+from serinus.models import load_spec
+from serinus.testing.checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=128, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def llm(toy: Path) -> LLM:
+    return LLM(str(toy), skip_tokenizer_init=True, page_size=4, max_total_tokens=128)
+
+
+def test_prompts_are_answered_in_their_order(llm: LLM, toy: Path) -> None:
+    prompts = [[1, 2, 3], list(range(1, 40)), [9, 9]]
+    outputs = llm.generate(prompts, GREEDY)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [toy_continue(load_spec(toy), prompt, 5) for prompt in prompts]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_n_answers_to_one_prompt_stand_together(llm: LLM) -> None:
+    (output,) = llm.generate([5, 6, 7], SamplingParams(n=3, max_tokens=2, ignore_eos=True))
+    assert [answer.index for answer in output.outputs] == [0, 1, 2]
+    assert [len(answer.token_ids) for answer in output.outputs] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("bad", [[], [64], [-1], [1 << 40], [1] * 200])
+def test_a_prompt_that_cannot_be_served_refuses_the_whole_call_and_leaves_nothing(
+    llm: LLM, toy: Path, bad: Sequence[int]
+) -> None:
+    with pytest.raises(BadRequest):
+        llm.generate([[1, 2, 3], bad], GREEDY)
+    llm.flush_cache()  # refused while anything runs or waits
+    (output,) = llm.generate([[1, 2, 3]], GREEDY)
+    assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), [1, 2, 3], 5)
+
+
+def test_the_shortest_context_there_is_answers_one_token(toy: Path) -> None:
+    llm = LLM(str(toy), skip_tokenizer_init=True, max_total_tokens=16, context_length=2)
+    (output,) = llm.generate([[7]], GREEDY)
+    assert len(output.outputs[0].token_ids) == 1

@@ -1,0 +1,146 @@
+"""The engine loop behind its endpoint: what a front that asks, aborts and scrapes gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serinus.core.clock import ManualClock
+from serinus.core.config import ServeConfig, from_names
+from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from serinus.core.sampling import SamplingParams
+from serinus.engine.build import Built, build_core
+from serinus.engine.loop import EngineLoop
+from serinus.engine.roles import NoHandoffs
+from serinus.sched import Scheduler
+from serinus.testing.checkpoints import make_toy
+from serinus.wire import Arrived, ZmqChannel, decode, encode
+from serinus.wire.convert import request_to_wire
+from serinus.wire.messages import Abort, Message, Ready, TokenOut, Tokens
+
+
+class Handoffs(NoHandoffs):
+    """A unified engine to which a test can slip deltas that no step brought."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.slipped: list[TokenDelta] = []
+        self.drains = 0
+
+    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+        slipped, self.slipped = self.slipped, []
+        return slipped
+
+    def drain(self) -> None:
+        self.drains += 1
+
+
+class World:
+    """One loop, and the front's end of its endpoint."""
+
+    def __init__(self, checkpoint: Path, address: str) -> None:
+        self.clock = ManualClock()
+        names = {"model_path": str(checkpoint), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0}
+        self.built: Built = build_core(from_names(ServeConfig, names), self.clock)
+        self.handoffs = Handoffs(self.built.core.scheduler)
+        endpoint = ZmqChannel(address)
+        ready = Ready(
+            engine="e", incarnation=1, role="unified", vocab_size=64, context_length=256, max_total_tokens=256,
+            page_size=4,
+        )  # fmt: skip
+        self.loop = EngineLoop(self.built, endpoint=endpoint, handoffs=self.handoffs, ready=ready, clock=self.clock)
+        self.front = ZmqChannel()
+        self.front.connect("engine", address)
+        self.outs: list[TokenOut] = []
+
+    def say(self, message: Message) -> None:
+        self.front.send("engine", encode(message))
+
+    def ask(self, rid: str, count: int) -> None:
+        sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
+        request = Request(rid=rid, prompt=np.asarray([1, 2, 3], np.int32), sampling=sampling, seed=0)
+        self.say(request_to_wire(request))
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Turn and listen until `holds`."""
+        for _ in range(500):
+            if holds():
+                return
+            self.loop.turn()
+            for event in self.front.poll(0.005):
+                message = decode(event.parts).message if isinstance(event, Arrived) else None
+                if isinstance(message, Tokens):
+                    self.outs.extend(message.out)
+        raise AssertionError(f"never came to be; the front got {len(self.outs)} deltas")
+
+    def of(self, rid: str) -> list[TokenOut]:
+        return [out for out in self.outs if out.rid == rid]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
+
+
+@pytest.fixture
+def world(toy: Path, tmp_path: Path) -> Iterator[World]:
+    world = World(toy, f"ipc://{tmp_path}/e")
+    yield world
+    world.front.close()
+    world.loop.close()
+
+
+@pytest.mark.slow
+def test_an_answer_that_fits_no_frame_fails_alone(world: World) -> None:
+    for rid in ("big", "small"):
+        world.ask(rid, 100)
+    world.until(lambda: bool(world.of("big") and world.of("small")))
+    place = TokenLogprobs(logprob=-1.0, top_ids=(1 << 30,) * 2000, top_logprobs=(-1.0,) * 2000)
+    world.handoffs.slipped = [TokenDelta(rid="big", prompt_logprobs=(place,) * 2600)]  # 73 MB
+    world.until(lambda: len(world.of("small")) == 100)
+    last = world.of("big")[-1]
+    assert (last.finish, last.error_status) == ("error", 400)
+    assert "expected fewer log-probabilities" in last.error
+    assert [out.finish for out in world.of("big")].count("error") == 1
+    assert world.of("small")[-1].finish == "length"
+    assert world.built.core.scheduler.idle
+    assert world.built.metrics.get("num_finished_requests", "error") == 1
+
+
+def test_a_stop_text_found_by_the_front_counts_as_finished_not_as_aborted(world: World) -> None:
+    for rid in ("stopped", "left"):
+        world.ask(rid, 100)
+    world.until(lambda: bool(world.of("stopped") and world.of("left")))
+    world.say(Abort(rid="stopped", silent=True, matched_stop=True))
+    world.say(Abort(rid="left", silent=True))
+    world.until(lambda: world.built.core.scheduler.idle)
+    world.built.core.watch.refresh(world.built.core.scheduler, world.built.cache, 0)
+    metrics = world.built.metrics
+    assert metrics.get("num_aborted_requests") == 1
+    assert metrics.get("num_finished_requests", "stop") == 1
+    assert metrics.get("num_finished_requests", "abort") == 1
+    assert not any(out.finish for out in world.outs)
+
+
+def test_a_request_aborted_after_its_first_token_has_queued_once(world: World) -> None:
+    world.ask("one", 100)
+    world.until(lambda: world.built.core.scheduler.stats().totals.generation_tokens == 1)
+    core = world.built.core
+    delta = core.scheduler.abort("one", "test")
+    assert delta is not None
+    assert delta.usage is not None
+    assert (delta.finish, delta.usage.completion_tokens) == (FinishReason.ABORT, 1)
+    core.watch.answered(delta)
+    assert world.built.metrics.count("queue_time_seconds") == 1
+
+
+def test_the_handoffs_are_told_once_that_the_engine_drains(world: World) -> None:
+    world.ask("one", 20)
+    world.until(lambda: bool(world.of("one")))
+    assert world.handoffs.drains == 0
+    world.loop.request_stop(drain=True)
+    world.until(lambda: len(world.of("one")) == 20)
+    assert world.handoffs.drains == 1

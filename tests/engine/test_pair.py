@@ -1,0 +1,174 @@
+"""Decode and prefill engines in one thread over the `local` backend, with the toy model: wrong KV is a wrong token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serinus.core.request import FinishReason, Request
+from serinus.core.sampling import SamplingParams
+from serinus.models import load_spec
+from serinus.testing.checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+from serinus.testing.pair import EnginePair
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
+
+
+def request(rid: str, prompt: list[int], count: int = 6, *, remote: bool = True) -> Request:
+    sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
+    address = "local://prefill" if remote else ""
+    return Request(rid=rid, prompt=np.asarray(prompt, np.int32), sampling=sampling, seed=0, prefill_address=address)
+
+
+def pair(toy: Path, **settings: int) -> EnginePair:
+    return EnginePair(toy, **{"page_size": 4, "max_total_tokens": 256, "chunked_prefill_size": 16, **settings})
+
+
+def test_a_prompt_computed_elsewhere_goes_on_as_if_it_had_been_computed_here(toy: Path) -> None:
+    both = pair(toy)
+    prompt = list(range(1, 38))
+    both.add(request("a", prompt))
+    both.run_until_idle()
+    assert both.tokens("a") == toy_continue(load_spec(toy), prompt, 6)
+    usage = both.deltas["a"][-1].usage
+    assert usage is not None
+    assert (usage.prefill_engine, usage.handoff_tokens, usage.handoff_pages) == ("prefill-0", 37, 10)
+    both.check()
+
+
+def test_the_second_request_brings_only_what_decode_lacks(toy: Path) -> None:
+    both = pair(toy)
+    prompt = list(range(1, 42))
+    for rid in ("a", "b"):
+        both.add(request(rid, prompt))
+        both.run_until_idle()
+    usage = both.deltas["b"][-1].usage
+    assert usage is not None
+    assert (usage.handoff_tokens, dict(usage.cached_tokens)) == (1, {"device": 40})
+    assert both.tokens("b") == toy_continue(load_spec(toy), prompt, 6)
+
+
+def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:
+    both = pair(toy, max_total_tokens=64)
+    for rid, first in (("a", 1), ("b", 2)):
+        both.add(request(rid, list(range(first, first + 41))))
+        both.run_until_idle()
+    built = both.decode
+    built.core.watch.refresh(built.core.scheduler, built.cache, built.core.turns)
+    metrics, kept = built.metrics, built.cache.stats()
+    assert kept.evicted_pages > 0
+    assert metrics.get("evicted_tokens") == kept.evicted_pages * 4
+    assert (metrics.get("pages", "tree"), metrics.get("pages", "free")) == (kept.pages.tree, kept.pages.free)
+    assert kept.pages.tree + kept.pages.free == 16
+
+
+def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
+    both = pair(toy)
+    both.add(request("a", list(range(1, 61))))
+    staged_while_computing = 0
+    while not both.tokens("a"):
+        both.turn_decode()
+        both.turn_prefill()
+        if both.prefill.core.scheduler.stats().num_running_reqs:
+            staged_while_computing += both.prefill_port.staged_count
+    assert staged_while_computing == 3  # chunks of 16 tokens: the fourth ends the prompt
+    both.run_until_idle()
+
+
+def test_a_prefill_engine_in_a_long_step_is_waited_for(toy: Path) -> None:
+    both = pair(toy)
+    both.add(request("a", list(range(1, 10))))
+    both.run_until_idle()
+    both.clock.advance(40.0)  # a step of 40 s, seen by nobody but itself
+    both.turn_prefill()
+    prompt = list(range(2, 30))
+    both.add(request("b", prompt))
+    for _ in range(100):
+        both.clock.advance(1.0)
+        both.turn_decode()
+    assert not both.tokens("b")
+    both.run_until_idle()
+    usage = both.deltas["b"][-1].usage
+    assert usage is not None
+    assert (usage.prefill_engine, usage.local_reason) == ("prefill-0", "")
+
+
+def test_a_draining_prefill_engine_finishes_what_it_has_and_sends_the_rest_home(toy: Path) -> None:
+    both = pair(toy)
+    prompts = {"a": list(range(1, 61)), "b": list(range(3, 40))}
+    both.add(request("a", prompts["a"]))
+    while not both.prefill_role.asked_by_peers():
+        both.turn_decode()
+        both.turn_prefill()
+    both.prefill_role.drain()
+    both.prefill_role.drain()
+    both.decode_role.drain()
+    both.add(request("b", prompts["b"]))
+    both.run_until_idle()
+    reasons = {}
+    for rid, prompt in prompts.items():
+        usage = both.deltas[rid][-1].usage
+        assert usage is not None
+        reasons[rid] = (usage.prefill_engine, usage.local_reason)
+        assert both.tokens(rid) == toy_continue(load_spec(toy), prompt, 6)
+    assert reasons == {"a": ("prefill-0", ""), "b": ("", "shutdown")}
+
+
+def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:
+    both = pair(toy)
+    metrics, port = both.prefill.metrics, both.prefill_port
+    metrics.add("wire_bad_frames", 1, "crc")  # what the loop does for a front's frame
+    port._post.rejects["crc"] += 2
+    port.machine.rejects["no_hello"] += 1
+    port._post.resent_count = 3
+    for _ in range(2):
+        both.prefill_role.refresh(metrics)
+    assert [metrics.get("wire_bad_frames", reason) for reason in ("crc", "no_hello")] == [3, 1]
+    assert metrics.get("wire_retransmits") == 3
+    both.decode_role._port.machine.rejects["closed_grant"] += 4
+    both.decode_role.refresh(both.decode.metrics)
+    assert both.decode.metrics.get("kv_transfer_late_frames") == 4
+    assert both.decode.metrics.get("wire_bad_frames", "closed_grant") == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mix_of_arrivals_turns_and_aborts_gives_right_tokens_and_leaves_nothing(toy: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    both = pair(toy, max_total_tokens=rng.choice((96, 160, 256)), max_running_requests=rng.choice((2, 5, 16)))
+    prompts: dict[str, list[int]] = {}
+    shared = [rng.randrange(64) for _ in range(30)]
+    aborted: set[str] = set()
+    for step in range(160):
+        roll = rng.random()
+        if roll < 0.12 and len(prompts) < 14:
+            rid = f"r{step}"
+            prompts[rid] = shared[: rng.randint(0, 30)] + [rng.randrange(64) for _ in range(rng.randint(1, 12))]
+            both.add(request(rid, prompts[rid], rng.randint(1, 9), remote=rng.random() < 0.8))
+        elif roll < 0.15 and prompts:
+            rid = rng.choice(list(prompts))
+            if not any(delta.finish for delta in both.deltas[rid]):
+                aborted.add(rid)
+                both.abort(rid)
+        elif roll < 0.55:
+            both.turn_decode()
+        else:
+            both.turn_prefill()
+        both.check()
+    both.run_until_idle()
+    both.check()
+    spec = load_spec(toy)
+    for rid, prompt in prompts.items():
+        deltas = both.deltas[rid]
+        assert [delta.finish is not None for delta in deltas].count(True) == 1, rid
+        want = toy_continue(spec, prompt, 9)
+        assert both.tokens(rid) == want[: len(both.tokens(rid))], rid
+        assert (deltas[-1].finish is FinishReason.ABORT) == (rid in aborted)
+    for built in (both.decode, both.prefill):
+        assert built.core.scheduler.stats().used_tokens == 0

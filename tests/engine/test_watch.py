@@ -1,0 +1,69 @@
+"""What the gauges and counters say of the steps, whoever scrapes and however often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serinus.core.clock import ManualClock
+from serinus.core.metrics import METRICS, Metrics
+from serinus.engine.watch import StepWatch
+from serinus.sched import Outcome
+from serinus.testing.tiny_engine import TinyEngine
+
+STEP = Outcome(decode_tokens=5)
+
+
+class World:
+    """A watch over steps of a tenth of a second, five tokens each: 50 tokens per second."""
+
+    def __init__(self, every_steps: int = 0) -> None:
+        self.engine = TinyEngine()
+        self.clock = ManualClock()
+        self.metrics = Metrics("e", "unified")
+        self.watch = StepWatch(self.metrics, self.clock, every_steps=every_steps)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.clock.advance(0.1)
+            self.watch.stepped(STEP, 0.1, self.engine.scheduler)
+
+    def scrape(self) -> float:
+        self.watch.refresh(self.engine.scheduler, self.engine.cache, 0)
+        return self.metrics.get("gen_throughput")
+
+
+def test_a_scrape_reads_the_throughput_and_changes_nothing() -> None:
+    world = World()
+    world.steps(12)
+    assert [world.scrape() for _ in range(3)] == pytest.approx([50.0] * 3)
+    world.steps(5)
+    assert world.scrape() == pytest.approx(50.0)
+
+
+def test_the_log_line_counts_from_the_last_one_whoever_scrapes(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(every_steps=20)
+    with caplog.at_level("INFO", logger="serinus"):
+        world.steps(15)
+        world.scrape()
+        world.clock.advance(0.5)
+        world.steps(5)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Decode batch")]
+    assert "gen throughput (token/s): 40.00" in line  # 100 tokens in 2.5 s
+
+
+def test_a_pause_is_not_counted_and_after_one_nothing_is_generated() -> None:
+    world = World()
+    world.steps(12)
+    world.clock.advance(60)
+    assert world.scrape() == 0.0
+    world.steps(11)
+    assert world.scrape() == pytest.approx(50.0)
+
+
+def test_every_metric_is_fed_by_somebody() -> None:
+    home = Path(__file__).resolve().parents[2] / "serinus"
+    text = "\n".join(file.read_text() for file in home.rglob("*.py") if file.name != "metrics.py")
+    unfed = [spec.name for spec in METRICS if f'"{spec.name}"' not in text]
+    assert not unfed, f"{unfed}: expected each to be set, added or observed somewhere"
