@@ -1,0 +1,277 @@
+"""An engine without a model: a zmq ROUTER in a thread that speaks wire like a real one and makes tokens up by a rule.
+
+For tests and benchmarks of the front. The token at position p of a sequence depends on the prompt, the seed and p alone
+(`fake_token`), so that a test knows every answer beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from serinus.core.ids import new_incarnation
+from serinus.core.rng import splitmix64
+from serinus.wire import codec
+from serinus.wire.messages import (
+    Abort,
+    EngineCall,
+    EngineReply,
+    Generate,
+    Message,
+    Ready,
+    Shutdown,
+    TokenLp,
+    TokenOut,
+    Tokens,
+    UsageOut,
+    bytes_to_ids,
+)
+
+__all__ = ["FakeEngine", "fake_continue", "fake_token"]
+
+
+def fake_token(prompt: Sequence[int], seed: int, position: int, vocab_size: int) -> int:
+    """The token at `position` (0 = the first of the answer) of the answer to `prompt`."""
+    state = splitmix64(seed ^ 0x5EED)
+    for token_id in prompt:
+        state = splitmix64(state ^ int(token_id))
+    return splitmix64(state ^ position) % vocab_size
+
+
+def fake_continue(prompt: Sequence[int], count: int, *, vocab_size: int, seed: int = 0) -> list[int]:
+    """The first `count` tokens of the answer to `prompt`; greedy requests use seed 0."""
+    return [fake_token(prompt, seed, position, vocab_size) for position in range(count)]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sequence:
+    peer: bytes
+    request: Generate
+    prompt: list[int]
+    sent: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeEngine:
+    """Binds `endpoint` and serves until `stop`. `with FakeEngine(...) as engine:` starts and stops it."""
+
+    endpoint: str
+    """ipc:// or tcp:// address to bind."""
+    engine: str = "fake-0"
+    """Its name."""
+    role: str = "unified"
+    """Its role."""
+    vocab_size: int = 256
+    """Tokens are below this."""
+    context_length: int = 512
+    """Tokens of a sequence at most."""
+    max_total_tokens: int = 4096
+    """What it says of its pool."""
+    pd_address: str = ""
+    """What it says of its control address."""
+    step_s: float = 0.0
+    """Pause between two steps, seconds: 0 makes tokens as fast as they are taken."""
+    stall: bool = False
+    """Take requests, but make no tokens until `let_go`."""
+    token: Callable[[Sequence[int], int, int, int], int] = fake_token
+    """The rule: prompt, seed, position, vocab_size -> token."""
+    refuse: str = ""
+    """Refuse every request with this text (status 400)."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
+    received: list[Message] = field(default_factory=list)
+    """Every message that came, in order."""
+    garble: bool = False
+    """Send tokens in frames whose last byte is wrong."""
+    prefill_engine: str = ""
+    """What it says of where prompts were computed."""
+    running: dict[str, _Sequence] = field(default_factory=dict)
+    """Sequences being answered, by rid."""
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _go: threading.Event = field(default_factory=threading.Event)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _socket: zmq.Socket[bytes] | None = None
+    _incarnation: int = 0
+    _seq: int = 0
+    _busy_flush: bool = False
+
+    def __enter__(self) -> FakeEngine:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Bind, then serve in a thread."""
+        self._incarnation = new_incarnation()
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.sndhwm = 0
+        socket.bind(self.endpoint)
+        self._socket = socket
+        self._thread = threading.Thread(target=self._serve, name="fake-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the socket."""
+        self._stopping.set()
+        self._go.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def let_go(self) -> None:
+        """End a stall."""
+        self.stall = False
+        self._go.set()
+
+    def wait_for(self, seen: Callable[[FakeEngine], bool], seconds: float = 10.0) -> None:
+        """Block until `seen` holds; it is asked after every message and every step. Fails after `seconds`."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: seen(self), seconds), "testing: the fake engine never saw it"
+
+    def of(self, kind: type[Message]) -> list[Message]:
+        """Messages of one type that came."""
+        return [message for message in self.received if isinstance(message, kind)]
+
+    # ---- the engine's thread ----------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        assert self._socket is not None
+        while not self._stopping.is_set():
+            idle = not self.running or self.stall
+            while self._socket is not None and self._socket.poll(20 if idle else 0):
+                peer, *parts = self._socket.recv_multipart()
+                message = codec.decode(parts).message
+                with self._changed:
+                    self._take(peer, message)
+                    self.received.append(message)
+                    self._changed.notify_all()
+                idle = False
+            if self.running and not self.stall:
+                with self._changed:
+                    self._step()
+                    self._changed.notify_all()
+                if self.step_s:
+                    self._stopping.wait(self.step_s)
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        assert self._socket is not None
+        self._seq += 1
+        parts = [bytes(part) for part in codec.encode(message, self._incarnation, self._seq)]
+        if self.garble and isinstance(message, Tokens):
+            parts[-1] = parts[-1][:-1] + bytes([parts[-1][-1] ^ 1])
+        self._socket.send_multipart([peer, *parts])
+
+    def _take(self, peer: bytes, message: Message) -> None:
+        if isinstance(message, Generate):
+            if self.refuse:
+                out = TokenOut(rid=message.rid, finish="error", error=self.refuse, error_status=400)
+                self._send(peer, Tokens(out=(out,)))
+                return
+            prompt = bytes_to_ids(message.prompt).tolist()
+            self.running[message.rid] = _Sequence(peer=peer, request=message, prompt=prompt)
+        elif isinstance(message, Abort):
+            for rid in list(self.running) if message.all else [message.rid]:
+                sequence = self.running.pop(rid, None)
+                if sequence is not None and not message.silent:
+                    out = TokenOut(rid=rid, finish="abort", error=message.reason, usage=self._usage(sequence))
+                    self._send(sequence.peer, Tokens(out=(out,)))
+        elif isinstance(message, EngineCall):
+            self._answer(peer, message)
+        elif isinstance(message, Shutdown):
+            self._stopping.set()
+
+    def _answer(self, peer: bytes, call: EngineCall) -> None:
+        if call.what == "ready":
+            self._send(peer, self._ready())
+            return
+        ok, body = True, b""
+        if call.what == "flush_cache" and self.running:
+            ok, body = False, f"{len(self.running)} requests are running".encode()
+        elif call.what == "metrics":
+            where = f'engine="{self.engine}",role="{self.role}",rank="tp0"'
+            body = (
+                "# HELP serinus:num_running_reqs Requests running\n# TYPE serinus:num_running_reqs gauge\n"
+                f"serinus:num_running_reqs{{{where}}} {len(self.running)}\n"
+            ).encode()
+        elif call.what in ("info", "load"):
+            body = json.dumps({"num_running_reqs": len(self.running), "num_queue_reqs": 0}).encode()
+        self._send(peer, EngineReply(call=call.call, ok=ok, body=body))
+
+    def _ready(self) -> Ready:
+        return Ready(
+            engine=self.engine,
+            incarnation=self._incarnation,
+            role=self.role,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            max_total_tokens=self.max_total_tokens,
+            page_size=16,
+            pd_address=self.pd_address,
+            seconds={"imports": 0.5},
+            info={"dtype": "none"},
+        )
+
+    def _usage(self, sequence: _Sequence) -> UsageOut:
+        cached = {"device": min(16, len(sequence.prompt) - 1)} if len(sequence.prompt) > 16 else {}
+        return UsageOut(
+            prompt_tokens=len(sequence.prompt),
+            completion_tokens=len(sequence.sent),
+            cached_tokens=cached,
+            prefill_engine=self.prefill_engine,
+            handoff_pages=3 if self.prefill_engine else 0,
+        )
+
+    def _step(self) -> None:
+        """One token for every running sequence, in one message per front."""
+        by_peer: dict[bytes, list[TokenOut]] = {}
+        for rid, sequence in list(self.running.items()):
+            out = self._next(rid, sequence)
+            if out.finish:
+                del self.running[rid]
+            by_peer.setdefault(sequence.peer, []).append(out)
+        for peer, outs in by_peer.items():
+            self._send(peer, Tokens(out=tuple(outs)))
+
+    def _next(self, rid: str, sequence: _Sequence) -> TokenOut:
+        sampling = sequence.request.sampling
+        seed = 0 if sampling.temperature == 0 else sequence.request.seed
+        token_id = self.token(sequence.prompt, seed, len(sequence.sent), self.vocab_size)
+        first = not sequence.sent
+        sequence.sent.append(token_id)
+        limit = self.context_length - len(sequence.prompt)
+        if sampling.max_new_tokens is not None:
+            limit = min(limit, sampling.max_new_tokens)
+        stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.eos_ids)
+        stopped = token_id in stops and len(sequence.sent) > sampling.min_new_tokens
+        finish = "stop" if stopped else "length" if len(sequence.sent) >= limit else ""
+        logprobs: tuple[TokenLp, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = (self._lp(token_id, sampling.logprobs),)
+        prompt_logprobs: tuple[TokenLp, ...] = ()
+        if first and sampling.prompt_logprobs is not None:
+            rest = [self._lp(i, sampling.prompt_logprobs) for i in sequence.prompt[1:]]
+            prompt_logprobs = (TokenLp(logprob=None), *rest)
+        return TokenOut(
+            rid=rid,
+            ids=(token_id,),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+            matched_stop=token_id if stopped else None,
+            usage=self._usage(sequence) if first or finish else None,
+        )
+
+    def _lp(self, token_id: int, top: int) -> TokenLp:
+        ids = tuple((token_id + k) % self.vocab_size for k in range(top))
+        return TokenLp(logprob=-0.5, top_ids=ids, top_logprobs=tuple(-0.5 - k for k in range(top)))

@@ -1,0 +1,142 @@
+"""A runner without a model: the next token is a hash of the KV content reached through its own row table.
+
+Each slot holds a chained hash of all tokens up to its position, as written. The next token folds the content of *every*
+position of the sequence, read through the table: a wrong row, a page freed too early, a missing rewrite or a chunk
+computed on somebody else's prefix gives another token. `fake_continue` says what must come out. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult
+from serinus.core.request import Request, TokenLogprobs
+from serinus.core.rng import MASK64, splitmix64
+
+__all__ = ["FakeRunner", "copy_pages", "fake_continue", "fake_prompt_logprobs"]
+
+_ROOT = 0x5EED
+
+
+def _link(before: int, token: int) -> int:
+    """Content of a position: the chain so far, and its token."""
+    return splitmix64(before ^ splitmix64(token + 1))
+
+
+def _fold(content: NDArray[np.uint64]) -> int:
+    """One number of a whole sequence's content; every position counts, and where it stands."""
+    weights = np.arange(1, len(content) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
+    return int(np.bitwise_xor.reduce(content * weights))
+
+
+def _choose(fold: int, spec: SampleSpec, vocab_size: int) -> int:
+    seed = 0 if spec.params.greedy else splitmix64(spec.seed & MASK64) ^ spec.position
+    forbidden = set(spec.stop_ids) if spec.generated < spec.params.min_new_tokens else set()
+    state = splitmix64(fold ^ seed)
+    for _ in range(1000):
+        token = state % vocab_size
+        if token not in forbidden:
+            return token
+        state = splitmix64(state)
+    raise AssertionError(f"testing: no token of {vocab_size} is allowed, forbidden are {sorted(forbidden)}")
+
+
+def _logprob(content: int, token: int) -> TokenLogprobs:
+    value = splitmix64(content ^ token) / (MASK64 + 1)
+    return TokenLogprobs(logprob=-value)
+
+
+class FakeRunner:
+    """Runs StepPlans over a pool of numbers.
+
+    Checks what a real runner could not survive: padding is never written, a step's slots are those of the row, and
+    positions are computed in order.
+    """
+
+    def __init__(self, *, rows: int, context: int, page_size: int, page_count: int, vocab_size: int) -> None:
+        self.table_RC: NDArray[np.int64] = np.zeros((rows, context), np.int64)
+        self.content_S: NDArray[np.uint64] = np.zeros(page_count * page_size, np.uint64)
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.token_count = 0
+        """Tokens computed so far."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Table writes first, then all KV of the step, then sampling: as the real one does."""
+        for write in plan.table_writes:
+            assert write.row > 0, f"testing: {write} writes to the padding row"
+            self.table_RC[write.row, write.start : write.start + len(write.slots)] = write.slots
+        seqs = [self._compute(work) for work in plan.work]
+        self.token_count += plan.token_count
+        return StepResult(step=plan.step, seqs=tuple(seqs))
+
+    def _compute(self, work: SeqWork) -> SeqResult:
+        end = work.start + len(work.tokens)
+        named = self.table_RC[work.row, work.start : end]
+        assert work.row > 0, f"testing: {work.rid} runs in the padding row"
+        assert (work.slots >= self.page_size).all(), f"testing: {work.rid} writes to padding: {work.slots}"
+        assert np.array_equal(named, work.slots), f"testing: {work.rid} writes {work.slots}, its row says {named}"
+        before = _ROOT if work.start == 0 else int(self.content_S[self.table_RC[work.row, work.start - 1]])
+        for token, slot in zip(work.tokens.tolist(), work.slots.tolist(), strict=True):
+            before = _link(before, token)
+            self.content_S[slot] = before
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if work.next_ids is not None:
+            assert work.prompt_logprobs is not None, f"testing: {work.rid} has next_ids, but wants no log-probabilities"
+            content = self.content_S[work.slots[: len(work.next_ids)]].tolist()
+            prompt_logprobs = tuple(map(_logprob, content, work.next_ids.tolist()))
+        spec = work.sample
+        if spec is None:
+            return SeqResult(prompt_logprobs=prompt_logprobs)
+        assert spec.position == end, f"testing: {work.rid} samples position {spec.position}, expected {end}"
+        token = _choose(_fold(self.content_S[self.table_RC[work.row, :end]]), spec, self.vocab_size)
+        logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
+        return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def copy_pages(
+    source: FakeRunner, source_pages: NDArray[np.int32], target: FakeRunner, target_pages: NDArray[np.int32]
+) -> None:
+    """What a transfer does: the content of pages of one pool goes to pages of another, in order."""
+    assert len(source_pages) == len(target_pages), f"testing: {len(source_pages)} pages into {len(target_pages)}"
+    offsets = np.arange(source.page_size)
+    for source_page, target_page in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
+        moved = source.content_S[source_page * source.page_size + offsets]
+        target.content_S[target_page * target.page_size + offsets] = moved
+
+
+def fake_continue(request: Request, count: int, vocab_size: int, stop_ids: Sequence[int] = ()) -> list[int]:
+    """What the fake model answers: at most `count` tokens, ending with the first of `stop_ids` that may end it.
+
+    Written from the request alone: no pages, no rows, no cache.
+    """
+    chain = [_ROOT]
+    for token in request.prompt.tolist():
+        chain.append(_link(chain[-1], token))
+    output: list[int] = []
+    while len(output) < count:
+        spec = SampleSpec(
+            params=request.sampling, seed=request.seed, position=len(chain) - 1, generated=len(output),
+            stop_ids=tuple(stop_ids),
+        )  # fmt: skip
+        token = _choose(_fold(np.array(chain[1:], np.uint64)), spec, vocab_size)
+        output.append(token)
+        if token in stop_ids:
+            break
+        chain.append(_link(chain[-1], token))
+    return output
+
+
+def fake_prompt_logprobs(request: Request) -> list[TokenLogprobs]:
+    """Log-probabilities the fake model gives to the prompt's own tokens; the first has none."""
+    found = [TokenLogprobs(logprob=None)]
+    content = _ROOT
+    prompt = request.prompt.tolist()
+    for token, following in pairwise(prompt):
+        content = _link(content, token)
+        found.append(_logprob(content, following))
+    return found

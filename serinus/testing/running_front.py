@@ -1,0 +1,86 @@
+"""A front on a real port before a fake engine, for tests: everything but the model is the real thing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from serinus.front import EngineClient, FrontSettings, HttpServer, bind, create_app
+from serinus.testing.fake_engine import FakeEngine
+
+__all__ = ["RunningFront", "running_front", "serving"]
+
+
+class RunningFront:
+    """A front being served by a thread, its engine, and a client for it."""
+
+    def __init__(
+        self, app: Starlette, engine: FakeEngine, client: EngineClient, server: HttpServer, http: httpx.Client
+    ) -> None:
+        self.app = app
+        self.engine = engine
+        self.client = client
+        self.server = server
+        self.http = http
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes of its app."""
+        return [route for route in self.app.routes if isinstance(route, Route)]
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.http.post(path, json=body, headers=headers)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """All JSON events of a stream; asserts that it ends with [DONE]."""
+        response = self.http.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = [line for line in response.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextmanager
+def serving(app: ASGIApp, *, on_drain: Callable[[], None] | None = None) -> Iterator[HttpServer]:
+    """Serve an app on a free port in a thread until left."""
+    server = HttpServer(app, bind("127.0.0.1", 0), on_drain=on_drain)
+    thread = threading.Thread(target=server.run_here, name="front")
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop(now=True)
+        thread.join(20)
+        assert not thread.is_alive(), "testing: the server did not stop"
+
+
+@contextmanager
+def running_front(settings: FrontSettings, engine: FakeEngine) -> Iterator[RunningFront]:
+    """Start the engine and serve until left; fails where the front does not come up."""
+    ready = threading.Event()
+    failed: list[str] = []
+
+    def on_failed(reason: str) -> None:
+        failed.append(reason)
+        ready.set()
+
+    with engine:
+        client = EngineClient(engine.endpoint)
+        app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed)
+        with serving(app, on_drain=client.drain) as server:
+            assert ready.wait(20), "testing: the front did not come up"
+            assert not failed, f"testing: the front did not come up: {failed}"
+            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+                yield RunningFront(app, engine, client, server, http)

@@ -1,0 +1,109 @@
+"""Real processes under test: start a `serinus` command, wait for a line it prints, talk to it, stop or kill it.
+
+Nothing here sleeps: a reader thread wakes whoever waits for a line, and processes are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import TracebackType
+
+__all__ = ["READY", "Server", "free_port"]
+
+READY = r"^\[.*ready to roll"
+"""What every serving command prints when it can answer (lines of the children of `serinus up` begin with a name)."""
+
+
+def free_port() -> int:
+    """A TCP port of loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """`with Server("serve", path, "--port", "1234") as server: ...`; ends its whole process group at exit."""
+
+    def __init__(self, *arguments: str, port: int = 0, ready: str = READY, timeout_s: float = 120.0) -> None:
+        """Start `python -m serinus ARGUMENTS --port PORT` (a free one by default); ready when a line matches."""
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._ready = ready
+        self._timeout_s = timeout_s
+        self._lines: list[str] = []
+        self._news = threading.Condition()
+        self._ended = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "serinus", *arguments, "--port", str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self._lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+    @property
+    def output(self) -> str:
+        """Everything it printed so far."""
+        with self._news:
+            return "\n".join(self._lines)
+
+    def wait_line(self, pattern: str, timeout_s: float | None = None) -> str:
+        """The first line that matches; raises AssertionError, with the output, where none comes."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        with self._news:
+            found = self._news.wait_for(lambda: self._match(pattern) or self._ended, limit)
+            line = self._match(pattern)
+        if not found or line is None:
+            raise AssertionError(f"testing: no line matches {pattern!r}; the output was:\n{self.output}")
+        return line
+
+    def _match(self, pattern: str) -> str | None:
+        return next((line for line in self._lines if re.search(pattern, line)), None)
+
+    def __enter__(self) -> Server:
+        try:
+            self.wait_line(self._ready)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM to the command alone, as an operator would; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group, and wait."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+        self._reader.join(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()

@@ -1,0 +1,80 @@
+"""An engine without a model or a process: scheduler, tiny cache and fake runner under one manual clock. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serinus.cache import PrefixCache
+from serinus.core.clock import ManualClock
+from serinus.core.request import Request, TokenDelta
+from serinus.sched import ChunkReady, Outcome, SchedSettings, Scheduler
+from serinus.testing.builders import Answer, make_request
+from serinus.testing.fake_runner import FakeRunner
+
+__all__ = ["TinyEngine"]
+
+
+class TinyEngine:
+    """Steps when told; collects answers by request id, and chunks."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 4,
+        page_count: int = 33,
+        context_length: int = 64,
+        vocab_size: int = 1000,
+        enable_prefix: bool = True,
+        **settings: Any,
+    ) -> None:
+        running = settings.setdefault("max_running_requests", 4)
+        self.settings = SchedSettings(
+            page_size=page_size, context_length=context_length, rows=running + 1, vocab_size=vocab_size, **settings
+        )
+        self.clock = ManualClock()
+        self.cache = PrefixCache(page_count, page_size, enable_prefix=enable_prefix)
+        self.scheduler = Scheduler(self.settings, self.cache)
+        self.runner = FakeRunner(
+            rows=running + 1, context=context_length, page_size=page_size, page_count=page_count, vocab_size=vocab_size
+        )
+        self.answers: dict[str, Answer] = {}
+        self.chunks: list[ChunkReady] = []
+
+    def add(self, rid: str, prompt: Sequence[int], **sampling: Any) -> Request:
+        """Add a request to be computed here."""
+        request = make_request(rid, prompt, arrival=self.clock.now(), **sampling)
+        self.scheduler.add(request)
+        return request
+
+    def take(self, delta: TokenDelta | None) -> None:
+        """File a delta with the answer it belongs to."""
+        if delta is not None:
+            self.answers.setdefault(delta.rid, Answer()).take(delta)
+
+    def step(self) -> Outcome | None:
+        """Plan, run, commit, file; None where there was nothing to run."""
+        plan = self.scheduler.plan(self.clock.now())
+        if plan is None:
+            return None
+        result = self.runner.run(plan)
+        self.clock.advance(0.01)
+        outcome = self.scheduler.commit(plan, result, self.clock.now())
+        for delta in outcome.deltas:
+            self.take(delta)
+        self.chunks.extend(outcome.chunks)
+        return outcome
+
+    def run(self, steps_max: int = 10_000) -> int:
+        """Step until nothing can run; how many steps that took."""
+        for step in range(steps_max):
+            if self.step() is None:
+                return step
+        raise AssertionError(f"testing: still running after {steps_max} steps: {self.scheduler.stats()}")
+
+    def check_drained(self) -> None:
+        """No request, no row taken, and no page that is neither free nor evictable."""
+        self.scheduler.sanity_check()
+        assert self.scheduler.idle, f"testing: not idle: {self.scheduler.stats()}"
+        used = self.cache.used_pages
+        assert used == 0, f"testing: {used} pages are still used: {self.cache.ledger.counts()}"
