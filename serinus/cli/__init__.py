@@ -1,0 +1,12 @@
+"""cli: the `serinus` command. Reads flags, starts processes, shows people what happens.
+
+The only room that prints. Every subcommand loads what it needs when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from serinus.cli.main import main
+from serinus.cli.parser import Command, UsageProblem, read_config
+from serinus.cli.settings_doc import settings_markdown
+
+__all__ = ["Command", "UsageProblem", "main", "read_config", "settings_markdown"]

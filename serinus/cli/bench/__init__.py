@@ -1,0 +1,34 @@
+"""bench: drives a running server as its users would, and measures what they would see.
+
+Prompts are made beforehand, answers are parsed afterwards: while the clock runs the client only notes when which
+bytes came, because it shares the machine with what it measures.
+"""
+
+from __future__ import annotations
+
+from serinus.cli.bench.answer import Answer, read_answer
+from serinus.cli.bench.dataset import DatasetSpec, Prompt, make_prompts
+from serinus.cli.bench.dialect import DIALECTS, Dialect
+from serinus.cli.bench.drive import Load, drive
+from serinus.cli.bench.report import Goodput, Report, make_report, result_block
+from serinus.cli.bench.transport import Arrival, Exchange, Target, exchange
+
+__all__ = [
+    "DIALECTS",
+    "Answer",
+    "Arrival",
+    "DatasetSpec",
+    "Dialect",
+    "Exchange",
+    "Goodput",
+    "Load",
+    "Prompt",
+    "Report",
+    "Target",
+    "drive",
+    "exchange",
+    "make_prompts",
+    "make_report",
+    "read_answer",
+    "result_block",
+]

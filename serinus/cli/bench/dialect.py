@@ -1,0 +1,104 @@
+"""How each kind of server is asked: path and body of a request. Answers are read in `answer.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serinus.cli.bench.dataset import Prompt
+from serinus.core.errors import ConfigError
+
+__all__ = ["DIALECTS", "Asking", "Dialect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What holds for all requests of a run."""
+
+    model: str
+    """The name the server knows the model by."""
+    ignore_eos: bool = True
+    """Generate the whole output length."""
+    stream: bool = True
+    """Ask for events; without them there is no time to first token."""
+    temperature: float = 0.0
+    extra: Mapping[str, Any] | None = None
+    """Laid over the body (--extra-request-body)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One kind of server."""
+
+    path: str
+    """Where requests go."""
+    native: bool
+    """Answers are SGLang's (`text`, `meta_info`), not OpenAI's (`choices`, `usage`)."""
+    needs_text: bool
+    """It takes texts only."""
+    body_of: Callable[[Prompt, Asking], dict[str, Any]]
+    """The body of a request, less `extra`."""
+
+    def body(self, prompt: Prompt, asking: Asking) -> bytes:
+        """The JSON of a request. Raises ConfigError where the prompt is ids and the server takes texts only."""
+        if self.needs_text and prompt.text is None:
+            raise ConfigError("bench: this backend takes texts only, expected a --tokenizer to make them with")
+        return json.dumps({**self.body_of(prompt, asking), **(asking.extra or {})}).encode()
+
+
+def _completions(prompt: Prompt, asking: Asking) -> dict[str, Any]:
+    return {
+        "model": asking.model,
+        "prompt": prompt.text if prompt.text is not None else list(prompt.ids),
+        "max_tokens": prompt.output_tokens,
+        "temperature": asking.temperature,
+        "ignore_eos": asking.ignore_eos,
+        **_stream(asking),
+    }
+
+
+def _chat(prompt: Prompt, asking: Asking) -> dict[str, Any]:
+    return {
+        "model": asking.model,
+        "messages": [{"role": "user", "content": prompt.text}],
+        "max_tokens": prompt.output_tokens,
+        "temperature": asking.temperature,
+        "ignore_eos": asking.ignore_eos,
+        **_stream(asking),
+    }
+
+
+def _stream(asking: Asking) -> dict[str, Any]:
+    return {"stream": True, "stream_options": {"include_usage": True}} if asking.stream else {"stream": False}
+
+
+def _native(prompt: Prompt, asking: Asking) -> dict[str, Any]:
+    what = {"text": prompt.text} if prompt.text is not None else {"input_ids": list(prompt.ids)}
+    return {
+        **what,
+        "sampling_params": {
+            "max_new_tokens": prompt.output_tokens,
+            "temperature": asking.temperature,
+            "ignore_eos": asking.ignore_eos,
+        },
+        "stream": asking.stream,
+    }
+
+
+_OPENAI = Dialect(path="/v1/completions", native=False, needs_text=False, body_of=_completions)
+_CHAT = Dialect(path="/v1/chat/completions", native=False, needs_text=True, body_of=_chat)
+_NATIVE = Dialect(path="/generate", native=True, needs_text=False, body_of=_native)
+
+DIALECTS: dict[str, Dialect] = {
+    "serinus": _NATIVE,
+    "sglang": _NATIVE,
+    "openai": _OPENAI,
+    "openai-chat": _CHAT,
+    "vllm": _OPENAI,
+    "vllm-chat": _CHAT,
+    "sglang-oai": _OPENAI,
+    "sglang-oai-chat": _CHAT,
+}
+"""By the names people give to --backend."""

@@ -1,0 +1,241 @@
+"""`serinus doctor`: what this machine is, whether it can serve, and whether a checkpoint is whole and fits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serinus.cli.parser import Command, make_parser, unknown_flag
+from serinus.cli.processes import cores
+from serinus.cli.settings_doc import settings_markdown
+from serinus.cli.version import serinus_version
+from serinus.core.config import environment
+from serinus.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Finding", "run"]
+
+_PACKAGES = ("torch", "transformers", "numba", "numpy", "safetensors", "msgspec", "pyzmq", "starlette", "uvicorn")
+_PORTS = {30000: "serinus serve", 8000: "serinus up and router"}
+_SHM_BYTES_MIN = 256 << 20
+_MEMORY_BYTES_MIN = 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    """What was looked at."""
+    seen: str
+    """What is there."""
+    grade: str = "ok"
+    """ok, note (works, but know it) or bad (will not work)."""
+    advice: str = ""
+    """With note and bad: what to do."""
+
+
+def run(command: Command, words: Sequence[str]) -> int:
+    """Look and report. Exit code 1 when something is bad."""
+    parser = make_parser(command, settings=False)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint to check: directory or hub id")
+    parser.add_argument("--settings-doc", action="store_true", help="print docs/settings.md and nothing else")
+    arguments, rest = parser.parse_known_args(list(words))
+    if rest:
+        raise unknown_flag(parser, rest[0])
+    if arguments.settings_doc:
+        print(settings_markdown(), end="")
+        return 0
+    from serinus.cli.show import console
+
+    looks: list[Callable[[], Iterator[Finding]]] = [machine, packages, threads, kernels, ports, shared_memory]
+    findings = [finding for look in looks for finding in look()]
+    if arguments.model:
+        findings += checkpoint(arguments.model)
+    console().print(findings_table(findings, f"serinus {serinus_version()} on {platform.node()}"))
+    return 1 if any(finding.grade == "bad" for finding in findings) else 0
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _memory() -> dict[str, int]:
+    """Bytes by name from /proc/meminfo; empty where there is none."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return {}
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+
+
+def machine() -> Iterator[Finding]:
+    """Processor, cores, memory."""
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in (Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else [])
+        if line.startswith("model name")
+    ]
+    yield Finding(what="machine", seen=f"{platform.system()} {platform.machine()}, {names[0] if names else 'CPU'}")
+    yield Finding(what="cores", seen=f"{cores()} usable of {os.cpu_count()}")
+    memory = _memory()
+    if memory:
+        free = memory["MemAvailable"]
+        small = free < _MEMORY_BYTES_MIN
+        yield Finding(
+            what="memory",
+            seen=f"{_gb(free)} free of {_gb(memory['MemTotal'])}",
+            grade="note" if small else "ok",
+            advice="small models only; see --max-total-tokens" if small else "",
+        )
+
+
+def packages() -> Iterator[Finding]:
+    """Python and what Serinus stands on."""
+    yield Finding(what="python", seen=platform.python_version())
+    seen: list[str] = []
+    for name in _PACKAGES:
+        try:
+            seen.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            yield Finding(what=name, seen="not installed", grade="bad", advice="pip install serinus")
+    yield Finding(what="packages", seen=", ".join(seen))
+
+
+def threads() -> Iterator[Finding]:
+    """Thread counts that the environment asks for."""
+    asked = {name: environment()[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environment()}
+    shown = ", ".join(f"{name}={value}" for name, value in asked.items())
+    yield Finding(
+        what="threads",
+        seen=f"serve uses {cores()}, up shares them between its engines"
+        + (f" ({shown} is overruled)" if shown else ""),
+    )
+
+
+def kernels() -> Iterator[Finding]:
+    """Which column of kernels runs here, in which types."""
+    import torch
+
+    from serinus.kernels import load
+
+    try:
+        load("cpu")
+    except (ConfigError, ImportError) as error:
+        yield Finding(what="kernels", seen=str(error), grade="bad", advice="serinus serve --attention-backend ref")
+        return
+    bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    yield Finding(
+        what="kernels",
+        seen=f"cpu column; bfloat16 {'yes' if bf16 else 'no'}; CUDA {'yes' if torch.cuda.is_available() else 'no'}",
+        grade="ok" if bf16 else "note",
+        advice="" if bf16 else "float32 is used: twice the memory, half the speed",
+    )
+
+
+def ports() -> Iterator[Finding]:
+    """Whether the default ports are free."""
+    for port, owner in _PORTS.items():
+        with socket.socket() as sock:
+            sock.settimeout(0.2)
+            busy = sock.connect_ex(("127.0.0.1", port)) == 0
+        yield Finding(
+            what=f"port {port}",
+            seen="in use" if busy else "free",
+            grade="note" if busy else "ok",
+            advice=f"default of {owner}; choose another with --port" if busy else "",
+        )
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Room for KV on its way between engines."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        yield Finding(
+            what="shared memory",
+            seen="no /dev/shm",
+            grade="note",
+            advice="use --disaggregation-transfer-backend tcp",
+        )
+        return
+    free = shutil.disk_usage(place).free
+    small = free < _SHM_BYTES_MIN
+    yield Finding(
+        what="shared memory",
+        seen=f"{_gb(free)} free in /dev/shm",
+        grade="note" if small else "ok",
+        advice="docker run --shm-size=1g, or --disaggregation-transfer-backend tcp" if small else "",
+    )
+
+
+def _weight_bytes(folder: str) -> int:
+    """Bytes of the weight files. Raises ConfigError where one is cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass  # opening reads the header and compares it with the length of the file
+        except SafetensorError as error:
+            raise ConfigError(f"models: {file.name} is not whole ({error}), expected it as it was published") from None
+    return sum(file.stat().st_size for file in files)
+
+
+def checkpoint(path: str) -> list[Finding]:
+    """Config, weights, tokenizer, size."""
+    from serinus.front import load_tokenizer
+    from serinus.models import load_spec, resolve
+
+    findings: list[Finding] = []
+    try:
+        folder = resolve(path)
+        spec = load_spec(folder)
+        findings.append(
+            Finding(
+                what="model",
+                seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of"
+                f" {spec.head_size}, context {spec.context_length}, signature {spec.signature[:12]}",
+            )
+        )
+        tokenizer = load_tokenizer(folder)
+        chat = "with" if tokenizer.template is not None else "without"
+        findings.append(Finding(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template"))
+        weights = _weight_bytes(folder)
+        free = _memory().get("MemAvailable", weights * 2)
+        fits = weights < free
+        findings.append(
+            Finding(
+                what="weights",
+                seen=f"{_gb(weights)}; {_gb(free)} of memory free",
+                grade="ok" if fits else "bad",
+                advice="" if fits else "a machine with more memory, or a smaller model",
+            )
+        )
+    except ConfigError as error:
+        findings.append(Finding(what="checkpoint", seen=str(error), grade="bad", advice="see the message"))
+    return findings
+
+
+_GRADES = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
+
+
+def findings_table(findings: Sequence[Finding], title: str) -> Table:
+    """What `serinus doctor` saw."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for finding in findings:
+        advice = f"\n[dim]-> {escape(finding.advice)}[/]" if finding.advice else ""
+        table.add_row(_GRADES[finding.grade], finding.what, escape(finding.seen) + advice)
+    return table

@@ -1,0 +1,156 @@
+"""The `serinus` command: finds the subcommand, runs it, turns a wrong setting into one clear line and exit code 2.
+
+Imports nothing heavy: a subcommand's module is loaded when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from serinus.cli.parser import Command, UsageProblem
+from serinus.core.errors import ConfigError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="serve",
+        summary="serve one model with one engine over HTTP",
+        about="Serve one model: an engine process, and an OpenAI-compatible HTTP server before it.",
+        examples=(
+            ("serinus serve Qwen/Qwen3-0.6B --port 30000", "a model from the hub, or from a directory"),
+            ("serinus serve ./model --max-total-tokens 8192 --api-key secret", "8192 tokens of KV, clients need a key"),
+            ("serinus serve ./model --disaggregation-mode prefill --port 30001", "a prefill engine for others"),
+        ),
+        target="serinus.cli.serve:run",
+    ),
+    Command(
+        name="up",
+        summary="prefill engines, decode engines and their router on this machine",
+        about="Start P prefill engines, D decode engines and the router before them, watch them, stop them together.",
+        examples=(
+            ("serinus up ./model", "1 prefill + 1 decode engine, router on port 8000"),
+            ("serinus up ./model --prefill 1 --decode 2 --port 9000", "two decode engines share one prefill engine"),
+            ("serinus up ./model --prefill 0 --decode 2", "two whole engines, nothing handed over"),
+        ),
+        target="serinus.cli.up:run",
+    ),
+    Command(
+        name="router",
+        summary="one address before engines that run elsewhere",
+        about="Give decode engines one address, and tell each request which prefill engine may help.",
+        examples=(
+            (
+                "serinus router --decode http://127.0.0.1:30002 --prefill http://127.0.0.1:30001",
+                "one decode and one prefill engine, router on port 8000",
+            ),
+            ("serinus router --decode http://127.0.0.1:30000 http://127.0.0.1:30010", "spread over two whole engines"),
+        ),
+        target="serinus.cli.router:run",
+    ),
+    Command(
+        name="bench serve",
+        summary="measure a running server: throughput, first token, between tokens",
+        about="Send requests to a running server (Serinus, or any OpenAI-compatible or SGLang server) and measure it.",
+        examples=(
+            ("serinus bench serve --port 8000 --num-prompts 64", "64 random prompts, as fast as they are answered"),
+            (
+                "serinus bench serve --dataset-name generated-shared-prefix --gsp-num-groups 4 --request-rate 8",
+                "shared system prompts, 8 requests a second",
+            ),
+            (
+                "serinus bench serve --goodput ttft:500 tpot:50 --output-file runs.jsonl",
+                "goodput under an SLO, to a file",
+            ),
+        ),
+        target="serinus.cli.bench.command:run",
+    ),
+    Command(
+        name="doctor",
+        summary="look at this machine and a checkpoint, say what is wrong",
+        about="Show machine, versions, threads, kernels, ports and shared memory; check a checkpoint if one is named.",
+        examples=(
+            ("serinus doctor", "can this machine serve?"),
+            ("serinus doctor ./model", "is this checkpoint whole, and does it fit?"),
+            ("serinus doctor --settings-doc > docs/settings.md", "every setting as a table"),
+        ),
+        target="serinus.cli.doctor:run",
+    ),
+    Command(
+        name="demo",
+        summary="make a small model, serve it disaggregated, chat with it, stop",
+        about="Make a small demo checkpoint if none is there, run `serinus up` on it, talk to it, show who did what.",
+        examples=(("serinus demo", "everything, in about half a minute"),),
+        target="serinus.cli.demo:run",
+    ),
+    Command(
+        name="version",
+        summary="print the version",
+        about="Print the version.",
+        examples=(("serinus version", "the version"),),
+        target="serinus.cli.version:run",
+    ),
+)
+"""All subcommands, in the order of the help."""
+
+
+def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command that the first words name, and the words after them. Raises UsageProblem."""
+    for command in COMMANDS:
+        parts = command.name.split()
+        if list(words[: len(parts)]) == parts:
+            return command, list(words[len(parts) :])
+    if words[0] == "bench":
+        raise UsageProblem("bench: expected `serinus bench serve`")
+    near = get_close_matches(words[0], [command.name.split()[0] for command in COMMANDS], n=1, cutoff=0.5)
+    hint = f"did you mean `serinus {near[0]}`?" if near else "expected one of those that `serinus --help` lists"
+    raise UsageProblem(f"unknown command {words[0]!r}: {hint}")
+
+
+def help_text() -> str:
+    """What `serinus --help` prints."""
+    lines = [
+        "Serinus serves large language models with a KV cache that is proved intact.",
+        "",
+        "usage: serinus COMMAND [flags]        serinus COMMAND --help",
+        "",
+        "commands:",
+        *(f"  {command.name:<14} {command.summary}" for command in COMMANDS),
+        "",
+        "examples:",
+        "  $ serinus demo                                     see it work, from nothing",
+        "  $ serinus serve ./model --port 30000               one engine",
+        "  $ serinus up ./model --prefill 1 --decode 1        prefill and decode apart, one command",
+        "",
+        "`./model` is a directory with config.json and safetensors, or a Hugging Face hub id.",
+        "Every setting, its variable and its default: docs/settings.md.",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if words[0] in ("-V", "--version"):
+        words[0] = "version"
+    name = "serinus"
+    try:
+        command, rest = find_command(words)
+        name = f"serinus {command.name}"
+        module, function = command.target.split(":")
+        code: int = getattr(import_module(module), function)(command, rest)
+        return code
+    except UsageProblem as problem:
+        print(f"{name}: {problem}\ntry `{name} --help`", file=sys.stderr)
+        return 2
+    except ConfigError as problem:
+        print(f"{name}: {problem}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0  # the reader of our output (head, less) has seen enough

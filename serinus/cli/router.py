@@ -1,0 +1,62 @@
+"""`serinus router`: one address before engines that run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
+from serinus.core.config import RouterConfig
+from serinus.core.log import get_logger, setup_logging
+from serinus.core.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from serinus.front import HttpServer, RouterSettings
+
+__all__ = ["drain_within", "router_settings", "run"]
+
+
+def router_settings(
+    server: ServerSettings, decode_urls: Sequence[str], prefill_urls: Sequence[str], poll_s: float
+) -> RouterSettings:
+    """What the router app is told."""
+    from serinus.front import RouterSettings
+
+    return RouterSettings(
+        decode_urls=tuple(url.rstrip("/") for url in decode_urls),
+        prefill_urls=tuple(url.rstrip("/") for url in prefill_urls),
+        api_key=server.api_key,
+        admin_api_key=server.admin_api_key,
+        name=server.name or "router",
+        body_bytes_max=server.body_bytes_max,
+        poll_s=poll_s,
+    )
+
+
+def run(command: Command, words: Sequence[str]) -> int:
+    """Route until told to stop."""
+    parser = make_parser(command)
+    add_settings(parser, RouterConfig)
+    config, _ = read_config(RouterConfig, parser, words)
+    if not config.route.decode_urls:
+        raise UsageProblem("no engine is named, expected at least one: --decode http://HOST:PORT")
+    setup_logging(config.server.log_level, "router")
+    from serinus.front import HttpServer, bind, create_router_app
+
+    settings = router_settings(config.server, config.route.decode_urls, config.route.prefill_urls, config.route.poll_s)
+    with bind(config.server.host, config.server.port) as sock:
+        server: HttpServer = HttpServer(
+            create_router_app(settings),
+            sock,
+            on_drain=lambda: drain_within(server, config.server.drain_s_max),
+        )
+        get_logger("cli").info("serinus: router on http://%s:%s", config.server.host, server.port)
+        server.run_here()
+    return 0
+
+
+def drain_within(server: HttpServer, s_max: float) -> None:
+    """For `on_drain`: say it, and cut off what still runs after `s_max` seconds."""
+    get_logger("cli").info("serinus: draining, at most %g s; a second signal stops now", s_max)
+    asyncio.get_running_loop().call_later(s_max, server.stop)

@@ -1,0 +1,288 @@
+"""`serinus up`: prefill engines, decode engines and the router before them, on this machine, from one command.
+
+Every engine is a `serinus serve` of its own on loopback; the router runs here. An engine that dies is started again
+(with growing pauses); when this process ends, however it ends, all of them end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
+from serinus.cli.processes import engine_threads, free_ports, stop_process, threads_env
+from serinus.cli.router import drain_within, router_settings
+from serinus.core.clock import Clock, WallClock
+from serinus.core.config import ServeConfig, UpConfig
+from serinus.core.log import get_logger, setup_logging
+
+if TYPE_CHECKING:
+    from serinus.front import Fleet, HttpServer
+
+__all__ = ["Member", "members", "run"]
+
+_log = get_logger("cli")
+_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Pauses before an engine is started again; the last one repeats."""
+_LOOK_PAUSE_S = 0.05
+"""Between two looks at an engine that has just said it is ready."""
+_STEADY_S = 60.0
+"""An engine that lived this long starts with the first pause again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One engine of the group."""
+
+    config: ServeConfig
+    process: asyncio.subprocess.Process | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    """What it said when it was ready."""
+    restarts: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.config.engine_name
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.config.server.port}"
+
+
+def members(config: UpConfig) -> list[Member]:
+    """The engines of a group, prefill first, each with its port and its share of the cores."""
+    roles = ["prefill"] * config.up.prefill + ["decode" if config.up.prefill else "unified"] * config.up.decode
+    threads = engine_threads(config.kernels.threads, len(roles))
+    group: list[Member] = []
+    for role, port in zip(roles, free_ports(len(roles)), strict=True):
+        number = sum(member.config.role == role for member in group)
+        name = f"{role}-{number}"
+        group.append(Member(config=config.engine(role=role, name=name, port=port, threads=threads)))
+    return group
+
+
+def run(command: Command, words: Sequence[str]) -> int:
+    """Serve until told to stop. Exit code 0, 1 when engines do not come up, 2 for wrong settings."""
+    clock = WallClock()
+    started = clock.now()
+    parser = make_parser(command)
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # gets a line of JSON when all are ready
+    add_settings(parser, UpConfig, positional_model=True)
+    config, arguments = read_config(UpConfig, parser, words)
+    if not config.model.model_path:
+        raise UsageProblem("no model is named, expected a directory or a hub id: serinus up MODEL")
+    setup_logging(config.server.log_level, "up")
+    from serinus.front import bind
+
+    with bind(config.server.host, config.server.port) as sock:
+        return asyncio.run(_Group(config, sock, clock, started, arguments.ready_fd).live())
+
+
+class _Group:
+    """The engines of `serinus up`, and the router."""
+
+    def __init__(
+        self, config: UpConfig, sock: socket.socket, clock: Clock, started: float, ready_fd: int | None
+    ) -> None:
+        self._config = config
+        self._ready_fd = ready_fd
+        self._sock = sock
+        self._clock = clock
+        self._started = started
+        self._members = members(config)
+        self._code = 0
+        self._ending = False
+        self._url = f"http://{config.server.host}:{sock.getsockname()[1]}"
+        self._readers: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        """Set when a member became ready."""
+
+    async def live(self) -> int:
+        """Start everything, route, stop everything; the exit code."""
+        for member in self._members:
+            await self._spawn(member)
+        from serinus.front import HttpServer, create_router_app
+
+        prefill = [member.url for member in self._members if member.config.role == "prefill"]
+        decode = [member.url for member in self._members if member.config.role != "prefill"]
+        app = create_router_app(router_settings(self._config.server, decode, prefill, 0.5))
+        self._fleet: Fleet = app.state.router.fleet
+        self._server: HttpServer = HttpServer(app, self._sock, on_drain=self._drain)
+        rising = asyncio.create_task(self._rise())
+        try:
+            await self._server.serve(sockets=[self._sock])
+        finally:
+            self._ending = True
+            rising.cancel()
+            await self._stop_all()
+        return self._code
+
+    def _drain(self) -> None:
+        self._ending = True
+        if not self._code:
+            drain_within(self._server, self._config.server.drain_s_max)
+
+    # ---- start ------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, member: Member) -> None:
+        """Start one engine, and follow its output from now on."""
+        read_end, write_end = os.pipe()
+        member.report = {}
+        member.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "serinus", "serve", "--child", str(write_end)),
+            env=threads_env(member.config.kernels.threads or 1),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=(write_end,),
+            process_group=0,  # Ctrl-C reaches this process alone, which stops the engines in their order
+        )
+        os.close(write_end)
+        assert member.process.stdin is not None, "cli: a child without stdin"
+        order = {"parent": os.getpid(), "config": member.config.to_json()}
+        member.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._keep(self._echo(member, member.process))
+        self._keep(self._await_report(member, read_end))
+
+    def _keep(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+
+    async def _echo(self, member: Member, process: asyncio.subprocess.Process) -> None:
+        """Print the lines of a child with its name before them."""
+        assert process.stdout is not None, "cli: a child without stdout"
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # a line longer than the reader's limit was dropped
+                continue
+            if not line:
+                return
+            print(f"{member.name:>10} | {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+
+    async def _await_report(self, member: Member, read_end: int) -> None:
+        """Read the one line that a child writes when it is ready; nothing where it dies before."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        with os.fdopen(read_end, "rb") as pipe:
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+            line = await reader.readline()
+            transport.close()
+        if line:
+            report = json.loads(line)
+            await self._let_router_see(member)
+            member.report = report
+            if member.restarts:
+                _log.info("serinus: %s is back after %.1f s", member.name, member.report["seconds"])
+        self._changed.set()
+
+    async def _let_router_see(self, member: Member) -> None:
+        """Return once the router knows that this engine is there: "ready" is said only when requests are answered."""
+        for seen in self._fleet.members:
+            while seen.url == member.url and not seen.alive:
+                await self._fleet.look(seen)
+                await asyncio.sleep(0 if seen.alive else _LOOK_PAUSE_S)
+
+    async def _rise(self) -> None:
+        """Wait until all engines are ready, show the table, then watch them."""
+        watches = [asyncio.create_task(self._watch(member)) for member in self._members]
+        try:
+            await asyncio.wait_for(self._all_ready(), self._config.up.ready_s_max)
+            self._say_ready()
+            await asyncio.gather(*watches)
+        except TimeoutError:
+            late = [member.name for member in self._members if not member.report]
+            self._fail(f"{', '.join(late)} not ready within {self._config.up.ready_s_max:g} s", 1)
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def _all_ready(self) -> None:
+        while not all(member.report for member in self._members):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _say_ready(self) -> None:
+        seconds = self._clock.now() - self._started
+        group_table(self._members, self._url, seconds)
+        _log.info("The server is fired up and ready to roll! %s", self._url)
+        if self._ready_fd is not None:
+            engines = {member.name: member.report for member in self._members}
+            report = {"url": self._url, "seconds": seconds, "engines": engines}
+            os.write(self._ready_fd, json.dumps(report).encode() + b"\n")
+            os.close(self._ready_fd)
+
+    # ---- life and end -----------------------------------------------------------------------------------------
+
+    async def _watch(self, member: Member) -> None:
+        """Start an engine again when it dies; before the group was ready, its death is the end of all."""
+        while True:
+            assert member.process is not None, "cli: a member without a process"
+            born = self._clock.now()
+            code = await member.process.wait()
+            if self._ending:
+                return
+            for seen in self._fleet.members:
+                if seen.url == member.url:
+                    self._fleet.lost(seen, f"{member.name} ended with exit code {code}")
+            was_ready = bool(member.report or member.restarts)  # one that dies while it starts again is tried again
+            if not was_ready or self._config.up.no_restart or code == 2:
+                when = "and is not restarted" if was_ready else "before it was ready"
+                self._fail(f"{member.name} ended with exit code {code} {when}", 2 if code == 2 else 1)
+                return
+            if self._clock.now() - born > _STEADY_S:
+                member.restarts = 0
+            pause = _BACKOFF_S[min(member.restarts, len(_BACKOFF_S) - 1)]
+            member.restarts += 1
+            _log.warning("serinus: %s ended with exit code %s, restart in %g s", member.name, code, pause)
+            await asyncio.sleep(pause)
+            await self._spawn(member)
+
+    def _fail(self, reason: str, code: int) -> None:
+        if not self._ending:
+            self._code = code
+            _log.error("serinus: %s", reason)
+            self._server.stop(now=True)
+
+    async def _stop_all(self) -> None:
+        """Decode engines and prefill engines together: what ran through the router has ended already."""
+        s_max = 0.0 if self._server.force_exit else self._config.server.drain_s_max
+        alive = [member.process for member in self._members if member.process is not None]
+        await asyncio.gather(*(stop_process(process, s_max=s_max) for process in alive))
+        for reader in list(self._readers):
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        _log.info("serinus: all engines have stopped")
+
+
+def group_table(group: Sequence[Member], url: str, seconds: float) -> None:
+    """Who is where. (Where each engine's start-up time went stands in its own line above.)"""
+    from rich.table import Table
+
+    from serinus.cli.show import console
+
+    table = Table(title=f"serinus up: ready in {seconds:.1f} s, router on {url}", title_justify="left")
+    for name in ("engine", "http", "control", "pid", "threads", "KV tokens", "ready in"):
+        right = name in ("pid", "threads", "KV tokens")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for member in group:
+        report = member.report
+        table.add_row(
+            member.name,
+            member.url,
+            report["pd_address"] or "-",
+            str(member.process.pid if member.process else "-"),
+            str(member.config.kernels.threads),
+            f"{report['tokens']:,}",
+            f"{report['seconds']:.1f} s",
+        )
+    console(stderr=True).print(table)

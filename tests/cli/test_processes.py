@@ -1,0 +1,218 @@
+"""Processes: what is refused before anything loads, who dies with whom, who is started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serinus.cli.processes import cores, engine_threads, free_ports, threads_env
+from serinus.cli.up import members
+from serinus.core.config import UpConfig, from_names
+from serinus.testing.checkpoints import make_toy
+from serinus.testing.servers import Server
+
+SMALL = ("--max-total-tokens", "1024", "--context-length", "256")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def refused(*words: str) -> tuple[int, str]:
+    """Exit code and stderr of a command that should end by itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "serinus", *words], capture_output=True, text=True, check=False, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def child_pid(server: Server, module: str) -> int:
+    """The process whose command line names `module`, among the descendants of a server."""
+    found = _descendant(server.process.pid, module)
+    assert found, f"no {module} under {server.process.pid}:\n{server.output}"
+    return found
+
+
+def _descendant(pid: int, module: str) -> int:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            found = int(child) if module.encode() in words else _descendant(int(child), module)
+            if found:
+                return found
+    return 0
+
+
+def wait_until_gone(pid: int) -> None:
+    """Return when a process that is no child of ours has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([handle], [], [], 30)
+        assert ended, f"process {pid} is still there"
+    finally:
+        os.close(handle)
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
+
+
+# ---- before anything starts -------------------------------------------------------------------------------------
+
+
+def test_threads_are_shared_between_the_engines_of_a_machine() -> None:
+    assert engine_threads(None, 1) == cores()
+    assert engine_threads(None, 10 * cores()) == 1
+    assert engine_threads(3, 10) == 3
+
+
+def test_free_ports_are_different_ones() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def test_a_group_has_prefill_engines_before_decode_engines_each_with_its_name_and_port() -> None:
+    group = members(from_names(UpConfig, {"model": "m", "prefill": 1, "decode": 2}))
+    assert [member.name for member in group] == ["prefill-0", "decode-0", "decode-1"]
+    assert len({member.url for member in group}) == 3
+    assert [member.config.role for member in group] == ["prefill", "decode", "decode"]
+
+
+def test_a_group_without_prefill_engines_is_made_of_whole_ones() -> None:
+    group = members(from_names(UpConfig, {"model": "m", "prefill": 0, "decode": 2}))
+    assert [member.name for member in group] == ["unified-0", "unified-1"]
+    assert {member.config.pd.mode for member in group} == {"null"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("serve", "{toy}"), ("up", "{toy}"), ("router", "--decode", "http://127.0.0.1:1")])
+def test_a_port_in_use_is_said_before_anything_is_loaded(words: tuple[str, ...], toy: Path, taken_port: int) -> None:
+    code, err = refused(*(word.format(toy=toy) for word in words), "--port", str(taken_port))
+    assert code == 2
+    assert f"port {taken_port}" in err
+    assert "Traceback" not in err
+    assert "KV Cache" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_checkpoint_that_is_not_there_ends_with_2_and_its_name(command: str) -> None:
+    code, err = refused(command, "./no-such-checkpoint", "--port", "0")
+    assert code == 2
+    assert "no directory './no-such-checkpoint'" in err
+    assert "Traceback" not in err
+
+
+# ---- a running server -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_dies_says_so_and_ends_with_1(toy: Path) -> None:
+    with Server("serve", str(toy), *SMALL) as server:
+        os.kill(child_pid(server, "serinus.engine.process"), signal.SIGKILL)
+        server.wait_line("engine unified-0 died of SIGKILL")
+        assert server.process.wait(20) == 1
+
+
+@pytest.mark.slow
+def test_an_engine_dies_with_its_front(toy: Path) -> None:
+    with Server("serve", str(toy), *SMALL) as server:
+        engine = child_pid(server, "serinus.engine.process")
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_until_gone(engine)
+        assert not is_alive(engine)
+
+
+@pytest.mark.slow
+def test_a_server_leaves_no_directory_behind(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Server("serve", str(toy), *SMALL) as server:
+        assert [path.name.startswith("serinus-") for path in tmp_path.iterdir()] == [True]
+        assert server.stop() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_up_starts_a_dead_engine_again_and_takes_all_down_with_it(toy: Path) -> None:
+    with Server("up", str(toy), *SMALL, "--prefill", "1", "--decode", "1") as server:
+        assert re.search(r"prefill-0 .* http://127.0.0.1:\d+ .* tcp://127.0.0.1:\d+ ", server.output)
+        engine = child_pid(server, "serinus.engine.process")
+        os.kill(engine, signal.SIGKILL)
+        server.wait_line(r"\d-\d\d .* ended with exit code 1, restart in 0.5 s")
+        server.wait_line(r"prefill-0 is back after")
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        left = [child_pid(server, "--child"), child_pid(server, "serinus.engine.process")]
+        os.kill(server.process.pid, signal.SIGKILL)
+        for pid in left:
+            wait_until_gone(pid)
+            assert not is_alive(pid)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_while_it_starts_again_is_started_again(toy: Path) -> None:
+    with Server("up", str(toy), *SMALL, "--prefill", "0", "--decode", "1") as server:
+        first = child_pid(server, "--child")
+        os.kill(first, signal.SIGKILL)
+        server.wait_line(r"ended with exit code -9, restart in 0.5 s")
+        second = 0
+        while second in (0, first) and server.process.poll() is None:
+            second = _descendant(server.process.pid, "--child")
+        os.kill(second, signal.SIGKILL)
+        server.wait_line(r"ended with exit code -9, restart in 1 s")
+        server.wait_line(r"unified-0 is back after")
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+
+
+@pytest.mark.slow
+def test_up_without_restart_ends_when_an_engine_does(toy: Path) -> None:
+    with Server("up", str(toy), *SMALL, "--prefill", "0", "--decode", "1", "--no-restart") as server:
+        os.kill(child_pid(server, "serinus.engine.process"), signal.SIGKILL)
+        server.wait_line(r"unified-0 ended with exit code 1 and is not restarted")
+        assert server.process.wait(30) == 1
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_nothing_wrong_with_a_whole_checkpoint(toy: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "serinus", "doctor", str(toy)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SerinusToyForCausalLM" in done.stdout
+    sick = subprocess.run(
+        [sys.executable, "-m", "serinus", "doctor", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert sick.returncode == 1
+    assert "bad" in sick.stdout
+
+
+def test_an_engine_spins_little_unless_the_operator_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert threads_env(2)["GOMP_SPINCOUNT"] == "5000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert threads_env(2)["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in threads_env(2)
