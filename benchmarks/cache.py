@@ -1,0 +1,245 @@
+"""What the cache costs: match, insert, lease, evict and sweep beside their goals and floors. One JSON line at the end.
+
+    python benchmarks/cache.py [--fast]
+
+Floor: what the same bytes cost in the cheapest form numpy or CPython has (a memcmp of the prompt, the copy of the new
+ids, filling the sweep's arrays). One core; every figure is the median of several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from serinus.cache import Lease, PrefixCache
+
+RNG = np.random.default_rng(7)
+
+
+def tokens(count: int) -> np.ndarray:
+    """`count` random ids."""
+    return RNG.integers(0, 150_000, count, dtype=np.int32)
+
+
+def cost_us(work: Callable[[int], object], *, runs: int, ready: Callable[[int], object] | None = None) -> float:
+    """Median microseconds of work(i) for i in range(runs); ready(i) runs before each, off the clock."""
+    seconds = []
+    for i in range(runs):
+        if ready is not None:
+            ready(i)
+        begin = time.perf_counter()
+        work(i)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds) * 1e6
+
+
+def publish(cache: PrefixCache, ids: np.ndarray, rid: str = "maker", chunk: int = 0) -> None:
+    """Bring a whole sequence into the tree, in chunks if asked for."""
+    match = cache.match_prefix("", ids, len(ids))
+    own = cache.allocate(rid, (len(ids) - match.length) // cache.page_size)
+    assert own is not None, "benchmark: the pool is too small"
+    pages = np.concatenate((match.pages, own))
+    at, lease, size = match.length, match.lease, cache.page_size
+    while chunk and at < len(ids):
+        end = min(len(ids), at + chunk)
+        cache.commit_row(cache.insert(lease, ids[at:end], pages[at // size : end // size], at))
+        at = end
+    cache.finish(rid, lease, ids, pages)
+
+
+def long_context(runs: int) -> dict[str, tuple[float, float, float]]:
+    """Match 128k tokens over 256 nodes; insert an 8k chunk at that depth."""
+    length, nodes, size, chunk = 131_072, 256, 16, 8_192
+    cache = PrefixCache(1 + 4 * (length + runs * chunk) // size, size)
+    ids = tokens(length + chunk)
+    publish(cache, ids[:length], chunk=length // nodes)
+    leases = []
+    match_us = cost_us(
+        lambda i: leases.append(cache.match_prefix("", ids[:length], length)), runs=runs,
+        ready=lambda i: leases and cache.release(leases.pop().lease),
+    )  # fmt: skip
+    data = ids[:length].tobytes()
+    spans = [bytes(data[i : i + len(data) // nodes]) for i in range(0, len(data), len(data) // nodes)]
+    step = len(data) // nodes
+    floor_match = cost_us(
+        lambda i: all(ids[:length].tobytes().startswith(s, k * step) for k, s in enumerate(spans[:1]))
+        and all(data.startswith(s, k * step) for k, s in enumerate(spans)), runs=runs,
+    )  # fmt: skip
+    cache.release(leases.pop().lease)
+    held: list = []
+
+    def ready(i: int) -> None:
+        if held:
+            insertion, pages, fresh = held.pop()
+            cache.commit_row(insertion)
+            cache.finish("r", insertion.lease, np.concatenate((ids[:length], fresh)), pages)
+        match = cache.match_prefix("", ids[:length], length)
+        own = cache.allocate("r", chunk // size)
+        assert own is not None, "benchmark: the pool is too small"
+        held.append([match, np.concatenate((match.pages, own)), tokens(chunk)])
+
+    def work(i: int) -> None:
+        match, pages, fresh = held[-1]
+        held[-1][0] = cache.insert(match.lease, fresh, pages[length // size :], length)
+
+    insert_us = cost_us(work, runs=runs, ready=ready)
+    fresh = tokens(chunk)
+    floor_insert = cost_us(lambda i: (fresh.tobytes(), np.arange(chunk // size).copy()), runs=runs)
+    return {
+        "match_128k_256_nodes_us": (match_us, 300.0, floor_match),
+        "insert_8k_at_128k_us": (insert_us, 100.0, floor_insert),
+    }
+
+
+def shared_lease(runs: int) -> dict[str, tuple[float, float, float]]:
+    """Lease and release under a prefix of 100 nodes that somebody else keeps."""
+    size = 16
+    cache = PrefixCache(1000, size)
+    ids = tokens(100 * size)
+    publish(cache, ids, chunk=size)
+    busy = cache.match_prefix("", ids, len(ids))
+    anchor = busy.lease.anchor
+
+    def work(i: int) -> None:
+        for _ in range(100):
+            cache.tree.pin(anchor)
+            cache.release(Lease(anchor))
+
+    def floor(i: int) -> None:
+        for _ in range(100):
+            anchor.hit_count += 1
+
+    return {"lease_release_100_nodes_us": (cost_us(work, runs=runs) / 100, 10.0, cost_us(floor, runs=runs) / 100)}
+
+
+def evict_many_leaves(runs: int, leaves: int) -> dict[str, tuple[float, float, float]]:
+    """Evict one page at `leaves` leaves: whole leaves, and one page at a time of long ones."""
+    cache = PrefixCache(leaves * 2, 16)
+    for _ in range(leaves):
+        publish(cache, tokens(16))
+    whole = cost_us(lambda i: cache.evict(1), runs=runs)
+    tail = PrefixCache(leaves, 16)
+    for _ in range(10):
+        publish(tail, tokens(16 * (leaves // 12)))
+    trim = cost_us(lambda i: tail.evict(1), runs=runs)
+    row = np.zeros(1, np.int32)
+    states = np.zeros(leaves, np.int64)
+    floor = cost_us(lambda i: states.__setitem__(row, 0), runs=runs)
+    return {f"evict_1_of_{leaves}_leaves_us": (whole, 20.0, floor), "evict_1_of_a_long_leaf_us": (trim, 20.0, floor)}
+
+
+def sweep(runs: int) -> dict[str, tuple[float, float, float]]:
+    """Walk a full pool of 1 M slots; million slots per second, more is better."""
+    size, count = 16, 1_000_000
+    cache = PrefixCache(1 + count // size, size)
+    for _ in range(count // 2048):
+        publish(cache, tokens(2048))
+
+    def work(i: int, unlocked: bool) -> None:
+        cursor, seen = 0, 0
+        while True:
+            part = cache.walk(cursor, 65_536, unlocked_only=unlocked)
+            seen += len(part.slots)
+            cursor = part.cursor
+            if not cursor:
+                break
+        assert seen == cache.cached_pages * size, f"benchmark: the sweep saw {seen} slots"
+
+    slots = cache.cached_pages * size
+    out = np.empty(65_536, np.int64)
+    floor = cost_us(lambda i: [out.fill(i) for _ in range(3 * slots // 65_536)], runs=5)
+    every = cost_us(lambda i: work(i, False), runs=5)
+    loose = cost_us(lambda i: work(i, True), runs=5)
+    return {
+        "sweep_mslots_per_s": (slots / every, 50.0, slots / floor),
+        "sweep_unlocked_mslots_per_s": (slots / loose, 50.0, slots / floor),
+    }
+
+
+def shared_prompts(requests: int, size: int) -> dict[str, tuple[float, float, float]]:
+    """Prompts of 2,500 tokens over 20 system prompts of 2,000: match, insert (and commit), evict a request."""
+    heads = [tokens(2000) for _ in range(20)]
+    prompts = [np.concatenate((heads[i % 20], tokens(500))) for i in range(requests)]
+    capacity = (20 * 2000 + (requests // 2) * 512) // size
+    cache = PrefixCache(1 + capacity, size)
+    for head in heads:
+        publish(cache, head)
+    times: dict[str, list[float]] = {"match": [], "insert": [], "evict": [], "allocate": [], "finish": []}
+    now = time.perf_counter
+    for i, ids in enumerate(prompts):
+        t0 = now()
+        match = cache.match_prefix("", ids, len(ids) - 1)
+        t1 = now()
+        count = -(-len(ids) // size) - len(match.pages)
+        short = count - cache.free_pages
+        if short > 0:
+            t2 = now()
+            cache.evict(short)
+            times["evict"].append(now() - t2)
+        t2 = now()
+        own = cache.allocate(str(i), count)
+        t3 = now()
+        assert own is not None, "benchmark: no room after evicting"
+        pages = np.concatenate((match.pages, own))
+        at = match.length
+        t4 = now()
+        insertion = cache.insert(match.lease, ids[at:], pages[at // size :], at)
+        cache.commit_row(insertion)
+        t5 = now()
+        cache.finish(str(i), insertion.lease, ids, pages)
+        t6 = now()
+        for name, seconds in (("match", t1 - t0), ("allocate", t3 - t2), ("insert", t5 - t4), ("finish", t6 - t5)):
+            times[name].append(seconds)
+    median = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
+    ids = prompts[0]
+    row, states = np.arange(500 // size + 1), np.zeros(capacity + 1, np.int64)
+    floors = {
+        "match": cost_us(lambda i: ids.tobytes().startswith(ids[:2000].tobytes()), runs=1000),
+        "insert": cost_us(lambda i: (ids[2000:].tobytes(), states.__setitem__(row, 1)), runs=1000),
+        "evict": cost_us(lambda i: states.__setitem__(row, 0), runs=1000),
+    }
+    goals = {"match": 10.0, "insert": 60.0, "evict": 40.0}
+    found = {f"shared_{n}_page{size}_us": (median[n], goals[n], floors[n]) for n in goals}
+    found |= {f"shared_{n}_page{size}_us": (median[n], 0.0, 0.0) for n in ("allocate", "finish")}
+    return found
+
+
+def commit_id() -> str:
+    """The commit the figures belong to."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Run all, print a table and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fast", action="store_true", help="a tenth of the runs")
+    scale = 1 if parser.parse_args().fast else 10
+    found: dict[str, tuple[float, float, float]] = {}
+    found |= long_context(30 * scale)
+    found |= shared_lease(20 * scale)
+    found |= evict_many_leaves(100 * scale, 50_000)
+    found |= sweep(5)
+    found |= shared_prompts(400 * scale, 1)
+    found |= shared_prompts(400 * scale, 16)
+    figures = {}
+    print(f"{'':32}{'here':>10}{'goal':>10}{'floor':>10}")
+    for name, (value, goal, floor) in found.items():
+        print(f"{name:32}{value:10.2f}{goal or float('nan'):10.1f}{floor or float('nan'):10.2f}")
+        met = None if not goal else (value >= goal if name.endswith("per_s") else value <= goal)
+        figures[name] = {"value": round(value, 3), "goal": goal or None, "floor": round(floor, 3) or None, "met": met}
+    machine = (
+        f"{platform.processor() or platform.machine()}, python {platform.python_version()}, numpy {np.__version__}"
+    )
+    print(json.dumps({"benchmark": "cache", "commit": commit_id(), "machine": machine, "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()

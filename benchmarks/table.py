@@ -1,0 +1,217 @@
+"""Runs the benchmarks, keeps their JSON lines, and makes the table of the docs from them: numbers are never typed.
+
+    python benchmarks/table.py --run                 run all, print the table
+    python benchmarks/table.py --run job sched       run two of them
+    python benchmarks/table.py --write README.md     put the table of the kept results between the markers of a file
+
+A benchmark is a script of this folder whose last line of JSON names itself (`"benchmark": ...`); its line is kept in
+benchmarks/results/. Every row stands beside its ceiling, its peer or its goal, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SECONDS_MAX = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table: format strings over the result of a benchmark."""
+
+    benchmark: str
+    what: str
+    here: str
+    beside: str
+    goal: str
+
+
+ROWS = (
+    Row(
+        benchmark="job",
+        what="16 requests of 256 + 64 tokens, whole job",
+        here="{seconds:.2f} s",
+        beside="transformers {transformers_s:.2f} s; floor {floor_s:.2f} s",
+        goal=">= 2.3x transformers: {ratio:.2f}x",
+    ),
+    Row(
+        benchmark="job",
+        what="of it prefill",
+        here="{prefill_s:.2f} s",
+        beside="{prefill_of_floor:.0%} of the matmul rate ({matmul_gflop_s:.0f} GFLOP/s)",
+        goal=">= 75 %",
+    ),
+    Row(
+        benchmark="job",
+        what="decode step, 16 requests",
+        here="{decode_step_ms:.1f} ms",
+        beside="{decode_of_floor:.0%} of the floor ({bandwidth_gb_s:.0f} GB/s)",
+        goal=">= 65 %",
+    ),
+    Row(
+        benchmark="job",
+        what="one stream",
+        here="{stream_tok_per_s:.0f} tok/s",
+        beside="{stream_of_floor:.0%} of the bandwidth floor",
+        goal=">= 65 %",
+    ),
+    Row(
+        benchmark="job",
+        what="memory of that process",
+        here="{resident_mb} MB",
+        beside="weights and KV pool {weights_and_kv_mb} MB",
+        goal="<= 600 MB more",
+    ),
+    Row(
+        benchmark="serving",
+        what="HTTP, tokenizer, detokenizer at 16 streams",
+        here="{http_tok_per_s:.0f} tok/s",
+        beside="without them {offline_tok_per_s:.0f} tok/s: {http_overhead:.1%}",
+        goal="<= 5 %",
+    ),
+    Row(
+        benchmark="serving",
+        what="first token of 2,000 tokens, handed over (shm)",
+        here="{handoff_ttft_s:.2f} s",
+        beside="computed by one engine {local_ttft_s:.2f} s; taking in {take_in_gb_s:.1f} GB/s",
+        goal="<= 10 % more: {handoff_cost_of_prefill:.1%}",
+    ),
+    Row(
+        benchmark="serving",
+        what="`serinus up` of 1 + 1 engines ready",
+        here="{up_ready_s:.1f} s",
+        beside="",
+        goal="< 10 s",
+    ),
+    Row(
+        benchmark="sched",
+        what="plan + commit, 64 running",
+        here="{step_ms:.2f} ms",
+        beside="plain data alone {ceiling[step_ms]:.2f} ms",
+        goal="<= {goal_ms:g} ms",
+    ),
+    Row(
+        benchmark="cache",
+        what="match a 128k prefix over 256 nodes",
+        here="{figures[match_128k_256_nodes_us][value]:.0f} us",
+        beside="compare alone {figures[match_128k_256_nodes_us][floor]:.0f} us",
+        goal="<= {figures[match_128k_256_nodes_us][goal]:.0f} us",
+    ),
+    Row(
+        benchmark="front",
+        what="front, CPU per streamed token (chat)",
+        here="{figures[front_chat_us][value]:.0f} us",
+        beside="one send() {send_floor_us:.0f} us",
+        goal="<= {figures[front_chat_us][goal]:.0f} us",
+    ),
+    Row(
+        benchmark="client",
+        what="`bench serve`, CPU per streamed token",
+        here="{client_us_per_token:.1f} us",
+        beside="recv() alone {floor_us_per_token:.1f} us",
+        goal="<= {goal_us:.0f} us",
+    ),
+)
+"""What the docs show; a benchmark may measure more."""
+
+
+def scripts() -> dict[str, Path]:
+    """Benchmarks by name: the scripts of this folder that run by themselves and are not this one."""
+    found = {file.stem: file for file in sorted(HERE.glob("*.py")) if file != Path(__file__).resolve()}
+    return {name: file for name, file in found.items() if '__name__ == "__main__"' in file.read_text(encoding="utf-8")}
+
+
+def run(name: str, file: Path) -> dict[str, Any]:
+    """Run one and keep its line. Raises RuntimeError where it fails or says nothing."""
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        cwd=HERE.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"benchmark"')]
+    if done.returncode or not lines:
+        raise RuntimeError(f"benchmarks: {name} ended with exit code {done.returncode} and {len(lines)} results")
+    result: dict[str, Any] = json.loads(lines[-1])
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """The kept results by benchmark."""
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown; only benchmarks with a result have rows."""
+    lines = ["| what | here | beside it, same run | goal |", "|---|---|---|---|"]
+    for row in ROWS:
+        result = results.get(row.benchmark)
+        if result is not None:
+            cells = (row.here.format(**result), row.beside.format(**result), row.goal.format(**result))
+            lines.append(f"| {row.what} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_where(results)])
+
+
+def _where(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Machine and commit of the results, in words."""
+    machines = {json.dumps(result.get("machine"), sort_keys=True) for result in results.values()}
+    texts = [_machine(json.loads(machine)) for machine in sorted(machines)]
+    longest = max(texts, key=len, default="unknown")
+    commits = sorted({str(result.get("commit", "unknown")) for result in results.values()})
+    return [f"Measured on {longest}, at {', '.join(commits)}."]
+
+
+def _machine(machine: Any) -> str:
+    if isinstance(machine, dict):
+        return ", ".join(f"{name} {value}" for name, value in machine.items())
+    return str(machine)
+
+
+def write(path: Path, text: str) -> None:
+    """Put the table between the markers of a file. Raises RuntimeError where there are none."""
+    page = path.read_text(encoding="utf-8")
+    if BEGIN not in page or END not in page:
+        raise RuntimeError(f"benchmarks: {path} has no {BEGIN} and {END}")
+    head, rest = page.split(BEGIN, 1)
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+def main() -> int:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", nargs="*", metavar="NAME", help="run these (none named: all)")
+    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    arguments = parser.parse_args()
+    failed = []
+    if arguments.run is not None:
+        for name, file in scripts().items():
+            if arguments.run and name not in arguments.run:
+                continue
+            print(f"... {name}", file=sys.stderr, flush=True)
+            try:
+                run(name, file)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                failed.append(name)
+                print(error, file=sys.stderr)
+    text = table(kept())
+    print(text)
+    if arguments.write and not failed:
+        write(Path(arguments.write), text)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What the end-to-end stories share: the reference, a mixed load, and questions to a running cluster."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+class Reference:
+    """Greedy continuations by `transformers` itself, in fp32, one prompt at a time."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.vocab_size = int(self._model.config.vocab_size)
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """`count` tokens, end-of-sequence ignored."""
+        torch = self._torch
+        with torch.inference_mode():
+            out, cache, fed = [], None, torch.tensor([prompt])
+            for _ in range(count):
+                step = self._model(fed, past_key_values=cache, use_cache=True)
+                cache = step.past_key_values
+                out.append(int(step.logits[0, -1].argmax()))
+                fed = torch.tensor([[out[-1]]])
+        return out
+
+
+def mixed_prompts(count: int, vocab: int, seed: int) -> list[tuple[list[int], int]]:
+    """(prompt, tokens to generate): short, long and shared beginnings, in random order."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(vocab) for _ in range(length)] for length in (40, 97, 160)]
+    load = []
+    for index in range(count):
+        tail = [rng.randrange(vocab) for _ in range(rng.choice((1, 3, 8, 20, 75)))]
+        load.append(((shared[index % 4] if index % 4 < 3 else []) + tail, rng.randint(4, 24)))
+    rng.shuffle(load)
+    return load
+
+
+def generate(url: str, prompt: list[int], count: int, **more: Any) -> dict[str, Any]:
+    """One greedy /generate call."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    answer = httpx.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling, **more}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def generate_all(url: str, load: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
+    """All at once."""
+    with ThreadPoolExecutor(len(load)) as pool:
+        return list(pool.map(lambda item: generate(url, *item), load))
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of the series `serinus:NAME` that carry these labels."""
+    total = 0.0
+    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+        found = re.match(rf"serinus:{name}(?:{{(.*)}})? (\S+)$", line)
+        if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
+            total += float(found[2])
+    return total
+
+
+def engines(url: str) -> dict[str, dict[str, Any]]:
+    """/server_info of the engines behind a router, by name."""
+    members = httpx.get(f"{url}/server_info", timeout=30).json()["engines"]
+    return {m["server_info"]["engine"]: m["server_info"] for m in members if m["server_info"]}
+
+
+QUEUES = (
+    "num_running_reqs",
+    "num_queue_reqs",
+    "num_prefill_bootstrap_queue_reqs",
+    "num_prefill_inflight_queue_reqs",
+    "num_decode_prealloc_queue_reqs",
+    "num_decode_transfer_queue_reqs",
+    "kv_used_tokens",
+)
+
+
+def busy(url: str) -> dict[str, float]:
+    """The gauges that must be zero when nobody asks for anything, as far as they are not."""
+    return {name: value for name in QUEUES if (value := metric(url, name))}
+
+
+def until(check: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+    """Ask until it holds; every question goes over HTTP, so this does not spin."""
+    end = time.monotonic() + limit_s
+    while not check():
+        assert time.monotonic() < end, f"after {limit_s} s still not: {what}"
+
+
+def idle(url: str) -> None:
+    """All gauges come back to zero."""
+    until(lambda: not busy(url), f"all queues of {url} empty and all pages free or cached: {busy(url)}")

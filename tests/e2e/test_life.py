@@ -1,0 +1,66 @@
+"""How servers end: SIGTERM drains, a second one does not wait, and a start says where its time went."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serinus.testing.servers import Server
+
+from .cluster import generate, metric, until
+from .conftest import small
+
+pytestmark = pytest.mark.slow
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(checkpoint: Path) -> None:
+    with Server("serve", str(checkpoint), *small()) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, server.url, [1, 2, 3], 400)
+        until(lambda: metric(server.url, "num_running_reqs") == 1, "the request runs")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_line("drain")
+        assert len(running.result()["output_ids"]) == 400
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_sigterm_stops_now(checkpoint: Path) -> None:
+    with Server("serve", str(checkpoint), *small()) as server, ThreadPoolExecutor(1) as pool:
+        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 450, "ignore_eos": True, "n": 12}}
+        running = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=60)
+        until(lambda: metric(server.url, "num_running_reqs") == 12, "the request runs")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_line("drain")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) is not None
+        with pytest.raises((httpx.HTTPError, AssertionError)):
+            assert running.result().status_code == 200
+
+
+def test_a_cluster_starts_with_a_word_on_where_the_time_went_and_stops_whole(checkpoint: Path) -> None:
+    with Server("up", str(checkpoint), *small()) as server:
+        line = server.wait_line(r"decode-0 .*ready in")
+        assert re.search(r"imports [\d.]+ s, weights [\d.]+ s, pool [\d.]+ s, warm-up [\d.]+ s", line)
+        assert generate(server.url, list(range(40)), 3)["meta_info"]["prefill_engine"] == "prefill-0"
+        assert server.stop() == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+def test_no_engine_outlives_a_killed_front(checkpoint: Path) -> None:
+    with Server("serve", str(checkpoint), *small()) as server:
+        engine = int(httpx.get(f"{server.url}/server_info").json()["info"]["pid"])
+        server.process.kill()
+        until(lambda: not Path(f"/proc/{engine}").exists(), "the engine process ended", 10)
+
+
+def test_an_engine_whose_front_ended_before_it_began_ends_at_once(tmp_path: Path) -> None:
+    words = ["--config", str(tmp_path / "none"), "--endpoint", f"ipc://{tmp_path}/x", "--parent", "1"]
+    done = subprocess.run([sys.executable, "-m", "serinus.engine.process", *words], timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL

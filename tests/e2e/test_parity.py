@@ -1,0 +1,70 @@
+"""The answer is the same wherever it was computed: transformers, one engine, prefill and decode apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from serinus.testing.servers import Server
+
+from .cluster import Reference, busy, engines, generate, generate_all, metric, mixed_prompts
+
+pytestmark = pytest.mark.slow
+REQUESTS = 64
+
+
+@pytest.fixture(scope="session")
+def load(reference: Reference) -> list[tuple[list[int], int]]:
+    return mixed_prompts(REQUESTS, reference.vocab_size, seed=5)
+
+
+@pytest.fixture(scope="session")
+def expected(reference: Reference, load: list[tuple[list[int], int]]) -> list[list[int]]:
+    return [reference.greedy(prompt, count) for prompt, count in load]
+
+
+def test_one_engine_answers_64_concurrent_requests_as_transformers_does(
+    unified: Server, load: list[tuple[list[int], int]], expected: list[list[int]]
+) -> None:
+    answers = generate_all(unified.url, load)
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert busy(unified.url) == {}
+
+
+def test_prefill_and_decode_apart_answer_64_concurrent_requests_as_transformers_does(
+    pair: Server, load: list[tuple[list[int], int]], expected: list[list[int]]
+) -> None:
+    answers = generate_all(pair.url, load)
+    assert [answer["output_ids"] for answer in answers] == expected
+    handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]
+    assert len(handed) > REQUESTS // 4
+    assert {meta["prefill_engine"] for meta in handed} == {"prefill-0"}
+    assert {meta["decode_engine"] for meta in handed} == {"decode-0"}
+    assert metric(pair.url, "kv_transfer_pages_total", direction="received") == sum(m["handoff_pages"] for m in handed)
+    assert metric(pair.url, "num_transfer_failed_reqs_total") == 0
+    assert busy(pair.url) == {}
+
+
+def test_decode_asks_only_for_what_its_own_prefix_cache_lacks(pair: Server, reference: Reference) -> None:
+    prompt = [(7 * i) % 500 for i in range(131)]
+    first = generate(pair.url, prompt, 6)
+    again = generate(pair.url, [*prompt, *range(30)], 6)
+    assert first["meta_info"]["handoff_tokens"] == 131
+    assert again["meta_info"]["handoff_tokens"] == 161 - 128
+    assert again["meta_info"]["cached_tokens_details"] == {"device": 128}
+    assert again["output_ids"] == reference.greedy([*prompt, *range(30)], 6)
+
+
+def test_a_short_prompt_is_not_worth_a_handoff(pair: Server) -> None:
+    meta = generate(pair.url, [3, 1, 4, 1, 5], 4)["meta_info"]
+    assert meta["handoff_tokens"] == 0
+    assert meta["local_reason"] == "short"
+    assert meta["prefill_engine"] == "decode-0"
+
+
+def test_the_router_shows_both_engines_and_their_metrics(pair: Server) -> None:
+    assert {name: info["role"] for name, info in engines(pair.url).items()} == {
+        "prefill-0": "prefill",
+        "decode-0": "decode",
+    }
+    assert metric(pair.url, "max_total_num_tokens", engine="prefill-0", role="prefill") == 4096
+    assert metric(pair.url, "max_total_num_tokens", engine="decode-0", role="decode") == 4096
