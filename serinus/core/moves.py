@@ -1,0 +1,64 @@
+"""Copies of pages between the tiers of one engine, as plain data: `cache` decides them, `pool` carries them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.parts import Part
+
+__all__ = ["Move", "MoveDone", "MoveKind", "StorageDone"]
+
+
+class MoveKind(Enum):
+    """From where to where."""
+
+    BACKUP = "backup"
+    """Device to host."""
+    LOAD = "load"
+    """Host to device, layer by layer: forward passes that begin later wait for each layer before they read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One part of a copy. Moves with the same `op` end together, all of them or none."""
+
+    op: int
+    """Number of the copy, from 1; never used twice in one engine."""
+    kind: MoveKind
+    part: Part
+    source: NDArray[np.int32]
+    """Page ids of the tier it reads; pinned until the copy has ended."""
+    target: NDArray[np.int32]
+    """As many page ids of the tier it fills; in state COPY until the copy has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveDone:
+    """A copy has ended: nobody reads its sources or writes its targets any more."""
+
+    op: int
+    ok: bool
+    """Whether every target page holds the bytes of its source."""
+    error: str = ""
+    """In words, where it failed."""
+    seconds: float = 0.0
+    byte_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageDone:
+    """A storage operation has ended: nobody reads or writes its host pages any more."""
+
+    op: int
+    present: tuple[NDArray[np.bool_], ...] = ()
+    """Of a query: for each part asked for, which keys are stored."""
+    good: int = 0
+    """Of a read: leading pages whose bytes came whole and verified. Of a write: pages that are stored now."""
+    error: str = ""
+    """In words, where something failed; the pages beyond `good` count as missing."""
+    seconds: float = 0.0
+    byte_count: int = 0
