@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.parts import Part
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
@@ -49,7 +50,9 @@ class SeqWork:
     tokens: NDArray[np.int32]
     """n >= 1 ids to compute."""
     slots: NDArray[np.int64]
-    """n slots, where their KV goes; never 0."""
+    """n slots of part FULL, where their KV goes; never 0."""
+    swa_slots: NDArray[np.int64] | None = None
+    """n slots of part SWA, likewise; None where the model has no sliding layers."""
     sample: SampleSpec | None = None
     """Set when the last of `tokens` is the last known token of the sequence."""
     prompt_logprobs: int | None = None
@@ -60,11 +63,13 @@ class SeqWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableWrite:
-    """req_to_token[row, start : start + len(slots)] = slots."""
+    """req_to_token[row, start : start + len(slots)] = slots, in the table of `part`."""
 
     row: int
     start: int
     slots: NDArray[np.int64]
+    part: Part = Part.FULL
+    """Whose table; each part has its own, with the same rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
