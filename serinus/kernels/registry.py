@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ COLUMNS = ("auto", "ref", "cpu")
 """What `load` accepts as a column."""
 
 LayersKv = Sequence[tuple[Tensor, Tensor]]
+
+
+class MovePages(Protocol):
+    """gather_pages and scatter_pages."""
+
+    def __call__(
+        self, layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor, rows_G: Tensor | None = None, /
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +54,10 @@ class Kernels:
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
     """(x_TI, packed) -> out_TO"""
-    gather_pages: Callable[[LayersKv, Tensor, int, Tensor], None]
-    """(layers_kv, pages_G, page_size, out_GY)"""
-    scatter_pages: Callable[[LayersKv, Tensor, int, Tensor], None]
-    """(layers_kv, pages_G, page_size, bytes_GY)"""
+    gather_pages: MovePages
+    """(layers_kv, pages_G, page_size, out_RY, rows_G=None)"""
+    scatter_pages: MovePages
+    """(layers_kv, pages_G, page_size, bytes_RY, rows_G=None)"""
     counter_gumbel: Callable[[Tensor, Tensor, int], Tensor]
     """(seeds_B, positions_B, vocab) -> noise_BV fp32"""
     warmer: Callable[[int, int, torch.dtype], None] | None = None

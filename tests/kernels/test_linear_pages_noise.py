@@ -102,6 +102,32 @@ def test_page_moves_that_do_not_fit_are_refused(either: Kernels) -> None:
         either.gather_pages(layers, torch.tensor([0]), 3, torch.zeros(1, 3 * 16 * 2, dtype=torch.uint8))
 
 
+def test_pages_go_to_rows_that_lie_apart_and_a_layer_at_a_time(either: Kernels) -> None:
+    layers = pools(3, 12)
+    wide = torch.zeros(5, 3 * 3 * 32 + 7, dtype=torch.uint8)
+    everything = wide[:, : 3 * 3 * 32]
+    either.gather_pages(layers, torch.tensor([3, 1]), 3, everything, torch.tensor([4, 0]))
+    plain = torch.zeros(2, 3 * 3 * 32, dtype=torch.uint8)
+    either.gather_pages(layers, torch.tensor([3, 1]), 3, plain)
+    assert torch.equal(wide[[4, 0], : 3 * 3 * 32], plain)
+    assert wide[1:4].max() == 0
+    assert wide[:, 3 * 3 * 32 :].max() == 0
+    other = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in layers]
+    either.scatter_pages(other[1:2], torch.tensor([2, 0]), 3, wide[:, 96:192], torch.tensor([0, 4]))
+    assert torch.equal(other[1][0].view(4, 3, 2, 4)[[2, 0]], layers[1][0].view(4, 3, 2, 4)[[1, 3]])
+    assert torch.equal(other[1][1].view(4, 3, 2, 4)[[2, 0]], layers[1][1].view(4, 3, 2, 4)[[1, 3]])
+    assert all(lane.abs().max() == 0 for pair in (other[0], other[2]) for lane in pair)
+    assert other[1][0].view(4, 24)[[1, 3]].abs().max() == 0
+
+
+def test_rows_outside_of_the_buffer_are_refused(either: Kernels) -> None:
+    layers, buffer = pools(1, 8), torch.zeros(3, 4 * 16 * 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"rows 3 \.\. 3"):
+        either.gather_pages(layers, torch.tensor([1]), 4, buffer, torch.tensor([3]))
+    with pytest.raises(ValueError, match="2 rows for 1 pages"):
+        either.scatter_pages(layers, torch.tensor([1]), 4, buffer, torch.tensor([0, 1]))
+
+
 def test_noise_is_the_hash_it_says_it_is(either: Kernels) -> None:
     noise = either.counter_gumbel(torch.tensor([7, -3]), torch.tensor([100, 0]), 50)
     for row, (seed, position) in enumerate(((7, 100), (-3, 0))):

@@ -1,6 +1,7 @@
 """Pages out of and into the KV pools of all layers, as bytes.
 
-Shapes: S = slots, H = KV heads, D = head size, G = pages moved, Y = bytes of one page over all layers.
+Shapes: S = slots, H = KV heads, D = head size, G = pages moved, R = rows of the byte buffer, Y = bytes of one page
+over all layers given.
 """
 
 from __future__ import annotations
@@ -20,21 +21,32 @@ from serinus.kernels.ref.pages import check_pages
 
 __all__ = ["gather_pages", "scatter_pages", "warm"]
 
-_Arguments = fields("ticket lanes pages buffer lane_count page_count run_bytes outward")
+_Arguments = fields("ticket lanes pages rows buffer row_bytes lane_count page_count run_bytes outward")
+_FIELDS = 10
 _SERIAL_BYTES = 1 << 17
 """Below this many bytes the start of a second thread costs more than it saves."""
 
 
-def gather_pages(layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, out_GY: Tensor) -> None:
-    """Copy pages out of the pools into `out_GY`; see the reference."""
-    _move(layers_kv, pages_G, page_size, out_GY, outward=True)
+def gather_pages(
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    out_RY: Tensor,
+    rows_G: Tensor | None = None,
+) -> None:
+    """Copy pages out of the pools into `out_RY`; see the reference. With `rows_G` on the calling thread alone."""
+    _move(layers_kv, pages_G, page_size, out_RY, rows_G, outward=True)
 
 
 def scatter_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, bytes_GY: Tensor
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    bytes_RY: Tensor,
+    rows_G: Tensor | None = None,
 ) -> None:
-    """Copy pages from `bytes_GY` into the pools; see the reference."""
-    _move(layers_kv, pages_G, page_size, bytes_GY, outward=False)
+    """Copy pages from `bytes_RY` into the pools; see the reference. With `rows_G` on the calling thread alone."""
+    _move(layers_kv, pages_G, page_size, bytes_RY, rows_G, outward=False)
 
 
 def warm() -> None:
@@ -43,24 +55,35 @@ def warm() -> None:
 
 
 def _move(
-    layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, bytes_GY: Tensor, *, outward: bool
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    bytes_RY: Tensor,
+    rows_G: Tensor | None,
+    *,
+    outward: bool,
 ) -> None:
-    check_pages(layers_kv, pages_G, page_size, bytes_GY)
-    if not bytes_GY.is_contiguous():
-        raise ValueError("kernels: page buffer is strided, expected a contiguous one")
+    check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
+    if bytes_RY.shape[0] and bytes_RY.stride(1) != 1:
+        raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
     lanes = torch.tensor([lane.data_ptr() for pair in layers_kv for lane in pair], dtype=torch.int64)
     count, lane_count = pages_G.shape[0], lanes.shape[0]
+    # Whoever names rows copies beside a running step, from a thread of its own: a second team of OpenMP threads
+    # would take the cores from the step's.
+    alone = rows_G is not None or bytes_RY.numel() < _SERIAL_BYTES
     arguments = _Arguments(
         0,
         lanes.data_ptr(),
         pages_G.data_ptr(),
-        bytes_GY.data_ptr(),
+        0 if rows_G is None else rows_G.data_ptr(),
+        bytes_RY.data_ptr(),
+        bytes_RY.stride(0),
         lane_count,
         count,
-        bytes_GY.shape[1] // lane_count,
+        bytes_RY.shape[1] // lane_count,
         int(outward),
     )
-    _body(VERSION)(arguments, 1 if bytes_GY.numel() < _SERIAL_BYTES else thread_count())
+    _body(VERSION)(arguments, 1 if alone else thread_count())
 
 
 @cache
@@ -68,18 +91,21 @@ def _body(version: int) -> Body:
     def move_runs(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 8, np.int64)
-        lane_count, count, run = a[4], a[5], a[6]
+        a = carray(args, _FIELDS, np.int64)
+        lane_count, count, run = a[6], a[7], a[8]
         lanes = carray(at(a[1]), lane_count, np.int64)
         pages = carray(at(a[2]), count, np.int64)
         while True:
             g = fetch_add(a.ctypes.data, 1)
             if g >= count:
                 break
+            row = g
+            if a[3] != 0:
+                row = carray(at(a[3]), count, np.int64)[g]
             for i in range(lane_count):
                 inside = lanes[i] + pages[g] * run
-                outside = a[3] + (g * lane_count + i) * run
-                if a[7] != 0:
+                outside = a[4] + row * a[5] + i * run
+                if a[9] != 0:
                     copy_bytes(outside, inside, run)
                 else:
                     copy_bytes(inside, outside, run)

@@ -1,7 +1,7 @@
 """Pages out of and into the KV pools of all layers, as bytes: the specification.
 
 Page bytes are page-first: [layer][k, then v][page_size, H, D]. Shapes: S = slots, H = KV heads, D = head size,
-G = pages moved, Y = bytes of one page over all layers.
+G = pages moved, R = rows of the byte buffer, Y = bytes of one page over all layers given.
 """
 
 from __future__ import annotations
@@ -14,48 +14,79 @@ from torch import Tensor
 __all__ = ["check_pages", "gather_pages", "scatter_pages"]
 
 
-def check_pages(layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, bytes_GY: Tensor) -> None:
-    """Raise ValueError where sizes disagree or a page lies outside of the pools."""
+def check_pages(
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    bytes_RY: Tensor,
+    rows_G: Tensor | None = None,
+) -> None:
+    """Raise ValueError where sizes disagree, or a page or a row lies outside of its pool or buffer."""
     k_pool = layers_kv[0][0]
     page_bytes = page_size * k_pool[0].numel() * k_pool.element_size() * 2 * len(layers_kv)
-    if bytes_GY.dtype != torch.uint8 or tuple(bytes_GY.shape) != (pages_G.shape[0], page_bytes):
+    count = pages_G.shape[0]
+    rows = count if rows_G is None else bytes_RY.shape[0]
+    if bytes_RY.dtype != torch.uint8 or tuple(bytes_RY.shape) != (rows, page_bytes):
         raise ValueError(
-            f"kernels: page buffer {bytes_GY.dtype} {tuple(bytes_GY.shape)}, "
-            f"expected uint8 ({pages_G.shape[0]}, {page_bytes})"
+            f"kernels: page buffer {bytes_RY.dtype} {tuple(bytes_RY.shape)}, expected uint8 ({rows}, {page_bytes})"
         )
     if k_pool.shape[0] % page_size:
         raise ValueError(f"kernels: {k_pool.shape[0]} slots are no whole number of pages of {page_size}")
-    page_count = k_pool.shape[0] // page_size
-    if pages_G.numel() and not (int(pages_G.min()) >= 0 and int(pages_G.max()) < page_count):
-        raise ValueError(f"kernels: pages {int(pages_G.min())} .. {int(pages_G.max())}, expected 0 .. {page_count - 1}")
+    _check_inside("pages", pages_G, k_pool.shape[0] // page_size)
+    if rows_G is not None:
+        if rows_G.shape[0] != count:
+            raise ValueError(f"kernels: {rows_G.shape[0]} rows for {count} pages, expected as many")
+        _check_inside("rows", rows_G, rows)
 
 
-def gather_pages(layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, out_GY: Tensor) -> None:
-    """Copy pages out of the pools into `out_GY`.
+def _check_inside(what: str, ids_G: Tensor, count: int) -> None:
+    if ids_G.numel() and not (int(ids_G.min()) >= 0 and int(ids_G.max()) < count):
+        raise ValueError(f"kernels: {what} {int(ids_G.min())} .. {int(ids_G.max())}, expected 0 .. {count - 1}")
+
+
+def gather_pages(
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    out_RY: Tensor,
+    rows_G: Tensor | None = None,
+) -> None:
+    """Copy pages out of the pools into `out_RY`.
 
     Args:
         layers_kv: (k, v) pools [S, H, D] of every layer, contiguous, one shape and dtype.
         pages_G: int64 page ids; page p is slots p * page_size .. (p + 1) * page_size - 1.
         page_size: slots in a page.
-        out_GY: uint8 [G, Y], on the pools' device or on the host; row g receives page pages_G[g].
+        out_RY: uint8 [R, Y], on the pools' device or on the host; rows may lie apart, each is contiguous.
+        rows_G: int64; page pages_G[g] goes to row rows_G[g], on the host. None: to row g, and R = G.
     Raises:
-        ValueError: sizes disagree, or a page lies outside of the pools.
+        ValueError: sizes disagree, or a page or row lies outside.
     Cost: G * Y bytes read and written.
     """
-    check_pages(layers_kv, pages_G, page_size, out_GY)
+    check_pages(layers_kv, pages_G, page_size, out_RY, rows_G)
     lanes = [lane for pair in layers_kv for lane in pair]
-    width = out_GY.shape[1] // len(lanes)
+    width = out_RY.shape[1] // len(lanes)
     for i, lane in enumerate(lanes):
-        out_GY[:, i * width : (i + 1) * width] = lane.view(torch.uint8).view(-1, width)[pages_G]
+        found_GW = lane.view(torch.uint8).view(-1, width)[pages_G]
+        span = slice(i * width, (i + 1) * width)
+        if rows_G is None:
+            out_RY[:, span] = found_GW
+        else:
+            out_RY[rows_G, span] = found_GW.to(out_RY.device)
 
 
 def scatter_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, bytes_GY: Tensor
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    bytes_RY: Tensor,
+    rows_G: Tensor | None = None,
 ) -> None:
-    """Copy pages from `bytes_GY` into the pools: the reverse of `gather_pages`, with its arguments and errors."""
-    check_pages(layers_kv, pages_G, page_size, bytes_GY)
+    """Copy pages from `bytes_RY` into the pools: the reverse of `gather_pages`, with its arguments and errors."""
+    check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
     lanes = [lane for pair in layers_kv for lane in pair]
-    width = bytes_GY.shape[1] // len(lanes)
+    width = bytes_RY.shape[1] // len(lanes)
     for i, lane in enumerate(lanes):
-        rows_GW = bytes_GY[:, i * width : (i + 1) * width].to(lane.device)
-        lane.view(torch.uint8).view(-1, width)[pages_G] = rows_GW
+        rows_RW = bytes_RY[:, i * width : (i + 1) * width]
+        found_GW = rows_RW if rows_G is None else rows_RW[rows_G]
+        lane.view(torch.uint8).view(-1, width)[pages_G] = found_GW.to(lane.device)
