@@ -1,9 +1,11 @@
-"""Holds the bytes: the KV of every slot, and the table that says which slot a request's position has.
+"""Holds the bytes: the KV of every slot on the device, the host tier, the storage tier; and req_to_token.
 
-`cache` decides which page belongs to whom; this room only keeps and moves what it is told to.
+`cache` decides which page belongs to whom and lies where; this room only keeps and moves what it is told to.
 """
 
 from serinus.pool.device import DevicePool, PoolSpec
+from serinus.pool.host import HostPool, host_page_counts
+from serinus.pool.mover import LayerGate, Mover
 from serinus.pool.request_table import RequestTable
 
-__all__ = ["DevicePool", "PoolSpec", "RequestTable"]
+__all__ = ["DevicePool", "HostPool", "LayerGate", "Mover", "PoolSpec", "RequestTable", "host_page_counts"]

@@ -1,11 +1,14 @@
 """DevicePool: the KV bytes of one engine, all layers. Holds; who owns which page is decided elsewhere.
 
-Shapes: S = slots = page_count * page_size, H = KV heads, D = head size, G = pages moved, Y = bytes of a page.
+Shapes: S = slots = page_count * page_size, H = KV heads, D = head size, G = pages moved, Y = bytes of a page,
+R = rows of a byte buffer, W = bytes of one lane (k or v of one layer) of a page.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ class PoolSpec:
     """The size and shape of a pool."""
 
     layer_count: int
-    """Layers whose KV is kept."""
+    """Layers whose KV is kept: those of one part. 0 where no layer is of that part: its pages then have no bytes."""
     kv_head_count: int
     """KV heads of each layer, on this rank."""
     head_size: int
@@ -40,9 +43,9 @@ class PoolSpec:
     """Where the bytes are."""
 
     def __post_init__(self) -> None:
-        for name in ("layer_count", "kv_head_count", "head_size", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"pool: {name} is {getattr(self, name)}, expected at least 1")
+        for name, low in (("layer_count", 0), ("kv_head_count", 1), ("head_size", 1), ("page_size", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"pool: {name} is {getattr(self, name)}, expected at least {low}")
         if self.page_count < 2:
             raise ConfigError(f"pool: page_count is {self.page_count}, expected at least 2 (page 0 is padding)")
         if self.dtype not in (torch.float32, torch.bfloat16):
@@ -57,6 +60,11 @@ class PoolSpec:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, k and v."""
         return self.page_size * self.slot_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one page of one layer, k and v."""
+        return self.page_size * 2 * self.kv_head_count * self.head_size * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> int:
@@ -102,7 +110,8 @@ class DevicePool:
         """
         if out is None:
             out = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
-        self._kernels.gather_pages(self.layers, self._page_ids(pages), self.spec.page_size, torch.from_numpy(out))
+        if self.layers:
+            self._kernels.gather_pages(self.layers, self._page_ids(pages), self.spec.page_size, torch.from_numpy(out))
         return out
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
@@ -115,7 +124,65 @@ class DevicePool:
             ValueError: the data has another size, or a page is none of ours.
         Cost: G * Y bytes read and written.
         """
-        self._kernels.scatter_pages(self.layers, self._page_ids(pages), self.spec.page_size, _tensor_of(data))
+        if self.layers:
+            self._kernels.scatter_pages(self.layers, self._page_ids(pages), self.spec.page_size, _tensor_of(data))
+
+    def copy_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+        """Page pages[g] goes to row rows[g] of a buffer on the host; layout as `read_pages`.
+
+        On an accelerator everything is queued on the current stream and nothing waits, as far as the buffer is pinned.
+
+        Raises:
+            ValueError: sizes disagree, or a page or row is none of ours.
+        Cost: G * Y bytes read and written, on the calling thread alone.
+        """
+        if not self.layers:
+            return
+        if self.spec.device == "cpu":
+            page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+            self._kernels.gather_pages(self.layers, page_ids, self.spec.page_size, bytes_RY, row_ids)
+            return
+        self._check_on_host(pages, rows, bytes_RY, self.page_bytes)
+        page_ids = self._page_ids(pages)
+        lanes = [lane.view(torch.uint8).view(self.spec.page_count, -1) for pair in self.layers for lane in pair]
+        found_GY = torch.cat([lane.index_select(0, page_ids) for lane in lanes], dim=1)
+        for at, row, count in _runs(rows, merge=True):
+            bytes_RY[row : row + count].copy_(found_GY[at : at + count], non_blocking=True)
+
+    def copy_in(
+        self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer], first: int, end: int
+    ) -> None:
+        """The reverse of `copy_out`, for layers first .. end - 1 of this pool; the rows still hold all layers."""
+        if first == end:
+            return
+        layers, width = self.layers[first:end], self.spec.layer_bytes
+        part_RZ = bytes_RY[:, first * width : end * width]
+        if self.spec.device == "cpu":
+            page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+            self._kernels.scatter_pages(layers, page_ids, self.spec.page_size, part_RZ, row_ids)
+            return
+        self._check_on_host(pages, rows, part_RZ, (end - first) * width)
+        page_ids = self._page_ids(pages)
+        staged_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
+        for at, row, count in _runs(rows, merge=len(layers) == len(self.layers)):
+            staged_GZ[at : at + count].copy_(part_RZ[row : row + count], non_blocking=True)
+        lanes = [lane.view(torch.uint8).view(self.spec.page_count, -1) for pair in layers for lane in pair]
+        half = width // 2
+        for i, lane_PW in enumerate(lanes):
+            lane_PW.index_copy_(0, page_ids, staged_GZ[:, i * half : (i + 1) * half])
+
+    def _check_on_host(
+        self, pages: NDArray[np.integer], rows: NDArray[np.integer], bytes_RZ: Tensor, width: int
+    ) -> None:
+        """What the kernels check, without asking the device."""
+        if bytes_RZ.dtype != torch.uint8 or bytes_RZ.shape[1] != width or len(pages) != len(rows):
+            raise ValueError(
+                f"pool: {len(pages)} pages to {len(rows)} rows of {bytes_RZ.dtype} {tuple(bytes_RZ.shape)}, "
+                f"expected as many, of uint8 [R, {width}]"
+            )
+        for what, ids, count in (("pages", pages, self.spec.page_count), ("rows", rows, bytes_RZ.shape[0])):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+                raise ValueError(f"pool: {what} {ids.min()} .. {ids.max()}, expected 0 .. {count - 1}")
 
     def _page_ids(self, pages: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64)).to(self.spec.device)
@@ -129,6 +196,16 @@ def _zeros(byte_count: int, device: str) -> Tensor:
     prefer_huge_pages(raw.ctypes.data, raw.nbytes)
     skip = -raw.ctypes.data % _LINE_BYTES
     return torch.from_numpy(raw[skip : skip + byte_count])
+
+
+def _runs(rows: NDArray[np.integer], *, merge: bool) -> Iterator[tuple[int, int, int]]:
+    """(index, row, count) of stretches of consecutive rows; each row alone without `merge`."""
+    if not len(rows):
+        return
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1 if merge else np.arange(1, len(rows))
+    edges = [0, *breaks.tolist(), len(rows)]
+    for at, end in pairwise(edges):
+        yield at, int(rows[at]), end - at
 
 
 class _Alias:

@@ -103,7 +103,7 @@ def test_pages_that_are_none_of_ours_and_buffers_of_wrong_size_are_refused() -> 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layer_count", 0), ("kv_head_count", 0), ("head_size", -1), ("page_size", 0), ("page_count", 1)],
+    [("layer_count", -1), ("kv_head_count", 0), ("head_size", -1), ("page_size", 0), ("page_count", 1)],
 )
 def test_a_spec_without_room_is_refused(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{field} is {value}"):

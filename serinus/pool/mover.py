@@ -1,0 +1,277 @@
+"""Mover: carries pages between the device pools and the host pools of one engine. Decides nothing.
+
+One thread does it, beside the forward passes. A load fills its pages a group of layers at a time, in the order of the
+model, and LayerGate lets a forward pass start on layer 0 while layer 5 is still under way. Loads overtake backups:
+a request waits for a load, nobody for a backup but an eviction. That is safe because no page is in two copies.
+
+On the CPU the thread copies by itself. On an accelerator it queues copies on a stream of its own, behind what the
+compute stream was told before the copy was submitted; the gate makes the compute stream wait, not the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from serinus.core.clock import Clock
+from serinus.core.errors import InvariantError
+from serinus.core.moves import Move, MoveDone, MoveKind
+from serinus.core.parts import Part
+from serinus.pool.device import DevicePool
+from serinus.pool.host import HostPool
+
+__all__ = ["LayerGate", "Mover"]
+
+_GROUP_BYTES = 1 << 18
+"""Layers of a load are copied in groups of at least so many bytes: less costs more to ask for than to copy."""
+_BACKUP_BYTES = 1 << 24
+"""A backup looks after so many bytes whether a load is waiting."""
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """One op on its way."""
+
+    index: int
+    """Order of submission."""
+    op: int
+    kind: MoveKind
+    moves: tuple[Move, ...]
+    fence: Any = None
+    """Event of the compute stream; the copy begins after it."""
+    layers: int = 0
+    """Of a load: so many layers of the model are there (or, on an accelerator, queued)."""
+    events: list[tuple[int, Any]] = field(default_factory=list)
+    """Of a load on an accelerator: (layers, event that is behind them), ascending."""
+    done: MoveDone | None = None
+
+
+class Mover:
+    """The PageMover of an engine. `submit`, `poll`, `wait` and the gate belong to the engine's thread."""
+
+    def __init__(
+        self,
+        device: Mapping[Part, DevicePool],
+        host: Mapping[Part, HostPool],
+        layer_parts: Sequence[Part],
+        clock: Clock,
+    ) -> None:
+        """
+        Args:
+            device, host: the pools of each part; equal page bytes.
+            layer_parts: the part of each layer of the model, in order.
+            clock: measures copies.
+        """
+        for part, pool in device.items():
+            count = sum(p is part for p in layer_parts)
+            if part not in host or host[part].page_bytes != pool.page_bytes or count != pool.spec.layer_count:
+                raise InvariantError(
+                    f"pool: part {part.name} has {pool.spec.layer_count} layers of {pool.page_bytes} bytes a page on "
+                    f"the device, {count} layers in the model, host pool {host.get(part)}; expected the same in all"
+                )
+        self._device, self._host, self._clock = device, host, clock
+        self._layer_count = len(layer_parts)
+        self._before = {part: _counts(layer_parts, part) for part in device}
+        self._on_cpu = all(pool.spec.device == "cpu" for pool in device.values())
+        self._stream: Any = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._news = threading.Condition()
+        self._loads: deque[_Copy] = deque()
+        self._backups: deque[_Copy] = deque()
+        self._open: dict[int, _Copy] = {}
+        self._ended: list[_Copy] = []
+        self._submitted = 0
+        self._closing = False
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="serinus-mover", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's side --------------------------------------------------------------------------------------
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """Begin copies; all moves of one op come in one call and are of one kind. Returns at once."""
+        by_op: dict[int, list[Move]] = {}
+        for move in moves:
+            by_op.setdefault(move.op, []).append(move)
+        fence = None
+        if not self._on_cpu:
+            fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            fence.record()
+        with self._news:
+            self._check()
+            for op, own in by_op.items():
+                if op in self._open or any(move.kind is not own[0].kind for move in own):
+                    raise InvariantError(f"pool: copy {op} submitted twice or of two kinds, expected neither")
+                self._submitted += 1
+                copy = _Copy(index=self._submitted, op=op, kind=own[0].kind, moves=tuple(own), fence=fence)
+                self._open[op] = copy
+                (self._loads if copy.kind is MoveKind.LOAD else self._backups).append(copy)
+            self._news.notify_all()
+
+    def poll(self) -> list[MoveDone]:
+        """The copies that ended since the last poll or wait, in the order in which they were submitted."""
+        with self._news:
+            self._check()
+            ended, self._ended = self._ended, []
+        ended.sort(key=lambda copy: copy.index)
+        return [copy.done for copy in ended if copy.done is not None]
+
+    def wait(self, ops: Collection[int]) -> list[MoveDone]:
+        """Block until these copies have ended; returns everything that `poll` would return then."""
+        with self._news:
+            self._news.wait_for(lambda: self._broken is not None or not any(op in self._open for op in ops))
+        return self.poll()
+
+    @property
+    def open_count(self) -> int:
+        """Copies that have not ended."""
+        with self._news:
+            return len(self._open)
+
+    def close(self) -> None:
+        """End the thread; copies that have not begun never will. May be called again."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        self._thread.join()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise InvariantError(f"pool: the mover's thread broke: {self._broken!r}") from self._broken
+        if self._closing:
+            raise InvariantError("pool: the mover is closed, expected no more copies")
+
+    # ---- the gate's side ----------------------------------------------------------------------------------------
+
+    def open_loads(self) -> tuple[_Copy, ...]:
+        """The loads that a forward pass which begins now must wait for."""
+        with self._news:
+            return tuple(copy for copy in self._open.values() if copy.kind is MoveKind.LOAD)
+
+    def wait_layer(self, copy: _Copy, layer: int) -> None:
+        """Let nothing that is computed from now on run before this layer of the load is there (or it has failed)."""
+        if copy.layers <= layer:
+            with self._news:
+                self._news.wait_for(lambda: copy.layers > layer or copy.done is not None or self._broken is not None)
+                self._check()
+        for layers, event in copy.events:
+            if layers > layer:
+                torch.cuda.current_stream().wait_event(event)
+                break
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with torch.inference_mode(), stream:
+                while (copy := self._next()) is not None:
+                    self._carry(copy)
+        except BaseException as error:
+            with self._news:
+                self._broken = error
+                self._news.notify_all()
+            raise
+
+    def _next(self) -> _Copy | None:
+        with self._news:
+            self._news.wait_for(lambda: self._closing or self._loads or self._backups)
+            if self._closing:
+                return None
+            return self._loads.popleft() if self._loads else self._backups.popleft()
+
+    def _carry(self, copy: _Copy) -> None:
+        begin = self._clock.now()
+        error = ""
+        try:
+            if copy.fence is not None:
+                self._stream.wait_event(copy.fence)
+            if copy.kind is MoveKind.LOAD:
+                self._load(copy)
+            else:
+                self._back_up(copy)
+            if self._stream is not None:
+                self._stream.synchronize()
+        except (ValueError, RuntimeError, MemoryError, OSError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        seconds = self._clock.now() - begin
+        moved = sum(len(move.source) * self._host[move.part].page_bytes for move in copy.moves)
+        with self._news:
+            copy.done = MoveDone(
+                op=copy.op, ok=not error, error=error, seconds=seconds, byte_count=0 if error else moved
+            )
+            copy.layers = self._layer_count
+            del self._open[copy.op]
+            self._ended.append(copy)
+            self._news.notify_all()
+
+    def _load(self, copy: _Copy) -> None:
+        layer_bytes = [len(move.source) * self._device[move.part].spec.layer_bytes for move in copy.moves]
+        step = max(1, -(-_GROUP_BYTES // max(1, *layer_bytes)))
+        for first in range(0, self._layer_count, step):
+            end = min(first + step, self._layer_count)
+            for move in copy.moves:
+                before = self._before[move.part]
+                host = self._host[move.part].tensor_PY
+                self._device[move.part].copy_in(move.target, host, move.source, before[first], before[end])
+            if self._stream is not None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                copy.events.append((end, event))
+            with self._news:
+                copy.layers = end
+                self._news.notify_all()
+
+    def _back_up(self, copy: _Copy) -> None:
+        for move in copy.moves:
+            host = self._host[move.part]
+            step = max(1, _BACKUP_BYTES // max(1, host.page_bytes))
+            for at in range(0, len(move.source), step):
+                self._loads_first()
+                span = slice(at, at + step)
+                self._device[move.part].copy_out(move.source[span], host.tensor_PY, move.target[span])
+
+    def _loads_first(self) -> None:
+        while True:
+            with self._news:
+                if not self._loads:
+                    return
+                load = self._loads.popleft()
+            self._carry(load)
+
+
+class LayerGate:
+    """The forward hook that keeps a layer from being computed before the loads submitted earlier have filled it.
+
+    Costs one lock a forward pass while nothing is loaded.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._loads: tuple[_Copy, ...] = ()
+
+    def before(self, batch: object) -> None:
+        """Take down which loads this forward pass waits for."""
+        self._loads = self._mover.open_loads()
+
+    def before_layer(self, layer_index: int) -> None:
+        """Wait for the layer; on an accelerator its stream does."""
+        for copy in self._loads:
+            self._mover.wait_layer(copy, layer_index)
+
+    def after(self, batch: object) -> None:
+        """Nothing is waited for any more."""
+        self._loads = ()
+
+
+def _counts(layer_parts: Sequence[Part], part: Part) -> tuple[int, ...]:
+    """For each layer of the model, and its end: how many layers of `part` come before it."""
+    counts = [0]
+    for own in layer_parts:
+        counts.append(counts[-1] + (own is part))
+    return tuple(counts)
