@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from serinus.cache import Lease, PrefixCache
+from serinus.cache import CacheGeometry, Lease, PartPages, PrefixCache
 
 RNG = np.random.default_rng(7)
 
@@ -26,6 +26,11 @@ RNG = np.random.default_rng(7)
 def tokens(count: int) -> np.ndarray:
     """`count` random ids."""
     return RNG.integers(0, 150_000, count, dtype=np.int32)
+
+
+def device(page_count: int, page_size: int) -> PrefixCache:
+    """A cache of one tier and one part."""
+    return PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count))
 
 
 def cost_us(work: Callable[[int], object], *, runs: int, ready: Callable[[int], object] | None = None) -> float:
@@ -45,19 +50,19 @@ def publish(cache: PrefixCache, ids: np.ndarray, rid: str = "maker", chunk: int 
     match = cache.match_prefix("", ids, len(ids))
     own = cache.allocate(rid, (len(ids) - match.length) // cache.page_size)
     assert own is not None, "benchmark: the pool is too small"
-    pages = np.concatenate((match.pages, own))
+    pages = np.concatenate((match.pages, own.full))
     at, lease, size = match.length, match.lease, cache.page_size
     while chunk and at < len(ids):
         end = min(len(ids), at + chunk)
-        cache.commit_row(cache.insert(lease, ids[at:end], pages[at // size : end // size], at))
+        cache.commit_row(cache.insert(lease, ids[at:end], PartPages(full=pages[at // size : end // size]), at))
         at = end
-    cache.finish(rid, lease, ids, pages)
+    cache.finish(rid, lease, ids, PartPages(full=pages))
 
 
 def long_context(runs: int) -> dict[str, tuple[float, float, float]]:
     """Match 128k tokens over 256 nodes; insert an 8k chunk at that depth."""
     length, nodes, size, chunk = 131_072, 256, 16, 8_192
-    cache = PrefixCache(1 + 4 * (length + runs * chunk) // size, size)
+    cache = device(1 + 4 * (length + runs * chunk) // size, size)
     ids = tokens(length + chunk)
     publish(cache, ids[:length], chunk=length // nodes)
     leases = []
@@ -79,15 +84,15 @@ def long_context(runs: int) -> dict[str, tuple[float, float, float]]:
         if held:
             insertion, pages, fresh = held.pop()
             cache.commit_row(insertion)
-            cache.finish("r", insertion.lease, np.concatenate((ids[:length], fresh)), pages)
+            cache.finish("r", insertion.lease, np.concatenate((ids[:length], fresh)), PartPages(full=pages))
         match = cache.match_prefix("", ids[:length], length)
         own = cache.allocate("r", chunk // size)
         assert own is not None, "benchmark: the pool is too small"
-        held.append([match, np.concatenate((match.pages, own)), tokens(chunk)])
+        held.append([match, np.concatenate((match.pages, own.full)), tokens(chunk)])
 
     def work(i: int) -> None:
         match, pages, fresh = held[-1]
-        held[-1][0] = cache.insert(match.lease, fresh, pages[length // size :], length)
+        held[-1][0] = cache.insert(match.lease, fresh, PartPages(full=pages[length // size :]), length)
 
     insert_us = cost_us(work, runs=runs, ready=ready)
     fresh = tokens(chunk)
@@ -101,7 +106,7 @@ def long_context(runs: int) -> dict[str, tuple[float, float, float]]:
 def shared_lease(runs: int) -> dict[str, tuple[float, float, float]]:
     """Lease and release under a prefix of 100 nodes that somebody else keeps."""
     size = 16
-    cache = PrefixCache(1000, size)
+    cache = device(1000, size)
     ids = tokens(100 * size)
     publish(cache, ids, chunk=size)
     busy = cache.match_prefix("", ids, len(ids))
@@ -121,11 +126,11 @@ def shared_lease(runs: int) -> dict[str, tuple[float, float, float]]:
 
 def evict_many_leaves(runs: int, leaves: int) -> dict[str, tuple[float, float, float]]:
     """Evict one page at `leaves` leaves: whole leaves, and one page at a time of long ones."""
-    cache = PrefixCache(leaves * 2, 16)
+    cache = device(leaves * 2, 16)
     for _ in range(leaves):
         publish(cache, tokens(16))
     whole = cost_us(lambda i: cache.evict(1), runs=runs)
-    tail = PrefixCache(leaves, 16)
+    tail = device(leaves, 16)
     for _ in range(10):
         publish(tail, tokens(16 * (leaves // 12)))
     trim = cost_us(lambda i: tail.evict(1), runs=runs)
@@ -138,7 +143,7 @@ def evict_many_leaves(runs: int, leaves: int) -> dict[str, tuple[float, float, f
 def sweep(runs: int) -> dict[str, tuple[float, float, float]]:
     """Walk a full pool of 1 M slots; million slots per second, more is better."""
     size, count = 16, 1_000_000
-    cache = PrefixCache(1 + count // size, size)
+    cache = device(1 + count // size, size)
     for _ in range(count // 2048):
         publish(cache, tokens(2048))
 
@@ -168,7 +173,7 @@ def shared_prompts(requests: int, size: int) -> dict[str, tuple[float, float, fl
     heads = [tokens(2000) for _ in range(20)]
     prompts = [np.concatenate((heads[i % 20], tokens(500))) for i in range(requests)]
     capacity = (20 * 2000 + (requests // 2) * 512) // size
-    cache = PrefixCache(1 + capacity, size)
+    cache = device(1 + capacity, size)
     for head in heads:
         publish(cache, head)
     times: dict[str, list[float]] = {"match": [], "insert": [], "evict": [], "allocate": [], "finish": []}
@@ -187,13 +192,13 @@ def shared_prompts(requests: int, size: int) -> dict[str, tuple[float, float, fl
         own = cache.allocate(str(i), count)
         t3 = now()
         assert own is not None, "benchmark: no room after evicting"
-        pages = np.concatenate((match.pages, own))
+        pages = np.concatenate((match.pages, own.full))
         at = match.length
         t4 = now()
-        insertion = cache.insert(match.lease, ids[at:], pages[at // size :], at)
+        insertion = cache.insert(match.lease, ids[at:], PartPages(full=pages[at // size :]), at)
         cache.commit_row(insertion)
         t5 = now()
-        cache.finish(str(i), insertion.lease, ids, pages)
+        cache.finish(str(i), insertion.lease, ids, PartPages(full=pages))
         t6 = now()
         for name, seconds in (("match", t1 - t0), ("allocate", t3 - t2), ("insert", t5 - t4), ("finish", t6 - t5)):
             times[name].append(seconds)

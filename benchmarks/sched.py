@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from serinus.cache import PrefixCache
+from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import Request, TokenDelta
 from serinus.core.sampling import SamplingParams
@@ -33,7 +33,7 @@ RNG = np.random.default_rng(11)
 
 def scheduler(pages: int, **settings: int) -> Scheduler:
     """One on a fresh cache."""
-    cache = PrefixCache(pages + 1, PAGE)
+    cache = PrefixCache(CacheGeometry(page_size=PAGE, full_pages=pages + 1))
     numbers = {"max_running_requests": RUNNING, "rows": RUNNING + 1, "chunked_prefill_size": 2048, **settings}
     return Scheduler(SchedSettings(page_size=PAGE, context_length=CONTEXT, vocab_size=32_000, **numbers), cache)
 

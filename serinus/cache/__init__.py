@@ -9,23 +9,54 @@ from __future__ import annotations
 
 from serinus.cache.eviction import POLICIES
 from serinus.cache.ledger import LEGAL_MOVES, PageCounts, PageLedger, Pages, PageState
-from serinus.cache.node import Lease
+from serinus.cache.node import Lease, Tier
 from serinus.cache.prefix import PrefixCache
-from serinus.cache.results import CacheStats, Eviction, Insertion, Match, ResidentSlots, RowView
+from serinus.cache.ports import PageMover, PageStorage
+from serinus.cache.results import (
+    CacheGeometry,
+    CacheNews,
+    CacheStats,
+    Eviction,
+    Insertion,
+    Loaded,
+    LoadPlan,
+    Match,
+    NodeView,
+    PartPages,
+    PoolStats,
+    PrefetchState,
+    Probe,
+    ResidentSlots,
+    RowView,
+    TreeView,
+)
 
 __all__ = [
     "LEGAL_MOVES",
     "POLICIES",
+    "CacheGeometry",
+    "CacheNews",
     "CacheStats",
     "Eviction",
     "Insertion",
     "Lease",
+    "LoadPlan",
+    "Loaded",
     "Match",
+    "NodeView",
     "PageCounts",
     "PageLedger",
+    "PageMover",
     "PageState",
+    "PageStorage",
     "Pages",
+    "PartPages",
+    "PoolStats",
+    "PrefetchState",
     "PrefixCache",
+    "Probe",
     "ResidentSlots",
     "RowView",
+    "Tier",
+    "TreeView",
 ]

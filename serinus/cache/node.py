@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import Pages
 
-__all__ = ["TOKEN_BYTES", "Lease", "Node"]
+__all__ = ["NO_PAGES", "TOKEN_BYTES", "Lease", "Node", "Tier"]
 
 TOKEN_BYTES = 4
 NO_PAGES: Pages = np.empty(0, np.int32)
+
+
+class Tier(IntEnum):
+    """Where KV can be."""
+
+    DEVICE = 0
+    """The pools that attention reads."""
+    HOST = 1
+    """Main memory, pinned where there is an accelerator."""
+    STORAGE = 2
+    """Outside the engine: files. Keeps no nodes."""
 
 
 class Node:
@@ -67,7 +80,7 @@ class Node:
 class Lease:
     """A promise that the prefix [0, end) of one sequence stays where it is, until released, once."""
 
-    __slots__ = ("anchor", "live", "rid")
+    __slots__ = ("anchor", "live", "rid", "sound_end")
 
     def __init__(self, anchor: Node) -> None:
         self.anchor = anchor
@@ -75,6 +88,8 @@ class Lease:
         self.live = True
         self.rid = ""
         """The request it serves; known from its first insert on."""
+        self.sound_end: int | None = None
+        """Where its KV stops being good because a load failed; None = it is all good."""
 
     @property
     def end(self) -> int:

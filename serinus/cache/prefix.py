@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from serinus.cache.eviction import POLICIES
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, PageLedger, Pages, PageState, tree_owner
 from serinus.cache.node import NO_PAGES, Lease, Node
-from serinus.cache.results import CacheStats, Eviction, Insertion, Match, ResidentSlots, RowView
+from serinus.cache.results import (
+    CacheGeometry,
+    CacheStats,
+    Eviction,
+    Insertion,
+    Match,
+    PartPages,
+    Probe,
+    ResidentSlots,
+    RowView,
+)
 from serinus.cache.sanity import check_cache, check_rows
 from serinus.cache.sweep import SweepIndex
 from serinus.cache.tree import RadixTree, Victims
@@ -28,21 +38,18 @@ class PrefixCache:
     """What is kept where. Not thread safe: the scheduler owns it.
 
     Args:
-        page_count: pages of the pool, page 0 (padding) included.
-        page_size: tokens per page, a power of two from 1 to 128.
+        geometry: pages by tier and part.
         enable_prefix: False keeps nothing beyond its request: matches are empty and insertions publish nothing.
         policy: eviction order, one of POLICIES.
     Raises:
         ConfigError: a value is out of range.
     """
 
-    def __init__(self, page_count: int, page_size: int, *, enable_prefix: bool = True, policy: str = "lru") -> None:
-        if page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
-            raise ConfigError(f"cache: page_size is {page_size}, expected a power of two from 1 to 128")
-        if page_count < 2:
-            raise ConfigError(f"cache: page_count is {page_count}, expected at least 2 (page 0 is padding)")
+    def __init__(self, geometry: CacheGeometry, *, enable_prefix: bool = True, policy: str = "lru") -> None:
+        page_count, page_size = geometry.full_pages, geometry.page_size
         if policy not in POLICIES:
             raise ConfigError(f"cache: eviction policy is {policy!r}, expected one of {', '.join(POLICIES)}")
+        self.geometry = geometry
         self.page_count = page_count
         self.page_size = page_size
         self.enable_prefix = enable_prefix
@@ -87,15 +94,16 @@ class PrefixCache:
 
     # Looking up
 
-    def probe(self, ns: str, tokens: NDArray[np.int32]) -> int:
+    def probe(self, ns: str, tokens: NDArray[np.int32]) -> Probe:
         """Length of the cached prefix of `tokens` in tokens, page aligned. Changes nothing, pins nothing."""
         root = self.tree.roots.get(ns)
         if root is None:
-            return 0
+            return Probe(device=0, total=0)
         whole = len(tokens) - len(tokens) % self.page_size
-        return self.tree.descend(root, _token_bytes(tokens[:whole]), 0).end
+        found = self.tree.descend(root, _token_bytes(tokens[:whole]), 0).end
+        return Probe(device=found, total=found)
 
-    def match_prefix(self, ns: str, tokens: NDArray[np.int32], max_len: int) -> Match:
+    def match_prefix(self, ns: str, tokens: NDArray[np.int32], max_len: int, *, priority: int = 0) -> Match:
         """Find and pin the longest cached prefix of `tokens`, at most `max_len` tokens, whole pages only.
 
         A caller that must compute something passes max_len = len(tokens) - 1. Splits a node only at the boundary that
@@ -115,25 +123,27 @@ class PrefixCache:
         self._matched_tokens += len(tokens)
         self._hit_tokens += found.end
         pages = np.concatenate(found.path) if found.path else NO_PAGES
-        return Match(lease=Lease(anchor), length=found.end, pages=pages)
+        return Match(lease=Lease(anchor), length=found.end, pages=pages, swa_first=len(pages))
 
     # Pages of requests
 
-    def allocate(self, rid: str, count: int) -> Pages | None:
-        """Give `count` pages to request `rid`, evicting unpinned leaves as needed.
+    def allocate(self, rid: str, full: int, swa: int = 0) -> PartPages | None:
+        """Give `full` pages to request `rid`, evicting unpinned leaves as needed.
 
         Returns None, with nothing changed, if free + evictable pages do not suffice.
         """
         self._check_committed()
         ledger = self.ledger
-        short = count - ledger.free_pages
+        short = full - ledger.free_pages
         if short > 0:
             if short > self.tree.evictable_pages:
                 return None
             self._apply(self.tree.evict(short))
-        return ledger.take(ledger.request_owner(rid), count, "allocate")
+        return PartPages(full=ledger.take(ledger.request_owner(rid), full, "allocate"))
 
-    def insert(self, lease: Lease, tokens: NDArray[np.int32], pages: Pages, from_pos: int) -> Insertion:
+    def insert(
+        self, lease: Lease, tokens: NDArray[np.int32], pages: PartPages, from_pos: int, swa_first: int | None = None
+    ) -> Insertion:
         """Publish the whole pages of a sequence that lie behind its lease, and grow the lease over them.
 
         Args:
@@ -152,7 +162,7 @@ class PrefixCache:
             raise InvariantError(f"cache: L5 {lease} is used after its release")
         if self.enable_prefix and from_pos != lease.end:
             raise InvariantError(f"cache: insert begins at {from_pos}, expected the end of the lease, {lease.end}")
-        insertion = self._publish(lease, tokens, pages, from_pos)
+        insertion = self._publish(lease, tokens, pages.full, from_pos)
         self._pending = insertion
         return insertion
 
@@ -163,7 +173,16 @@ class PrefixCache:
         self._pending = None
         self._free_own(insertion.rid, insertion.duplicates, "free duplicates")
 
-    def finish(self, rid: str, lease: Lease, tokens: NDArray[np.int32], pages: Pages) -> None:
+    def finish(
+        self,
+        rid: str,
+        lease: Lease,
+        tokens: NDArray[np.int32],
+        pages: PartPages,
+        swa_first: int = 0,
+        *,
+        park: bool = False,
+    ) -> None:
         """The only exit of a request, for finish, abort, retract and preempt alike.
 
         Publishes what is complete, frees the rest, releases the lease and forgets the request.
@@ -178,9 +197,10 @@ class PrefixCache:
         """
         self._check_committed()
         start = lease.end
-        self._check_row(rid, lease, pages)
-        insertion = self._publish(lease, tokens[start:], pages[start // self.page_size :], start)
-        tail = pages[insertion.end // self.page_size :]
+        row = pages.full
+        self._check_row(rid, lease, row)
+        insertion = self._publish(lease, tokens[start:], row[start // self.page_size :], start)
+        tail = row[insertion.end // self.page_size :]
         self._free_own(rid, np.concatenate((insertion.duplicates, tail)) if insertion.changed else tail, "finish")
         self.ledger.forget_request(rid)
         self.release(lease)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from serinus.cache import PrefixCache
+from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, InvariantError
@@ -129,8 +129,7 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
 
 def _scheduler(config: ServeConfig, settings: SchedSettings, pool: PoolSpec) -> tuple[Scheduler, PrefixCache]:
     cache = PrefixCache(
-        pool.page_count,
-        pool.page_size,
+        CacheGeometry(page_size=pool.page_size, full_pages=pool.page_count),
         enable_prefix=not config.sched.disable_radix_cache,
         policy=config.sched.radix_eviction_policy,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.cache import PrefixCache
+from serinus.cache import PartPages, PrefixCache
 from serinus.core.errors import InvariantError
 from serinus.core.plan import TableWrite
 from serinus.sched.request_state import ReqState
@@ -60,7 +60,7 @@ class Seats:
         limit = self.match_limit(state)
         if limit < self.page_size:
             return 0
-        return self.cache.probe(state.request.cache_salt, state.tokens[:limit])
+        return self.cache.probe(state.request.cache_salt, state.tokens[:limit]).device
 
     def match(self, state: ReqState) -> None:
         """Lock the cached prefix of a request without pages and make it its own."""
@@ -80,7 +80,7 @@ class Seats:
         if pages is None:
             return False
         start = state.room
-        state.add_pages(pages, self.page_size)
+        state.add_pages(pages.full, self.page_size)
         if state.row:
             self._write(state, start, state.room)
         return True
@@ -108,7 +108,8 @@ class Seats:
             return
         assert state.lease is not None, f"sched: request {state.rid} publishes without a lease"
         low, high = first // self.page_size, end // self.page_size
-        insertion = self.cache.insert(state.lease, state.tokens[first:end], state.pages[low:high], first)
+        own = PartPages(full=state.pages[low:high])
+        insertion = self.cache.insert(state.lease, state.tokens[first:end], own, first)
         if insertion.changed:
             state.put_pages(low, insertion.pages, self.page_size)
             if state.row:
@@ -120,7 +121,7 @@ class Seats:
     def leave(self, state: ReqState) -> None:
         """Give everything back: the only exit for finish, abort, retract and recompute."""
         if state.lease is not None:
-            pages = state.pages[: state.page_count]
+            pages = PartPages(full=state.pages[: state.page_count])
             self.cache.finish(state.rid, state.lease, state.tokens[: state.computed], pages)
         if state.row:
             self.give_row(state)

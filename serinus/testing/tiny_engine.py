@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serinus.cache import PrefixCache
+from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import ManualClock
 from serinus.core.request import Request, TokenDelta
 from serinus.sched import ChunkReady, Outcome, SchedSettings, Scheduler
@@ -33,7 +33,7 @@ class TinyEngine:
             page_size=page_size, context_length=context_length, rows=running + 1, vocab_size=vocab_size, **settings
         )
         self.clock = ManualClock()
-        self.cache = PrefixCache(page_count, page_size, enable_prefix=enable_prefix)
+        self.cache = PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count), enable_prefix=enable_prefix)
         self.scheduler = Scheduler(self.settings, self.cache)
         self.runner = FakeRunner(
             rows=running + 1, context=context_length, page_size=page_size, page_count=page_count, vocab_size=vocab_size

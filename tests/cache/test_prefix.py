@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from serinus.cache import Insertion, Lease, Pages, PrefixCache, RowView
+from serinus.cache import CacheGeometry, Insertion, Lease, Pages, PartPages, PrefixCache, RowView
 from serinus.core.errors import CapacityError, ConfigError, InvariantError
 
 SIZE = 4
@@ -19,32 +21,36 @@ def span(start: int, stop: int) -> np.ndarray:
     return np.arange(start, stop, dtype=np.int32)
 
 
+def device(page_count: int, page_size: int = SIZE, **settings: Any) -> PrefixCache:
+    return PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count), **settings)
+
+
 @pytest.fixture
 def cache() -> PrefixCache:
-    return PrefixCache(33, SIZE)
+    return device(33)
 
 
 def seat(cache: PrefixCache, rid: str, tokens: np.ndarray, namespace: str = "") -> tuple[Lease, Pages]:
     match = cache.match_prefix(namespace, tokens, len(tokens) - 1)
     own = cache.allocate(rid, -(-len(tokens) // cache.page_size) - len(match.pages))
     assert own is not None
-    return match.lease, np.concatenate((match.pages, own))
+    return match.lease, np.concatenate((match.pages, own.full))
 
 
 def insert(cache: PrefixCache, lease: Lease, tokens: np.ndarray, row: Pages) -> Insertion:
     start = lease.end
-    return cache.insert(lease, tokens[start:], row[start // cache.page_size :], start)
+    return cache.insert(lease, tokens[start:], PartPages(full=row[start // cache.page_size :]), start)
 
 
 def serve(cache: PrefixCache, rid: str, tokens: np.ndarray, namespace: str = "") -> Pages:
     lease, row = seat(cache, rid, tokens, namespace)
-    cache.finish(rid, lease, tokens, row)
+    cache.finish(rid, lease, tokens, PartPages(full=row))
     return row
 
 
 def test_a_served_prompt_is_found_again_in_whole_pages(cache: PrefixCache) -> None:
     row = serve(cache, "a", span(0, 14))
-    assert cache.probe("", span(0, 14)) == 12
+    assert cache.probe("", span(0, 14)).device == 12
     match = cache.match_prefix("", span(0, 14), 14)
     assert match.length == 12
     assert match.pages.tolist() == row[:3].tolist()
@@ -63,15 +69,15 @@ def test_a_match_is_never_longer_than_max_len_and_splits_there(cache: PrefixCach
 
 def test_namespaces_share_nothing(cache: PrefixCache) -> None:
     serve(cache, "a", span(0, 8), "tenant")
-    assert cache.probe("tenant", span(0, 8)) == 8
-    assert cache.probe("", span(0, 8)) == 0
+    assert cache.probe("tenant", span(0, 8)).device == 8
+    assert cache.probe("", span(0, 8)).device == 0
 
 
 def test_probe_changes_nothing(cache: PrefixCache) -> None:
     serve(cache, "a", span(0, 16))
     before = cache.stats()
-    assert cache.probe("", ids(0, 1, 2, 3, 4, 5, 6, 7, 99, 99)) == 8
-    assert cache.probe("unknown", span(0, 8)) == 0
+    assert cache.probe("", ids(0, 1, 2, 3, 4, 5, 6, 7, 99, 99)).device == 8
+    assert cache.probe("unknown", span(0, 8)).device == 0
     assert cache.stats() == before
 
 
@@ -87,8 +93,8 @@ def test_two_requests_over_one_prompt_end_on_one_set_of_pages(cache: PrefixCache
     cache.commit_row(insertion)
     assert cache.free_pages == free + 2
     cache.sanity_check([RowView(rid="a", lease=lease_a, pages=row_a), RowView(rid="b", lease=lease_b, pages=row_b)])
-    cache.finish("a", lease_a, tokens, row_a)
-    cache.finish("b", lease_b, tokens, row_b)
+    cache.finish("a", lease_a, tokens, PartPages(full=row_a))
+    cache.finish("b", lease_b, tokens, PartPages(full=row_b))
     assert (cache.cached_pages, cache.free_pages) == (2, 30)
 
 
@@ -111,7 +117,7 @@ def test_a_row_that_was_not_rewritten_is_refused_at_the_end(cache: PrefixCache) 
     with pytest.raises(InvariantError, match="O5 row of b begins with"):
         cache.sanity_check([RowView(rid="a", lease=lease_a, pages=row_a), RowView(rid="b", lease=lease_b, pages=row_b)])
     with pytest.raises(InvariantError, match="O5 the row of Lease"):
-        cache.finish("b", lease_b, tokens, row_b)
+        cache.finish("b", lease_b, tokens, PartPages(full=row_b))
 
 
 def test_chunks_are_published_from_the_lease(cache: PrefixCache) -> None:
@@ -121,16 +127,16 @@ def test_chunks_are_published_from_the_lease(cache: PrefixCache) -> None:
         insertion = insert(cache, lease, tokens[:computed], row)
         cache.commit_row(insertion)
         assert lease.end == insertion.end == computed // SIZE * SIZE
-        assert cache.probe("", tokens) == lease.end
+        assert cache.probe("", tokens).device == lease.end
     with pytest.raises(InvariantError, match="insert begins at 4, expected the end of the lease, 28"):
-        cache.insert(lease, tokens[4:], row[1:], 4)
+        cache.insert(lease, tokens[4:], PartPages(full=row[1:]), 4)
 
 
 def test_fewer_pages_than_tokens_are_refused(cache: PrefixCache) -> None:
     tokens = span(0, 16)
     lease, row = seat(cache, "a", tokens)
     with pytest.raises(InvariantError, match="2 pages for 16 tokens, expected 4 or more"):
-        cache.insert(lease, tokens, row[:2], 0)
+        cache.insert(lease, tokens, PartPages(full=row[:2]), 0)
 
 
 def test_tokens_of_another_type_are_refused(cache: PrefixCache) -> None:
@@ -141,13 +147,13 @@ def test_tokens_of_another_type_are_refused(cache: PrefixCache) -> None:
 def test_a_lease_is_released_once(cache: PrefixCache) -> None:
     tokens = span(0, 8)
     lease, row = seat(cache, "a", tokens)
-    cache.finish("a", lease, tokens, row)
+    cache.finish("a", lease, tokens, PartPages(full=row))
     with pytest.raises(InvariantError, match="L5"):
-        cache.finish("a", lease, tokens, row)
+        cache.finish("a", lease, tokens, PartPages(full=row))
     with pytest.raises(InvariantError, match="L5"):
         cache.release(lease)
     with pytest.raises(InvariantError, match="L5"):
-        cache.insert(lease, tokens, row, lease.end)
+        cache.insert(lease, tokens, PartPages(full=row), lease.end)
 
 
 def test_a_request_cannot_finish_with_another_ones_lease(cache: PrefixCache) -> None:
@@ -155,21 +161,21 @@ def test_a_request_cannot_finish_with_another_ones_lease(cache: PrefixCache) -> 
     lease, row = seat(cache, "a", tokens)
     cache.commit_row(insert(cache, lease, tokens, row))
     with pytest.raises(InvariantError, match="b finishes with Lease"):
-        cache.finish("b", lease, tokens, row)
+        cache.finish("b", lease, tokens, PartPages(full=row))
 
 
 def test_a_request_that_forgets_a_page_at_the_end_is_a_leak(cache: PrefixCache) -> None:
     tokens = span(0, 10)
     lease, row = seat(cache, "a", tokens)
     with pytest.raises(InvariantError, match="O3 request a ended and still owns pages"):
-        cache.finish("a", lease, tokens, row[:2])
+        cache.finish("a", lease, tokens, PartPages(full=row[:2]))
 
 
 def test_an_aborted_request_publishes_only_what_it_computed(cache: PrefixCache) -> None:
     tokens = span(0, 30)
     lease, row = seat(cache, "a", tokens)
-    cache.finish("a", lease, tokens[:9], row)
-    assert (cache.probe("", tokens), cache.cached_pages, cache.free_pages) == (8, 2, 30)
+    cache.finish("a", lease, tokens[:9], PartPages(full=row))
+    assert (cache.probe("", tokens).device, cache.cached_pages, cache.free_pages) == (8, 2, 30)
 
 
 def test_allocation_evicts_the_unpinned_and_refuses_without_a_trace(cache: PrefixCache) -> None:
@@ -181,9 +187,9 @@ def test_allocation_evicts_the_unpinned_and_refuses_without_a_trace(cache: Prefi
     assert cache.stats() == before
     got = cache.allocate("x", 22)
     assert got is not None
-    assert not set(got.tolist()) & set(row.tolist())
-    assert cache.probe("", span(0, 40)) == 0
-    cache.finish("live", lease, span(100, 140), row)
+    assert not set(got.full.tolist()) & set(row.tolist())
+    assert cache.probe("", span(0, 40)).device == 0
+    cache.finish("live", lease, span(100, 140), PartPages(full=row))
     cache.sanity_check()
 
 
@@ -191,13 +197,13 @@ def test_eviction_takes_no_more_of_the_last_leaf_than_needed(cache: PrefixCache)
     serve(cache, "a", span(0, 40))
     eviction = cache.evict(3)
     assert (eviction.freed, eviction.shortfall) == (3, 0)
-    assert cache.probe("", span(0, 40)) == 28
+    assert cache.probe("", span(0, 40)).device == 28
     assert cache.evict(99).shortfall == 92
     cache.sanity_check()
 
 
 def test_a_small_rest_does_not_keep_large_memory_alive() -> None:
-    cache = PrefixCache(4097, 16)
+    cache = device(4097, 16)
     serve(cache, "a", span(0, 65_536))
     cache.evict(4090)
     (node,) = cache.tree.arena.values()
@@ -210,12 +216,12 @@ def test_a_held_page_survives_eviction_until_the_transfer_drained(cache: PrefixC
     row = serve(cache, "a", span(0, 128))
     lease, again = seat(cache, "b", np.concatenate((span(0, 12), ids(7))))
     cache.hold("transfer", again[:3])
-    cache.finish("b", lease, span(0, 12), again)
+    cache.finish("b", lease, span(0, 12), PartPages(full=again))
     assert (cache.evictable_pages, cache.free_pages) == (28, 1)
     assert cache.allocate("c", 30) is None
     got = cache.allocate("c", 29)
     assert got is not None
-    assert not np.isin(row[:3], got).any()
+    assert not np.isin(row[:3], got.full).any()
     assert cache.stats().pages.parked == 3 - cache.cached_pages
     cache.unhold("transfer", row[:3])
     assert cache.available_pages == 3
@@ -229,22 +235,22 @@ def test_flush_empties_an_idle_cache_and_refuses_a_busy_one(cache: PrefixCache) 
     cache.hold("transfer", row[:1])
     with pytest.raises(CapacityError, match=r"1 leases; 1 pages of requests r1; 1 pages held by transfer"):
         cache.reset()
-    cache.finish("r1", lease, tokens, row)
+    cache.finish("r1", lease, tokens, PartPages(full=row))
     cache.unhold("transfer", row[:1])
     assert cache.reset() == 2
-    assert (cache.free_pages, cache.cached_pages, cache.probe("", tokens)) == (32, 0, 0)
+    assert (cache.free_pages, cache.cached_pages, cache.probe("", tokens).device) == (32, 0, 0)
     cache.sanity_check([])
 
 
 def test_without_prefixes_nothing_outlives_its_request() -> None:
-    cache = PrefixCache(33, SIZE, enable_prefix=False)
+    cache = device(33, enable_prefix=False)
     tokens = span(0, 16)
     lease, row = seat(cache, "a", tokens)
-    insertion = cache.insert(lease, tokens[8:], row[2:], 8)
+    insertion = cache.insert(lease, tokens[8:], PartPages(full=row[2:]), 8)
     assert (len(insertion.pages), len(insertion.duplicates)) == (0, 0)
     cache.commit_row(insertion)
-    cache.finish("a", lease, tokens, row)
-    assert (cache.cached_pages, cache.free_pages, cache.probe("", tokens)) == (0, 32, 0)
+    cache.finish("a", lease, tokens, PartPages(full=row))
+    assert (cache.cached_pages, cache.free_pages, cache.probe("", tokens).device) == (0, 32, 0)
 
 
 def test_the_sweep_leaves_out_what_leases_pin_if_asked(cache: PrefixCache) -> None:
@@ -268,11 +274,11 @@ def test_the_sweep_leaves_out_what_leases_pin_if_asked(cache: PrefixCache) -> No
 )
 def test_a_wrong_setting_is_refused_in_words(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        PrefixCache(**settings)  # type: ignore[arg-type]
+        device(**settings)
 
 
 def test_lfu_counts_the_hits_of_children_that_are_gone() -> None:
-    cache = PrefixCache(33, 1, policy="lfu")
+    cache = device(33, 1, policy="lfu")
     stem = ids(1, 2)
     for last in (3, 4):
         serve(cache, f"r{last}", ids(1, 2, last, 9))
@@ -282,14 +288,14 @@ def test_lfu_counts_the_hits_of_children_that_are_gone() -> None:
     for _ in range(3):
         cache.release(cache.match_prefix("", ids(5, 6), 2).lease)
     cache.evict(4)
-    assert cache.probe("", stem) == 2, "the stem's own children are gone"
+    assert cache.probe("", stem).device == 2, "the stem's own children are gone"
     cache.evict(2)
-    assert cache.probe("", stem) == 2, "5 hits went through the stem, 3 through the other"
-    assert cache.probe("", ids(5, 6)) == 0
+    assert cache.probe("", stem).device == 2, "5 hits went through the stem, 3 through the other"
+    assert cache.probe("", ids(5, 6)).device == 0
 
 
 def test_lfu_ties_fall_to_the_longest_unused_even_through_children() -> None:
-    cache = PrefixCache(33, 1, policy="lfu")
+    cache = device(33, 1, policy="lfu")
     serve(cache, "a", ids(1, 2, 3))
     cache.release(cache.match_prefix("", ids(1, 2), 2).lease)
     serve(cache, "b", ids(5, 6))
@@ -297,4 +303,4 @@ def test_lfu_ties_fall_to_the_longest_unused_even_through_children() -> None:
     lease = cache.match_prefix("", ids(1, 2, 3), 3).lease
     cache.release(lease)
     cache.evict(1)
-    assert cache.probe("", ids(5, 6)) == 1
+    assert cache.probe("", ids(5, 6)).device == 1

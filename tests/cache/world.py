@@ -90,7 +90,9 @@ class World:
     ) -> None:
         self.room = cache_room
         self.size = page_size
-        self.cache = cache_room.PrefixCache(page_count, page_size, policy=policy)
+        self.cache = cache_room.PrefixCache(
+            cache_room.CacheGeometry(page_size=page_size, full_pages=page_count), policy=policy
+        )
         self.policy = policy
         self.rewrite_rows = rewrite_rows
         self.pool = np.zeros((page_count, page_size), np.uint64)
@@ -116,7 +118,7 @@ class World:
         req = self.waiting[which % len(self.waiting)]
         limit = len(req.tokens) - 1
         expected = self.longest(req.namespace, req.tokens, limit)
-        assert self.cache.probe(req.namespace, req.ids[:limit]) == expected, "K: probe differs from the model"
+        assert self.cache.probe(req.namespace, req.ids[:limit]).device == expected, "K: probe differs from the model"
         match = self.cache.match_prefix(req.namespace, req.ids, limit)
         assert match.length == expected == match.lease.end, f"match of {match.length} tokens, expected {expected}"
         assert len(match.pages) * self.size == match.length, "a match has one page per page_size tokens"
@@ -136,7 +138,8 @@ class World:
         room = self.cache.free_pages + self.expected_evictable(extra_lease)
         short = count - self.cache.free_pages
         before = set(self.resident)
-        pages: NDArray[np.int32] | None = self.cache.allocate(rid, count)
+        given = self.cache.allocate(rid, count)
+        pages: NDArray[np.int32] | None = None if given is None else given.full
         assert (pages is None) == (count > room), f"{count} pages asked, room for {room}, got {pages}"
         if pages is None:
             assert self.actual().keys() == before, "a refused allocation changed what is cached"
@@ -173,7 +176,9 @@ class World:
         start = req.lease.end
         low = start // self.size
         given = req.row[low : req.computed // self.size].copy()
-        insertion = self.cache.insert(req.lease, req.ids[start : req.computed], req.row[low:], start)
+        insertion = self.cache.insert(
+            req.lease, req.ids[start : req.computed], self.room.PartPages(full=req.row[low:]), start
+        )
         assert insertion.end == start + len(given) * self.size == req.lease.end, f"{insertion} of {given}"
         ledger = self.cache.ledger
         own = ledger.request_owner(req.rid)
@@ -211,7 +216,7 @@ class World:
 
     def leave(self, req: Req, *, retract: bool) -> None:
         """The only exit; a retracted request waits again with all its tokens."""
-        self.cache.finish(req.rid, req.lease, req.ids[: req.computed], req.row)
+        self.cache.finish(req.rid, req.lease, req.ids[: req.computed], self.room.PartPages(full=req.row))
         self.running.remove(req)
         self.add(req.namespace, req.tokens[: req.computed // self.size * self.size])
         if retract:
