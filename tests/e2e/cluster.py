@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import re
+import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+"""One for all threads: to make a client costs more than to ask. Each question has a connection of its own."""
 
 
 class Reference:
@@ -52,7 +58,7 @@ def mixed_prompts(count: int, vocab: int, seed: int) -> list[tuple[list[int], in
 def generate(url: str, prompt: list[int], count: int, **more: Any) -> dict[str, Any]:
     """One greedy /generate call."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    answer = httpx.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling, **more}, timeout=120)
+    answer = HTTP.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling, **more})
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
     return body
@@ -67,7 +73,7 @@ def generate_all(url: str, load: list[tuple[list[int], int]]) -> list[dict[str, 
 def metric(url: str, name: str, **labels: str) -> float:
     """Sum of the series `serinus:NAME` that carry these labels."""
     total = 0.0
-    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+    for line in HTTP.get(f"{url}/metrics").text.splitlines():
         found = re.match(rf"serinus:{name}(?:{{(.*)}})? (\S+)$", line)
         if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
             total += float(found[2])
@@ -76,8 +82,47 @@ def metric(url: str, name: str, **labels: str) -> float:
 
 def engines(url: str) -> dict[str, dict[str, Any]]:
     """/server_info of the engines behind a router, by name."""
-    members = httpx.get(f"{url}/server_info", timeout=30).json()["engines"]
+    members = HTTP.get(f"{url}/server_info").json()["engines"]
     return {m["server_info"]["engine"]: m["server_info"] for m in members if m["server_info"]}
+
+
+def ask_all(pool: ThreadPoolExecutor, url: str, prompts: list[list[int]], count: int) -> list[Future[httpx.Response]]:
+    """One greedy /generate call per prompt, all at once, whatever comes of it."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
+    return [pool.submit(HTTP.post, f"{url}/generate", json=body) for body in bodies]
+
+
+def url_of(url: str, name: str) -> str:
+    """The own address of an engine behind a router: it answers whatever the others do."""
+    members = HTTP.get(f"{url}/server_info").json()["engines"]
+    return next(m["url"] for m in members if m["server_info"] and m["server_info"]["engine"] == name)
+
+
+def pid_of(url: str, name: str) -> int:
+    """The engine process (not its front) behind a router, or of a server of its own."""
+    info = engines(url)[name] if name else HTTP.get(f"{url}/server_info").json()
+    return int(info["info"]["pid"])
+
+
+def kill_engine(url: str, name: str) -> None:
+    """SIGKILL to an engine process."""
+    os.kill(pid_of(url, name), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def paused(url: str, name: str = "") -> Iterator[None]:
+    """An engine process stands still meanwhile: what is sent to it waits, and so does everybody who needs its answer.
+
+    Its front lives and takes requests. The engine may be killed inside.
+    """
+    pid = pid_of(url, name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 QUEUES = (
@@ -96,7 +141,7 @@ def busy(url: str) -> dict[str, float]:
     return {name: value for name in QUEUES if (value := metric(url, name))}
 
 
-def until(check: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+def until(check: Callable[[], bool], what: str, limit_s: float = 120.0) -> None:
     """Ask until it holds; every question goes over HTTP, so this does not spin."""
     end = time.monotonic() + limit_s
     while not check():
@@ -104,5 +149,16 @@ def until(check: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
 
 
 def idle(url: str) -> None:
-    """All gauges come back to zero."""
+    """All gauges come back to zero (an engine may hear of an end a moment after the client did)."""
     until(lambda: not busy(url), f"all queues of {url} empty and all pages free or cached: {busy(url)}")
+
+
+def has_open(url: str, count: int) -> bool:
+    """Has a front so many requests? Its engine may be paused (then this takes seconds)."""
+    return bool(HTTP.get(f"{url}/server_info").json()["open_requests"] == count)
+
+
+def handed_over(url: str, prompt: list[int]) -> bool:
+    """Is a prompt that nobody has cached computed by a prefill engine?"""
+    HTTP.post(f"{url}/flush_cache")
+    return bool(generate(url, prompt, 4)["meta_info"]["handoff_tokens"])

@@ -6,7 +6,7 @@ import pytest
 
 from serinus.testing.servers import Server
 
-from .cluster import Reference, busy, engines, generate, generate_all, metric, mixed_prompts
+from .cluster import Reference, engines, generate, generate_all, idle, metric, mixed_prompts
 
 pytestmark = pytest.mark.slow
 REQUESTS = 64
@@ -22,12 +22,22 @@ def expected(reference: Reference, load: list[tuple[list[int], int]]) -> list[li
     return [reference.greedy(prompt, count) for prompt, count in load]
 
 
+def own_tokens(load: list[tuple[list[int], int]]) -> list[int]:
+    """How many tokens of each prompt no other prompt begins with: no order of events makes them cached."""
+
+    def shared(one: list[int], other: list[int]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+    prompts = [prompt for prompt, _count in load]
+    return [len(one) - max(shared(one, other) for other in prompts if other is not one) for one in prompts]
+
+
 def test_one_engine_answers_64_concurrent_requests_as_transformers_does(
     unified: Server, load: list[tuple[list[int], int]], expected: list[list[int]]
 ) -> None:
     answers = generate_all(unified.url, load)
     assert [answer["output_ids"] for answer in answers] == expected
-    assert busy(unified.url) == {}
+    idle(unified.url)
 
 
 def test_prefill_and_decode_apart_answer_64_concurrent_requests_as_transformers_does(
@@ -36,12 +46,15 @@ def test_prefill_and_decode_apart_answer_64_concurrent_requests_as_transformers_
     answers = generate_all(pair.url, load)
     assert [answer["output_ids"] for answer in answers] == expected
     handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]
-    assert len(handed) > REQUESTS // 4
+    fresh = [answer["meta_info"] for answer, own in zip(answers, own_tokens(load), strict=True) if own >= 16]
+    assert len(fresh) > REQUESTS // 4
+    assert all(meta in handed for meta in fresh), "what nobody can have cached is handed over"
     assert {meta["prefill_engine"] for meta in handed} == {"prefill-0"}
     assert {meta["decode_engine"] for meta in handed} == {"decode-0"}
     assert metric(pair.url, "kv_transfer_pages_total", direction="received") == sum(m["handoff_pages"] for m in handed)
     assert metric(pair.url, "num_transfer_failed_reqs_total") == 0
-    assert busy(pair.url) == {}
+    idle(pair.url)
+    assert metric(pair.url, "kv_transfer_pages_total", direction="sent") == sum(m["handoff_pages"] for m in handed)
 
 
 def test_decode_asks_only_for_what_its_own_prefix_cache_lacks(pair: Server, reference: Reference) -> None:
