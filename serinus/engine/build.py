@@ -17,6 +17,7 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.metrics import Metrics
+from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
@@ -106,7 +107,7 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         sched_settings = _sched_settings(config, spec, pool_spec, context)
         table = RequestTable(sched_settings.rows, context, device)
         phases.mark("pool")
-        runner = Runner(model, pool, table, kernels)
+        runner = Runner(model, {Part.FULL: pool}, {Part.FULL: table}, kernels)
         _first_steps(runner, _scheduler(config, sched_settings, pool_spec)[0], clock)
         phases.mark("warm-up")
     scheduler, cache = _scheduler(config, sched_settings, pool_spec)

@@ -12,7 +12,16 @@ from torch import Tensor
 from serinus.core.errors import ConfigError
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.packed import PackedLinear
-from serinus.kernels.ref import counter_gumbel, linear, paged_attention, pages, qk_rope_store, rms_norm, silu_mul
+from serinus.kernels.ref import (
+    counter_gumbel,
+    gelu_mul,
+    linear,
+    paged_attention,
+    pages,
+    qk_rope_store,
+    rms_norm,
+    silu_mul,
+)
 
 __all__ = ["COLUMNS", "Kernels", "load", "warm"]
 
@@ -30,6 +39,24 @@ class MovePages(Protocol):
     ) -> None: ...
 
 
+class PagedAttention(Protocol):
+    """Attention over paged KV."""
+
+    def __call__(
+        self,
+        q_TND: Tensor,
+        k_pool_SHD: Tensor,
+        v_pool_SHD: Tensor,
+        req_to_token_RC: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """[T, N, D]; see the reference."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """The ops that a device offers. Each means what the file of the same name in `kernels/ref` says."""
@@ -44,12 +71,14 @@ class Kernels:
     """(x_TE, residual_TE, weight_E, eps) -> out_TE; residual += x in place"""
     silu_mul: Callable[[Tensor], Tensor]
     """(gate_up_T2F) -> out_TF"""
+    gelu_mul: Callable[[Tensor], Tensor]
+    """(gate_up_T2F) -> out_TF"""
     qk_rope_store: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor, Tensor], None
     ]
     """(qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, eps, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)"""
-    paged_attention: Callable[[Tensor, Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
-    """(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale) -> out_TND"""
+    paged_attention: PagedAttention
+    """(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window=None, softcap=None) -> out_TND"""
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
@@ -123,6 +152,7 @@ def _load_ref(kind: str) -> Kernels:
         rms_norm=rms_norm.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm,
         silu_mul=silu_mul.silu_mul,
+        gelu_mul=gelu_mul.gelu_mul,
         qk_rope_store=qk_rope_store.qk_rope_store,
         paged_attention=paged_attention.paged_attention,
         pack_linear=linear.pack_linear,

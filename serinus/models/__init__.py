@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serinus.models.batch import ForwardBatch
-    from serinus.models.hooks import ForwardHook, NullHook
+    from serinus.models.hooks import ForwardHook, NullHook, compose_hooks
     from serinus.models.hub import resolve
     from serinus.models.loader import Model, choose_dtype, load_model
     from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, RopeSpec, load_spec
@@ -25,6 +25,7 @@ __all__ = [
     "NullHook",
     "RopeSpec",
     "choose_dtype",
+    "compose_hooks",
     "load_model",
     "load_spec",
     "resolve",
@@ -34,6 +35,7 @@ _FILE_OF = {
     "ForwardBatch": "batch",
     "ForwardHook": "hooks",
     "NullHook": "hooks",
+    "compose_hooks": "hooks",
     "resolve": "hub",
     "Model": "loader",
     "choose_dtype": "loader",

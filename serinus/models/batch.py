@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from serinus.core.parts import Part
 from serinus.kernels.batch import AttentionBatch
 
 __all__ = ["ForwardBatch"]
@@ -23,10 +24,19 @@ class ForwardBatch:
     positions_T: torch.Tensor
     """Position of each token in its sequence."""
     slots_T: torch.Tensor
-    """Where each token's KV goes; slot 0 for padding rows."""
+    """Where each token's KV goes in the pool of part FULL; slot 0 for padding rows."""
     attention: AttentionBatch
-    """Which tokens belong to which row of req_to_token."""
+    """Which tokens belong to which row of req_to_token; every part's table has the same rows."""
+    swa_slots_T: torch.Tensor | None = None
+    """Where it goes in the pool of part SWA; None where the model has no sliding layers."""
     wanted_W: torch.Tensor | None = None
     """Rows of T whose hidden state the caller reads, ascending; None = all. Set only if each is its sequence's last."""
     wanted_attention: AttentionBatch | None = None
     """With wanted_W: the same W queries as an attention batch of one query per sequence."""
+
+    def slots_of(self, part: Part) -> torch.Tensor:
+        """The slots of a part, [T]. Raises ValueError where the batch has none."""
+        slots_T = self.slots_T if part is Part.FULL else self.swa_slots_T
+        if slots_T is None:
+            raise ValueError("models: a batch without slots of part SWA, expected them for a model that slides")
+        return slots_T

@@ -1,12 +1,14 @@
-"""ForwardHook: the seam around a forward pass. The canary stands here; NullHook where it does not."""
+"""ForwardHook: the seam around a forward pass. The canary stands here, and the gate of loads in flight; NullHook where
+nobody does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from serinus.models.batch import ForwardBatch
 
-__all__ = ["ForwardHook", "NullHook"]
+__all__ = ["ForwardHook", "NullHook", "compose_hooks"]
 
 
 class ForwardHook(Protocol):
@@ -14,6 +16,10 @@ class ForwardHook(Protocol):
 
     def before(self, batch: ForwardBatch) -> None:
         """The batch is complete; no KV of it is written yet."""
+        ...
+
+    def before_layer(self, layer_index: int) -> None:
+        """No KV of this layer, old or new, is touched before this returns. Layers come in order, each once a pass."""
         ...
 
     def after(self, batch: ForwardBatch) -> None:
@@ -27,5 +33,37 @@ class NullHook:
     def before(self, batch: ForwardBatch) -> None:
         """Nothing."""
 
+    def before_layer(self, layer_index: int) -> None:
+        """Nothing."""
+
     def after(self, batch: ForwardBatch) -> None:
         """Nothing."""
+
+
+class _Hooks:
+    """Several hooks, one inside the other."""
+
+    def __init__(self, hooks: Sequence[ForwardHook]) -> None:
+        self._hooks = tuple(hooks)
+
+    def before(self, batch: ForwardBatch) -> None:
+        for hook in self._hooks:
+            hook.before(batch)
+
+    def before_layer(self, layer_index: int) -> None:
+        for hook in self._hooks:
+            hook.before_layer(layer_index)
+
+    def after(self, batch: ForwardBatch) -> None:
+        for hook in reversed(self._hooks):
+            hook.after(batch)
+
+
+def compose_hooks(hooks: Sequence[ForwardHook]) -> ForwardHook:
+    """One hook for all: `before` and `before_layer` in this order, `after` in the reverse one.
+
+    Put the gate of loads first: those that read KV come after it. None give a NullHook, one gives itself.
+    """
+    if not hooks:
+        return NullHook()
+    return hooks[0] if len(hooks) == 1 else _Hooks(hooks)

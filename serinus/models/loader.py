@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
 from serinus.kernels import Kernels
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
@@ -34,10 +35,11 @@ class Model(Protocol):
         self,
         batch: ForwardBatch,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        table_RC: torch.Tensor,
+        tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
     ) -> torch.Tensor:
-        """Write the step's KV; hidden states [W, E] of the wanted rows (all T where batch.wanted_W is None)."""
+        """Write the step's KV (kv[i] is layer i's, whatever its part; tables by part, req_to_token); hidden
+        states [W, E] of the wanted rows (all T where batch.wanted_W is None)."""
         ...
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
@@ -89,5 +91,9 @@ def load_model(
     if spec.architecture == TOY_ARCHITECTURE:
         return ToyModel(spec, dtype)
     dummy = load_format == "dummy"
-    source: WeightSource = RandomSource(seed, dtype, device) if dummy else SafetensorsSource(Path(path), dtype, device)
+    source: WeightSource
+    if dummy:
+        source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
+    else:
+        source = SafetensorsSource(Path(path), dtype, device)
     return Decoder(spec, source, dtype, kernels, positions)

@@ -7,18 +7,22 @@ without a pool.
 What it writes at position p of a sequence t_0, t_1, ...: the chain word c_p = sum over i <= p of mix(t_i * A + i + 1);
 word 0 of the first layer's key row is c_p itself, every other word of every row is mix(c_p + its own number * B).
 The next chunk continues from the c it reads there. What it reads: each row of 64-bit words is hashed to one word
-(keyed by position, layer and lane) and the words of all rows up to p are added; their mix chooses the token.
+(keyed by position, layer and lane) and the words of all rows up to p are added, in a sliding layer those of the last
+`window` positions; their mix chooses the token.
 
-Shapes: T = tokens, B = sequences, C = context tokens of all sequences together, S = slots, J = 64-bit words of a row.
+Shapes: T = tokens, B = sequences, C = tokens of all sequences together that one part reads, S = slots,
+J = 64-bit words of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -53,6 +57,20 @@ def _wrap(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reach:
+    """What the tokens of a batch read in the layers of one part."""
+
+    slots_C: torch.Tensor
+    """Slots of the positions read, sequence after sequence."""
+    position_C: torch.Tensor
+    """Their positions."""
+    last_T: torch.Tensor
+    """Place in C of each token itself."""
+    before_T: torch.Tensor
+    """Place in C before the first position that the token sees; -1 before all."""
+
+
 class ToyModel:
     """The toy: any vocabulary, page size, layer and head count; deterministic to the bit on every machine."""
 
@@ -69,20 +87,30 @@ class ToyModel:
         self,
         batch: ForwardBatch,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        table_RC: torch.Tensor,
+        tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
     ) -> torch.Tensor:
-        """Write the step's KV, read back everything each token may see.
+        """Write the step's KV, read back everything each token may see, layer by layer.
 
         Returns: int64 [W or T, 1], the hash that chooses the token after each row.
-        Cost: reads the KV of all sequences once.
+        Cost: reads the KV of all sequences once, in sliding layers that of their windows.
         """
         hook.before(batch)
-        lanes = [lane.view(len(lane), -1).view(torch.int64) for pair in kv for lane in pair]
-        self._write(batch, lanes, table_RC)
-        sums_T1 = self._read(batch, lanes, table_RC)
+        parts = self.spec.layer_parts
+        reaches = {part: self._reach(batch, tables[part], part) for part in set(parts)}
+        sums_T = torch.zeros_like(batch.tokens_T)
+        chain_T = sums_T
+        for layer, pair in enumerate(kv):
+            hook.before_layer(layer)
+            part = parts[layer]
+            rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
+            if layer == 0:
+                chain_T = self._continue(batch, rows_2SJ[0], tables[part])
+            for lane, rows_SJ in enumerate(rows_2SJ, start=2 * layer):
+                self._write(batch.slots_of(part), rows_SJ, chain_T, lane)
+                sums_T = sums_T + self._read(reaches[part], rows_SJ, lane)
         hook.after(batch)
-        return sums_T1 if batch.wanted_W is None else sums_T1.index_select(0, batch.wanted_W)
+        return (sums_T if batch.wanted_W is None else sums_T.index_select(0, batch.wanted_W))[:, None]
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
         """fp32 [B, V]: the hash's token stands out by 8, the others are spread over [0, 4); reserved ids stay at 0."""
@@ -95,38 +123,47 @@ class ToyModel:
         noise_BV[:, : spec.reserved_ids] = 0.0
         return noise_BV
 
-    def _write(self, batch: ForwardBatch, lanes: list[torch.Tensor], table_RC: torch.Tensor) -> None:
+    def _reach(self, batch: ForwardBatch, table_RC: torch.Tensor, part: Part) -> _Reach:
+        counts_B = batch.attention.q_starts_B1.diff()
+        context_B = batch.attention.context_B
+        window = self.spec.window if part is Part.SWA and self.spec.window is not None else int(table_RC.shape[1]) + 1
+        first_B = (context_B - counts_B + 1 - window).clamp_min(0)
+        read_B = context_B - first_B
+        begins_B = read_B.cumsum(0) - read_B
+        sequence_C = torch.arange(len(read_B), device=read_B.device).repeat_interleave(read_B)
+        position_C = torch.arange(len(sequence_C), device=read_B.device) + (first_B - begins_B)[sequence_C]
+        owner_T = torch.arange(len(counts_B), device=counts_B.device).repeat_interleave(counts_B)
+        base_T = (begins_B - first_B)[owner_T]
+        return _Reach(
+            slots_C=table_RC[batch.attention.rows_B[sequence_C], position_C].long(),
+            position_C=position_C,
+            last_T=base_T + batch.positions_T,
+            before_T=base_T + (batch.positions_T + 1 - window).clamp_min(0) - 1,
+        )
+
+    def _continue(self, batch: ForwardBatch, rows_SJ: torch.Tensor, table_RC: torch.Tensor) -> torch.Tensor:
+        """The chain words of the step's tokens, from those that the first layer holds."""
         starts_B = batch.attention.q_starts_B1[:-1]
         counts_B = batch.attention.q_starts_B1.diff()
         first_B = batch.attention.context_B - counts_B
         before_B = table_RC[batch.attention.rows_B, (first_B - 1).clamp_min(0)].long()
-        carried_B = torch.where(first_B > 0, lanes[0][before_B, 0], 0)
+        carried_B = torch.where(first_B > 0, rows_SJ[before_B, 0], 0)
         links_T = _mix(batch.tokens_T * _A + batch.positions_T + 1)
         sums_T = links_T.cumsum(0)
         base_B = sums_T[starts_B] - links_T[starts_B] - carried_B
-        chain_T = sums_T - base_B.repeat_interleave(counts_B)
-        words_J = torch.arange(self._words, device=chain_T.device)
-        for lane, rows_SJ in enumerate(lanes):
-            values_TJ = _mix(chain_T[:, None] + (lane * self._words + words_J + 1) * _B)
-            if lane == 0:
-                values_TJ[:, 0] = chain_T
-            rows_SJ[batch.slots_T] = values_TJ
+        return sums_T - base_B.repeat_interleave(counts_B)
 
-    def _read(self, batch: ForwardBatch, lanes: list[torch.Tensor], table_RC: torch.Tensor) -> torch.Tensor:
-        counts_B = batch.attention.q_starts_B1.diff()
-        context_B = batch.attention.context_B
-        ends_B = context_B.cumsum(0)
-        begins_B = ends_B - context_B
-        sequence_C = torch.arange(len(context_B), device=context_B.device).repeat_interleave(context_B)
-        position_C = torch.arange(len(sequence_C), device=context_B.device) - begins_B[sequence_C]
-        slots_C = table_RC[batch.attention.rows_B[sequence_C], position_C].long()
-        words_J = torch.arange(self._words, device=slots_C.device)
-        rows_C = torch.zeros_like(slots_C)
-        for lane, rows_SJ in enumerate(lanes):
-            row_C = _mix(rows_SJ[slots_C] + (words_J + 1) * _B).sum(1)
-            rows_C += _mix(row_C + position_C * _A + _wrap(lane * _C))
-        sums_C = rows_C.cumsum(0)
-        owner_T = torch.arange(len(counts_B), device=counts_B.device).repeat_interleave(counts_B)
-        seen_T = sums_C[begins_B[owner_T] + batch.positions_T]
-        before_B = sums_C[begins_B] - rows_C[begins_B]
-        return (seen_T - before_B[owner_T])[:, None]
+    def _write(self, slots_T: torch.Tensor, rows_SJ: torch.Tensor, chain_T: torch.Tensor, lane: int) -> None:
+        words_J = torch.arange(self._words, device=chain_T.device)
+        values_TJ = _mix(chain_T[:, None] + (lane * self._words + words_J + 1) * _B)
+        if lane == 0:
+            values_TJ[:, 0] = chain_T
+        rows_SJ[slots_T] = values_TJ
+
+    def _read(self, reach: _Reach, rows_SJ: torch.Tensor, lane: int) -> torch.Tensor:
+        """What each token makes of one lane of its positions, [T]."""
+        words_J = torch.arange(self._words, device=rows_SJ.device)
+        row_C = _mix(rows_SJ[reach.slots_C] + (words_J + 1) * _B).sum(1)
+        sums_C = _mix(row_C + reach.position_C * _A + _wrap(lane * _C)).cumsum(0)
+        before_T = torch.where(reach.before_T < 0, 0, sums_C[reach.before_T.clamp_min(0)])
+        return sums_C[reach.last_T] - before_T

@@ -86,15 +86,16 @@ class SafetensorsSource:
 class RandomSource:
     """Dummy weights (`--load-format dummy`): each tensor a function of the seed and its name alone."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu", *, norm_weight: float = 1.0) -> None:
         self.dtype = dtype
         self._device = device
         self._seed = seed
+        self._norm_weight = norm_weight
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Norm weights are 1, biases 0, all others normal with deviation 0.02."""
+        """Norm weights are `norm_weight`, biases 0, all others normal with deviation 0.02."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self._device)
+            return torch.full(shape, self._norm_weight, dtype=self.dtype, device=self._device)
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self.dtype, device=self._device)
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()

@@ -5,14 +5,15 @@ Shapes: T = tokens of the step, B = sequences, W = rows whose hidden state is wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from serinus.core.errors import InvariantError
-from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
+from serinus.core.parts import Part
+from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
 from serinus.kernels import AttentionBatch, Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook
@@ -30,22 +31,35 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        pool: DevicePool,
-        table: RequestTable,
+        pools: Mapping[Part, DevicePool],
+        tables: Mapping[Part, RequestTable],
         kernels: Kernels,
         *,
         hook: ForwardHook | None = None,
     ) -> None:
-        """Raises InvariantError where the pool's layers or dtype are not the model's."""
-        if len(pool.layers) != model.spec.layer_count or pool.spec.dtype != model.dtype:
+        """A pool and a table for each of model.spec.parts.
+
+        Raises InvariantError where the parts, or a pool's layers or dtype, are not the model's.
+        """
+        parts = model.spec.parts
+        if tuple(sorted(pools)) != parts or tuple(sorted(tables)) != parts:
             raise InvariantError(
-                f"runner: a pool of {len(pool.layers)} layers, {pool.spec.dtype}; "
-                f"expected {model.spec.layer_count} layers, {model.dtype}"
+                f"runner: pools of {_names(pools)} and tables of {_names(tables)}, expected both of {_names(parts)}"
             )
+        for part, pool in pools.items():
+            layers = len(model.spec.layers_of(part))
+            if len(pool.layers) != layers or pool.spec.dtype != model.dtype:
+                raise InvariantError(
+                    f"runner: a pool of {len(pool.layers)} layers, {pool.spec.dtype}; "
+                    f"expected {layers} layers, {model.dtype}"
+                )
+        layers_left = {part: iter(pool.layers) for part, pool in pools.items()}
         self._model = model
-        self._kv = pool.layers
-        self._table = table
-        self._device = pool.spec.device
+        self._kv = tuple(next(layers_left[part]) for part in model.spec.layer_parts)
+        self._tables = dict(tables)
+        self._rows = {part: table.table for part, table in tables.items()}
+        self._slides = Part.SWA in parts
+        self._device = pools[Part.FULL].spec.device
         self._sampler = Sampler(kernels)
         self._hook: ForwardHook = hook or NullHook()
 
@@ -56,20 +70,35 @@ class Runner:
         Cost: one forward pass; one host wait, for the chosen tokens.
         """
         with torch.inference_mode():
-            self._table.apply(plan.table_writes)
+            self._write_tables(plan.table_writes)
             work = plan.work
             if not work:
                 return StepResult(step=plan.step)
             batch, ends = self._batch(work)
-            hidden_WE = self._model.forward(batch, self._kv, self._table.table, self._hook)
+            hidden_WE = self._model.forward(batch, self._kv, self._rows, self._hook)
             sampling = [i for i, w in enumerate(work) if w.sample is not None]
             sampled = self._sample(work, sampling, hidden_WE, ends, whole=batch.wanted_W is None)
             prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in enumerate(work) if _asks(w)}
         found = dict(zip(sampling, sampled, strict=True))
         return StepResult(step=plan.step, seqs=tuple(_result(i, found, prompts) for i in range(len(work))))
 
+    def _write_tables(self, writes: Sequence[TableWrite]) -> None:
+        for part, table in self._tables.items():
+            table.apply([write for write in writes if write.part is part])
+        strange = [write.part for write in writes if write.part not in self._tables]
+        if strange:
+            raise InvariantError(f"runner: a table write of part {strange[0].name}, expected {_names(self._tables)}")
+
+    def _swa_slots(self, work: Sequence[SeqWork]) -> torch.Tensor | None:
+        if not self._slides:
+            return None
+        slots = [w.swa_slots for w in work if w.swa_slots is not None and len(w.swa_slots) == len(w.tokens)]
+        if len(slots) != len(work):
+            raise InvariantError("runner: work without a SWA slot for each token, expected them: the model slides")
+        return self._put(np.concatenate(slots))
+
     def _batch(self, work: Sequence[SeqWork]) -> tuple[ForwardBatch, NDArray[np.int64]]:
-        """The step's tensors, and the end of each sequence's rows in T. Five arrays cross to the device."""
+        """The step's tensors, and the end of each sequence's rows in T. Six arrays cross to the device, or seven."""
         counts = np.fromiter((len(w.tokens) for w in work), dtype=np.int64, count=len(work))
         firsts = np.fromiter((w.start for w in work), dtype=np.int64, count=len(work))
         rows = np.fromiter((w.row for w in work), dtype=np.int64, count=len(work))
@@ -95,6 +124,7 @@ class Runner:
             tokens_T=self._put(tokens),
             positions_T=self._put(positions),
             slots_T=self._put(slots),
+            swa_slots_T=self._swa_slots(work),
             attention=attention,
             wanted_W=wanted,
             wanted_attention=wanted_attention,
@@ -135,6 +165,10 @@ class Runner:
             logits_RV = self._model.logits(hidden_TE[begin + at : begin + at + len(ids)])
             found += token_logprobs(logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
         return tuple(found)
+
+
+def _names(parts: Iterable[Part]) -> str:
+    return ", ".join(part.name for part in sorted(parts))
 
 
 def _asks(work: SeqWork) -> bool:

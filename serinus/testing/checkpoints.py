@@ -1,4 +1,4 @@
-"""Small checkpoints made on the spot: random Llama, Qwen2, Qwen3, Mistral (and the toy), with a real tokenizer.
+"""Small checkpoints made on the spot: random Llama, Qwen, Mistral, Gemma (and the toy), with a real tokenizer.
 
 Used by tests, by benchmarks and by `make demo`. transformers writes config.json and names the tensors, so what is
 loaded is what people have on disk; it is imported only when such a checkpoint is made.
@@ -12,12 +12,13 @@ from typing import Any
 
 __all__ = ["CHAT_TEMPLATE", "FAMILIES", "SPECIAL_TOKENS", "make_checkpoint", "make_tokenizer", "make_toy"]
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral")
-"""`llama3` is Llama with the llama3 rope scaling."""
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral", "mistral_swa", "gemma2", "gemma3_text")
+"""`llama3` is Llama with the llama3 rope scaling; the last three slide over 24 positions unless told otherwise."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 4."""
 
+_LAYER_TYPES = {"F": "full_attention", "S": "sliding_attention"}
 _EOS_ID, _BOS_ID, _PAD_ID, _IM_END_ID = 2, 1, 0, 4
 
 CHAT_TEMPLATE = (
@@ -106,7 +107,7 @@ def make_checkpoint(
         if len(shape) > 1:
             state[name] = noise * (spread * shape[-1] ** -0.5)
         else:
-            state[name] = noise * 0.1 + (1.0 if name.endswith("norm.weight") else 0.0)
+            state[name] = noise * 0.1 + (1.0 if name.endswith("norm.weight") and "gemma" not in family else 0.0)
         state[name] = state[name].to(getattr(torch, dtype))
     _write_config(folder, family, settings, dtype)
     names = sorted(state)
@@ -136,9 +137,12 @@ def make_toy(
     head_size: int = 8,
     seed: int = 0,
     tokenizer: bool = True,
+    window: int | None = None,
+    layer_types: str = "",
 ) -> Path:
     """Write a toy checkpoint (models/toy.py): a config.json and, with `tokenizer` (vocab >= 512), a tokenizer.
 
+    With a `window` (at least 2), layers slide: all of them, or those that `layer_types` calls S and not F, as "SFS".
     `seed` only tells two toys apart in their signature. With a tokenizer, the special ids are never generated.
     Cost: milliseconds; imports neither torch nor transformers.
     """
@@ -155,6 +159,8 @@ def make_toy(
         "reserved_ids": reserved,
         "dtype": "bfloat16",
         "seed": seed,
+        **({} if window is None else {"sliding_window": window}),
+        **({"layer_types": [_LAYER_TYPES[letter] for letter in layer_types]} if layer_types else {}),
         **({"eos_token_id": _EOS_ID, "bos_token_id": _BOS_ID} if tokenizer else {}),
     }
     _write_json(folder / "config.json", config)
@@ -201,31 +207,46 @@ def make_tokenizer(folder: Path, *, vocab: int = 512, context: int = 2048) -> in
     return int(trained.get_vocab_size())
 
 
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama3": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "mistral_swa": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"sliding_window": 24, "query_pre_attn_scalar": 20, "rope_parameters": _GEMMA3_ROPE},
+    ),
+}
+"""Family -> config class, architecture, fields unless the caller says otherwise."""
+
+
 def _config_of(family: str, settings: dict[str, Any]) -> Any:
     """The transformers config object."""
     import transformers
 
-    kinds = {"llama": "Llama", "llama3": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
-    if family not in kinds:
+    if family not in _KINDS:
         raise ValueError(f"testing: family {family!r}, expected one of {', '.join(FAMILIES)}")
-    settings = dict(settings)
-    if family == "llama3":
-        settings.setdefault(
-            "rope_parameters",
-            {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 256,
-            },
-        )
+    kind, architecture, extra = _KINDS[family]
+    settings = {**extra, **settings}
     if family == "qwen2":
         settings.pop("head_dim")
-    if family == "mistral":
-        settings.setdefault("sliding_window", None)
-    return getattr(transformers, f"{kinds[family]}Config")(architectures=[f"{kinds[family]}ForCausalLM"], **settings)
+    return getattr(transformers, kind)(architectures=[architecture], **settings)
 
 
 def _skeleton(family: str, settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """DirectEngine: one Runner driven by hand, without scheduler, cache or processes, for tests and benchmarks.
 
-Pages are taken from the pool in a shuffled order, so that every page boundary leads to an unrelated page. It decides
-just enough to make plans: which slots, which chunks.
+Pages are taken from the pools in a shuffled order, so that every page boundary leads to an unrelated page. It decides
+just enough to make plans: which slots, which chunks. KV that fell out of a window stays where it is until `forget`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, TableWrite
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
@@ -36,7 +38,9 @@ class DirectSeq:
     seed: int
     """Seed of its sampler."""
     slots: NDArray[np.int64]
-    """Slots of all its positions, prompt and output."""
+    """Slots of all its positions, prompt and output, in part FULL."""
+    swa_slots: NDArray[np.int64] | None = None
+    """The same in part SWA, where the model slides."""
     done: int = 0
     """Positions whose KV is in the pool."""
     output: list[int] = field(default_factory=list)
@@ -46,7 +50,7 @@ class DirectSeq:
 
 
 class DirectEngine:
-    """A runner with a pool of its own."""
+    """A runner with pools of its own, one for each part; `pool` and `table` are those of FULL."""
 
     def __init__(
         self,
@@ -62,42 +66,55 @@ class DirectEngine:
     ) -> None:
         spec = model.spec
         self.model = model
-        self.pool = DevicePool(
-            PoolSpec(
-                layer_count=spec.layer_count,
-                kv_head_count=spec.kv_head_count,
-                head_size=spec.head_size,
-                page_size=page_size,
-                page_count=page_count,
-                dtype=model.dtype,
-            ),
-            kernels,
-        )
-        self.table = RequestTable(rows, context or spec.context_length)
-        self.runner = Runner(model, self.pool, self.table, kernels, hook=hook)
-        self._pages = list(range(1, page_count))
-        Rng(seed).shuffle(self._pages)
+        self.pools = {
+            part: DevicePool(
+                PoolSpec(
+                    layer_count=len(spec.layers_of(part)),
+                    kv_head_count=spec.kv_head_count,
+                    head_size=spec.head_size,
+                    page_size=page_size,
+                    page_count=page_count,
+                    dtype=model.dtype,
+                ),
+                kernels,
+            )
+            for part in spec.parts
+        }
+        self.tables = {part: RequestTable(rows, context or spec.context_length) for part in spec.parts}
+        self.pool, self.table = self.pools[Part.FULL], self.tables[Part.FULL]
+        self.runner = Runner(model, self.pools, self.tables, kernels, hook=hook)
+        rng = Rng(seed)
+        self._pages: dict[Part, list[int]] = {}
+        for part in spec.parts:
+            self._pages[part] = list(range(1, page_count))
+            rng.shuffle(self._pages[part])
         self._rows = list(range(rows - 1, 0, -1))
         self._rewritten: list[DirectSeq] = []
+        self._forgotten: list[TableWrite] = []
         self._step = 0
 
     def start(self, prompt: Sequence[int], params: SamplingParams, *, tokens: int = 64, seed: int = 0) -> DirectSeq:
         """A new sequence with room for its prompt and `tokens` more. Raises IndexError where pages or rows are out."""
-        size = self.pool.spec.page_size
         need = len(prompt) + tokens
-        pages = np.array([self._pages.pop() for _ in range(-(-need // size))], dtype=np.int64)
-        slots = (pages[:, None] * size + np.arange(size)).reshape(-1)[:need]
         ids = np.asarray(prompt, dtype=np.int32)
-        return DirectSeq(row=self._rows.pop(), prompt=ids, params=params, seed=seed, slots=slots)
+        return DirectSeq(
+            row=self._rows.pop(),
+            prompt=ids,
+            params=params,
+            seed=seed,
+            slots=self._take(Part.FULL, need),
+            swa_slots=self._take(Part.SWA, need) if Part.SWA in self.pools else None,
+        )
 
     def step(self, work: Sequence[tuple[DirectSeq, int]]) -> None:
         """Advance each sequence: a prompt by that many tokens at most, a decoding one by one token."""
         self._step += 1
         parts = [self._work(seq, count) for seq, count in work]
         fresh = [seq for (seq, _), part in zip(work, parts, strict=True) if part.start == 0]
-        writes = tuple(TableWrite(row=seq.row, start=0, slots=seq.slots) for seq in [*fresh, *self._rewritten])
+        writes = [write for seq in [*fresh, *self._rewritten] for write in _rows_of(seq)] + self._forgotten
         self._rewritten.clear()
-        result = self.runner.run(StepPlan(step=self._step, work=tuple(parts), table_writes=writes))
+        self._forgotten = []
+        result = self.runner.run(StepPlan(step=self._step, work=tuple(parts), table_writes=tuple(writes)))
         for (seq, _), part, found in zip(work, parts, result.seqs, strict=True):
             seq.done += len(part.tokens)
             seq.results.append(found)
@@ -108,7 +125,23 @@ class DirectEngine:
         """Take back the sequence's row and pages."""
         size = self.pool.spec.page_size
         self._rows.append(seq.row)
-        self._pages.extend(int(slot) // size for slot in seq.slots[::size])
+        self._pages[Part.FULL].extend(int(slot) // size for slot in seq.slots[::size])
+        if seq.swa_slots is not None:
+            self._pages[Part.SWA].extend(int(slot) // size for slot in seq.swa_slots[::size])
+
+    def forget(self, seq: DirectSeq) -> int:
+        """Nobody may read what fell out of the sequence's window: in the next plan its row says 0 there, and its KV,
+        like that of page 0, becomes NaN. Returns how many positions that are."""
+        window = self.model.spec.window
+        if seq.swa_slots is None or window is None:
+            return 0
+        count = max(0, seq.done - window + 1)
+        size = self.pool.spec.page_size
+        for lane in [lane for pair in self.pools[Part.SWA].layers for lane in pair]:
+            lane[torch.from_numpy(seq.swa_slots[:count])] = float("nan")
+            lane[:size] = float("nan")
+        self._forgotten.append(TableWrite(row=seq.row, start=0, slots=np.zeros(count, np.int64), part=Part.SWA))
+        return count
 
     def rewrite(self, seq: DirectSeq) -> None:
         """The sequence has other slots now: the next step's plan writes its row anew."""
@@ -122,6 +155,11 @@ class DirectEngine:
         while len(seqs[0].output) < tokens:
             self.step([(seq, 1) for seq in seqs])
         return [seq.output for seq in seqs]
+
+    def _take(self, part: Part, need: int) -> NDArray[np.int64]:
+        size = self.pool.spec.page_size
+        pages = np.array([self._pages[part].pop() for _ in range(-(-need // size))], dtype=np.int64)
+        return (pages[:, None] * size + np.arange(size)).reshape(-1)[:need]
 
     def _work(self, seq: DirectSeq, count: int) -> SeqWork:
         known = len(seq.prompt) + len(seq.output)
@@ -137,6 +175,7 @@ class DirectEngine:
             start=seq.done,
             tokens=tokens,
             slots=seq.slots[seq.done : end],
+            swa_slots=None if seq.swa_slots is None else seq.swa_slots[seq.done : end],
             sample=self._sample(seq, known) if end == known else None,
             prompt_logprobs=asks,
             next_ids=None if asks is None else seq.prompt[seq.done + 1 : end + 1],
@@ -152,3 +191,10 @@ class DirectEngine:
             prompt_ids=seq.prompt,
             output_ids=np.array(seq.output, dtype=np.int32),
         )
+
+
+def _rows_of(seq: DirectSeq) -> list[TableWrite]:
+    writes = [TableWrite(row=seq.row, start=0, slots=seq.slots)]
+    if seq.swa_slots is not None:
+        writes.append(TableWrite(row=seq.row, start=0, slots=seq.swa_slots, part=Part.SWA))
+    return writes

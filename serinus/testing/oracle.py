@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.parts import Part
 from serinus.models import ModelSpec
 
 __all__ = ["ToyOracle", "toy_continue"]
@@ -35,19 +37,26 @@ class ToyOracle:
         self._chain = np.zeros(1, dtype=np.uint64)
         self._seen = np.zeros(1, dtype=np.uint64)
         self._position = 0
+        self._slides = np.repeat([part is Part.SWA for part in spec.layer_parts], 2)
+        self._recent: deque[np.uint64] = deque()
 
     def feed(self, token: int) -> None:
         """The sequence's next token."""
         position = np.array([self._position], dtype=np.uint64)
         self._chain = self._chain + _mix(np.array([token], dtype=np.uint64) * _A + position + _U(1))
-        self._seen = self._seen + self._row_hashes(position).sum(keepdims=True)
+        hashes = self._row_hashes(position)
+        self._seen = self._seen + hashes[~self._slides].sum(keepdims=True)
+        self._recent.append(hashes[self._slides].sum())
+        if self._spec.window is None or len(self._recent) > self._spec.window:
+            self._recent.popleft()
         self._position += 1
 
     @property
     def next_token(self) -> int:
         """What greedy decoding must choose now."""
         span = self._spec.vocab_size - self._spec.reserved_ids
-        return self._spec.reserved_ids + int(_mix(self._seen)[0] >> _U(1)) % span
+        seen = self._seen + np.array(self._recent, dtype=np.uint64).sum()
+        return self._spec.reserved_ids + int(_mix(seen)[0] >> _U(1)) % span
 
     def _row_hashes(self, position: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """One word for each layer's key row and value row at this position."""

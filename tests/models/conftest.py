@@ -20,5 +20,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": {"tied": True},
         "qwen3": {"tied": True, "shards": 2, "head_size": 32},
         "mistral": {"heads": 8, "kv_heads": 2},
+        "mistral_swa": {"layers": 3},
+        "gemma2": {"tied": True, "layers": 4},
+        "gemma3_text": {"tied": True, "layers": 7, "kv_heads": 1, "head_size": 32},
     }
     return {f: make_checkpoint(root / f, f, seed=i, **extra[f]) for i, f in enumerate(FAMILIES)}

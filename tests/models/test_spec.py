@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
 from serinus.models import KNOWN_ARCHITECTURES, choose_dtype, load_spec
 from serinus.models.rope import frequencies
 from serinus.models.spec import RopeSpec
@@ -89,21 +91,94 @@ def test_eos_ids_of_both_files_count(tmp_path: Path) -> None:
     assert (spec.eos_ids, spec.bos_id) == ((7, 9), 1)
 
 
+F, S = Part.FULL, Part.SWA
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1000}
+QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"]}
+ON = {"use_sliding_window": True}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 1000}
+GEMMA3 = {**GEMMA2, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
+MIXED = ["full_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "context"),
+    ("changes", "parts", "window"),
     [
-        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": 1000}, 1000),
-        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": None}, 4096),
-        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": 9000}, 4096),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1000, "use_sliding_window": True}, 1000),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1000, "use_sliding_window": False}, 4096),
-        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 1000}, 4096),
+        ({**MISTRAL, "sliding_window": 1000}, (S, S), 1000),
+        ({**MISTRAL, "sliding_window": None}, (F, F), None),
+        ({**MISTRAL, "max_position_embeddings": 9000}, (S, S), 4096),
+        ({**MISTRAL, "sliding_window": 9000}, (F, F), None),
+        ({**QWEN2, **ON}, (F, F), None),
+        ({**QWEN2, **ON, "max_window_layers": 1}, (F, S), 1000),
+        ({**QWEN2, **ON, "max_window_layers": 0}, (S, S), 1000),
+        ({**QWEN2, "use_sliding_window": False, "max_window_layers": 1}, (F, F), None),
+        ({**QWEN3, "max_window_layers": 1}, (F, F), None),
+        ({**QWEN3, **ON, "layer_types": MIXED}, (F, S), 1000),
+        (GEMMA2, (S, F, S, F), 1000),
+        ({**GEMMA2, "layer_types": MIXED * 2}, (F, S, F, S), 1000),
+        (GEMMA3, (S, S, S, S, S, F, S), 1000),
+        ({**GEMMA3, "sliding_window_pattern": 2}, (S, F, S, F, S, F, S), 1000),
+        ({**GEMMA3, "max_position_embeddings": 1000}, (S, S, S, S, S, F, S), 1000),
+        ({"sliding_window": 1000}, (F, F), None),
     ],
 )
-def test_the_context_ends_where_a_window_would_begin_to_slide(
-    tmp_path: Path, changes: dict[str, Any], context: int
+def test_which_layers_slide_is_read_as_the_family_means_it(
+    tmp_path: Path, changes: dict[str, Any], parts: tuple[Part, ...], window: int | None
 ) -> None:
-    assert load_spec(write(tmp_path, {**BASE, **changes})).context_length == context
+    spec = load_spec(write(tmp_path, {**BASE, **changes}))
+    assert (spec.layer_parts, spec.window) == (parts, window)
+    assert spec.parts == ((F, S) if window else (F,))
+    assert spec.layers_of(F) == tuple(i for i, part in enumerate(parts) if part is F)
+    assert spec.context_length == {**BASE, **changes}["max_position_embeddings"]
+
+
+def test_gemma_3_turns_its_sliding_layers_by_another_base(tmp_path: Path) -> None:
+    old = {**GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    new = {**GEMMA3, "rope_parameters": kinds}
+    one = load_spec(write(tmp_path / "old", {**BASE, **old}))
+    assert one.rope == RopeSpec(theta=1e6, kind="linear", factor=8.0)
+    assert one.rope_swa == RopeSpec(theta=2e4)
+    assert load_spec(write(tmp_path / "new", {**BASE, **new})) == dataclasses.replace(one, path=str(tmp_path / "new"))
+    bare = load_spec(write(tmp_path / "bare", {**BASE, **GEMMA3}))
+    assert (bare.rope, bare.rope_swa) == (RopeSpec(theta=1e6), RopeSpec(theta=1e4))
+
+
+def test_gemma_caps_its_scores_unless_the_config_says_null(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, {**BASE, **GEMMA2}))
+    assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (spec.embedding_scale, spec.gelu, spec.tied, spec.head_size) == (8.0, True, True, 256)
+    bare = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 144}
+    spec = load_spec(write(tmp_path, {**BASE, **GEMMA2, **bare}))
+    assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (None, None, 1 / 12)
+
+
+def test_the_text_config_of_a_multimodal_gemma_is_read_where_there_is_no_vision_model(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**BASE, **GEMMA3}}
+    assert load_spec(write(tmp_path, config)).architecture == "Gemma3ForCausalLM"
+    with pytest.raises(ConfigError, match=r"has a vision model, which is not served; expected a text-only"):
+        load_spec(write(tmp_path, {**config, "vision_config": {"hidden_size": 8}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**MISTRAL, "sliding_window": 0}, "'sliding_window' is 0"),
+        ({**GEMMA2, "layer_types": MIXED}, "'layer_types'"),
+        ({**GEMMA2, "layer_types": ["chunked_attention"] * 4}, "'layer_types'"),
+        ({**GEMMA2, "hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "only causal"),
+        ({**GEMMA3, "rope_parameters": {"rope_type": "default"}}, "objects named full_attention, sliding_attention"),
+    ],
+)
+def test_a_window_or_a_layer_that_makes_no_sense_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(write(tmp_path, {**BASE, **changes}))
 
 
 def test_overrides_lie_over_the_file(tmp_path: Path) -> None:

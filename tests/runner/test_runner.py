@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from serinus.core.errors import InvariantError
-from serinus.core.plan import StepPlan
+from serinus.core.parts import Part
+from serinus.core.plan import StepPlan, TableWrite
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
-from serinus.models import ForwardBatch, load_model, load_spec
+from serinus.models import ForwardBatch, NullHook, compose_hooks, load_model, load_spec
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.testing.checkpoints import make_checkpoint, make_toy
@@ -101,26 +102,40 @@ def test_an_empty_plan_only_writes_the_table(tmp_path: Path) -> None:
 
 
 class Diary:
-    """A hook that notes what it saw of the pool."""
+    """A hook that notes which layers held KV of the batch when it was called."""
 
-    def __init__(self) -> None:
-        self.notes: list[tuple[str, bool]] = []
+    def __init__(self, notes: list[tuple[str, list[bool]]], name: str = "") -> None:
+        self.notes = notes
+        self.name = name
         self.pool: DevicePool | None = None
+        self._slots = torch.zeros(0, dtype=torch.int64)
 
     def before(self, batch: ForwardBatch) -> None:
-        self._note("before", batch)
+        self._slots = batch.slots_T
+        self._note("before")
+
+    def before_layer(self, layer_index: int) -> None:
+        self._note(f"layer {layer_index}")
 
     def after(self, batch: ForwardBatch) -> None:
-        self._note("after", batch)
+        self._note("after")
 
-    def _note(self, when: str, batch: ForwardBatch) -> None:
-        assert self.pool is not None
-        self.notes.append((when, bool((self.pool.k[-1][batch.slots_T] != 0).any())))
+    def _note(self, when: str) -> None:
+        lanes = [] if self.pool is None else self.pool.k
+        self.notes.append((self.name + when, [bool((k[self._slots] != 0).any()) for k in lanes]))
+
+
+STATIONS = [
+    ("before", [False, False]),
+    ("layer 0", [False, False]),
+    ("layer 1", [True, False]),
+    ("after", [True, True]),
+]
 
 
 @pytest.mark.slow
-def test_the_hook_stands_before_the_first_and_after_the_last_write(small: Path) -> None:
-    diary = Diary()
+def test_the_hook_stands_before_each_layers_first_write_and_after_the_last(small: Path) -> None:
+    diary = Diary([])
     spec = load_spec(small)
     model = load_model(spec, small, torch.float32, KERNELS)
     engine = DirectEngine(model, KERNELS, page_count=16, hook=diary)
@@ -128,7 +143,29 @@ def test_the_hook_stands_before_the_first_and_after_the_last_write(small: Path) 
     seq = engine.start([1, 2, 3, 4], GREEDY)
     engine.step([(seq, 2)])  # a chunk that samples nothing
     engine.step([(seq, 2)])
-    assert diary.notes == [("before", False), ("after", True)] * 2
+    assert diary.notes == STATIONS * 2
+
+
+def test_the_toy_calls_its_hook_at_the_same_places(tmp_path: Path) -> None:
+    diary = Diary([])
+    path = make_toy(tmp_path, tokenizer=False, layers=2)
+    engine = DirectEngine(load_model(load_spec(path), path, torch.bfloat16, KERNELS), KERNELS, hook=diary)
+    diary.pool = engine.pool
+    engine.step([(engine.start([1, 2, 3], GREEDY), 3)])
+    assert diary.notes == STATIONS
+
+
+def test_composed_hooks_nest(tmp_path: Path) -> None:
+    notes: list[tuple[str, list[bool]]] = []
+    gate, canary = Diary(notes, "gate "), Diary(notes, "canary ")
+    path = make_toy(tmp_path, tokenizer=False, layers=1)
+    model = load_model(load_spec(path), path, torch.bfloat16, KERNELS)
+    engine = DirectEngine(model, KERNELS, hook=compose_hooks([gate, canary]))
+    engine.step([(engine.start([1], GREEDY), 1)])
+    order = ["gate before", "canary before", "gate layer 0", "canary layer 0", "canary after", "gate after"]
+    assert [name for name, _ in notes] == order
+    assert compose_hooks([gate]) is gate
+    assert isinstance(compose_hooks([]), NullHook)
 
 
 def test_a_pool_of_another_shape_than_the_models_is_refused(tmp_path: Path) -> None:
@@ -138,7 +175,37 @@ def test_a_pool_of_another_shape_than_the_models_is_refused(tmp_path: Path) -> N
     for change in ({"layer_count": 2}, {"dtype": torch.float32}):
         pool = DevicePool(PoolSpec(**{**good, "dtype": torch.bfloat16, **change}), KERNELS)  # type: ignore[arg-type]
         with pytest.raises(InvariantError, match=r"expected 3 layers, torch\.bfloat16"):
-            Runner(model, pool, RequestTable(4, 16), KERNELS)
+            Runner(model, {Part.FULL: pool}, {Part.FULL: RequestTable(4, 16)}, KERNELS)
+
+
+def sliding(path: Path) -> DirectEngine:
+    return direct(make_toy(path, tokenizer=False, window=6, layer_types="SFS"), torch.bfloat16)
+
+
+def test_each_part_needs_its_pool_its_table_and_its_slots(tmp_path: Path) -> None:
+    engine = sliding(tmp_path)
+    full = {Part.FULL: engine.pool}
+    with pytest.raises(InvariantError, match="pools of FULL and tables of FULL, SWA, expected both of FULL, SWA"):
+        Runner(engine.model, full, engine.tables, KERNELS)
+    seq = engine.start([1, 2, 3], GREEDY)
+    seq.swa_slots = None
+    with pytest.raises(InvariantError, match="without a SWA slot for each token"):
+        engine.step([(seq, 3)])
+
+
+def test_a_table_write_of_a_part_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    engine = toy(tmp_path)
+    write = TableWrite(row=1, start=0, slots=np.ones(1, np.int64), part=Part.SWA)
+    with pytest.raises(InvariantError, match="table write of part SWA, expected FULL"):
+        engine.runner.run(StepPlan(step=1, work=(), table_writes=(write,)))
+
+
+def test_the_layers_of_both_parts_keep_their_order(tmp_path: Path) -> None:
+    engine = sliding(tmp_path)
+    seq = engine.start(list(range(20)), GREEDY, tokens=30)
+    answer = engine.generate([seq], 25, chunk=7)[0]
+    assert answer == toy_continue(engine.model.spec, list(range(20)), 25)
+    assert [len(engine.pools[part].layers) for part in (Part.FULL, Part.SWA)] == [1, 2]
 
 
 def test_table_rows_are_rewritten_before_the_step_reads_them(tmp_path: Path) -> None:

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from serinus.kernels.cpu import counter_gumbel, linear, paged_attention, pages, qk_rope_store, rms_norm, silu_mul
+from serinus.kernels.cpu import (
+    counter_gumbel,
+    gelu_mul,
+    linear,
+    paged_attention,
+    pages,
+    qk_rope_store,
+    rms_norm,
+    silu_mul,
+)
 
 __all__ = ["ops", "warm"]
 
@@ -17,6 +26,7 @@ def ops() -> dict[str, Any]:
         "rms_norm": rms_norm.rms_norm,
         "add_rms_norm": rms_norm.add_rms_norm,
         "silu_mul": silu_mul.silu_mul,
+        "gelu_mul": gelu_mul.gelu_mul,
         "qk_rope_store": qk_rope_store.qk_rope_store,
         "paged_attention": paged_attention.PagedAttention(),
         "pack_linear": linear.pack_linear,

@@ -30,6 +30,7 @@ from serinus.kernels.cpu.decode_attention import serves as decodes
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, dots, largest
 from serinus.kernels.ref.paged_attention import check_paged_attention
+from serinus.kernels.ref.paged_attention import paged_attention as plain
 
 __all__ = ["PagedAttention", "warm"]
 
@@ -74,13 +75,17 @@ class PagedAttention:
         req_to_token_RC: Tensor,
         batch: AttentionBatch,
         scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """softmax(scale * q k) v; see the reference.
 
         Raises:
             ValueError: shapes disagree, or a row, a context or a slot lies outside of its table.
         """
-        check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch)
+        check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
+        if window is not None or softcap is not None:
+            return plain(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap)
         layout = self._layout
         if layout is None or layout.batch is not batch:
             layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape))

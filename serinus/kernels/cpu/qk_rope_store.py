@@ -48,6 +48,9 @@ def qk_rope_store(
         ValueError: shapes disagree, or a position or a slot lies outside of its table (that token is not written).
     """
     check_qk_rope_store(qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
+    norms = {norm.dtype for norm in (q_norm_D, k_norm_D) if norm is not None}
+    if len(norms) > 1 or not norms <= {qkv_TX.dtype, torch.float32}:
+        raise ValueError(f"kernels: head norms of {sorted(map(str, norms))}, expected one of {qkv_TX.dtype} or fp32")
     tokens, width = qkv_TX.shape
     slot_count, kv_heads, size = k_pool_SHD.shape
     threads = 1 if tokens * width < _SERIAL_ELEMENTS else thread_count()
@@ -72,7 +75,8 @@ def qk_rope_store(
         0,
         eps,
     )
-    _body(size, qkv_TX.dtype == torch.bfloat16, VERSION)(arguments, threads)
+    wide = bool(norms) and norms != {qkv_TX.dtype}
+    _body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION)(arguments, threads)
     if arguments.bad:
         raise ValueError(
             f"kernels: a position or a slot of token {arguments.bad - 1} is out of range: position "
@@ -81,13 +85,14 @@ def qk_rope_store(
         )
 
 
-def warm(head_size: int, dtype: torch.dtype) -> None:
-    """Compile, or load from the disk."""
-    _body(head_size, dtype == torch.bfloat16, VERSION)
+def warm(head_size: int, dtype: torch.dtype, *, wide: bool = False) -> None:
+    """Compile, or load from the disk; `wide`: for fp32 norm weights."""
+    _body(head_size, dtype == torch.bfloat16, wide and dtype == torch.bfloat16, VERSION)
 
 
 @cache
-def _body(size: int, bf16: bool, version: int) -> Body:
+def _body(size: int, bf16: bool, wide: bool, version: int) -> Body:
+    """`wide`: norm weights are fp32, and their product is rounded once."""
     half = size // 2
     item_bytes = 2 if bf16 else 4
 
@@ -121,10 +126,12 @@ def _body(size: int, bf16: bool, version: int) -> Body:
                         kept[i] = value
                         total += value * value
                     if norm_at != 0:
-                        norm = carray(at(norm_at), size, item)
+                        norm = carray(at(norm_at), size, np.float32 if wide else item)
                         scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
                         for i in range(size):
-                            if bf16:
+                            if wide:
+                                kept[i] = widen(narrow(kept[i] * scale * norm[i]))
+                            elif bf16:
                                 kept[i] = widen(narrow(widen(narrow(kept[i] * scale)) * widen(norm[i])))
                             else:
                                 kept[i] = kept[i] * scale * norm[i]

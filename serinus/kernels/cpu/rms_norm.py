@@ -12,7 +12,7 @@ from torch import Tensor
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 
-__all__ = ["add_rms_norm", "rms_norm", "warm"]
+__all__ = ["add_rms_norm", "rms_norm", "warm", "warm_wide"]
 
 _Arguments = fields("ticket x residual weight out rows width step", "eps")
 _SERIAL_ELEMENTS = 1 << 16
@@ -43,16 +43,22 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 def warm(dtype: torch.dtype) -> None:
     """Compile, or load from the disk."""
     for has_residual in (False, True):
-        _body(dtype == torch.bfloat16, has_residual, VERSION)
+        _body(dtype == torch.bfloat16, has_residual, False, VERSION)
+
+
+def warm_wide(dtype: torch.dtype) -> None:
+    """The same for fp32 weights."""
+    for has_residual in (False, True):
+        _body(dtype == torch.bfloat16, has_residual, dtype == torch.bfloat16, VERSION)
 
 
 def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps: float) -> None:
     width = x.shape[-1]
-    if weight_E.shape != (width,) or weight_E.dtype != x.dtype:
+    if weight_E.shape != (width,) or weight_E.dtype not in (x.dtype, torch.float32):
         raise ValueError(
             f"kernels: norm weight {weight_E.dtype} {tuple(weight_E.shape)}, expected {x.dtype} ({width},)"
         )
-    body = _body(x.dtype == torch.bfloat16, residual is not None, VERSION)
+    body = _body(x.dtype == torch.bfloat16, residual is not None, weight_E.dtype != x.dtype, VERSION)
     count = x.numel()
     threads = 1 if count < _SERIAL_ELEMENTS else thread_count()
     rows = count // width
@@ -63,7 +69,9 @@ def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps:
 
 
 @cache
-def _body(bf16: bool, has_residual: bool, version: int) -> Body:
+def _body(bf16: bool, has_residual: bool, wide: bool, version: int) -> Body:
+    """`wide`: the weight is fp32, and the product is rounded once."""
+
     def norm_rows(args: Any) -> None:
         if version < 0:
             return
@@ -72,7 +80,7 @@ def _body(bf16: bool, has_residual: bool, version: int) -> Body:
         eps = np.float32(carray(args, 9, np.float64)[8])
         item_bytes = 2 if bf16 else 4
         item = np.uint16 if bf16 else np.float32
-        weight = carray(at(a[3]), width, item)
+        weight = carray(at(a[3]), width, np.float32 if wide else item)
         kept = np.empty(width, np.float32)
         while True:
             first = fetch_add(a.ctypes.data, step)
@@ -99,7 +107,9 @@ def _body(bf16: bool, has_residual: bool, version: int) -> Body:
                     total += value * value
                 scale = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
                 for i in range(width):
-                    if bf16:
+                    if wide:
+                        out[i] = narrow(kept[i] * scale * weight[i])
+                    elif bf16:
                         out[i] = narrow(widen(narrow(kept[i] * scale)) * widen(weight[i]))
                     else:
                         out[i] = kept[i] * scale * weight[i]

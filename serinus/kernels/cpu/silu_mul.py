@@ -1,7 +1,8 @@
-"""The gated activation of the MLP. T = tokens, F = width of the MLP."""
+"""The gated activations of the MLP, SiLU and GELU. T = tokens, F = width of the MLP."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import LOG2_E, at, carray, exp2, fetch_add, narrow, widen
 
-__all__ = ["silu_mul", "warm"]
+__all__ = ["gate", "silu_mul", "warm"]
 
 _Arguments = fields("ticket gate_up out rows width step")
 _SERIAL_ELEMENTS = 1 << 14
@@ -21,9 +22,14 @@ _SERIAL_ELEMENTS = 1 << 14
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up; see the reference."""
+    return gate(gate_up_T2F, "silu_mul", gelu=False)
+
+
+def gate(gate_up_T2F: Tensor, name: str, *, gelu: bool) -> Tensor:
+    """Either activation; `name` is the op's, for complaints."""
     width = gate_up_T2F.shape[-1] // 2
     if gate_up_T2F.shape[-1] % 2:
-        raise ValueError(f"kernels: silu_mul got width {gate_up_T2F.shape[-1]}, expected an even one (gate and up)")
+        raise ValueError(f"kernels: {name} got width {gate_up_T2F.shape[-1]}, expected an even one (gate and up)")
     gate_up_T2F = gate_up_T2F.contiguous()
     out_TF = gate_up_T2F.new_empty((*gate_up_T2F.shape[:-1], width))
     count = out_TF.numel()
@@ -31,17 +37,21 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     rows = count // width
     step = max(1, rows // (threads * 4))
     arguments = _Arguments(0, gate_up_T2F.data_ptr(), out_TF.data_ptr(), rows, width, step)
-    _body(gate_up_T2F.dtype == torch.bfloat16, VERSION)(arguments, threads)
+    _body(gate_up_T2F.dtype == torch.bfloat16, gelu, VERSION)(arguments, threads)
     return out_TF
 
 
-def warm(dtype: torch.dtype) -> None:
+def warm(dtype: torch.dtype, *, gelu: bool = False) -> None:
     """Compile, or load from the disk."""
-    _body(dtype == torch.bfloat16, VERSION)
+    _body(dtype == torch.bfloat16, gelu, VERSION)
 
 
 @cache
-def _body(bf16: bool, version: int) -> Body:
+def _body(bf16: bool, gelu: bool, version: int) -> Body:
+    # Both are gate times a sigmoid: silu(x) = x s(x), and gelu(x) = x s(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+    slope = np.float32(-LOG2_E * (2.0 * math.sqrt(2.0 / math.pi) if gelu else 1.0))
+    cubic = np.float32(0.044715)
+
     def gate_rows(args: Any) -> None:
         if version < 0:
             return
@@ -59,10 +69,11 @@ def _body(bf16: bool, version: int) -> Body:
                 out = carray(at(a[2] + row * width * item_bytes), width, item)
                 for i in range(width):
                     if bf16:
-                        gate, up = widen(gates[i]), widen(ups[i])
+                        x, up = widen(gates[i]), widen(ups[i])
                     else:
-                        gate, up = gates[i], ups[i]
-                    value = gate / (np.float32(1) + exp2(gate * np.float32(-LOG2_E))) * up
+                        x, up = gates[i], ups[i]
+                    bent = x + cubic * x * x * x if gelu else x
+                    value = x / (np.float32(1) + exp2(bent * slope)) * up
                     out[i] = narrow(value) if bf16 else value
 
     return compile_body(gate_rows)

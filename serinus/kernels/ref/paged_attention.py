@@ -15,9 +15,18 @@ __all__ = ["check_paged_attention", "paged_attention"]
 
 
 def check_paged_attention(
-    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch
+    q_TND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    req_to_token_RC: Tensor,
+    batch: AttentionBatch,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Raise ValueError where shapes or dtypes disagree, or a pool or the table is strided. Reads no values."""
+    """Raise ValueError where shapes or dtypes disagree, a pool or the table is strided, or window or cap make no sense.
+
+    Reads no values.
+    """
     heads, size = q_TND.shape[1], q_TND.shape[2]
     kv_heads = k_pool_SHD.shape[1]
     if k_pool_SHD.shape != v_pool_SHD.shape or k_pool_SHD.shape[2] != size:
@@ -38,38 +47,57 @@ def check_paged_attention(
         )
     if not (k_pool_SHD.is_contiguous() and v_pool_SHD.is_contiguous() and req_to_token_RC.is_contiguous()):
         raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones")
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ValueError(f"kernels: window {window}, softcap {softcap}; expected None, or at least 1 and above 0")
 
 
 def paged_attention(
-    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, scale: float
+    q_TND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    req_to_token_RC: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q k) v for every token over the positions of its own sequence up to its own.
+    """softmax(cap(scale * q k)) v for every token over the last `window` positions of its own sequence up to its own.
 
     Args:
         q_TND: fp32 or bf16.
         k_pool_SHD, v_pool_SHD: one layer's pools; dtype of q. The step's own k and v are already in them.
-        req_to_token_RC: int32; [row, position] -> slot. Only the first context_B[b] entries of a row are read.
+        req_to_token_RC: int32; [row, position] -> slot. Only the first context_B[b] entries of a row are read, and of
+            these only such as lie in the window of one of the step's tokens: below it they may say anything, and
+            their slots may hold anything.
         batch: which tokens belong to which row.
         scale: usually D ** -0.5.
+        window: positions that a token sees, its own included; None = all up to its own.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
     Returns: [T, N, D], dtype of q; scores, softmax and sums in fp32.
     Raises:
-        ValueError: shapes or dtypes disagree, or a pool or the table is strided.
+        ValueError: shapes or dtypes disagree, a pool or the table is strided, or window or cap make no sense.
     """
-    check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch)
+    check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
     kv_heads = k_pool_SHD.shape[1]
     group = q_TND.shape[1] // kv_heads
     starts, contexts, rows = batch.q_starts_B1.tolist(), batch.context_B.tolist(), batch.rows_B.tolist()
     out_TND = torch.empty_like(q_TND)
     for b, row in enumerate(rows):
-        slots_L = req_to_token_RC[row, : contexts[b]].long()
+        first = contexts[b] - (starts[b + 1] - starts[b])
+        low = 0 if window is None else max(0, first - window + 1)
+        slots_L = req_to_token_RC[row, low : contexts[b]].long()
         k_NLD = k_pool_SHD[slots_L].float().repeat_interleave(group, dim=1).transpose(0, 1)
         v_NLD = v_pool_SHD[slots_L].float().repeat_interleave(group, dim=1).transpose(0, 1)
         q_NTD = q_TND[starts[b] : starts[b + 1]].float().transpose(0, 1)
         scores_NTL = torch.matmul(q_NTD, k_NLD.transpose(1, 2)) * scale
-        query_count = q_NTD.shape[1]
-        seen_L = torch.arange(contexts[b], device=q_TND.device)
-        last_T = torch.arange(contexts[b] - query_count, contexts[b], device=q_TND.device)
-        scores_NTL.masked_fill_(seen_L[None, :] > last_T[:, None], float("-inf"))
+        if softcap is not None:
+            scores_NTL = torch.tanh(scores_NTL / softcap) * softcap
+        seen_1L = torch.arange(low, contexts[b], device=q_TND.device)[None, :]
+        own_T1 = torch.arange(first, contexts[b], device=q_TND.device)[:, None]
+        hidden_TL = seen_1L > own_T1
+        if window is not None:
+            hidden_TL |= seen_1L <= own_T1 - window
+        scores_NTL.masked_fill_(hidden_TL, float("-inf"))
         out_NTD = torch.matmul(torch.softmax(scores_NTL, dim=-1), v_NLD)
         out_TND[starts[b] : starts[b + 1]] = out_NTD.transpose(0, 1).to(q_TND.dtype)
     return out_TND

@@ -77,7 +77,8 @@ def qk_rope_store(
         qkv_TX: [T, (N + 2H) * D], fp32 or bf16; rows of q heads, then k heads, then v heads.
         cos_PF, sin_PF: fp32 [P, D/2]; row p belongs to position p.
         positions_T: int64, each below P.
-        q_norm_D, k_norm_D: weights of the per-head RMS norms, or None for no norm.
+        q_norm_D, k_norm_D: weights of the per-head RMS norms, as rms_norm takes them, both of one dtype; or None for
+            no norm.
         eps: of those norms.
         k_pool_SHD, v_pool_SHD: one layer's pools; changed in place; dtype of qkv.
         slots_T: int64; token t goes to slot slots_T[t]. Distinct, except for padding tokens, which go to 0.

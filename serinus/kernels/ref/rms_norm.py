@@ -14,16 +14,19 @@ __all__ = ["add_rms_norm", "rms_norm"]
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps), row by row.
 
-    Normalised in fp32, rounded to the dtype of x, and only then multiplied by the weight (rounded again): the
-    order in which the Llama and Qwen families were trained, and in which transformers computes it.
+    With a weight of the dtype of x: normalised in fp32, rounded to that dtype, and only then multiplied by the weight
+    (rounded again): the order in which the Llama and Qwen families were trained, and in which transformers computes
+    it. With an fp32 weight: everything in fp32, rounded once, which is Gemma's order.
 
     Args:
         x_TE: fp32 or bf16; any number of leading dimensions.
-        weight_E: dtype of x.
+        weight_E: dtype of x, or fp32.
     Returns: shape and dtype of x.
     """
     x32 = x_TE.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    if weight_E.dtype != x_TE.dtype:
+        return (x32 * scale * weight_E).to(x_TE.dtype)
     return (x32 * scale).to(x_TE.dtype) * weight_E
 
 
@@ -33,7 +36,7 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     Args:
         x_TE: what the last block added; left as it is.
         residual_TE: the stream of hidden states; changed in place.
-        weight_E: the norm's weight.
+        weight_E: the norm's weight, as for rms_norm.
     Returns: the norm, shape and dtype of x.
     """
     residual_TE.add_(x_TE)

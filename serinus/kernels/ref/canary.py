@@ -1,0 +1,274 @@
+"""The canary's kernels: expand a plan, digest KV, verify stamps, write stamps. The specification.
+
+A stamp is four int64 per slot and lane: token, position, hash of all before it, digest of its KV. Lanes of one part:
+HEAD_K, HEAD_V, TAIL_K, TAIL_V (0 .. 3). Shapes: S = slots, R, C = rows and columns of req_to_token, B = sequences,
+T = tokens written, E = entries verified, L = layers, W = 16-bit lanes of one layer's row of one half, Q = ring rows.
+
+The chain: next.previous_hash = mix(previous_hash, token, position); at position 0 it is ANCHOR. Content only: it holds
+wherever the page lies and whoever shares it.
+The digest: two sums over all 16-bit lanes of (lane * odd coefficient) modulo 2**32, packed as low | high << 32. It is
+linear: digests of layers and heads add up (add_digests), and the slot number does not enter. A change within one
+lane is always seen; any other fixed change is missed with a chance of 2**-32 or less. Bug detection, no cryptography.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = [
+    "ANCHOR",
+    "RING_FIELDS",
+    "STAMP_FIELDS",
+    "UNKNOWN",
+    "add_digests",
+    "canary_digest",
+    "canary_plan",
+    "canary_verify",
+    "canary_write",
+    "check_digest",
+    "digest_coefficients",
+    "mix",
+]
+
+STAMP_FIELDS = 4
+"""token, position, previous hash, digest."""
+ANCHOR = 0x5E41
+"""The previous hash of position 0."""
+UNKNOWN = -1
+"""A previous slot, or a token, that is not known here and so not checked."""
+RING_FIELDS = 12
+"""lane, reasons, slot, position, stored position, stored token, expected token, stored hash, expected hash, stored
+digest, found digest, sequence."""
+
+_CHAIN, _POSITION, _TOKEN, _DIGEST = 1, 2, 4, 8
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_MASK32 = (1 << 32) - 1
+_PARTIAL_LANES = 8
+_PIECE_SLOTS = 1024
+
+
+def mix(previous_hash: Tensor, token: Tensor, position: Tensor) -> Tensor:
+    """The next hash of a chain, int64: splitmix64(previous_hash ^ splitmix64(token ^ position << 32))."""
+    return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
+
+
+def digest_coefficients(
+    layer_ids: Sequence[int], head_ids: Sequence[int], head_size: int, itemsize: int, *, partial: bool
+) -> NDArray[np.int32]:
+    """Odd coefficients [L, 2 halves, 2 sums, W] for the layers and KV heads that a rank holds, by their global numbers.
+
+    Each is a function of (layer, half, head, lane within the head, sum) alone, so that shards add up. `partial`: zero
+    beyond the first 16 bytes of global head 0 of each layer.
+    """
+    lanes = head_size * itemsize // 2
+    layer, half, which, head, lane = np.meshgrid(
+        np.asarray(layer_ids, np.uint64),
+        np.arange(2, dtype=np.uint64),
+        np.arange(2, dtype=np.uint64),
+        np.asarray(head_ids, np.uint64),
+        np.arange(lanes, dtype=np.uint64),
+        indexing="ij",
+    )
+    word = (((layer * np.uint64(2) + half) * np.uint64(2) + which) << np.uint64(32)) | head << np.uint64(16) | lane
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        word = word + np.uint64(0x9E3779B97F4A7C15) if shift == 30 else word
+        word = (word ^ (word >> np.uint64(shift))) * np.uint64(factor)
+    odd = (word | np.uint64(1)).astype(np.uint32)
+    if partial:
+        odd = np.where((head == 0) & (lane < _PARTIAL_LANES), odd, np.uint32(0))
+    return np.ascontiguousarray(odd.reshape(len(layer_ids), 2, 2, -1)).view(np.int32)
+
+
+def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
+    """Digests [E, 2] int64 (of K, of V) of all layers' rows in some slots.
+
+    Args:
+        layers_kv: (k, v) pools [S, H, D], contiguous, in the order of the coefficients.
+        slots_E: int64.
+        coefficients_L22W: of `digest_coefficients`, on the pools' device.
+    Raises:
+        ValueError: sizes disagree.
+    Cost: E * L * 2 * W * 2 bytes read.
+    """
+    check_digest(layers_kv, coefficients_L22W)
+    sums_E22 = torch.zeros((len(slots_E), 2, 2), dtype=torch.int64, device=slots_E.device)
+    for layer, pair in enumerate(layers_kv):
+        for half, pool in enumerate(pair):
+            rows_SW = pool.view(len(pool), -1).view(torch.int16)
+            factors_2W = coefficients_L22W[layer, half].long() & _MASK32
+            for at in range(0, len(slots_E), _PIECE_SLOTS):
+                lanes_EW = rows_SW[slots_E[at : at + _PIECE_SLOTS]].long() & 0xFFFF
+                products = (lanes_EW[:, None, :] * factors_2W[None]) & _MASK32
+                sums_E22[at : at + _PIECE_SLOTS, half] += products.sum(-1)
+    sums_E22 &= _MASK32
+    return sums_E22[..., 0] | (sums_E22[..., 1] << 32)
+
+
+def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:
+    """Raise ValueError where the coefficients are not those of these pools."""
+    pool = layers_kv[0][0]
+    expected = (len(layers_kv), 2, 2, pool[0].numel() * pool.element_size() // 2)
+    if tuple(coefficients_L22W.shape) != expected or coefficients_L22W.dtype != torch.int32:
+        raise ValueError(
+            f"kernels: digest coefficients {coefficients_L22W.dtype} {tuple(coefficients_L22W.shape)},"
+            f" expected int32 {expected}"
+        )
+
+
+def add_digests(one: Tensor, other: Tensor) -> Tensor:
+    """The digest of all that either covers (disjoint layers or heads): the two sums each modulo 2**32."""
+    low = (one + other) & _MASK32
+    high = ((one >> 32) + (other >> 32)) & _MASK32
+    return low | (high << 32)
+
+
+def canary_plan(
+    table_RC: Tensor,
+    rows_B: Tensor,
+    low_B: Tensor,
+    high_B: Tensor,
+    first_page_B: Tensor,
+    offsets_B1: Tensor,
+    entry_count: int,
+    *,
+    page_size: int,
+    stride: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What to verify: every `stride`-th page of each sequence from page `first_page_B` on, within [low, high).
+
+    Args:
+        table_RC: req_to_token of one part, int32.
+        rows_B: row of each sequence; low_B, high_B: positions that may be read; first_page_B: page index to begin at.
+        offsets_B1: where each sequence's entries begin; ascending by whole pages, the last is `entry_count`.
+        entry_count: E, known to the host, so that nobody waits for the device.
+    Returns: slots_E (0 where the position is outside [low, high): not verified), positions_E, previous_E (slot of the
+        position before; 0 at position 0; UNKNOWN at `low` otherwise), sequences_E. All int64.
+    Cost: one read of the table's entries.
+    """
+    entries_E = torch.arange(entry_count, dtype=torch.int64, device=rows_B.device)
+    sequences_E = torch.bucketize(entries_E, offsets_B1[1:], right=True)
+    inside_E = entries_E - offsets_B1[sequences_E]
+    pages_E = first_page_B[sequences_E] + inside_E // page_size * stride
+    positions_E = pages_E * page_size + inside_E % page_size
+    low_E = low_B[sequences_E]
+    due_E = (positions_E >= low_E) & (positions_E < high_B[sequences_E])
+    read_E = torch.where(due_E, positions_E, 0)
+    rows_E = rows_B[sequences_E]
+    slots_E = torch.where(due_E, table_RC[rows_E, read_E].long(), 0)
+    previous_E = table_RC[rows_E, (read_E - 1).clamp_min(0)].long()
+    previous_E = torch.where(positions_E == low_E, UNKNOWN, previous_E)
+    previous_E = torch.where(positions_E == 0, 0, previous_E)
+    return slots_E, positions_E, torch.where(due_E, previous_E, 0), sequences_E
+
+
+def canary_verify(
+    stamps_LS4: Tensor,
+    lane: int,
+    slots_E: Tensor,
+    positions_E: Tensor,
+    previous_E: Tensor,
+    tokens_E: Tensor | None,
+    digests_E2: Tensor | None,
+    sequences_E: Tensor,
+    ring_QF: Tensor,
+    count_1: Tensor,
+    checked_L: Tensor,
+) -> None:
+    """Hold stamps of lanes `lane` (K) and `lane` + 1 (V) against what they should be; note what differs in the ring.
+
+    Args:
+        stamps_LS4: int64 stamps of one part.
+        slots_E: slot 0 is skipped. positions_E: expected. previous_E: slot of the position before, 0 = chain head,
+            UNKNOWN = the chain is not checked. tokens_E: expected, UNKNOWN = not checked; None = none is.
+        digests_E2: found now, of K and V; None = not checked.
+        sequences_E: who asks; only noted.
+        ring_QF: int64 [Q, RING_FIELDS]; violation number n goes to row n % Q: overflow drops detail, never the count.
+        count_1: int64, all violations ever. checked_L: int64, entries looked at ever, by lane.
+    Cost: 64 bytes read an entry and lane; no host wait. In which order violations of one call stand is not defined.
+    """
+    live_E = slots_E != 0
+    slots_E, positions_E, previous_E = slots_E[live_E], positions_E[live_E], previous_E[live_E]
+    sequences_E = sequences_E[live_E]
+    tokens_E = None if tokens_E is None else tokens_E[live_E]
+    digests_E2 = None if digests_E2 is None else digests_E2[live_E]
+    for half in range(2):
+        stored_E4 = stamps_LS4[lane + half, slots_E]
+        before_E4 = stamps_LS4[lane + half, previous_E.clamp_min(0)]
+        chained_E = mix(before_E4[:, 2], before_E4[:, 0], before_E4[:, 1])
+        hashes_E = torch.where(previous_E == 0, ANCHOR, chained_E)
+        hashes_E = torch.where(previous_E == UNKNOWN, stored_E4[:, 2], hashes_E)
+        wanted_E = stored_E4[:, 0] if tokens_E is None else torch.where(tokens_E == UNKNOWN, stored_E4[:, 0], tokens_E)
+        found_E = stored_E4[:, 3] if digests_E2 is None else digests_E2[:, half]
+        reasons_E = (
+            (stored_E4[:, 2] != hashes_E) * _CHAIN
+            + (stored_E4[:, 1] != positions_E) * _POSITION
+            + (stored_E4[:, 0] != wanted_E) * _TOKEN
+            + (stored_E4[:, 3] != found_E) * _DIGEST
+        )
+        checked_L[lane + half] += len(slots_E)
+        bad_V = torch.nonzero(reasons_E).flatten()
+        fields = (
+            torch.full_like(reasons_E, lane + half), reasons_E, slots_E, positions_E, stored_E4[:, 1], stored_E4[:, 0],
+            wanted_E, stored_E4[:, 2], hashes_E, stored_E4[:, 3], found_E, sequences_E,
+        )  # fmt: skip
+        rows_V = (int(count_1) + torch.arange(len(bad_V), device=ring_QF.device)) % len(ring_QF)
+        kept = slice(max(0, len(bad_V) - len(ring_QF)), None)
+        ring_QF[rows_V[kept]] = torch.stack(fields, dim=1)[bad_V[kept]]
+        count_1 += len(bad_V)
+
+
+def canary_write(
+    stamps_LS4: Tensor,
+    lane: int,
+    slots_T: Tensor,
+    positions_T: Tensor,
+    tokens_T: Tensor,
+    q_starts_B1: Tensor,
+    previous_B: Tensor,
+    digests_T2: Tensor | None,
+) -> None:
+    """Stamp new tokens in lanes `lane` (K) and `lane` + 1 (V), in place.
+
+    Args:
+        slots_T, positions_T, tokens_T: int64; sequence b has the tokens q_starts_B1[b] .. q_starts_B1[b + 1] - 1, at
+            consecutive positions. A slot 0 (padding) is passed over.
+        previous_B: slot of the position before each sequence's first; 0 where that is position 0.
+        digests_T2: of K and V; None stamps 0.
+    Cost: 64 bytes written a token; one after the other within a sequence.
+    """
+    for half in range(2):
+        lane_S4 = stamps_LS4[lane + half]
+        before_B4 = lane_S4[previous_B]
+        hash_B = torch.where(previous_B == 0, ANCHOR, mix(before_B4[:, 2], before_B4[:, 0], before_B4[:, 1]))
+        counts_B = q_starts_B1[1:] - q_starts_B1[:-1]
+        for step in range(int(counts_B.max()) if len(counts_B) else 0):
+            at_B = q_starts_B1[:-1] + step
+            live_B = step < counts_B
+            at_B = at_B[live_B]
+            slots, tokens, positions = slots_T[at_B], tokens_T[at_B], positions_T[at_B]
+            digests = torch.zeros_like(tokens) if digests_T2 is None else digests_T2[at_B, half]
+            stamps = torch.stack((tokens, positions, hash_B[live_B], digests), dim=1)
+            real = slots != 0
+            lane_S4[slots[real]] = stamps[real]
+            hash_B = hash_B.clone()
+            hash_B[live_B] = mix(hash_B[live_B], tokens, positions)
+
+
+def _splitmix(x: Tensor) -> Tensor:
+    """splitmix64 on int64 words, which wrap."""
+    x = x + _GAMMA
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

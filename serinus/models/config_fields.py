@@ -1,0 +1,68 @@
+"""ConfigFields: a config.json with overrides on top; every read is checked, every complaint names file and field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from serinus.core.errors import ConfigError
+
+__all__ = ["ConfigFields", "read_json"]
+
+
+class ConfigFields:
+    """The fields of one JSON object."""
+
+    def __init__(self, values: Mapping[str, Any], overrides: Mapping[str, Any], source: Path) -> None:
+        self.values = {**values, **overrides}
+        self.source = source
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or `default` where it is absent or null."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def fail(self, name: str, expected: str) -> ConfigError:
+        """The complaint about a field, to be raised."""
+        shown = repr(self.values[name])[:120] if name in self.values else "nothing"
+        return ConfigError(f"models: {self.source}: field {name!r} is {shown}, expected {expected}")
+
+    def whole(self, name: str, default: int | None = None, low: int = 1) -> int:
+        """An integer of at least `low`."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self.fail(name, f"an integer, at least {low}")
+        return value
+
+    def real(self, name: str, default: float) -> float:
+        """A positive number."""
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.fail(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return value
+
+    def given(self, name: str, default: Any) -> Any:
+        """The value; `default` only where it is absent: a null that was written down stays None."""
+        return self.values.get(name, default)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ConfigError where there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"models: {path} is missing, expected the checkpoint's {path.name}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"models: {path} cannot be read ({error}), expected a JSON object") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"models: {path} holds a {type(values).__name__}, expected a JSON object")
+    return values
