@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ __all__ = ["run"]
 
 _READY_S_MAX = 180.0
 _STOP_S_MAX = 60.0
+_COUNT_S_MAX = 10.0
+"""For the engines' counts of sent and received pages to agree."""
 _SYSTEM = (
     "You are a canary. You sing while the air is good, and you fall silent before the miners notice. "
     "A cache of keys and values remembers every token of the prompt, so that nothing is computed twice. "
@@ -293,19 +295,28 @@ def _show_told(out: Console, told: Sequence[Told]) -> None:
     out.print(table)
 
 
+def _pages(counts: Mapping[tuple[str, str, str], float], direction: str) -> float:
+    """Pages that went in a direction, over all engines."""
+    return sum(v for (_, name, how), v in counts.items() if (name, how) == ("kv_transfer_pages_total", direction))
+
+
 def _show_engines(out: Console, url: str) -> None:
     """The engines' own counts, from the router's /metrics. Raises DemoFailed where the work is not where it belongs."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
     from rich.table import Table
 
-    text = httpx.get(f"{url}/metrics", timeout=30).text
     counts: dict[tuple[str, str, str], float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = sample.labels
-            extra = labels.get("direction", "")
-            counts[labels.get("engine", ""), sample.name.removeprefix("serinus:"), extra] = sample.value
+    clock = WallClock()
+    end, sent, taken = clock.now() + _COUNT_S_MAX, 0.0, 0.0
+    while (not sent or sent != taken) and clock.now() < end:  # the prefill engine hears last that all has arrived
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = sample.labels
+                extra = labels.get("direction", "")
+                counts[labels.get("engine", ""), sample.name.removeprefix("serinus:"), extra] = sample.value
+        sent, taken = (_pages(counts, direction) for direction in ("sent", "received"))
     engines = sorted({engine for engine, name, _ in counts if name == "computed_tokens_total"}, reverse=True)
     table = Table(title="as the engines counted it (/metrics)", title_justify="left")
     for column in ("engine", "tokens computed", "tokens generated", "pages sent", "pages taken in", "transfer"):
@@ -326,9 +337,5 @@ def _show_engines(out: Console, url: str) -> None:
             speed,
         )
     out.print(table)
-    sent = sum(value for (_, name, how), value in counts.items() if name == "kv_transfer_pages_total" and how == "sent")
-    taken = sum(
-        value for (_, name, how), value in counts.items() if name == "kv_transfer_pages_total" and how != "sent"
-    )
     if not sent or sent != taken:
         raise DemoFailed(f"{sent:.0f} pages were sent and {taken:.0f} taken in, expected as many, and some")

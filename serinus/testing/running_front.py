@@ -62,7 +62,7 @@ def serving(app: ASGIApp, *, on_drain: Callable[[], None] | None = None) -> Iter
         yield server
     finally:
         server.stop(now=True)
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "testing: the server did not stop"
 
 
@@ -80,7 +80,7 @@ def running_front(settings: FrontSettings, engine: FakeEngine) -> Iterator[Runni
         client = EngineClient(engine.endpoint)
         app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed)
         with serving(app, on_drain=client.drain) as server:
-            assert ready.wait(20), "testing: the front did not come up"
+            assert ready.wait(60), "testing: the front did not come up"
             assert not failed, f"testing: the front did not come up: {failed}"
             with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
                 yield RunningFront(app, engine, client, server, http)

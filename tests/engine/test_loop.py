@@ -17,7 +17,7 @@ from serinus.engine.loop import EngineLoop
 from serinus.engine.roles import NoHandoffs
 from serinus.sched import Scheduler
 from serinus.testing.checkpoints import make_toy
-from serinus.wire import Arrived, ZmqChannel, decode, encode
+from serinus.wire import Arrived, ZmqChannel, decode, encode, wait_any
 from serinus.wire.convert import request_to_wire
 from serinus.wire.messages import Abort, Message, Ready, TokenOut, Tokens
 
@@ -46,18 +46,23 @@ class World:
         names = {"model_path": str(checkpoint), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0}
         self.built: Built = build_core(from_names(ServeConfig, names), self.clock)
         self.handoffs = Handoffs(self.built.core.scheduler)
-        endpoint = ZmqChannel(address)
+        self.endpoint = ZmqChannel(address)
         ready = Ready(
             engine="e", incarnation=1, role="unified", vocab_size=64, context_length=256, max_total_tokens=256,
             page_size=4,
         )  # fmt: skip
-        self.loop = EngineLoop(self.built, endpoint=endpoint, handoffs=self.handoffs, ready=ready, clock=self.clock)
+        self.loop = EngineLoop(
+            self.built, endpoint=self.endpoint, handoffs=self.handoffs, ready=ready, clock=self.clock
+        )
         self.front = ZmqChannel()
         self.front.connect("engine", address)
         self.outs: list[TokenOut] = []
 
     def say(self, message: Message) -> None:
+        """Send it, and let the loop take it now: not some steps later, as the threads of the sockets like."""
         self.front.send("engine", encode(message))
+        wait_any([self.endpoint], 10.0)
+        self.loop.turn()
 
     def ask(self, rid: str, count: int) -> None:
         sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
@@ -70,7 +75,7 @@ class World:
             if holds():
                 return
             self.loop.turn()
-            for event in self.front.poll(0.005):
+            for event in self.front.poll(0.05):
                 message = decode(event.parts).message if isinstance(event, Arrived) else None
                 if isinstance(message, Tokens):
                     self.outs.extend(message.out)
