@@ -146,14 +146,16 @@ def _multiply_add(typingctx: Any, total: Any, lane: Any, factor: Any) -> Any:
 
 
 @intrinsic
-def _packed(typingctx: Any, low: Any, high: Any) -> Any:
-    """low | high << 32."""
+def _added(typingctx: Any, digest: Any, low: Any, high: Any) -> Any:
+    """The digest with two sums more, each in its own 32 bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide = ir.IntType(64)
-        return builder.or_(builder.zext(args[0], wide), builder.shl(builder.zext(args[1], wide), wide(32)))
+        wide, narrow = ir.IntType(64), ir.IntType(32)
+        low = builder.add(builder.trunc(args[0], narrow), args[1])
+        high = builder.add(builder.trunc(builder.lshr(args[0], wide(32)), narrow), args[2])
+        return builder.or_(builder.zext(low, wide), builder.shl(builder.zext(high, wide), wide(32)))
 
-    return types.int64(types.uint32, types.uint32), codegen
+    return types.int64(types.int64, types.uint32, types.uint32), codegen
 
 
 @inlined(fastmath=set())
@@ -184,18 +186,21 @@ def _digest_body(version: int) -> Body:
             first = fetch_add(a.ctypes.data, step)
             if first >= count:
                 break
-            for e in range(first, min(first + step, count)):
-                for half in range(2):
+            end = min(first + step, count)
+            for e in range(first, end):
+                out[e * 2] = 0
+                out[e * 2 + 1] = 0
+            # Strip by strip: the slots of a page lie side by side there, and the factors stay in the first cache.
+            for strip in range(layers * 2):
+                factors = carray(at(a[3] + strip * width * 8), lanes, np.uint32)
+                others = carray(at(a[3] + strip * width * 8 + width * 4), lanes, np.uint32)
+                for e in range(first, end):
+                    row = carray(at(pools[strip] + slots[e] * slot_bytes), lanes, np.uint16)
                     low, high = np.uint32(0), np.uint32(0)
-                    for layer in range(layers):
-                        strip = layer * 2 + half
-                        row = carray(at(pools[strip] + slots[e] * slot_bytes), lanes, np.uint16)
-                        factors = carray(at(a[3] + strip * width * 8), lanes, np.uint32)
-                        others = carray(at(a[3] + strip * width * 8 + width * 4), lanes, np.uint32)
-                        for i in range(lanes):
-                            low = _multiply_add(low, row[i], factors[i])
-                            high = _multiply_add(high, row[i], others[i])
-                    out[e * 2 + half] = _packed(low, high)
+                    for i in range(lanes):
+                        low = _multiply_add(low, row[i], factors[i])
+                        high = _multiply_add(high, row[i], others[i])
+                    out[e * 2 + strip % 2] = _added(out[e * 2 + strip % 2], low, high)
 
     return compile_body(digest_slots)
 

@@ -1,0 +1,1 @@
+"""triton: ops for GPUs, written in Triton. A column may lack an op; then `ref` serves."""

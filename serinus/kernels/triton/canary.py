@@ -1,0 +1,265 @@
+"""The canary's kernels: expand a plan, digest KV, verify stamps, write stamps; see the reference for what they mean.
+
+No call waits for the device. S = slots, R, C = rows and columns of req_to_token, B = sequences, T = tokens written,
+E = entries verified, L = layers, W = 16-bit lanes of one layer's row of one half, Q = ring rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, check_digest
+
+__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write"]
+
+_BLOCK = 256
+_PLAN_SPLITS = 8
+_DIGEST_SLOTS = 4
+
+
+def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
+    """Digests [E, 2] of K and V of all layers' rows in some slots."""
+    check_digest(layers_kv, coefficients_L22W)
+    count, device = len(slots_E), slots_E.device
+    out_E2 = torch.empty((count, 2), dtype=torch.int64, device=device)
+    if not count:
+        return out_E2
+    pools = torch.tensor([half.data_ptr() for pair in layers_kv for half in pair], dtype=torch.int64).to(
+        device, non_blocking=True
+    )
+    width = coefficients_L22W.shape[-1]
+    _digest[(triton.cdiv(count, _DIGEST_SLOTS), 2)](
+        pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2, count, len(layers_kv), width,
+        SLOTS=_DIGEST_SLOTS, WIDTH=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return out_E2
+
+
+def canary_plan(
+    table_RC: Tensor,
+    rows_B: Tensor,
+    low_B: Tensor,
+    high_B: Tensor,
+    first_page_B: Tensor,
+    offsets_B1: Tensor,
+    entry_count: int,
+    *,
+    page_size: int,
+    stride: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slots, positions, previous slots and sequences of what to verify, [E] each."""
+    out_4E = torch.empty((4, entry_count), dtype=torch.int64, device=rows_B.device)
+    if entry_count:
+        _plan[(len(rows_B), _PLAN_SPLITS)](
+            table_RC, table_RC.stride(0), rows_B.contiguous(), low_B.contiguous(), high_B.contiguous(),
+            first_page_B.contiguous(), offsets_B1.contiguous(), out_4E, entry_count, page_size, stride,
+            SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
+
+
+def canary_verify(
+    stamps_LS4: Tensor,
+    lane: int,
+    slots_E: Tensor,
+    positions_E: Tensor,
+    previous_E: Tensor,
+    tokens_E: Tensor | None,
+    digests_E2: Tensor | None,
+    sequences_E: Tensor,
+    ring_QF: Tensor,
+    count_1: Tensor,
+    checked_L: Tensor,
+) -> None:
+    """Hold the stamps of lanes `lane` and `lane` + 1 against what they should be."""
+    count = len(slots_E)
+    if not count:
+        return
+    slots_E = slots_E.contiguous()
+    _verify[(triton.cdiv(count, _BLOCK), 2)](
+        stamps_LS4, stamps_LS4.shape[1], lane, slots_E, positions_E.contiguous(), previous_E.contiguous(),
+        slots_E if tokens_E is None else tokens_E.contiguous(),
+        slots_E if digests_E2 is None else digests_E2.contiguous(),
+        sequences_E.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
+        HAS_TOKENS=tokens_E is not None, HAS_DIGESTS=digests_E2 is not None, FIELDS=RING_FIELDS, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+def canary_write(
+    stamps_LS4: Tensor,
+    lane: int,
+    slots_T: Tensor,
+    positions_T: Tensor,
+    tokens_T: Tensor,
+    q_starts_B1: Tensor,
+    previous_B: Tensor,
+    digests_T2: Tensor | None,
+) -> None:
+    """Stamp new tokens in lanes `lane` and `lane` + 1."""
+    if not len(previous_B):
+        return
+    slots_T = slots_T.contiguous()
+    _write[(len(previous_B), 2)](
+        stamps_LS4, stamps_LS4.shape[1], lane, slots_T, positions_T.contiguous(), tokens_T.contiguous(),
+        q_starts_B1.contiguous(), previous_B.contiguous(), slots_T if digests_T2 is None else digests_T2.contiguous(),
+        HAS_DIGESTS=digests_T2 is not None, num_warps=1,
+    )  # fmt: skip
+
+
+_jit: Any = triton.jit
+_ANCHOR = tl.constexpr(ANCHOR)
+
+
+@_jit
+def _splitmix(x):  # type: ignore[no-untyped-def]
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@_jit
+def _mix(previous_hash, token, position):  # type: ignore[no-untyped-def]
+    """Of uint64 values."""
+    return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
+
+
+@_jit
+def _digest(pools, slots, coefficients, out, count, layers, width, SLOTS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    half = tl.program_id(1)
+    e = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    live = e < count
+    slot = tl.load(slots + e, mask=live, other=0)
+    w = tl.arange(0, WIDTH)
+    inside = live[:, None] & (w < width)[None, :]
+    low = tl.zeros((SLOTS, WIDTH), tl.uint32)
+    high = tl.zeros((SLOTS, WIDTH), tl.uint32)
+    for layer in range(layers):
+        strip = layer * 2 + half
+        pool = tl.load(pools + strip).to(tl.pointer_type(tl.uint16))
+        factors = coefficients + strip.to(tl.int64) * 2 * width
+        lanes = tl.load(pool + slot[:, None] * width + w[None, :], mask=inside, other=0).to(tl.uint32)
+        one = tl.load(factors + w, mask=w < width, other=0).to(tl.uint32, bitcast=True)
+        other = tl.load(factors + width + w, mask=w < width, other=0).to(tl.uint32, bitcast=True)
+        low += lanes * one[None, :]
+        high += lanes * other[None, :]
+    # Sums in 64 bits, then cut: how wide a reduction of 32-bit numbers is differs between compiler and interpreter.
+    low_sum = tl.sum(low.to(tl.uint64), 1) & 0xFFFFFFFF
+    high_sum = tl.sum(high.to(tl.uint64), 1) & 0xFFFFFFFF
+    tl.store(out + e * 2 + half, (low_sum | (high_sum << 32)).to(tl.int64, bitcast=True), mask=live)
+
+
+@_jit
+def _plan(  # type: ignore[no-untyped-def]
+    table, columns, rows, lows, highs, first_pages, offsets, out, total, page_size, stride,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    row = table + tl.load(rows + b) * columns
+    low, high = tl.load(lows + b), tl.load(highs + b)
+    first_page = tl.load(first_pages + b)
+    begin, end = tl.load(offsets + b), tl.load(offsets + b + 1)
+    for at in range(begin + tl.program_id(1) * BLOCK, end, SPLITS * BLOCK):
+        e = at + tl.arange(0, BLOCK)
+        live = e < end
+        inside = e - begin
+        position = (first_page + inside // page_size * stride) * page_size + inside % page_size
+        due = live & (position >= low) & (position < high)
+        slot = tl.load(row + position, mask=due, other=0).to(tl.int64)
+        chained = due & (position > low)
+        previous = tl.load(row + position - 1, mask=chained, other=0).to(tl.int64)
+        previous = tl.where(due & (position == low) & (position != 0), -1, previous)
+        tl.store(out + e, slot, mask=live)
+        tl.store(out + total + e, position, mask=live)
+        tl.store(out + 2 * total + e, previous, mask=live)
+        tl.store(out + 3 * total + e, (position * 0 + b).to(tl.int64), mask=live)
+
+
+@_jit
+def _verify(  # type: ignore[no-untyped-def]
+    stamps, slot_count, lane, slots, positions, previous, tokens, digests, sequences, ring, ring_rows, violations,
+    checked, count, HAS_TOKENS: tl.constexpr, HAS_DIGESTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    half = tl.program_id(1)
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + e, mask=e < count, other=0)
+    live = slot != 0
+    base = stamps + (lane + half).to(tl.int64) * slot_count * 4
+    token = tl.load(base + slot * 4, mask=live, other=0)
+    position = tl.load(base + slot * 4 + 1, mask=live, other=0)
+    stored_hash = tl.load(base + slot * 4 + 2, mask=live, other=0)
+    stored_digest = tl.load(base + slot * 4 + 3, mask=live, other=0)
+    expected_position = tl.load(positions + e, mask=live, other=0)
+    before = tl.load(previous + e, mask=live, other=0)
+    known = live & (before > 0)
+    chained = _mix(
+        tl.load(base + before * 4 + 2, mask=known, other=0).to(tl.uint64, bitcast=True),
+        tl.load(base + before * 4, mask=known, other=0).to(tl.uint64, bitcast=True),
+        tl.load(base + before * 4 + 1, mask=known, other=0).to(tl.uint64, bitcast=True),
+    ).to(tl.int64, bitcast=True)
+    expected_hash = tl.where(before == 0, _ANCHOR, tl.where(before < 0, stored_hash, chained))
+    wanted = token
+    if HAS_TOKENS:
+        given = tl.load(tokens + e, mask=live, other=-1)
+        wanted = tl.where(given == -1, token, given)
+    found = stored_digest
+    if HAS_DIGESTS:
+        found = tl.load(digests + e * 2 + half, mask=live, other=0)
+    reasons = (
+        (stored_hash != expected_hash).to(tl.int64)
+        + (position != expected_position).to(tl.int64) * 2
+        + (token != wanted).to(tl.int64) * 4
+        + (stored_digest != found).to(tl.int64) * 8
+    )
+    bad = live & (reasons != 0)
+    tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
+    bad_count = tl.sum(bad.to(tl.int64), 0)
+    if bad_count > 0:
+        first = tl.atomic_add(violations, bad_count)
+        number = first + tl.cumsum(bad.to(tl.int64), 0) - 1
+        at = ring + number % ring_rows * FIELDS
+        tl.store(at, reasons * 0 + lane + half, mask=bad)
+        tl.store(at + 1, reasons, mask=bad)
+        tl.store(at + 2, slot, mask=bad)
+        tl.store(at + 3, expected_position, mask=bad)
+        tl.store(at + 4, position, mask=bad)
+        tl.store(at + 5, token, mask=bad)
+        tl.store(at + 6, wanted, mask=bad)
+        tl.store(at + 7, stored_hash, mask=bad)
+        tl.store(at + 8, expected_hash, mask=bad)
+        tl.store(at + 9, stored_digest, mask=bad)
+        tl.store(at + 10, found, mask=bad)
+        tl.store(at + 11, tl.load(sequences + e, mask=bad, other=0), mask=bad)
+
+
+@_jit
+def _write(  # type: ignore[no-untyped-def]
+    stamps, slot_count, lane, slots, positions, tokens, starts, previous, digests, HAS_DIGESTS: tl.constexpr
+):  # fmt: skip
+    b, half = tl.program_id(0), tl.program_id(1)
+    base = stamps + (lane + half).to(tl.int64) * slot_count * 4
+    before = base + tl.load(previous + b) * 4
+    chain = _mix(
+        tl.load(before + 2).to(tl.uint64, bitcast=True),
+        tl.load(before).to(tl.uint64, bitcast=True),
+        tl.load(before + 1).to(tl.uint64, bitcast=True),
+    )
+    chain = tl.where(tl.load(previous + b) == 0, tl.full((), _ANCHOR, tl.uint64), chain)
+    for t in range(tl.load(starts + b), tl.load(starts + b + 1)):
+        slot = tl.load(slots + t)
+        token, position = tl.load(tokens + t), tl.load(positions + t)
+        real = slot != 0
+        tl.store(base + slot * 4, token, mask=real)
+        tl.store(base + slot * 4 + 1, position, mask=real)
+        tl.store(base + slot * 4 + 2, chain.to(tl.int64, bitcast=True), mask=real)
+        if HAS_DIGESTS:
+            tl.store(base + slot * 4 + 3, tl.load(digests + t * 2 + half), mask=real)
+        else:
+            tl.store(base + slot * 4 + 3, slot * 0, mask=real)
+        chain = _mix(chain, token.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True))

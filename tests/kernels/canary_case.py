@@ -1,0 +1,136 @@
+"""One random case for the canary's kernels, and what a column makes of it: everything it wrote, in a fixed order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serinus.kernels.ref.canary import RING_FIELDS, digest_coefficients
+
+__all__ = ["CanaryCase", "make_case", "outcome"]
+
+PAGE = 4
+
+
+@dataclass(frozen=True)
+class CanaryCase:
+    """Sequences of random lengths on random pages, some of them damaged after they were stamped."""
+
+    kv: list[tuple[Tensor, Tensor]]
+    coefficients: Tensor
+    table: Tensor
+    lengths: list[int]
+    slots: Tensor
+    positions: Tensor
+    tokens: Tensor
+    starts: Tensor
+    damage: list[tuple[int, int, int]]
+    """(lane, slot, field) that are changed between writing and verifying."""
+    low: Tensor
+    stride: int
+    device: str
+
+
+def make_case(seed: int, device: str = "cpu") -> CanaryCase:
+    """A case of its own for each seed."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice((torch.bfloat16, torch.float32))
+    layers, heads, size = rng.choice(((1, 1, 8), (3, 2, 16), (2, 3, 64)))
+    lengths = [rng.randint(1, 30) for _ in range(rng.randint(1, 4))]
+    pages = [-(-length // PAGE) for length in lengths]
+    order = torch.randperm(sum(pages), generator=generator) + 1
+    slot_count = (sum(pages) + 1) * PAGE
+    table = torch.zeros((len(lengths) + 1, 32), dtype=torch.int32)
+    slots, at = [], 0
+    for row, (length, count) in enumerate(zip(lengths, pages, strict=True), 1):
+        mine = (order[at : at + count, None] * PAGE + torch.arange(PAGE)).reshape(-1)[:length]
+        table[row, :length] = mine.int()
+        slots.append(mine)
+        at += count
+    kv = [
+        tuple(torch.randn((slot_count, heads, size), generator=generator).to(dtype).to(device) for _ in range(2))
+        for _ in range(layers)
+    ]
+    coefficients = digest_coefficients(range(layers), range(heads), size, dtype.itemsize, partial=rng.random() < 0.3)
+    total = sum(lengths)
+    flat = torch.cat(slots)
+    damage = [(rng.randrange(4), int(flat[rng.randrange(total)]), rng.randrange(4)) for _ in range(rng.randint(0, 3))]
+    return CanaryCase(
+        kv=[(pair[0], pair[1]) for pair in kv],
+        coefficients=torch.from_numpy(coefficients).to(device),
+        table=table.to(device),
+        lengths=lengths,
+        slots=flat.to(device),
+        positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
+        tokens=torch.randint(0, 1 << 20, (total,), generator=generator).to(device),
+        starts=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]).to(device),
+        damage=damage,
+        low=torch.tensor([rng.randrange(n) if rng.random() < 0.4 else 0 for n in lengths]).to(device),
+        stride=rng.choice((1, 2, 3)),
+        device=device,
+    )
+
+
+def outcome(ops: Any, case: CanaryCase) -> dict[str, Any]:
+    """Stamp (in two steps, the second after a chunk border), damage, plan and verify with one column."""
+    device = case.device
+    stamps = torch.zeros((4, case.kv[0][0].shape[0], 4), dtype=torch.int64, device=device)
+    digests = ops.canary_digest(case.kv, case.slots, case.coefficients)
+    _stamp(ops, case, stamps, digests)
+    written = stamps.clone()
+    for lane, slot, field in case.damage:
+        stamps[lane, slot, field] ^= 1 << 7
+    plan = _plan(ops, case)
+    ring = torch.zeros((64, RING_FIELDS), dtype=torch.int64, device=device)
+    count = torch.zeros(1, dtype=torch.int64, device=device)
+    checked = torch.zeros(4, dtype=torch.int64, device=device)
+    found = ops.canary_digest(case.kv, plan[0], case.coefficients)
+    expected = torch.full((len(plan[0]),), -1, dtype=torch.int64, device=device)
+    ops.canary_verify(stamps, 0, *plan[:3], None, None, plan[3], ring, count, checked)
+    ops.canary_verify(stamps, 2, *plan[:3], expected, found, plan[3], ring, count, checked)
+    return {
+        "digests": digests.tolist(),
+        "stamps": written.tolist(),
+        "plan": [column.tolist() for column in plan],
+        "violations": sorted(map(tuple, ring[: int(count)].tolist())),
+        "checked": checked.tolist(),
+    }
+
+
+def _stamp(ops: Any, case: CanaryCase, stamps: Tensor, digests: Tensor) -> None:
+    """Each sequence's first half in one call, the rest in another."""
+    device = case.device
+    halves = [n // 2 for n in case.lengths]
+    starts = case.starts.tolist()
+    first = torch.cat([torch.arange(s, s + h) for s, h in zip(starts, halves, strict=False)]).to(device)
+    rest = torch.cat([torch.arange(s + h, s + n) for s, h, n in zip(starts, halves, case.lengths, strict=False)])
+    rest = rest.to(device)
+    nobody = torch.zeros(len(halves), dtype=torch.int64, device=device)
+    before = [int(case.slots[s + h - 1]) if h else 0 for s, h in zip(starts, halves, strict=False)]
+    for picked, counts, previous in (
+        (first, halves, nobody),
+        (rest, [n - h for n, h in zip(case.lengths, halves, strict=True)], torch.tensor(before, device=device)),
+    ):
+        bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device=device)
+        inputs = (case.slots[picked], case.positions[picked], case.tokens[picked], bounds, previous)
+        ops.canary_write(stamps, 0, *inputs, None)
+        ops.canary_write(stamps, 2, *inputs, digests[picked])
+
+
+def _plan(ops: Any, case: CanaryCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    device = case.device
+    low = case.low.tolist()
+    first = [value // PAGE for value in low]
+    pages = [-(-(-(-n // PAGE) - f) // case.stride) for n, f in zip(case.lengths, first, strict=True)]
+    offsets = [0, *(torch.tensor(pages).cumsum(0) * PAGE).tolist()]
+    rows = torch.arange(1, len(low) + 1, device=device)
+    plan: tuple[Tensor, Tensor, Tensor, Tensor] = ops.canary_plan(
+        case.table, rows, case.low, torch.tensor(case.lengths, device=device), torch.tensor(first, device=device),
+        torch.tensor(offsets, device=device), offsets[-1], page_size=PAGE, stride=case.stride,
+    )  # fmt: skip
+    return plan

@@ -1,0 +1,166 @@
+"""The canary's kernels: the reference against numbers computed by hand, the other columns against the reference."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from serinus.core.errors import ConfigError
+from serinus.core.rng import splitmix64
+from serinus.kernels.canary import Reason, StampLane, load_canary
+from serinus.kernels.cpu import canary as cpu
+from serinus.kernels.ref import canary as ref
+from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, add_digests, digest_coefficients
+
+from .canary_case import make_case, outcome
+
+MASK64 = (1 << 64) - 1
+
+
+def chain_of(tokens: list[int]) -> list[int]:
+    """The previous hash of each position, written once more in plain Python."""
+    hashes = [ANCHOR]
+    for position, token in enumerate(tokens):
+        hashes.append(splitmix64(hashes[-1] ^ splitmix64(token ^ position << 32)))
+    return hashes[:-1]
+
+
+def digest_of(words: list[int], factors: list[int]) -> int:
+    return sum(word * factor for word, factor in zip(words, factors, strict=True)) & 0xFFFFFFFF
+
+
+def signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+@pytest.mark.parametrize("ops", [ref, cpu], ids=["ref", "cpu"])
+def test_a_chain_of_stamps_is_the_one_computed_by_hand(ops: object) -> None:
+    stamps = torch.zeros((4, 12, 4), dtype=torch.int64)
+    slots, tokens = [5, 6, 7, 1], [17, 3, 99, 3]
+    getattr(ops, "canary_write")(  # noqa: B009
+        stamps, 0, torch.tensor(slots), torch.arange(4), torch.tensor(tokens), torch.tensor([0, 4]),
+        torch.zeros(1, dtype=torch.int64), None,
+    )  # fmt: skip
+    for slot, token, position, chain in zip(slots, tokens, range(4), chain_of(tokens), strict=True):
+        expected = [token, position, signed(chain), 0]
+        assert stamps[0, slot].tolist() == expected
+        assert stamps[1, slot].tolist() == expected
+    assert not stamps[2:].any()
+
+
+@pytest.mark.parametrize("ops", [ref, cpu], ids=["ref", "cpu"])
+def test_a_digest_is_two_sums_of_lanes_and_odd_factors(ops: object) -> None:
+    kv = [(torch.randn(3, 1, 4).bfloat16(), torch.randn(3, 1, 4).bfloat16())]
+    factors = torch.from_numpy(digest_coefficients([0], [0], 4, 2, partial=False))
+    assert (factors & 1).all()
+    found = getattr(ops, "canary_digest")(kv, torch.tensor([2]), factors)[0].tolist()  # noqa: B009
+    for half in range(2):
+        words = [w & 0xFFFF for w in kv[0][half][2].view(torch.int16).flatten().tolist()]
+        sums = [digest_of(words, [f & 0xFFFFFFFF for f in factors[0, half, i].tolist()]) for i in range(2)]
+        assert found[half] == signed(sums[0] | sums[1] << 32)
+
+
+@pytest.mark.slow
+def test_the_fast_column_equals_the_reference_to_the_byte() -> None:
+    for seed in range(60):
+        case = make_case(seed)
+        assert outcome(ref, case) == outcome(cpu, case), f"seed {seed}"
+
+
+@pytest.mark.slow
+def test_the_triton_column_equals_the_reference_under_the_interpreter() -> None:
+    command = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "tests.kernels.canary_interpreted", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_the_triton_column_equals_the_reference_on_a_gpu() -> None:
+    from serinus.kernels.triton import canary as triton_column
+
+    for seed in range(60):
+        case = make_case(seed, "cuda")
+        assert outcome(ref, case) == outcome(triton_column, case), f"seed {seed}"
+
+
+def test_undamaged_stamps_have_no_violation_and_every_damaged_one_is_found() -> None:
+    for seed in range(40):
+        case = make_case(seed)
+        found = outcome(cpu, case)
+        due = {slot for slot in found["plan"][0] if slot}
+        seen = {(row[0], row[2]) for row in found["violations"]}
+        shown = {(lane, slot) for lane, slot, field in case.damage if slot in due and _shows_itself(lane, field)}
+        twice = len(set(case.damage)) < len(case.damage)
+        assert twice or shown <= seen, f"seed {seed}: {shown - seen} not found"
+        if not case.damage:
+            assert not seen, f"seed {seed}: {seen} reported, nothing was damaged"
+
+
+def _shows_itself(lane: int, field: int) -> bool:
+    """A wrong position or digest shows at the slot itself; a wrong token or hash at the next one of the chain."""
+    return field == 1 or (field == 3 and lane >= 2)
+
+
+@pytest.mark.slow
+def test_a_change_of_any_single_lane_changes_the_digest_at_that_slot_alone() -> None:
+    rng = random.Random(1)
+    kv = [(torch.randn(9, 2, 16).bfloat16(), torch.randn(9, 2, 16).bfloat16()) for _ in range(3)]
+    factors = torch.from_numpy(digest_coefficients(range(3), range(2), 16, 2, partial=False))
+    slots = torch.arange(1, 9)
+    before = cpu.canary_digest(kv, slots, factors)
+    for _ in range(500):
+        half, slot = rng.randrange(2), rng.randrange(1, 9)
+        lane = kv[rng.randrange(3)][half].view(torch.int16)[slot, rng.randrange(2)]
+        at = rng.randrange(16)
+        kept = int(lane[at])
+        lane[at] = kept ^ rng.randrange(1, 1 << 15)
+        changed = cpu.canary_digest(kv, slots, factors) != before
+        assert changed.nonzero().tolist() == [[slot - 1, half]]
+        lane[at] = kept
+
+
+def test_digests_of_shards_add_up_to_the_whole() -> None:
+    whole = [(torch.randn(5, 4, 8).bfloat16(), torch.randn(5, 4, 8).bfloat16()) for _ in range(4)]
+    slots = torch.tensor([1, 4, 2])
+    expected = ref.canary_digest(
+        whole, slots, torch.from_numpy(digest_coefficients(range(4), range(4), 8, 2, partial=False))
+    )
+    total = torch.zeros_like(expected)
+    for layers in ((0, 1), (2, 3)):
+        for heads in ((0, 1), (2, 3)):
+            shard = [
+                (whole[i][0][:, list(heads)].contiguous(), whole[i][1][:, list(heads)].contiguous()) for i in layers
+            ]
+            factors = torch.from_numpy(digest_coefficients(layers, heads, 8, 2, partial=False))
+            total = add_digests(total, cpu.canary_digest(shard, slots, factors))
+    assert torch.equal(total, expected)
+
+
+def test_the_ring_keeps_the_latest_and_the_count_is_never_lost() -> None:
+    for ops in (ref, cpu):
+        stamps = torch.zeros((4, 41, 4), dtype=torch.int64)
+        slots = torch.arange(1, 41)
+        ring = torch.zeros((8, RING_FIELDS), dtype=torch.int64)
+        count, checked = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+        unknown = torch.full((40,), -1)
+        positions = torch.ones(40, dtype=torch.int64)
+        ops.canary_verify(stamps, 0, slots, positions, unknown, None, None, slots * 0, ring, count, checked)
+        assert int(count) == 80
+        assert checked.tolist() == [40, 40, 0, 0]
+        assert (ring[:, 1] == Reason.VERIFY_POSITION).all()
+
+
+def test_reasons_and_lanes_have_names() -> None:
+    assert [lane.name for lane in StampLane] == ["HEAD_K", "HEAD_V", "TAIL_K", "TAIL_V"]
+    assert all(a.value * 2 == b.value for a, b in pairwise(Reason))
+
+
+def test_a_column_that_a_device_lacks_is_refused() -> None:
+    assert load_canary("cpu").column == "cpu"
+    with pytest.raises(ConfigError, match="canary column 'cpu' on device 'cuda'"):
+        load_canary("cuda", "cpu")
