@@ -69,6 +69,17 @@ COMMANDS: tuple[Command, ...] = (
         target="serinus.cli.bench.command:run",
     ),
     Command(
+        name="cache",
+        summary="what a running engine has cached where",
+        about="Show the pools and the prefix tree of a running engine, or of every engine behind a router.",
+        examples=(
+            ("serinus cache http://127.0.0.1:30000", "one engine"),
+            ("serinus cache http://127.0.0.1:8000 --limit 200", "every engine behind a router, 200 nodes each"),
+            ("serinus cache --json | jq .pools", "the same as JSON"),
+        ),
+        target="serinus.cli.cache:run",
+    ),
+    Command(
         name="doctor",
         summary="look at this machine and a checkpoint, say what is wrong",
         about="Show machine, versions, threads, kernels, ports and shared memory; check a checkpoint if one is named.",

@@ -21,8 +21,11 @@ from serinus.front.schemas import AbortBody, DetokenizeBody, TokenizeBody
 from serinus.front.state import Front, prompts_of
 
 __all__ = [
+    "CACHE_NODES_MAX",
     "NotFlushed",
     "abort_request",
+    "cache_limit",
+    "cache_tree",
     "detokenize",
     "flush_cache",
     "health",
@@ -38,6 +41,11 @@ __all__ = [
 
 _LOOK_S_MAX = 2.0
 """Seconds /server_info and /metrics wait for the engine's own part."""
+
+
+_CACHE_NODES = 100
+CACHE_NODES_MAX = 10_000
+"""Nodes that /cache shows when nobody says how many, and at most."""
 
 
 class NotFlushed(RequestError):
@@ -165,6 +173,22 @@ async def flush_cache(front: Front, exchange: Exchange) -> None:
     if not reply.ok:
         raise NotFlushed(f"flush_cache: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
     await exchange.text("Cache flushed.\n")
+
+
+def cache_limit(exchange: Exchange) -> int:
+    """`limit` of the query: how many nodes to show. Raises BadRequest."""
+    text = next(iter(parse_qs(exchange.query, keep_blank_values=True).get("limit", ())), str(_CACHE_NODES))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= CACHE_NODES_MAX):
+        raise BadRequest("limit", text, f"a number from 1 to {CACHE_NODES_MAX}")
+    return int(text)
+
+
+async def cache_tree(front: Front, exchange: Exchange) -> None:
+    """What is cached where: pools by tier and part, and the first nodes of the tree."""
+    reply = await front.client.call("cache", s_max=front.settings.call_s_max, limit=cache_limit(exchange))
+    if not reply.ok:
+        raise EngineDown(f"cache: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
+    await exchange.json(reply.body)
 
 
 async def abort_request(front: Front, exchange: Exchange) -> None:

@@ -67,6 +67,7 @@ _GETS: tuple[tuple[str, str, str], ...] = (
     ("/get_server_info", "The same as /server_info", "application/json"),
     ("/get_model_info", "Where the model lies", "application/json"),
     ("/flush_cache", "The same as with POST", "text/plain"),
+    ("/cache", "What is cached where; ?limit= nodes of the tree", "application/json"),
     ("/openapi.json", "This description", "application/json"),
 )
 _PLAIN = ("/flush_cache",)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -21,7 +22,7 @@ from serinus.core.errors import RequestError, SerinusError
 from serinus.front.app import error_handlers
 from serinus.front.exchange import ClientGone, Exchange
 from serinus.front.fleet import Fleet, Member, NobodyThere
-from serinus.front.info import serinus_version
+from serinus.front.info import cache_limit, serinus_version
 from serinus.front.metrics import RouterMetrics, merge_expositions
 from serinus.front.openapi import openapi
 from serinus.front.settings import RouterSettings
@@ -190,6 +191,19 @@ class Router:
             raise FanOutFailed(f"flush_cache: {'; '.join(bad)}, expected all to flush")
         await exchange.text("Cache flushed.\n")
 
+    async def cache_trees(self, exchange: Exchange) -> None:
+        """What every engine that lives has cached where."""
+        path = f"/cache?limit={cache_limit(exchange)}"
+        answers = await self.fleet.ask_all("GET", path, key=self.admin_key, s_max=_ALL_S_MAX)
+        engines: list[dict[str, Any]] = []
+        for member, status, body in answers:
+            about = {"url": member.url, "kind": member.kind}
+            if status == 200:
+                engines.append({**about, "cache": msgspec.Raw(body)})
+            else:
+                engines.append({**about, "error": f"{status}: {body.decode(errors='replace')[:300]}"})
+        await exchange.json({"engines": engines})
+
     async def abort_request(self, exchange: Exchange) -> None:
         """Abort a request wherever it runs."""
         body = await exchange.body()
@@ -255,6 +269,7 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
         ("/get_server_info", ["GET"], router.server_info, user),
         ("/metrics", ["GET"], router.metrics_text, nobody),
         ("/flush_cache", ["GET", "POST"], router.flush_cache, admin),
+        ("/cache", ["GET"], router.cache_trees, admin),
         ("/abort_request", ["POST"], router.abort_request, admin),
         ("/openapi.json", ["GET"], router.schema, nobody),
     ]

@@ -204,6 +204,9 @@ class FakeEngine:
                 "# HELP serinus:num_running_reqs Requests running\n# TYPE serinus:num_running_reqs gauge\n"
                 f"serinus:num_running_reqs{{{where}}} {len(self.running)}\n"
             ).encode()
+        elif call.what == "cache":
+            tree = {"total": len(self.running), "nodes": [], "limit": call.limit}
+            body = json.dumps({"engine": self.engine, "role": self.role, "pools": [], "tree": tree}).encode()
         elif call.what in ("info", "load"):
             body = json.dumps({"num_running_reqs": len(self.running), "num_queue_reqs": 0}).encode()
         self._send(peer, EngineReply(call=call.call, ok=ok, body=body))

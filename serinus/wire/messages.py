@@ -199,7 +199,9 @@ class EngineCall(_Message, frozen=True, kw_only=True):
 
     call: Count
     what: Name
-    """flush_cache | metrics | info | load"""
+    """flush_cache | metrics | info | load | cache"""
+    limit: Count = 0
+    """Of `cache`: nodes of the tree at most."""
 
 
 class EngineReply(_Message, frozen=True, kw_only=True):

@@ -1,0 +1,131 @@
+"""`serinus cache`: what a running engine, or every engine behind a router, has cached where, as a text tree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
+from serinus.core.config import environment
+from serinus.core.errors import ConfigError
+
+__all__ = ["cache_lines", "run"]
+
+_URL = "http://127.0.0.1:30000"
+_TIERS = (("device", "device"), ("host", "host"))
+_ASK_S_MAX = 30.0
+_HEAD_WIDTH = 40
+_GB = 10**9
+
+
+def run(command: Command, words: Sequence[str]) -> int:
+    """Ask, print. Exit code 1 where the server does not tell."""
+    parser = make_parser(command, settings=False)
+    parser.add_argument("url", nargs="?", default=_URL, metavar="URL", help=f"engine or router; default: {_URL}")
+    parser.add_argument("--limit", type=int, default=40, metavar="NODES", help="nodes of the tree at most; default: 40")
+    parser.add_argument("--api-key", default="", help="admin key; default: SERINUS_ADMIN_API_KEY")
+    parser.add_argument("--json", action="store_true", help="print the JSON of GET /cache instead")
+    arguments, rest = parser.parse_known_args(list(words))
+    if rest:
+        raise unknown_flag(parser, rest[0])
+    if arguments.limit < 1:
+        raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")
+    view = _ask(arguments.url.rstrip("/"), arguments.limit, arguments.api_key)
+    if arguments.json:
+        print(json.dumps(view, indent=2))
+        return 0
+    engines = view.get("engines", [{"cache": view}])
+    failed = False
+    for index, member in enumerate(engines):
+        if index:
+            print()
+        if "cache" not in member:
+            failed = True
+            print(f"{member['url']} ({member['kind']}) did not answer: {member.get('error', '')!a}")
+            continue
+        for line in cache_lines(member["cache"], where=member.get("url", "")):
+            print(line)
+    return 1 if failed or not engines else 0
+
+
+def _ask(url: str, limit: int, key: str) -> dict[str, Any]:
+    import httpx
+
+    found = key or environment().get("SERINUS_ADMIN_API_KEY", "") or environment().get("SERINUS_API_KEY", "")
+    headers = {"authorization": f"Bearer {found}"} if found else {}
+    try:
+        answer = httpx.get(f"{url}/cache", params={"limit": limit}, headers=headers, timeout=_ASK_S_MAX)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"cache: {url} does not answer ({error}), expected a running engine or router") from error
+    if answer.status_code != 200:
+        hint = "; give the admin key with --api-key" if answer.status_code == 401 else ""
+        raise ConfigError(f"cache: {url}/cache answered {answer.status_code}: {answer.text[:300]}{hint}")
+    view = answer.json()
+    if not isinstance(view, dict) or not ("engines" in view or "tree" in view):
+        raise ConfigError(f"cache: {url}/cache answered something else, expected a Serinus engine or router")
+    return view
+
+
+def cache_lines(view: dict[str, Any], *, where: str = "") -> Iterator[str]:
+    """The JSON of one engine's /cache for people. Texts that clients chose are shown as ASCII, quoted."""
+    size = view.get("page_size", 1)
+    yield f"{view['engine']} ({view['role']}){f' at {where}' if where else ''}, pages of {size} tokens"
+    for pool in view["pools"]:
+        name = f"{pool['tier']} {pool['part']}"
+        yield (
+            f"  {name:12}{pool['pages'] * size:>12,} tokens: {pool['cached'] * size:,} cached "
+            f"({pool['evictable'] * size:,} evictable), {pool['request'] * size:,} of requests, "
+            f"{pool['copy'] * size:,} in copies, {pool['free'] * size:,} free"
+        )
+    if "storage" in view:
+        held = view["storage"]
+        yield (
+            f"  {'storage':12}{held['pages']:>12,} pages, {held['bytes'] / _GB:.3f} GB; removed for room "
+            f"{held['removed']:,}, found bad {held['bad']:,}"
+        )
+    yield from _tree_lines(view["tree"], size)
+
+
+def _tree_lines(tree: dict[str, Any], size: int) -> Iterator[str]:
+    nodes = tree["nodes"]
+    shown = f", the first {len(nodes):,} of them" if len(nodes) < tree["total"] else ""
+    yield f"  tree: {tree['total']:,} nodes{shown}"
+    namespace: str | None = None
+    for index, node in enumerate(nodes):
+        if node["namespace"] != namespace:
+            namespace = str(node["namespace"])
+            if namespace:
+                yield f"  namespace {namespace!a}"
+        yield f"    {_branch(nodes, index)}{_node_text(node, size)}"
+
+
+def _branch(nodes: Sequence[dict[str, Any]], index: int) -> str:
+    """The lines before a node: whether it, and each node above it, has younger siblings further down."""
+    depth = nodes[index]["depth"]
+    parts = []
+    for level in range(1, depth + 1):
+        later = next((n["depth"] for n in nodes[index + 1 :] if n["depth"] <= level), -1)
+        more = later == level
+        parts.append(("├─ " if more else "└─ ") if level == depth else ("│  " if more else "   "))
+    return "".join(parts)
+
+
+def _node_text(node: dict[str, Any], size: int) -> str:
+    held = []
+    for tier, title in _TIERS:
+        full, swa = node["pages"].get(tier, 0), node["pages"].get(f"{tier}_swa", 0)
+        if full or swa:
+            held.append(f"{title} {full}{f'+{swa} swa' if swa else ''}")
+    facts = [f"hits {node['hits']}", f"idle {node['idle']}"]
+    pins = node["pins"] + node["swa_pins"]
+    if pins:
+        facts.append(f"pins {node['pins']}{'+' + str(node['swa_pins']) + ' swa' if node['swa_pins'] else ''}")
+    if node["busy"]:
+        facts.append(f"copies {node['busy']}")
+    head = " ".join(str(token) for token in node["head"])
+    if len(head) > _HEAD_WIDTH:
+        head = head[: _HEAD_WIDTH - 3] + "..."
+    span = f"[{node['start']}, {node['end']})"
+    where = ", ".join(held) or "nowhere"
+    return f"{span} {node['end'] - node['start']:,} tokens, pages {where}; {', '.join(facts)}: {head}"
