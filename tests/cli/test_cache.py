@@ -54,8 +54,8 @@ VIEW = {
 def test_the_tree_says_what_lies_where() -> None:
     assert list(cache_lines(VIEW, where="http://x")) == [
         "decode-0 (decode) at http://x, pages of 16 tokens",
-        "  device full        1,600 tokens: 960 cached (800 evictable), 144 of running requests, 16 in copies, 480 free",
-        "  host swa          32,000 tokens: 80 cached (0 evictable), 0 of running requests, 0 in copies, 31,920 free",
+        "  device full        1,600 tokens: 960 cached (800 evictable), 144 of requests, 16 in copies, 480 free",
+        "  host swa          32,000 tokens: 80 cached (0 evictable), 0 of requests, 0 in copies, 31,920 free",
         "  storage               12 pages, 3.500 GB; removed for room 2, found bad 1",
         "  tree: 9 nodes, the first 5 of them",
         "    [0, 1024) 1,024 tokens, pages device 64; hits 4, idle 9, pins 2: 100000 100001 100002 100003 100004 10...",
