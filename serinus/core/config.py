@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from serinus.core.errors import ConfigError
 from serinus.core.settings import (
     KINDS,
+    CacheSettings,
     KernelSettings,
     MemorySettings,
     ModelSettings,
@@ -53,6 +54,7 @@ _GROUPS: dict[str, type] = {
     "ServerSettings": ServerSettings,
     "MemorySettings": MemorySettings,
     "ScheduleSettings": ScheduleSettings,
+    "CacheSettings": CacheSettings,
     "PdSettings": PdSettings,
     "KernelSettings": KernelSettings,
     "UpSettings": UpSettings,
@@ -83,7 +85,16 @@ class ConfigTree:
 
 
 _LEFT_OUT: dict[str, frozenset[str]] = {
-    "UpConfig": frozenset({"server.name", "pd.mode", "pd.bootstrap_host", "pd.bootstrap_port", "pd.prefill_addresses"}),
+    "UpConfig": frozenset(
+        {
+            "server.name",
+            "pd.mode",
+            "pd.bootstrap_host",
+            "pd.bootstrap_port",
+            "pd.prefill_addresses",
+            "cache.kv_events_config",
+        }
+    ),
 }
 """Settings of a tree's groups that its command decides by itself."""
 
@@ -104,6 +115,8 @@ class ServeConfig(ConfigTree):
     """How much KV."""
     sched: ScheduleSettings = field(default_factory=ScheduleSettings)
     """Who runs."""
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    """Tiers below the device."""
     pd: PdSettings = field(default_factory=PdSettings)
     """Prefill and decode apart."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
@@ -134,6 +147,8 @@ class UpConfig(ConfigTree):
     """How much KV, per engine."""
     sched: ScheduleSettings = field(default_factory=ScheduleSettings)
     """Who runs, per engine."""
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    """Tiers below the device, per engine."""
     pd: PdSettings = field(default_factory=PdSettings)
     """How handoffs are done."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
@@ -149,6 +164,7 @@ class UpConfig(ConfigTree):
             server=replace(self.server, host="127.0.0.1", port=port, name=name),
             memory=memory,
             sched=self.sched,
+            cache=self.cache,
             pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
             kernels=replace(self.kernels, threads=threads),
         )

@@ -29,6 +29,7 @@ class Move:
     op: int
     """Number of the copy, from 1; never used twice in one engine."""
     kind: MoveKind
+    """The same in all moves of one op."""
     part: Part
     source: NDArray[np.int32]
     """Page ids of the tier it reads; pinned until the copy has ended."""
@@ -46,7 +47,9 @@ class MoveDone:
     error: str = ""
     """In words, where it failed."""
     seconds: float = 0.0
+    """How long it took."""
     byte_count: int = 0
+    """Bytes that were moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,4 +64,6 @@ class StorageDone:
     error: str = ""
     """In words, where something failed; the pages beyond `good` count as missing."""
     seconds: float = 0.0
+    """How long it took."""
     byte_count: int = 0
+    """Bytes that were moved."""

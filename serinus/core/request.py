@@ -53,6 +53,8 @@ class Request:
     """Seed of this sequence's sampler, drawn by whoever made the request where the client gave none."""
     cache_salt: str = ""
     """Requests share KV only with requests of the same salt."""
+    priority: int = 0
+    """Higher = its cached prefix stays longer, under the eviction policy `priority`."""
     prefill_address: str = ""
     """Control address of the prefill engine the router suggests; empty = none."""
     arrival: float = 0.0

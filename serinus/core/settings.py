@@ -15,6 +15,7 @@ from serinus.core.errors import ConfigError
 
 __all__ = [
     "KINDS",
+    "CacheSettings",
     "KernelSettings",
     "MemorySettings",
     "ModelSettings",
@@ -208,6 +209,12 @@ class MemorySettings:
     )
     max_total_tokens: int | None = _of(None, "tokens of KV in the pool; default: from --mem-fraction-static", low=16)
     page_size: int = _of(16, "tokens of one KV page; a power of two", "--block-size", low=1, high=128)
+    swa_full_tokens_ratio: float = _of(
+        0.8,
+        "models with sliding layers: their tokens of KV, as a part of those of the other layers",
+        low=0.01,
+        high=1.0,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -235,12 +242,71 @@ class ScheduleSettings:
     disable_radix_cache: bool = _of(
         False, "share no prefixes", "--no-enable-prefix-caching", inverse=("--enable-prefix-caching",)
     )
-    radix_eviction_policy: str = _of("lru", "which cached prefix goes first when room is needed", choices=("lru",))
+    radix_eviction_policy: str = _of(
+        "lru", "which cached prefix goes first when room is needed", choices=("lru", "lfu", "fifo", "priority")
+    )
     stream_interval: int = _of(1, "tokens per streamed event at most", low=1)
     decode_log_interval: int = _of(40, "decode steps between two log lines; 0 = none", low=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+_NEEDS_TIERS = "hicache_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """The tiers below the device, and what is told and checked of the cache."""
+
+    enable_hierarchical_cache: bool = _of(
+        False, "keep KV that leaves the device in host memory (and in storage)", "--enable-hicache"
+    )
+    hicache_ratio: float = _of(2.0, "host tier: its size, as a multiple of the device's", low=0.1)
+    hicache_size: float = _of(0.0, "host tier: its size in GB; 0 = by --hicache-ratio", low=0)
+    hicache_write_policy: str = _of(
+        "write_through",
+        "when KV goes to the host: at once, at its second use, or only when it must leave the device",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
+    hicache_storage_backend: str = _of(
+        "none", "where KV is kept beyond the host; survives a restart", choices=("none", "file")
+    )
+    hicache_storage_dir: str = _of("", "folder of the storage backend `file`", metavar="DIR")
+    hicache_storage_size: float = _of(0.0, "storage: GB at most, the oldest go first; 0 = no bound", low=0)
+    hicache_storage_prefetch_policy: str = _of(
+        "timeout",
+        "how long a request waits for storage: not at all, up to --hicache-prefetch-timeout, or to the end",
+        choices=("best_effort", "timeout", "wait_complete"),
+    )
+    hicache_prefetch_s_max: float = _of(
+        1.0, "seconds a request may wait for storage", flag="--hicache-prefetch-timeout", low=0
+    )
+    kv_events_config: str = _of(
+        "", 'publish KV events, in vLLM\'s form: {"publisher": "zmq", "endpoint": ...}', metavar="JSON"
+    )
+    enable_sanity_check: bool = _of(
+        False, "check the cache's invariants while serving: some nodes every step, everything when idle"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.enable_hierarchical_cache:
+            self._check_storage()
+            return
+        for setting in settings_of(type(self)):
+            value = getattr(self, setting.name)
+            if setting.name.startswith(_NEEDS_TIERS) and value != setting.default:
+                raise ConfigError(
+                    f"config: {setting.flag} is {value!r} without --enable-hierarchical-cache, expected both or neither"
+                )
+
+    def _check_storage(self) -> None:
+        if (self.hicache_storage_backend == "file") != bool(self.hicache_storage_dir):
+            raise ConfigError(
+                f"config: --hicache-storage-backend is {self.hicache_storage_backend!r} with --hicache-storage-dir"
+                f" {self.hicache_storage_dir!r}, expected a folder exactly where it is 'file'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

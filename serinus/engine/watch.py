@@ -7,16 +7,14 @@ scrapes (`refresh`). Decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from serinus.cache import CacheStats, PageCounts, PrefixCache, Tier
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
+from serinus.core.parts import Part
 from serinus.core.request import TokenDelta
 from serinus.sched import Outcome, Scheduler
-
-if TYPE_CHECKING:
-    from serinus.cache import PrefixCache
 
 __all__ = ["StepWatch"]
 
@@ -108,12 +106,39 @@ class StepWatch:
         metrics.set("computed_tokens", totals.computed_tokens)
         for tier, count in totals.cached_tokens.items():
             metrics.set("cached_tokens", count, tier)
-        kept = cache.stats()
-        metrics.set("evicted_tokens", kept.evicted_pages * kept.page_size)
-        for state in ("free", "parked", "request", "tree", "copy", "quarantined"):
-            metrics.set("pages", getattr(kept.pages, state), state)
+        self._refresh_cache(cache.stats())
         if self._clock.now() - self._last_step > 2 * _WINDOW_S:
             metrics.set("gen_throughput", 0.0)
+
+    def _refresh_cache(self, kept: CacheStats) -> None:
+        metrics, size = self.metrics, kept.page_size
+        for name, value in (
+            ("evicted_tokens", kept.evicted_pages * size),
+            ("eviction_duration_seconds", kept.eviction_seconds),
+            ("load_back_tokens", kept.loaded_tokens),
+            ("load_back_duration_seconds", kept.load_seconds),
+            ("hicache_failed_copies", kept.failed_copies),
+            ("hicache_backup_tokens", kept.backup_tokens),
+            ("hicache_dropped_tokens", kept.dropped_tokens),
+            ("prefetched_tokens", kept.prefetched_tokens),
+            ("backuped_tokens", kept.stored_tokens),
+            ("cache_sanity_checks", kept.sanity_checks),
+            ("cache_sanity_steps", kept.sanity_steps),
+        ):
+            metrics.set(name, value)
+        self._set_pages("device", "full", kept.pages)
+        for (tier, part), pool in kept.pools.items():
+            self._set_pages(tier.name.lower(), part.name.lower(), pool.pages)
+            if tier is Tier.HOST and part is Part.FULL:
+                metrics.set("hicache_host_used_tokens", (pool.page_count - pool.pages.free) * size)
+                metrics.set("hicache_host_total_tokens", pool.page_count * size)
+            if tier is Tier.DEVICE and part is Part.SWA:
+                used = pool.page_count - pool.pages.free - pool.evictable
+                metrics.set("swa_token_usage", used / pool.page_count)
+
+    def _set_pages(self, tier: str, part: str, pages: PageCounts) -> None:
+        for state in ("free", "parked", "request", "tree", "copy", "quarantined"):
+            self.metrics.set("pages", getattr(pages, state), state, tier, part)
 
     def _count(self, outcome: Outcome, seconds: float) -> None:
         """Add a step to both windows; the gauges change when theirs is full, whoever scrapes meanwhile."""

@@ -3,7 +3,7 @@
 Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, tokens to whoever asked.
 """
 
-from serinus.sched.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
 from serinus.sched.scheduler import Scheduler
 from serinus.sched.settings import POLICIES, SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals

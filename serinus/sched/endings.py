@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from serinus.core.errors import BadRequest, PromptTooLong
+from serinus.core.handoff import HandoffSpec
 from serinus.core.request import FinishReason, Request
-from serinus.sched.handoff import HandoffSpec
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from serinus.core.handoff import Reservation
+from serinus.core.parts import PageSpan, Part
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
-from serinus.sched.handoff import Reservation
 from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
@@ -62,8 +63,9 @@ class Incoming:
         state.held = state.computed
         state.started = now
         state.cached_tokens = {"device": state.held} if state.held else {}
-        pages = state.pages[state.held // self._seats.page_size : state.page_count].copy()
-        return Reservation(rid=state.rid, request=state.request, held=state.held, pages=pages)
+        first = state.held // self._seats.page_size
+        span = PageSpan(part=Part.FULL, first=first, pages=state.pages[first : state.page_count].copy())
+        return Reservation(rid=state.rid, request=state.request, held=state.held, spans=(span,))
 
     def take_over(self, state: ReqState) -> None:
         """Its pages are filled: publish them, give it a row, let it decode."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.handoff import ChunkReady, HandoffSpec
+from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import SeqResult
-from serinus.sched.handoff import ChunkReady, HandoffSpec
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
 
@@ -48,10 +49,10 @@ class Outgoing:
         self.inflight[state.rid] = state
         return self._chunk(state, pages, seq, now)
 
-    def chunk_drained(self, state: ReqState, pages: NDArray[np.int32]) -> bool:
+    def chunk_drained(self, state: ReqState, spans: tuple[PageSpan, ...]) -> bool:
         """One chunk was read; False if it is none of the chunks still held (a repeated event changes nothing)."""
         for index, held in enumerate(state.holds):
-            if np.array_equal(held, pages):
+            if np.array_equal(held, spans[0].pages):
                 self._seats.unhold(held)
                 del state.holds[index]
                 return True
@@ -77,15 +78,14 @@ class Outgoing:
         self, state: ReqState, pages: NDArray[np.int32], seq: SeqResult | None = None, now: float = 0.0
     ) -> ChunkReady:
         assert state.handoff is not None, f"sched: request {state.rid} is computed for nobody else"
-        first = state.sent_pages - len(pages) - state.handoff.held // self._seats.page_size
+        spans = (PageSpan(part=Part.FULL, first=state.sent_pages - len(pages), pages=pages),)
         if seq is None:
-            return ChunkReady(rid=state.rid, xid=state.handoff.xid, first_page_index=first, pages=pages)
+            return ChunkReady(rid=state.rid, xid=state.handoff.xid, spans=spans)
         started = state.started if state.started is not None else now
         return ChunkReady(
             rid=state.rid,
             xid=state.handoff.xid,
-            first_page_index=first,
-            pages=pages,
+            spans=spans,
             last=True,
             token=seq.token,
             logprobs=seq.logprobs,

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from serinus.cache import Lease
 from serinus.core.errors import InvariantError
+from serinus.core.handoff import HandoffSpec
 from serinus.core.plan import SampleSpec
 from serinus.core.request import Request, TokenLogprobs, Usage
-from serinus.sched.handoff import HandoffSpec
 
 __all__ = ["NEXT_PHASES", "Phase", "ReqState"]
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from serinus.cache import PrefixCache
 from serinus.core.errors import BadRequest, CapacityError, InvariantError
+from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.core.parts import PageSpan
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_scheduler
 from serinus.sched.endings import check_handoff, check_request, ending_of, stop_ids_of, token_limit
-from serinus.sched.handoff import ChunkReady, HandoffSpec, Reservation
 from serinus.sched.incoming import Incoming
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.queues import ReqQueue, admission_order
@@ -390,10 +388,10 @@ class Scheduler:
 
     # Prefill side of a handoff
 
-    def chunk_drained(self, rid: str, pages: NDArray[np.int32]) -> bool:
+    def chunk_drained(self, rid: str, spans: tuple[PageSpan, ...]) -> bool:
         """A chunk announced for `rid` was read: drop its hold. False = no such chunk is held: nothing changes."""
         state = self._states.get(rid)
-        if state is None or not self._outgoing.chunk_drained(state, pages):
+        if state is None or not self._outgoing.chunk_drained(state, spans):
             return False
         if state.phase is Phase.INFLIGHT and state.doomed:
             self._release_inflight(state)

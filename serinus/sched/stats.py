@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from serinus.core.handoff import ChunkReady
 from serinus.core.request import TokenDelta
-from serinus.sched.handoff import ChunkReady
 
 __all__ = ["Outcome", "SchedStats", "Totals"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serinus.core.request import FinishReason, Request
-from serinus.sched import ChunkReady, HandoffSpec, Reservation
+from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
 from serinus.testing.fake_runner import copy_pages, fake_continue, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
@@ -101,12 +101,12 @@ class HandoffPair:
         """One announced chunk arrives, is copied (or dropped, where the grant is closed), and is drained."""
         chunk = handoff.chunks.pop(index)
         if not handoff.over:
-            first = chunk.first_page_index
+            first = chunk.spans[0].first - handoff.reservation.spans[0].first
             pages = handoff.reservation.pages[first : first + len(chunk.pages)]
             copy_pages(self.prefill.runner, chunk.pages, self.decode.runner, pages)
             handoff.pages_come += len(chunk.pages)
             handoff.last = chunk if chunk.last else handoff.last
-        assert self.prefill.scheduler.chunk_drained(chunk.rid, chunk.pages), f"testing: {chunk} was not held"
+        assert self.prefill.scheduler.chunk_drained(chunk.rid, chunk.spans), f"testing: {chunk} was not held"
         if handoff.last is not None and not handoff.chunks and not handoff.over:
             self._land(handoff, handoff.last)
 

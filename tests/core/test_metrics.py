@@ -26,7 +26,7 @@ def metrics() -> Metrics:
 
 
 def test_every_series_names_engine_role_and_rank(metrics: Metrics) -> None:
-    metrics.set("pages", 3, "free")
+    metrics.set("pages", 3, "free", "device", "full")
     metrics.observe("queue_time_seconds", 0.1)
     samples = read(metrics)
     assert samples

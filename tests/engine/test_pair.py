@@ -65,7 +65,8 @@ def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:
     metrics, kept = built.metrics, built.cache.stats()
     assert kept.evicted_pages > 0
     assert metrics.get("evicted_tokens") == kept.evicted_pages * 4
-    assert (metrics.get("pages", "tree"), metrics.get("pages", "free")) == (kept.pages.tree, kept.pages.free)
+    said = [metrics.get("pages", state, "device", "full") for state in ("tree", "free")]
+    assert said == [kept.pages.tree, kept.pages.free]
     assert kept.pages.tree + kept.pages.free == 16
 
 

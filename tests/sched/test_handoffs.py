@@ -55,7 +55,7 @@ def test_chunks_travel_as_they_are_computed_and_the_last_one_brings_the_token() 
     pair = HandoffPair(chunked_prefill_size=8)
     handoff = started(pair)
     pair.prefill.run()
-    told = [(c.first_page_index, len(c.pages), c.last) for c in pair.prefill.chunks]
+    told = [(c.spans[0].first, len(c.pages), c.last) for c in pair.prefill.chunks]
     assert told == [(0, 2, False), (2, 2, False), (4, 2, True)]
     assert [c.token is not None for c in pair.prefill.chunks] == [False, False, True]
     assert pair.prefill.chunks[-1].token == fake_continue(handoff.reservation.request, 1, 1000)[0]
@@ -68,7 +68,7 @@ def test_the_first_chunk_brings_what_prefill_had_cached_beyond_what_decode_holds
     engine.run()
     engine.scheduler.add(make_request("h", PROMPT), handoff=HandoffSpec(xid="x", held=8))
     engine.run()
-    assert [(c.first_page_index, len(c.pages), c.last) for c in engine.chunks] == [(0, 4, True)]
+    assert [(c.spans[0].first, len(c.pages), c.last) for c in engine.chunks] == [(2, 4, True)]
     assert engine.chunks[0].cached_tokens == {"device": 8}  # of 16, decode held 8
 
 
@@ -76,7 +76,7 @@ def test_nothing_that_decode_holds_is_announced_even_if_prefill_must_compute_it(
     engine = TinyEngine(chunked_prefill_size=4)
     engine.scheduler.add(make_request("h", PROMPT), handoff=HandoffSpec(xid="x", held=12))
     engine.run()
-    assert [(c.first_page_index, len(c.pages)) for c in engine.chunks] == [(0, 1), (1, 1), (2, 1)]
+    assert [(c.spans[0].first, len(c.pages)) for c in engine.chunks] == [(3, 1), (4, 1), (5, 1)]
     assert engine.runner.token_count == 22
 
 
@@ -102,7 +102,7 @@ def test_announced_pages_stay_until_they_are_drained_whatever_happens_to_their_r
     slots = (chunk.pages[:, None] * 4 + np.arange(4)).reshape(-1)
     assert np.array_equal(engine.runner.content_S[slots], before[slots])
     assert engine.scheduler.stats().num_prefill_inflight_queue_reqs == 1
-    assert engine.scheduler.chunk_drained("h", chunk.pages)
+    assert engine.scheduler.chunk_drained("h", chunk.spans)
     engine.check_drained()
 
 
@@ -111,9 +111,9 @@ def test_draining_a_chunk_twice_changes_nothing() -> None:
     handoff = started(pair)
     pair.step_prefill()
     chunk = handoff.chunks[0]
-    assert pair.prefill.scheduler.chunk_drained(chunk.rid, chunk.pages)
-    assert not pair.prefill.scheduler.chunk_drained(chunk.rid, chunk.pages)
-    assert not pair.prefill.scheduler.chunk_drained("nobody", chunk.pages)
+    assert pair.prefill.scheduler.chunk_drained(chunk.rid, chunk.spans)
+    assert not pair.prefill.scheduler.chunk_drained(chunk.rid, chunk.spans)
+    assert not pair.prefill.scheduler.chunk_drained("nobody", chunk.spans)
 
 
 def test_a_handoff_that_ends_takes_its_request_out_of_every_state() -> None:

@@ -1,4 +1,9 @@
-"""What passes between the scheduler and the handoff machines of `pd`, as plain data. Decides nothing."""
+"""What passes between the scheduler and the handoff machines, as plain data: `sched` and `pd` both read it here.
+
+Spans name pages by part. Page indices are absolute: index i holds positions i * page_size .. of the prompt, on both
+sides. FULL comes first, then (where the model slides) SWA, of which only the pages travel that the decode engine will
+read: those that hold positions from prompt length - window + 1 on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request, TokenLogprobs
 
 __all__ = ["ChunkReady", "HandoffSpec", "Reservation"]
@@ -28,16 +34,25 @@ class Reservation:
     """Decode side: pages that a prefill engine may fill now: the request's own until landed, recompute or abort."""
 
     rid: str
+    """The request's id."""
     request: Request
+    """What a client asked of this engine."""
     held: int
-    """Prompt tokens found in the own cache; their pages are locked. Page aligned, at most prompt length - 1."""
-    pages: NDArray[np.int32]
-    """Pages for positions `held` up to the end of the prompt, in order; the last may be partly used."""
+    """Prompt tokens found in the own cache (host hits are on the device by now); their pages are locked. Page
+    aligned, at most prompt length - 1."""
+    spans: tuple[PageSpan, ...]
+    """One for each part. FULL: from the page of position `held` to the end of the prompt, the last page may be partly
+    used. SWA: the end of that, as far back as the window behind the prompt reaches; never empty."""
 
     @property
     def prompt(self) -> NDArray[np.int32]:
         """The whole prompt."""
         return self.request.prompt
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """The pages of part FULL."""
+        return self.spans[0].pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +60,11 @@ class ChunkReady:
     """Prefill side: pages of a prompt whose KV is computed, canonical, and held (`transfer`) until drained."""
 
     rid: str
+    """The request, as this engine calls it."""
     xid: str
-    first_page_index: int
-    """Index of the first of `pages` among the pages that decode granted: 0 is the page of position `held`."""
-    pages: NDArray[np.int32]
-    """Page ids of this engine, in order; at least one."""
+    """Name of the handoff."""
+    spans: tuple[PageSpan, ...]
+    """FULL first, at least one page; SWA where the decode engine wants some of these positions."""
     last: bool = False
     """All pages are announced now; `token` is set."""
     token: int | None = None
@@ -62,3 +77,13 @@ class ChunkReady:
     """In the last one: from arrival to the first step that worked for it."""
     compute_seconds: float = 0.0
     """In the last one: from that step to the last."""
+
+    def __post_init__(self) -> None:
+        full = self.spans[0]
+        assert full.part is Part.FULL, f"core: a chunk of {self.xid} begins with {full.part.name}, expected FULL"
+        assert len(full.pages), f"core: a chunk of {self.xid} without pages"
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """The pages of part FULL: they name the chunk when it is drained."""
+        return self.spans[0].pages
