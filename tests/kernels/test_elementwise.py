@@ -52,6 +52,7 @@ def test_nan_stays_nan_in_every_op(either: Kernels) -> None:
         x[0, 3] = float("nan")
         assert either.rms_norm(x, torch.ones(32, dtype=dtype), 1e-6).isnan().all()
         assert either.silu_mul(x).isnan().any()
+        assert either.gelu_mul(x).isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,6 +74,36 @@ def test_both_columns_agree_on_the_activation(
 ) -> None:
     gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 6).to(dtype)
     assert_close(cpu.silu_mul(gate_up), ref.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(rows, width * 2) for rows, width in SHAPES])
+def test_both_columns_agree_on_gelu(ref: Kernels, cpu: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 6).to(dtype)
+    assert_close(cpu.gelu_mul(gate_up), ref.gelu_mul(gate_up))
+
+
+def test_gelu_by_hand(either: Kernels) -> None:
+    inner = math.sqrt(2 / math.pi) * (1.5 + 0.044715 * 1.5**3)
+    expected = 0.5 * 1.5 * (1 + math.tanh(inner)) * 4
+    out = either.gelu_mul(torch.tensor([[1.5, -40.0, 0.0, 40.0, 4.0, 2.0, 9.0, 2.0]]))
+    torch.testing.assert_close(out, torch.tensor([[expected, 0.0, 0.0, 80.0]]), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_fp32_weight_is_multiplied_before_the_only_rounding(
+    ref: Kernels, cpu: Kernels, shape: tuple[int, int]
+) -> None:
+    rng = torch.Generator().manual_seed(shape[1])
+    x, residual = torch.randn(2, *shape, generator=rng).to(torch.bfloat16) * 3
+    weight = 1 + torch.randn(shape[1], generator=rng) * 1e-2
+    x32 = x.float()
+    expected = (x32 / (x32.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight).to(torch.bfloat16)
+    for column in (ref, cpu):
+        assert_close(column.rms_norm(x, weight, 1e-6), expected)
+    ours, theirs = residual.clone(), residual.clone()
+    assert_close(cpu.add_rms_norm(x, ours, weight, 1e-5), ref.add_rms_norm(x, theirs, weight, 1e-5))
+    assert torch.equal(ours, theirs)
 
 
 def test_strided_rows_are_read_as_they_are(ref: Kernels, cpu: Kernels) -> None:
@@ -101,6 +132,8 @@ def test_wrong_shapes_are_refused(cpu: Kernels, either: Kernels) -> None:
         cpu.add_rms_norm(torch.ones(2, 4), torch.ones(3, 4), torch.ones(4), 1e-6)
     with pytest.raises(ValueError, match="width 5"):
         either.silu_mul(torch.ones(2, 5))
+    with pytest.raises(ValueError, match="gelu_mul got width 5"):
+        either.gelu_mul(torch.ones(2, 5))
 
 
 def test_no_rows_give_no_rows(either: Kernels) -> None:

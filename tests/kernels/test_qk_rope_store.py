@@ -75,6 +75,16 @@ def test_both_columns_agree(
         assert_close(ours, theirs, ulps=2)
 
 
+@pytest.mark.parametrize("size", [128, 10])
+def test_both_columns_agree_on_fp32_norms_of_bf16_heads(ref: Kernels, cpu: Kernels, size: int) -> None:
+    given = inputs(tokens=9, heads=6, kv_heads=2, size=size, dtype=torch.bfloat16, norms=True)
+    wide = {**given, "q_norm_D": 1 + torch.rand(size) * 1e-2, "k_norm_D": 1 + torch.rand(size) * 1e-2}
+    for ours, theirs in zip(run(cpu, wide), run(ref, wide), strict=True):
+        assert_close(ours, theirs, ulps=2)
+    with pytest.raises(ValueError, match="head norms of"):
+        run(cpu, {**wide, "k_norm_D": given["k_norm_D"]})
+
+
 def test_padding_tokens_may_share_slot_0(either: Kernels) -> None:
     given = inputs(tokens=6, heads=2, kv_heads=1, size=16, dtype=torch.float32, norms=False)
     given["slots_T"] = torch.tensor([3, 0, 0, 0, 7, 0])

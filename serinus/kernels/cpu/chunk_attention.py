@@ -4,10 +4,10 @@ Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = h
 
 A work item is one KV head of one chunk and a run of its query tiles. It first packs that head's keys and values, read
 from their pages, into pairs along the dimension that is summed over; then each tile of 64 rows (tokens times G) walks
-the blocks of 64 keys up to its last token, so blocks in the future cost nothing, and keeps a running softmax whose
-shares are rounded to bf16. torch's flash kernel spends 27 ms on 8 x 256 tokens here (2 Zen 4 cores, 16/8 heads of
-128), for it computes the whole square and copies more. Where the processor lacks the instruction, and for fp32 or
-other head sizes, `paged_attention` uses torch's.
+the blocks of 64 keys from the window of its first token to its last token: blocks below and in the future cost nothing.
+It keeps a running softmax whose shares are rounded to bf16. torch's flash kernel spends 27 ms on 8 x 256 tokens here
+(2 Zen 4 cores, 16/8 heads of 128), for it computes the whole square and copies more. Where the processor lacks the
+instruction, and for fp32 or other head sizes, `paged_attention` uses torch's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, fetch_add, host_has, inlined, narrow
+from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import TILE, copy_bytes, largest, multiply_tile
 
 __all__ = ["Chunk", "attend_chunks", "make_units", "serves", "warm"]
@@ -33,8 +33,10 @@ _ROWS = 64
 _KEYS = 64
 """Keys of a block."""
 
-_Arguments = fields("ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad", "scale")
-_FIELDS = 14
+_Arguments = fields(
+    "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad window", "scale cap"
+)
+_FIELDS = len(_Arguments._fields_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,9 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and head_size % 64 == 0 and group <= _ROWS and host_has("avx512bf16")
 
 
-def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int) -> NDArray[np.int64]:
-    """Work items [U, 7]: row, context, first token, tokens, KV head, first tile, end of tiles; the heaviest first.
+def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int | None) -> NDArray[np.int64]:
+    """Work items [U, 8]: row, context, first token, tokens, KV head, first tile, end of tiles, first position that one
+    of them sees; the heaviest first.
 
     Every item packs its own keys, so tiles of one head are split only as far as the threads need.
     """
@@ -69,12 +72,14 @@ def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int) -> NDArray[np
         tiles = -(-chunk.count // tile_tokens)
         split = min(parts, tiles)
         edges = [tiles * i // split for i in range(split + 1)]
+        past = chunk.context - chunk.count
+        lows = [0 if window is None else max(0, past + edge * tile_tokens - window + 1) for edge in edges]
         units += [
-            (chunk.row, chunk.context, chunk.first, chunk.count, head, edges[i], edges[i + 1])
+            (chunk.row, chunk.context, chunk.first, chunk.count, head, edges[i], edges[i + 1], lows[i])
             for i in range(split)
             for head in range(kv_heads)
         ]
-    units.sort(key=lambda unit: -unit[1] * (unit[6] - unit[5]))
+    units.sort(key=lambda unit: -(unit[1] if window is None else min(unit[1], window)) * (unit[6] - unit[5]))
     return np.array(units, np.int64)
 
 
@@ -83,11 +88,16 @@ def attend_chunks(
     k_pool_SHD: Tensor,
     v_pool_SHD: Tensor,
     table_RC: Tensor,
-    units_U7: NDArray[np.int64],
+    units_U8: NDArray[np.int64],
     scale: float,
+    window: int | None,
+    softcap: float | None,
     out_TND: Tensor,
 ) -> int:
-    """Fill the rows of `out_TND` that belong to the chunks. Returns 0, or 1 + a row whose table has a wrong slot."""
+    """Fill the rows of `out_TND` that belong to the chunks; `units_U8` were made with this window.
+
+    Returns 0, or 1 + a row whose table has a wrong slot.
+    """
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
     arguments = _Arguments(
@@ -97,22 +107,24 @@ def attend_chunks(
         v_pool_SHD.data_ptr(),
         table_RC.data_ptr(),
         out_TND.data_ptr(),
-        len(units_U7),
-        units_U7.ctypes.data,
+        len(units_U8),
+        units_U8.ctypes.data,
         heads,
         kv_heads,
         table_RC.shape[1],
         slot_count,
         0,
-        scale * LOG2_E,
+        window or 0,
+        scale * LOG2_E if softcap is None else scale / softcap,
+        (softcap or 0.0) * LOG2_E,
     )
-    _body(size, heads // kv_heads, VERSION)(arguments, thread_count())
+    _body(size, heads // kv_heads, window is not None, softcap is not None, VERSION)(arguments, thread_count())
     return int(arguments.bad)
 
 
 def warm(head_size: int, group: int) -> None:
     """Compile, or load from the disk."""
-    _body(head_size, group, VERSION)
+    _body(head_size, group, False, False, VERSION)
 
 
 @inlined(fastmath=FAST)
@@ -158,10 +170,11 @@ def _pack(
 
 
 @inlined(fastmath=FAST)
-def _take_shares(score: Any, shares: Any, seen: Any, scale: Any, top: Any, mass: Any, m: Any) -> Any:
+def _take_shares(score: Any, shares: Any, hidden: Any, seen: Any, scale: Any, top: Any, mass: Any, m: Any) -> Any:
     """Turn row m of the scores into bf16 shares of its running softmax; returns what its total must shrink by.
 
-    Of the 64 keys of the block, the first `seen` are not in the row's future.
+    Of the 64 keys of the block, the first `seen` are not in the row's future, and the first `hidden`, whose scores are
+    -inf, are below its window.
     """
     for p in range(seen, _KEYS):
         score[p] = np.float32(-np.inf)
@@ -172,9 +185,9 @@ def _take_shares(score: Any, shares: Any, seen: Any, scale: Any, top: Any, mass:
         share = exp2(score[p] * scale - best)
         added += share
         shares[p] = narrow(share)
-    if seen < _KEYS:
+    if seen < _KEYS or hidden > 0:
         added = np.float32(0)
-        for p in range(seen):
+        for p in range(hidden, seen):
             added += exp2(score[p] * scale - best)
         for p in range(seen, _KEYS):
             shares[p] = np.uint16(0)
@@ -183,8 +196,22 @@ def _take_shares(score: Any, shares: Any, seen: Any, scale: Any, top: Any, mass:
     return shrink
 
 
+@inlined(fastmath=FAST)
+def _hide_below(score: Any, hidden: Any) -> None:
+    """The first `hidden` keys of a row's scores are below its window."""
+    for p in range(hidden):
+        score[p] = np.float32(-np.inf)
+
+
+@inlined(fastmath=FAST)
+def _drop_shares(shares: Any, hidden: Any) -> None:
+    """No share for the first `hidden` keys: 2 ** -126, the least that exp2 gives, is not nothing to a NaN."""
+    for p in range(hidden):
+        shares[p] = np.uint16(0)
+
+
 @cache
-def _body(size: int, group: int, version: int) -> Body:
+def _body(size: int, group: int, windowed: bool, capped: bool, version: int) -> Body:
     tile_tokens = _ROWS // group
     columns = TILE * 16
 
@@ -192,9 +219,10 @@ def _body(size: int, group: int, version: int) -> Body:
         if version < 0:
             return
         a = carray(args, _FIELDS, np.int64)
-        scale = np.float32(carray(args, _FIELDS, np.float64)[13])
+        scale = np.float32(carray(args, _FIELDS, np.float64)[14])
+        cap = np.float32(carray(args, _FIELDS, np.float64)[15])
         heads, context_max = a[8], a[10]
-        units = carray(at(a[7]), (a[6], 7), np.int64)
+        units = carray(at(a[7]), (a[6], 8), np.int64)
         row_bytes = a[9] * size * 2
         block_words = _KEYS * size // 2
         query = np.zeros(_ROWS * size, np.uint16)
@@ -208,10 +236,11 @@ def _body(size: int, group: int, version: int) -> Body:
             if u >= a[6]:
                 break
             row, context, first, count, head = units[u, 0], units[u, 1], units[u, 2], units[u, 3], units[u, 4]
+            low = units[u, 7] if windowed else 0
             table = carray(at(a[4] + row * context_max * 4), context, np.int32)
             past = context - count
             end = min(context, past + units[u, 6] * tile_tokens)
-            blocks = (end + _KEYS - 1) // _KEYS
+            blocks = (end - low + _KEYS - 1) // _KEYS
             keys = np.empty(blocks * block_words, np.uint32)
             values = np.empty(blocks * block_words, np.uint32)
             head_at = head * size * 2
@@ -221,8 +250,8 @@ def _body(size: int, group: int, version: int) -> Body:
                     a[2] + head_at,
                     a[3] + head_at,
                     table,
-                    b * _KEYS,
-                    min(_KEYS, end - b * _KEYS),
+                    low + b * _KEYS,
+                    min(_KEYS, end - low - b * _KEYS),
                     row_bytes,
                     a[11],
                     keys[packed],
@@ -242,7 +271,8 @@ def _body(size: int, group: int, version: int) -> Body:
                 total[:] = np.float32(0)
                 top[:] = np.float32(-np.inf)
                 mass[:] = np.float32(0)
-                for b in range((past + token + tokens + _KEYS - 1) // _KEYS):
+                begin = max(0, past + token - a[13] + 1 - low) // _KEYS if windowed else 0
+                for b in range(begin, (past + token + tokens - low + _KEYS - 1) // _KEYS):
                     keys_at = keys.ctypes.data + b * block_words * 4
                     for m in range(0, rows, TILE):
                         multiply_tile(
@@ -255,11 +285,24 @@ def _body(size: int, group: int, version: int) -> Body:
                             size // 2,
                             False,
                         )
+                    if capped:
+                        for i in range(rows * _KEYS):
+                            score[i] = cap_score(score[i] * scale, cap)
                     for m in range(rows):
-                        seen = min(_KEYS, max(0, past + token + m // group + 1 - b * _KEYS))
+                        seen = min(_KEYS, max(0, past + token + m // group + 1 - low - b * _KEYS))
                         line = slice(m * _KEYS, m * _KEYS + _KEYS)
-                        shrink = _take_shares(score[line], share[line], seen, scale, top, mass, m)
-                        if b > 0 and shrink != np.float32(1):
+                        hidden = 0
+                        if windowed:
+                            hidden = min(_KEYS, max(0, past + token + m // group + 1 - a[13] - low - b * _KEYS))
+                            if hidden >= seen:
+                                _drop_shares(share[line], _KEYS)
+                                continue
+                            _hide_below(score[line], hidden)
+                        factor = np.float32(1) if capped else scale
+                        shrink = _take_shares(score[line], share[line], hidden, seen, factor, top, mass, m)
+                        if windowed:
+                            _drop_shares(share[line], hidden)
+                        if b > begin and shrink != np.float32(1):
                             for i in range(m * size, m * size + size):
                                 total[i] *= shrink
                     values_at = values.ctypes.data + b * block_words * 4

@@ -38,7 +38,8 @@ def ops() -> dict[str, Any]:
 
 
 def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
-    """Compile, or load from the disk, every kernel for this shape."""
+    """Compile, or load from the disk, every kernel for this shape, but those that only some families need: windows,
+    caps, GELU and fp32 norms are compiled at first use."""
     linear.warm(dtype)
     rms_norm.warm(dtype)
     silu_mul.warm(dtype)

@@ -2,7 +2,8 @@
 
 Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = head size, U = work items.
 
-A work item is one query token and a range of KV heads. It walks its context in blocks of 64 positions: scores, running
+A work item is one query token and a range of KV heads. It walks what it sees (its context, or its window's end of it)
+in blocks of 64 positions: scores, running
 maximum and sum (online softmax, Milakov and Gimelshein, 2018), weighted values. Within a block 16 positions go
 together: 16 scores share the shuffles of their horizontal sums, and the sums of 16 weighted rows stay in registers.
 Meanwhile the next 16 rows are prefetched into the second-level cache: the hardware's prefetchers stop at the end of a
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, host_has, narrow
+from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, narrow
 from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
 
 __all__ = ["decode_body", "serves"]
@@ -30,7 +31,7 @@ _BLOCK = 64
 """Positions whose scores are kept at once."""
 _GROUP = 16
 """Positions that are computed together."""
-_FIELDS = 14
+_FIELDS = 15
 
 
 def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
@@ -41,8 +42,8 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
 
 
 @cache
-def decode_body(size: int, group: int, version: int = VERSION) -> Body:
-    """The kernel for one shape of heads: compiled, or loaded from the disk."""
+def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> Body:
+    """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh."""
     half = size // 2
 
     def attend(args: Any) -> None:
@@ -50,8 +51,9 @@ def decode_body(size: int, group: int, version: int = VERSION) -> Body:
             return
         a = carray(args, _FIELDS, np.int64)
         scale = np.float32(carray(args, _FIELDS, np.float64)[13])
+        cap = np.float32(carray(args, _FIELDS, np.float64)[14])
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
-        units = carray(at(a[7]), (unit_count, 5), np.int64)
+        units = carray(at(a[7]), (unit_count, 6), np.int64)
         row_bytes = kv_heads * size * 2
         total = np.empty(heads * size, np.float32)
         score = np.empty(heads * _BLOCK, np.float32)
@@ -69,7 +71,7 @@ def decode_body(size: int, group: int, version: int = VERSION) -> Body:
             total[head * group * size : head_end * group * size] = np.float32(0)
             top[head * group : head_end * group] = np.float32(-np.inf)
             mass[head * group : head_end * group] = np.float32(0)
-            for start in range(0, context, _BLOCK):
+            for start in range(units[u, 5], context, _BLOCK):
                 count = min(_BLOCK, context - start)
                 for p in range(_BLOCK + _GROUP):  # those past the block are prefetched: its successor starts there
                     slot = np.int64(table[min(start + p, context - 1)])
@@ -92,6 +94,9 @@ def decode_body(size: int, group: int, version: int = VERSION) -> Body:
                             size,
                             group,
                         )
+                if capped:
+                    for i in range(head * group * _BLOCK, head_end * group * _BLOCK):
+                        score[i] = cap_score(score[i], cap)
                 for n in range(head * group, head_end * group):
                     take_shares(
                         score.ctypes.data + n * (_BLOCK * 4),

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from serinus.kernels.cpu import silu_mul
 
-__all__ = ["gelu_mul", "warm"]
+__all__ = ["gelu_mul"]
 
 
 def gelu_mul(gate_up_T2F: Tensor) -> Tensor:
     """gelu(gate) * up; see the reference."""
     return silu_mul.gate(gate_up_T2F, "gelu_mul", gelu=True)
-
-
-def warm(dtype: torch.dtype) -> None:
-    """Compile, or load from the disk."""
-    silu_mul.warm(dtype, gelu=True)

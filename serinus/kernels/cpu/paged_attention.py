@@ -27,10 +27,9 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
 from serinus.kernels.cpu.decode_attention import decode_body
 from serinus.kernels.cpu.decode_attention import serves as decodes
-from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, fetch_add, inlined, narrow, widen
+from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, dots, largest
 from serinus.kernels.ref.paged_attention import check_paged_attention
-from serinus.kernels.ref.paged_attention import paged_attention as plain
 
 __all__ = ["PagedAttention", "warm"]
 
@@ -41,31 +40,36 @@ _UNEVEN = 1.25
 5 sequences of 290 tokens (1.2) take 2.57 ms whole and 2.80 ms in halves, 4 of them 1.79 and 2.17 ms."""
 _DECODE_QUERIES_MAX = 8
 """Sequences with at most this many query tokens go through the decode kernel, token by token."""
+_PIECE = 256
+"""Query tokens of a chunk that go through torch at once where there is a window or a cap."""
 
-_Arguments = fields("ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad", "scale")
+_Arguments = fields(
+    "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad", "scale cap"
+)
 _FIELDS = len(_Arguments._fields_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """A batch, sorted by the kernel that serves each sequence; the same for every layer of a step."""
+    """A batch under a window, sorted by the kernel that serves each sequence; the same for every such layer of a
+    step."""
 
-    batch: AttentionBatch
-    units_U5: NDArray[np.int64]
-    """Row, context, token, first KV head, end of KV heads."""
+    units_U6: NDArray[np.int64]
+    """Row, context, token, first KV head, end of KV heads, first position that it sees."""
     work: int
-    """Sum of the contexts of the decode items."""
+    """Sum of the positions that the decode items see."""
     chunks: tuple[Chunk, ...]
     """Sequences for torch's flash kernel."""
-    chunk_units_U7: NDArray[np.int64]
+    chunk_units_U8: NDArray[np.int64]
     """Work items of those for the chunk kernel."""
 
 
 class PagedAttention:
-    """paged_attention of the cpu column. Keeps the layout of the last batch, which all layers of a step share."""
+    """paged_attention of the cpu column. Keeps the layouts of the last batch, which the layers of a step share."""
 
     def __init__(self) -> None:
-        self._layout: _Layout | None = None
+        self._batch: AttentionBatch | None = None
+        self._layouts: dict[int | None, _Layout] = {}
 
     def __call__(
         self,
@@ -78,41 +82,41 @@ class PagedAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """softmax(scale * q k) v; see the reference.
+        """softmax(cap(scale * q k)) v; see the reference.
 
         Raises:
             ValueError: shapes disagree, or a row, a context or a slot lies outside of its table.
         """
         check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
-        if window is not None or softcap is not None:
-            return plain(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap)
-        layout = self._layout
-        if layout is None or layout.batch is not batch:
-            layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape))
-            self._layout = layout
+        if self._batch is not batch:
+            self._batch, self._layouts = batch, {}
+        layout = self._layouts.get(window)
+        if layout is None:
+            layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape), window)
+            self._layouts[window] = layout
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        if len(layout.units_U5):
-            _decode(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, layout, scale, out_TND)
-        if len(layout.chunk_units_U7):
-            units = layout.chunk_units_U7
-            bad = attend_chunks(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, units, scale, out_TND)
+        if len(layout.units_U6):
+            _decode(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, layout, scale, softcap, out_TND)
+        if len(layout.chunk_units_U8):
+            units = layout.chunk_units_U8
+            bad = attend_chunks(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, units, scale, window, softcap, out_TND)
             _check_slots(bad, k_pool_SHD.shape[0])
         for chunk in layout.chunks:
-            end = chunk.first + chunk.count
-            slots_L = req_to_token_RC[chunk.row, : chunk.context]
-            _prefill(q_TND[chunk.first : end], k_pool_SHD, v_pool_SHD, slots_L, scale, out_TND[chunk.first : end])
+            _prefill(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, chunk, scale, window, softcap, out_TND)
         return out_TND
 
 
 def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
     """Compile, or load from the disk."""
-    _pick_body(head_size, group, dtype)
+    _pick_body(head_size, group, dtype, False)
     if serves(head_size, group, dtype):
         chunk_attention.warm(head_size, group)
 
 
-def _lay_out(batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_shape: tuple[int, ...]) -> _Layout:
+def _lay_out(
+    batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_shape: tuple[int, ...], window: int | None
+) -> _Layout:
     tokens, heads, size = q_TND.shape
     kv_heads = k_pool_SHD.shape[1]
     rows, contexts = batch.rows_B.tolist(), batch.context_B.tolist()
@@ -120,7 +124,8 @@ def _lay_out(batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_sha
     row_count, width = table_shape
     if starts[0] != 0 or starts[-1] != tokens:
         raise ValueError(f"kernels: offsets from {starts[0]} to {starts[-1]}, expected 0 to {tokens} tokens")
-    singles: list[tuple[int, int, int]] = []
+    sees = width if window is None else window
+    singles: list[tuple[int, int, int, int]] = []
     chunks: list[Chunk] = []
     for b, row in enumerate(rows):
         count, context = starts[b + 1] - starts[b], contexts[b]
@@ -130,43 +135,57 @@ def _lay_out(batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_sha
                 f"expected a row below {row_count}, 1 <= tokens <= context <= {width}"
             )
         if count <= _DECODE_QUERIES_MAX:
-            singles += [(row, context - count + 1 + i, starts[b] + i) for i in range(count)]
+            ends = range(context - count + 1, context + 1)
+            singles += [(row, end, starts[b] + i, max(0, end - sees)) for i, end in enumerate(ends)]
         else:
             chunks.append(Chunk(row=row, first=starts[b], count=count, context=context))
-    work = sum(context for _, context, _ in singles)
+    work = sum(context - begin for _, context, _, begin in singles)
     ours = bool(chunks) and serves(size, heads // kv_heads, q_TND.dtype)
     return _Layout(
-        batch=batch,
-        units_U5=_units(singles, work, kv_heads),
+        units_U6=_units(singles, work, kv_heads),
         work=work,
         chunks=() if ours else tuple(chunks),
-        chunk_units_U7=make_units(chunks, heads, kv_heads) if ours else np.empty((0, 7), np.int64),
+        chunk_units_U8=make_units(chunks, heads, kv_heads, window) if ours else np.empty((0, 8), np.int64),
     )
 
 
-def _units(singles: list[tuple[int, int, int]], work: int, kv_heads: int) -> NDArray[np.int64]:
+def _units(singles: list[tuple[int, int, int, int]], work: int, kv_heads: int) -> NDArray[np.int64]:
     """Longest first; sequences are split by heads where they are too few, or too uneven, to keep all threads busy.
 
     Only then: part of the heads is part of every row, and memory is read faster in whole rows.
     """
     if not singles:
-        return np.empty((0, 5), np.int64)
+        return np.empty((0, 6), np.int64)
     threads = thread_count()
-    singles = sorted(singles, key=lambda single: -single[1])
+    singles = sorted(singles, key=lambda single: single[3] - single[1])
     loads = [0] * threads
-    for _, context, _ in singles:
-        loads[loads.index(min(loads))] += context
+    for _, context, _, begin in singles:
+        loads[loads.index(min(loads))] += context - begin
     parts = min(kv_heads, threads if max(loads) * threads > _UNEVEN * work else 1)
     edges = [kv_heads * i // parts for i in range(parts + 1)]
-    return np.array([(*single, edges[i], edges[i + 1]) for single in singles for i in range(parts)], np.int64)
+    return np.array(
+        [
+            (row, context, token, edges[i], edges[i + 1], begin)
+            for row, context, token, begin in singles
+            for i in range(parts)
+        ],
+        np.int64,
+    )
 
 
 def _decode(
-    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, layout: _Layout, scale: float, out: Tensor
+    q_TND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    table_RC: Tensor,
+    layout: _Layout,
+    scale: float,
+    softcap: float | None,
+    out: Tensor,
 ) -> None:
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
-    units = layout.units_U5
+    units = layout.units_U6
     arguments = _Arguments(
         0,
         q_TND.data_ptr(),
@@ -181,9 +200,10 @@ def _decode(
         table_RC.shape[1],
         slot_count,
         0,
-        scale * LOG2_E,
+        scale * LOG2_E if softcap is None else scale / softcap,
+        (softcap or 0.0) * LOG2_E,
     )
-    body = _pick_body(size, heads // kv_heads, q_TND.dtype)
+    body = _pick_body(size, heads // kv_heads, q_TND.dtype, softcap is not None)
     body(arguments, 1 if len(units) == 1 or layout.work * kv_heads < 256 else thread_count())
     _check_slots(arguments.bad, slot_count)
 
@@ -194,25 +214,58 @@ def _check_slots(bad: int, slot_count: int) -> None:
 
 
 def _prefill(
-    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_L: Tensor, scale: float, out_TND: Tensor
+    q_TND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    table_RC: Tensor,
+    chunk: Chunk,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out_TND: Tensor,
 ) -> None:
-    """One chunk through torch's flash kernel.
+    """One chunk through torch: its flash kernel, or where scores are capped plain products.
 
-    KV heads become the batch and the group its heads, so that no KV row is copied for each query head.
+    KV heads become the batch and the group its heads, so that no KV row is copied for each query head. With a window or
+    a cap the chunk goes in pieces: each reads its own window only, and no piece has large scores.
     """
-    tokens, heads, size = q_TND.shape
+    _, heads, size = q_TND.shape
     kv_heads = k_pool_SHD.shape[1]
-    group, context = heads // kv_heads, slots_L.shape[0]
-    k_HGLD = k_pool_SHD.index_select(0, slots_L).transpose(0, 1).unsqueeze(1).expand(kv_heads, group, context, size)
-    v_HGLD = v_pool_SHD.index_select(0, slots_L).transpose(0, 1).unsqueeze(1).expand(kv_heads, group, context, size)
-    q_HGTD = q_TND.view(tokens, kv_heads, group, size).permute(1, 2, 0, 3)
-    mask = None
-    if tokens != context:
-        mask = torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
-    out_HGTD = F.scaled_dot_product_attention(
-        q_HGTD, k_HGLD, v_HGLD, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
-    out_TND.view(tokens, kv_heads, group, size).copy_(out_HGTD.permute(2, 0, 1, 3))
+    group, past = heads // kv_heads, chunk.context - chunk.count
+    piece = chunk.count if window is None and softcap is None else _PIECE
+    for at_token in range(0, chunk.count, piece):
+        tokens = min(piece, chunk.count - at_token)
+        own, end = past + at_token, past + at_token + tokens
+        low = 0 if window is None else max(0, own - window + 1)
+        slots_L = table_RC[chunk.row, low:end]
+        shape = (kv_heads, group, end - low, size)
+        k_HGLD = k_pool_SHD.index_select(0, slots_L).transpose(0, 1).unsqueeze(1).expand(shape)
+        v_HGLD = v_pool_SHD.index_select(0, slots_L).transpose(0, 1).unsqueeze(1).expand(shape)
+        rows = slice(chunk.first + at_token, chunk.first + at_token + tokens)
+        q_HGTD = q_TND[rows].view(tokens, kv_heads, group, size).permute(1, 2, 0, 3)
+        seen_TL = None
+        if tokens != end - low or window is not None:
+            seen_TL = torch.ones(tokens, end - low, dtype=torch.bool).tril(own - low)
+            if window is not None:
+                seen_TL = seen_TL.triu(own - low - window + 1)
+        if softcap is None:
+            out_HGTD = F.scaled_dot_product_attention(
+                q_HGTD, k_HGLD, v_HGLD, attn_mask=seen_TL, is_causal=seen_TL is None, scale=scale
+            )
+        else:
+            out_HGTD = _attend_capped(q_HGTD, k_HGLD, v_HGLD, seen_TL, scale, softcap)
+        out_TND[rows].view(tokens, kv_heads, group, size).copy_(out_HGTD.permute(2, 0, 1, 3))
+
+
+def _attend_capped(
+    q_HGTD: Tensor, k_HGLD: Tensor, v_HGLD: Tensor, seen_TL: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    scores_HGTL = torch.matmul(q_HGTD.float(), k_HGLD.float().transpose(2, 3)).mul_(scale / softcap)
+    scores_HGTL = scores_HGTL.tanh_().mul_(softcap)
+    if seen_TL is None:
+        seen_TL = torch.ones(scores_HGTL.shape[2:], dtype=torch.bool).tril()
+    scores_HGTL.masked_fill_(~seen_TL, float("-inf"))
+    return torch.matmul(torch.softmax(scores_HGTL, dim=-1), v_HGLD.float())
 
 
 @inlined(fastmath=FAST)
@@ -236,14 +289,14 @@ def _take_shares(score: Any, n: Any, count: Any, padded: Any, top: Any, mass: An
 
 
 @cache
-def _pick_body(size: int, group: int, dtype: torch.dtype) -> Body:
+def _pick_body(size: int, group: int, dtype: torch.dtype, capped: bool) -> Body:
     if decodes(size, group, dtype):
-        return decode_body(size, group)
-    return _body(size, group, dtype == torch.bfloat16, VERSION)
+        return decode_body(size, group, capped)
+    return _body(size, group, dtype == torch.bfloat16, capped, VERSION)
 
 
 @cache
-def _body(size: int, group: int, bf16: bool, version: int) -> Body:
+def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body:
     item_bytes = 2 if bf16 else 4
 
     def attend(args: Any) -> None:
@@ -251,9 +304,10 @@ def _body(size: int, group: int, bf16: bool, version: int) -> Body:
             return
         a = carray(args, _FIELDS, np.int64)
         scale = np.float32(carray(args, _FIELDS, np.float64)[13])
+        cap = np.float32(carray(args, _FIELDS, np.float64)[14])
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         item = np.uint16 if bf16 else np.float32
-        units = carray(at(a[7]), (unit_count, 5), np.int64)
+        units = carray(at(a[7]), (unit_count, 6), np.int64)
         row_bytes = kv_heads * size * item_bytes
         query = np.empty(heads * size, np.float32)
         total = np.empty(heads * size, np.float32)
@@ -273,7 +327,7 @@ def _body(size: int, group: int, bf16: bool, version: int) -> Body:
                 total[i] = np.float32(0)
             for n in range(head * group, head_end * group):
                 top[n], mass[n] = np.float32(-np.inf), np.float32(0)
-            for start in range(0, context, _BLOCK):
+            for start in range(units[u, 5], context, _BLOCK):
                 count = min(_BLOCK, context - start)
                 for p in range(count):
                     slot = np.int64(table[start + p])
@@ -293,9 +347,13 @@ def _body(size: int, group: int, bf16: bool, version: int) -> Body:
                             bf16,
                         )
                 padded = (count + 3) // 4 * 4
+                if capped:
+                    for n in range(head * group, head_end * group):
+                        for i in range(n * _BLOCK, n * _BLOCK + count):
+                            score[i] = cap_score(score[i], cap)
                 for n in range(head * group, head_end * group):
                     shrink = _take_shares(score, n, count, padded, top, mass)
-                    if start > 0 and shrink != np.float32(1):
+                    if start > units[u, 5] and shrink != np.float32(1):
                         for i in range(n * size, n * size + size):
                             total[i] *= shrink
                 last = start + count - 1

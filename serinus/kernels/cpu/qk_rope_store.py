@@ -25,6 +25,7 @@ _Arguments = fields(
     "eps",
 )
 _FIELDS = len(_Arguments._fields_)
+_WIDE = torch.float32
 _SERIAL_ELEMENTS = 1 << 15
 """Below this many elements of qkv the start of a second thread costs more than it saves."""
 
@@ -48,9 +49,10 @@ def qk_rope_store(
         ValueError: shapes disagree, or a position or a slot lies outside of its table (that token is not written).
     """
     check_qk_rope_store(qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
-    norms = {norm.dtype for norm in (q_norm_D, k_norm_D) if norm is not None}
-    if len(norms) > 1 or not norms <= {qkv_TX.dtype, torch.float32}:
-        raise ValueError(f"kernels: head norms of {sorted(map(str, norms))}, expected one of {qkv_TX.dtype} or fp32")
+    norm = k_norm_D if q_norm_D is None else q_norm_D
+    wide = norm is not None and norm.dtype != qkv_TX.dtype
+    if norm is not None and k_norm_D is not None and (norm.dtype != k_norm_D.dtype or (wide and norm.dtype != _WIDE)):
+        raise ValueError(f"kernels: head norms of {norm.dtype}, {k_norm_D.dtype}; expected {qkv_TX.dtype} or {_WIDE}")
     tokens, width = qkv_TX.shape
     slot_count, kv_heads, size = k_pool_SHD.shape
     threads = 1 if tokens * width < _SERIAL_ELEMENTS else thread_count()
@@ -75,7 +77,6 @@ def qk_rope_store(
         0,
         eps,
     )
-    wide = bool(norms) and norms != {qkv_TX.dtype}
     _body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION)(arguments, threads)
     if arguments.bad:
         raise ValueError(
@@ -85,9 +86,9 @@ def qk_rope_store(
         )
 
 
-def warm(head_size: int, dtype: torch.dtype, *, wide: bool = False) -> None:
-    """Compile, or load from the disk; `wide`: for fp32 norm weights."""
-    _body(head_size, dtype == torch.bfloat16, wide and dtype == torch.bfloat16, VERSION)
+def warm(head_size: int, dtype: torch.dtype) -> None:
+    """Compile, or load from the disk."""
+    _body(head_size, dtype == torch.bfloat16, False, VERSION)
 
 
 @cache

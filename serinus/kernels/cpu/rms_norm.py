@@ -12,7 +12,7 @@ from torch import Tensor
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 
-__all__ = ["add_rms_norm", "rms_norm", "warm", "warm_wide"]
+__all__ = ["add_rms_norm", "rms_norm", "warm"]
 
 _Arguments = fields("ticket x residual weight out rows width step", "eps")
 _SERIAL_ELEMENTS = 1 << 16
@@ -46,19 +46,14 @@ def warm(dtype: torch.dtype) -> None:
         _body(dtype == torch.bfloat16, has_residual, False, VERSION)
 
 
-def warm_wide(dtype: torch.dtype) -> None:
-    """The same for fp32 weights."""
-    for has_residual in (False, True):
-        _body(dtype == torch.bfloat16, has_residual, dtype == torch.bfloat16, VERSION)
-
-
 def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps: float) -> None:
     width = x.shape[-1]
-    if weight_E.shape != (width,) or weight_E.dtype not in (x.dtype, torch.float32):
+    wide = weight_E.dtype != x.dtype
+    if weight_E.shape != (width,) or (wide and weight_E.dtype != torch.float32):
         raise ValueError(
             f"kernels: norm weight {weight_E.dtype} {tuple(weight_E.shape)}, expected {x.dtype} ({width},)"
         )
-    body = _body(x.dtype == torch.bfloat16, residual is not None, weight_E.dtype != x.dtype, VERSION)
+    body = _body(x.dtype == torch.bfloat16, residual is not None, wide, VERSION)
     count = x.numel()
     threads = 1 if count < _SERIAL_ELEMENTS else thread_count()
     rows = count // width

@@ -41,9 +41,9 @@ def gate(gate_up_T2F: Tensor, name: str, *, gelu: bool) -> Tensor:
     return out_TF
 
 
-def warm(dtype: torch.dtype, *, gelu: bool = False) -> None:
+def warm(dtype: torch.dtype) -> None:
     """Compile, or load from the disk."""
-    _body(dtype == torch.bfloat16, gelu, VERSION)
+    _body(dtype == torch.bfloat16, False, VERSION)
 
 
 @cache
