@@ -3,9 +3,19 @@
 `cache` decides which page belongs to whom and lies where; this room only keeps and moves what it is told to.
 """
 
-from serinus.pool.device import DevicePool, PoolSpec
+from serinus.pool.device import STAMP_FIELDS, STAMP_LANES, DevicePool, PoolSpec
 from serinus.pool.host import HostPool, host_page_counts
 from serinus.pool.mover import LayerGate, Mover
 from serinus.pool.request_table import RequestTable
 
-__all__ = ["DevicePool", "HostPool", "LayerGate", "Mover", "PoolSpec", "RequestTable", "host_page_counts"]
+__all__ = [
+    "STAMP_FIELDS",
+    "STAMP_LANES",
+    "DevicePool",
+    "HostPool",
+    "LayerGate",
+    "Mover",
+    "PoolSpec",
+    "RequestTable",
+    "host_page_counts",
+]

@@ -6,7 +6,7 @@ R = rows of a byte buffer, W = bytes of one lane (k or v of one layer) of a page
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,9 +18,15 @@ from torch import Tensor
 from serinus.core.errors import ConfigError
 from serinus.kernels import Kernels, prefer_huge_pages
 
-__all__ = ["DevicePool", "PoolSpec"]
+__all__ = ["STAMP_FIELDS", "STAMP_LANES", "DevicePool", "PoolSpec"]
 
+STAMP_LANES = 4
+"""Lanes of stamps of one part: before and after the forward pass, for k and v."""
+STAMP_FIELDS = 4
+"""int64 of one stamp."""
 _LINE_BYTES = 64
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Strips of slots, two by two: (k, v) of layers, or lanes of stamps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,8 @@ class PoolSpec:
     """torch.float32 or torch.bfloat16."""
     device: str = "cpu"
     """Where the bytes are."""
+    stamped: bool = False
+    """Whether the canary's stamps are kept beside the KV and move with it."""
 
     def __post_init__(self) -> None:
         for name, low in (("layer_count", 0), ("kv_head_count", 1), ("head_size", 1), ("page_size", 1)):
@@ -58,8 +66,18 @@ class PoolSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, k and v."""
+        """Bytes of one page: k and v of all layers, then the stamps."""
+        return self.kv_bytes + self.stamp_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of them, those of k and v."""
         return self.page_size * self.slot_bytes
+
+    @property
+    def stamp_bytes(self) -> int:
+        """Of them, those of the stamps; a part without layers has none."""
+        return self.page_size * STAMP_LANES * STAMP_FIELDS * 8 if self.stamped and self.layer_count else 0
 
     @property
     def layer_bytes(self) -> int:
@@ -68,22 +86,22 @@ class PoolSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot over all layers, k and v."""
+        """Bytes of one slot over all layers, k and v, without stamps."""
         return self.layer_count * 2 * self.kv_head_count * self.head_size * self.dtype.itemsize
 
 
 class DevicePool:
     """The keys and values of every slot.
 
-    One zeroed allocation of page_count * page_bytes. On the CPU it comes from calloc, so the OS maps a page of
-    memory when it is first written: a large pool costs nothing until it is used.
+    One zeroed allocation of page_count * page_bytes (and one for stamps). On the CPU it comes from calloc, so the OS
+    maps a page of memory when it is first written: a large pool costs nothing until it is used.
     """
 
     def __init__(self, spec: PoolSpec, kernels: Kernels) -> None:
         self.spec = spec
         self._kernels = kernels
         shape = (spec.layer_count, 2, spec.slot_count, spec.kv_head_count, spec.head_size)
-        bytes_all = _zeros(spec.page_bytes * spec.page_count, spec.device)
+        bytes_all = _zeros(spec.kv_bytes * spec.page_count, spec.device)
         lanes = bytes_all.view(spec.dtype).view(shape)
         self.k: tuple[Tensor, ...] = tuple(lanes[layer, 0] for layer in range(spec.layer_count))
         """Keys of each layer, [S, H, D], contiguous."""
@@ -91,6 +109,17 @@ class DevicePool:
         """Values of each layer, [S, H, D], contiguous."""
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(self.k, self.v, strict=True))
         """(k, v) of each layer, as models and kernels take them."""
+        stamp_shape = (STAMP_LANES, spec.slot_count, STAMP_FIELDS)
+        self.stamps_LS4: Tensor | None = None
+        """The canary's stamps, int64 [STAMP_LANES, S, STAMP_FIELDS], where the pool keeps them."""
+        self._strips = [(self.layers, 0)] if self.layers else []
+        if spec.stamp_bytes:
+            self.stamps_LS4 = (
+                _zeros(spec.stamp_bytes * spec.page_count, spec.device).view(torch.int64).view(stamp_shape)
+            )
+            lanes_S14 = self.stamps_LS4.view(STAMP_LANES, spec.slot_count, 1, STAMP_FIELDS)
+            pairs = tuple((lanes_S14[lane], lanes_S14[lane + 1]) for lane in range(0, STAMP_LANES, 2))
+            self._strips.append((pairs, spec.kv_bytes))
 
     @property
     def page_bytes(self) -> int:
@@ -98,7 +127,8 @@ class DevicePool:
         return self.spec.page_bytes
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """The bytes of whole pages, [G, Y], page-first: [layer][k, then v][page_size, H, D].
+        """The bytes of whole pages, [G, Y], page-first: [layer][k, then v][page_size, H, D], then the stamps,
+        [lane][page_size, STAMP_FIELDS], where the pool keeps them.
 
         Args:
             pages: page ids in [0, page_count).
@@ -110,8 +140,9 @@ class DevicePool:
         """
         if out is None:
             out = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
-        if self.layers:
-            self._kernels.gather_pages(self.layers, self._page_ids(pages), self.spec.page_size, torch.from_numpy(out))
+        page_ids, out_GY = self._page_ids(pages), torch.from_numpy(out)
+        for pairs, part_GZ in self._parts(out_GY):
+            self._kernels.gather_pages(pairs, page_ids, self.spec.page_size, part_GZ)
         return out
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
@@ -124,8 +155,9 @@ class DevicePool:
             ValueError: the data has another size, or a page is none of ours.
         Cost: G * Y bytes read and written.
         """
-        if self.layers:
-            self._kernels.scatter_pages(self.layers, self._page_ids(pages), self.spec.page_size, _tensor_of(data))
+        page_ids = self._page_ids(pages)
+        for pairs, part_GZ in self._parts(_tensor_of(data)):
+            self._kernels.scatter_pages(pairs, page_ids, self.spec.page_size, part_GZ)
 
     def copy_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """Page pages[g] goes to row rows[g] of a buffer on the host; layout as `read_pages`.
@@ -136,40 +168,60 @@ class DevicePool:
             ValueError: sizes disagree, or a page or row is none of ours.
         Cost: G * Y bytes read and written, on the calling thread alone.
         """
-        if not self.layers:
-            return
+        for pairs, part_RZ in self._parts(bytes_RY):
+            self._copy_out(pairs, pages, part_RZ, rows)
+
+    def _copy_out(self, pairs: Pairs, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         if self.spec.device == "cpu":
             page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
-            self._kernels.gather_pages(self.layers, page_ids, self.spec.page_size, bytes_RY, row_ids)
+            self._kernels.gather_pages(pairs, page_ids, self.spec.page_size, part_RZ, row_ids)
             return
-        self._check_on_host(pages, rows, bytes_RY, self.page_bytes)
+        lanes = self._page_lanes(pairs)
+        self._check_on_host(pages, rows, part_RZ, sum(lane.shape[1] for lane in lanes))
         page_ids = self._page_ids(pages)
-        lanes = [lane.view(torch.uint8).view(self.spec.page_count, -1) for pair in self.layers for lane in pair]
-        found_GY = torch.cat([lane.index_select(0, page_ids) for lane in lanes], dim=1)
-        for at, row, count in _runs(rows, merge=True):
-            bytes_RY[row : row + count].copy_(found_GY[at : at + count], non_blocking=True)
+        found_GZ = torch.cat([lane.index_select(0, page_ids) for lane in lanes], dim=1)
+        for at, row, count in _runs(rows, merge=part_RZ.is_contiguous()):
+            part_RZ[row : row + count].copy_(found_GZ[at : at + count], non_blocking=True)
 
     def copy_in(
         self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer], first: int, end: int
     ) -> None:
         """The reverse of `copy_out`, for layers first .. end - 1 of this pool; the rows still hold all layers."""
-        if first == end:
-            return
-        layers, width = self.layers[first:end], self.spec.layer_bytes
-        part_RZ = bytes_RY[:, first * width : end * width]
+        if first < end:
+            width = self.spec.layer_bytes
+            self._copy_in(self.layers[first:end], pages, bytes_RY[:, first * width : end * width], rows)
+
+    def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+        """The reverse of `copy_out`, for the stamps; nothing where the pool keeps none."""
+        for pairs, part_RZ in self._parts(bytes_RY)[1:]:
+            self._copy_in(pairs, pages, part_RZ, rows)
+
+    def _copy_in(self, pairs: Pairs, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         if self.spec.device == "cpu":
             page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
-            self._kernels.scatter_pages(layers, page_ids, self.spec.page_size, part_RZ, row_ids)
+            self._kernels.scatter_pages(pairs, page_ids, self.spec.page_size, part_RZ, row_ids)
             return
-        self._check_on_host(pages, rows, part_RZ, (end - first) * width)
+        lanes = self._page_lanes(pairs)
+        width = lanes[0].shape[1]
+        self._check_on_host(pages, rows, part_RZ, width * len(lanes))
         page_ids = self._page_ids(pages)
         staged_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
-        for at, row, count in _runs(rows, merge=len(layers) == len(self.layers)):
+        for at, row, count in _runs(rows, merge=part_RZ.is_contiguous()):
             staged_GZ[at : at + count].copy_(part_RZ[row : row + count], non_blocking=True)
-        lanes = [lane.view(torch.uint8).view(self.spec.page_count, -1) for pair in layers for lane in pair]
-        half = width // 2
         for i, lane_PW in enumerate(lanes):
-            lane_PW.index_copy_(0, page_ids, staged_GZ[:, i * half : (i + 1) * half])
+            lane_PW.index_copy_(0, page_ids, staged_GZ[:, i * width : (i + 1) * width])
+
+    def _parts(self, bytes_RY: Tensor) -> list[tuple[Pairs, Tensor]]:
+        """The strips of this pool, each with its columns of a buffer of whole pages."""
+        if len(self._strips) <= 1:
+            return [(pairs, bytes_RY) for pairs, _ in self._strips]
+        if bytes_RY.ndim != 2 or bytes_RY.shape[1] != self.page_bytes:
+            raise ValueError(f"pool: page buffer {tuple(bytes_RY.shape)}, expected rows of {self.page_bytes} bytes")
+        edges = pairwise([*(offset for _, offset in self._strips), self.page_bytes])
+        return [(pairs, bytes_RY[:, low:high]) for (pairs, _), (low, high) in zip(self._strips, edges, strict=True)]
+
+    def _page_lanes(self, pairs: Pairs) -> list[Tensor]:
+        return [lane.view(torch.uint8).view(self.spec.page_count, -1) for pair in pairs for lane in pair]
 
     def _check_on_host(
         self, pages: NDArray[np.integer], rows: NDArray[np.integer], bytes_RZ: Tensor, width: int

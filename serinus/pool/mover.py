@@ -213,6 +213,8 @@ class Mover:
     def _load(self, copy: _Copy) -> None:
         layer_bytes = [len(move.source) * self._device[move.part].spec.layer_bytes for move in copy.moves]
         step = max(1, -(-_GROUP_BYTES // max(1, *layer_bytes)))
+        for move in copy.moves:
+            self._device[move.part].copy_stamps_in(move.target, self._host[move.part].tensor_PY, move.source)
         for first in range(0, self._layer_count, step):
             end = min(first + step, self._layer_count)
             for move in copy.moves:
