@@ -30,7 +30,7 @@ FLOORS = {
 }
 """Room -> floor. A room imports lower floors and itself."""
 
-TORCH_FREE = ("core", "wire", "cache", "front", "sched")
+TORCH_FREE = ("core", "wire", "cache", "front", "sched", "parallel")
 """Rooms that never import torch, nor anything that does. `cli` may, but only while a command runs."""
 
 
