@@ -24,7 +24,7 @@ from serinus.pool.storage import FileStorage
 SPEC = PoolSpec(layer_count=2, kv_head_count=2, head_size=32, page_size=64, page_count=2, dtype=torch.float32)
 """64 KiB a page: large enough that a kill finds one half written."""
 NAMESPACE = "model at revision, fp32"
-KEY_COUNT = 400
+KEY_COUNT = 150
 
 
 def key_of(index: int, seed: int = 0) -> bytes:
