@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,55 +11,10 @@ import torch
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
-from serinus.models import ForwardBatch, load_model, load_spec
+from serinus.models import load_model, load_spec
 from serinus.testing.checkpoints import FAMILIES
 from serinus.testing.direct import DirectEngine, DirectSeq
-
-GREEDY = SamplingParams(temperature=0.0)
-DECODE_STEPS = 64
-
-
-class Recorder:
-    """A model that remembers the logits it gave."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.spec, self.dtype = model.spec, model.dtype
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, batch: ForwardBatch, kv: Any, table: torch.Tensor, hook: Any) -> torch.Tensor:
-        hidden: torch.Tensor = self._model.forward(batch, kv, table, hook)
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.seen.append(self._model.logits(hidden).float())
-        return self.seen[-1]
-
-
-def reference(path: Path, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Logits of transformers for a whole sequence at once, [T, V]."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-    with torch.no_grad():
-        logits: torch.Tensor = model.eval()(torch.tensor([ids])).logits[0].float()
-    return logits
-
-
-def engine(path: Path, dtype: torch.dtype, column: str = "auto") -> tuple[DirectEngine, Recorder]:
-    spec = load_spec(path)
-    kernels = load("cpu", column)
-    model = Recorder(load_model(spec, path, dtype, kernels))
-    return DirectEngine(model, kernels, page_size=8, page_count=160), model
-
-
-def run_in_uneven_chunks(direct: DirectEngine, prompt: list[int]) -> DirectSeq:
-    seq = direct.start(prompt, GREEDY, tokens=DECODE_STEPS + 1)
-    for chunk in (1, 17, 64, 3, 1 << 30):
-        direct.step([(seq, chunk)])
-    while len(seq.output) <= DECODE_STEPS:
-        direct.step([(seq, 1)])
-    return seq
+from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks
 
 
 @pytest.mark.slow
@@ -70,7 +24,7 @@ def test_fp32_logits_and_greedy_tokens_are_those_of_transformers(
     checkpoints: dict[str, Path], family: str, column: str
 ) -> None:
     path = checkpoints[family]
-    prompt = [Rng(7).randrange(512) for _ in range(150)]
+    prompt = random_ids(7, 150)
     direct, model = engine(path, torch.float32, column)
     seq = run_in_uneven_chunks(direct, prompt)
     expected = reference(path, prompt + seq.output[:-1], torch.float32)[len(prompt) - 1 :]
@@ -84,7 +38,7 @@ def test_fp32_logits_and_greedy_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_logits_stay_as_close_to_fp32_as_those_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
     path = checkpoints[family]
-    prompt = [Rng(8).randrange(512) for _ in range(100)]
+    prompt = random_ids(8, 100)
     direct, model = engine(path, torch.bfloat16)
     seq = run_in_uneven_chunks(direct, prompt)
     ids = prompt + seq.output[:-1]

@@ -20,6 +20,11 @@ from serinus.testing.oracle import toy_continue
 GREEDY = SamplingParams(temperature=0.0)
 
 
+def draws(seed: int, count: int, vocab: int) -> list[int]:
+    rng = Rng(seed)
+    return [rng.randrange(vocab) for _ in range(count)]
+
+
 def toy(path: Path, *, page_size: int = 4, dtype: str = "auto", **sizes: Any) -> tuple[ModelSpec, DirectEngine]:
     spec = load_spec(make_toy(path, tokenizer=False, **sizes))
     kernels = load("cpu", "ref")
@@ -31,7 +36,7 @@ def toy(path: Path, *, page_size: int = 4, dtype: str = "auto", **sizes: Any) ->
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_any_page_size_and_any_chunking_give_the_oracles_answer(tmp_path: Path, page_size: int, chunk: int) -> None:
     spec, engine = toy(tmp_path, page_size=page_size, vocab=97)
-    prompt = [Rng(page_size).randrange(97) for _ in range(33)]
+    prompt = draws(page_size, 33, 97)
     answer = engine.generate([engine.start(prompt, GREEDY, tokens=20)], 20, chunk=chunk)[0]
     assert answer == toy_continue(spec, prompt, 20)
 
@@ -54,7 +59,7 @@ def test_fp32_kv_has_an_oracle_too(tmp_path: Path) -> None:
 
 def test_sequences_in_one_batch_do_not_disturb_each_other(tmp_path: Path) -> None:
     spec, engine = toy(tmp_path)
-    prompts = [[Rng(i).randrange(512) for _ in range(1 + 5 * i)] for i in range(6)]
+    prompts = [draws(i, 1 + 5 * i, 512) for i in range(6)]
     seqs: list[DirectSeq] = []
     for prompt in prompts:
         seqs.append(engine.start(prompt, GREEDY, tokens=40))
