@@ -1,4 +1,4 @@
-# make demo | test | check | bench | clean. Everything runs from .venv, which is made when it is not there.
+# make demo | test | extras | check | bench | clean. Everything runs from .venv, which is made when it is not there.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -6,7 +6,7 @@ PIP_FLAGS ?=
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test extras check bench clean
 
 install: $(STAMP)
 
@@ -22,6 +22,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
+
+extras: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,nixl,mooncake]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/extras $(TEST_FLAGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

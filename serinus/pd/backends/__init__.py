@@ -1,6 +1,7 @@
 """backends: they move bytes between a prefill and a decode engine, and decide nothing.
 
-`local` within a process, `shm` within a machine, `tcp` anywhere. All are receiver-checked (mode A).
+`local` within a process, `shm` within a machine, `tcp` anywhere: receiver-checked (mode A). One-sided, from pool to
+pool: `nixl` reads (mode C), `mooncake` writes (mode B); both are optional packages.
 """
 
 from __future__ import annotations
@@ -8,20 +9,47 @@ from __future__ import annotations
 from serinus.core.errors import ConfigError
 from serinus.pd.backends.base import Backend, Receiver, Sender, Staged
 from serinus.pd.backends.local import LocalBackend
+from serinus.pd.backends.mooncake import MooncakeBackend
+from serinus.pd.backends.nixl import NixlBackend
+from serinus.pd.backends.one_sided import (
+    Endpoint,
+    Fenced,
+    OneSided,
+    OpResult,
+    OpState,
+    Region,
+    Strips,
+    pack_endpoint,
+    strips_between,
+    unpack_endpoint,
+)
 from serinus.pd.backends.shm import ShmBackend, host_identity, shm_works
 from serinus.pd.backends.tcp import TcpBackend
 
 __all__ = [
     "Backend",
+    "Endpoint",
+    "Fenced",
     "LocalBackend",
+    "MooncakeBackend",
+    "NixlBackend",
+    "OneSided",
+    "OpResult",
+    "OpState",
     "Receiver",
+    "Region",
     "Sender",
     "ShmBackend",
     "Staged",
+    "Strips",
     "TcpBackend",
     "host_identity",
     "make_backends",
+    "make_one_sided",
+    "pack_endpoint",
     "shm_works",
+    "strips_between",
+    "unpack_endpoint",
 ]
 
 
@@ -38,3 +66,16 @@ def make_backends(choice: str, staging_bytes: int = 256 << 20) -> tuple[Backend,
     if choice == "tcp":
         return (TcpBackend(staging_bytes),)
     raise ConfigError(f"pd: data backend is {choice!r}, expected auto, shm or tcp (local joins engines of one process)")
+
+
+def make_one_sided(choice: str, *, tag: str, host: str = "127.0.0.1") -> OneSided | None:
+    """The one-sided backend that `--disaggregation-transfer-backend` names; None where it names another kind.
+
+    `tag` differs between any two processes, restarts included; `host` is where peers reach this process. Raises
+    ConfigError, naming the extra, where its package is not installed.
+    """
+    if choice == "nixl":
+        return NixlBackend(tag)
+    if choice == "mooncake":
+        return MooncakeBackend(host)
+    return None

@@ -1,0 +1,186 @@
+"""Pages through Mooncake's transfer engine over TCP: the prefill engine writes into decode's pool (push, mode B).
+
+What makes it safe, measured with mooncake-transfer-engine-non-cuda 0.3.13: memory that was unregistered refuses *new*
+writes, but a write under way goes on into it; destroying the engine, which closes its sockets, ends those too. So the
+fence is to destroy our engine and make another one, at another port: everybody is cut off, and greets again. A write
+that failed may still have bytes on their way: it is LOST, never reported as over.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import ConfigError, InvariantError, TransferFailed
+from serinus.core.parts import Part
+from serinus.pd.backends.one_sided import (
+    Endpoint,
+    Fenced,
+    OpResult,
+    OpState,
+    Region,
+    Strips,
+    pack_endpoint,
+    strips_between,
+    unpack_endpoint,
+)
+from serinus.pd.modes import Capabilities, Fence, Mode
+
+__all__ = ["MooncakeBackend"]
+
+_PENDING = OpResult(state=OpState.PENDING)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    session: str
+    endpoint: Endpoint
+    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mooncake"))
+    """The engine's calls wait; a peer that does not take its bytes holds up nobody else's."""
+
+
+class MooncakeBackend:
+    """One transfer engine."""
+
+    name = "mooncake"
+    capabilities = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """`host`: where peers reach this process. The engine listens on all interfaces, whatever this says.
+
+        Raises ConfigError where the package or a library of its is missing.
+        """
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigError(
+                f"pd: data backend mooncake does not load ({error}), expected: pip install 'serinus[mooncake]', and"
+                " the library libibverbs (Debian: apt-get install libibverbs1)"
+            ) from None
+        self._make = TransferEngine
+        self._host = host
+        self._regions: tuple[Region, ...] = ()
+        self._peers: dict[str, _Peer] = {}
+        self._ops: dict[int, tuple[str, Future[int]]] = {}
+        self._last_op = 0
+        self._engine: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        self._engine = self._make()
+        code = self._engine.initialize(self._host, "P2PHANDSHAKE", "tcp", "")
+        if code:
+            raise ConfigError(f"pd: Mooncake does not start at {self._host} (code {code}), expected an address of ours")
+
+    # ---- our memory ---------------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """See OneSided."""
+        if self._regions:
+            raise InvariantError("pd: memory is registered already, expected one call")
+        self._regions = tuple(regions)
+        self._register()
+        return self.endpoint
+
+    def _register(self) -> None:
+        for region in self._regions:
+            if region.byte_count and self._engine.register_memory(region.address, region.byte_count):
+                raise ConfigError(f"pd: Mooncake cannot register {region.byte_count} bytes of part {region.part.name}")
+
+    @property
+    def endpoint(self) -> bytes:
+        """Ours, for the peers; another one after each fence."""
+        return pack_endpoint(f"{self._host}:{self._engine.get_rpc_port()}".encode(), self._regions)
+
+    # ---- peers --------------------------------------------------------------------------------------------------
+
+    def connect(self, peer: str, endpoint: bytes) -> None:
+        """See OneSided."""
+        self.disconnect(peer)
+        found = unpack_endpoint(endpoint)
+        try:
+            session = found.session.decode("ascii")
+        except UnicodeDecodeError as error:
+            raise TransferFailed(f"pd: {peer} is at no address of Mooncake: {error}") from None
+        self._peers[peer] = _Peer(session=session, endpoint=found)
+
+    def disconnect(self, peer: str) -> None:
+        """See OneSided."""
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            known.writer.shutdown(wait=False, cancel_futures=False)
+
+    def fence(self, peer: str) -> Fenced:
+        """See OneSided. Cost: most of a second."""
+        self.disconnect(peer)
+        self._end()
+        self._start()
+        self._register()
+        return Fenced(everybody=True, endpoint=self.endpoint)
+
+    def _end(self) -> None:
+        """Destroy the engine. Nobody else may keep it: its sockets are closed when the last reference goes."""
+        for known in self._peers.values():
+            known.writer.shutdown(wait=True)
+        for _peer, future in self._ops.values():
+            future.cancel()
+        self._peers.clear()
+        self._engine = None
+        gc.collect()
+
+    # ---- operations ---------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
+        """See OneSided."""
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransferFailed(f"pd: {peer} is not connected")
+        theirs = next((region for region in known.endpoint.regions if region.part == part), None)
+        if theirs is None:
+            raise TransferFailed(f"pd: {peer} has no pages of part {part.name}")
+        ours = next(region for region in self._regions if region.part == part)
+        strips = strips_between(ours, theirs, pages, targets)
+        self._last_op += 1
+        self._ops[self._last_op] = (peer, known.writer.submit(_write, self._engine, known.session, strips))
+        return self._last_op
+
+    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
+        """Never: prefill writes."""
+        raise InvariantError("pd: mooncake is used to write only, expected no read")
+
+    def poll(self, op: int) -> OpResult:
+        """See OneSided."""
+        if op not in self._ops:
+            raise InvariantError(f"pd: operation {op} is not under way, expected one that is")
+        peer, future = self._ops[op]
+        if not future.done():
+            return _PENDING
+        del self._ops[op]
+        if future.cancelled():
+            return OpResult(state=OpState.FAILED, error=f"pd: the write to {peer} was not begun")
+        code = future.result()
+        if code:
+            return OpResult(state=OpState.LOST, error=f"pd: Mooncake failed to write to {peer} (code {code})")
+        return OpResult(state=OpState.DONE)
+
+    def cancel(self, op: int) -> None:
+        """See OneSided. A write that waits for its turn is taken back; it ends as FAILED."""
+        if op in self._ops:
+            self._ops[op][1].cancel()
+
+    def close(self) -> None:
+        """See OneSided."""
+        self._end()
+        self._ops.clear()
+
+
+def _write(engine: Any, session: str, strips: Strips) -> int:
+    """Write and wait; 0 = all bytes are there. In a thread of the peer's."""
+    addresses = strips.local.tolist(), strips.remote.tolist(), strips.byte_counts.tolist()
+    return int(engine.batch_transfer_sync_write(session, *addresses))

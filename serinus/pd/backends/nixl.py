@@ -1,0 +1,232 @@
+"""Pages through NIXL (the `nixl` wheel, over UCX): the decode engine reads prefill's pool (pull, mode C).
+
+Why pull: with NIXL 1.5.1 neither deregistering nor removing a remote agent stops what that agent writes into our
+memory; only destroying our own agent does. Reading, we know our own operations, and they are over when NIXL says so;
+where it reports an error instead, some of their pieces may still be under way, so our agent is destroyed and made anew
+before anybody hears of the failure. Peers exchange plain addresses: NIXL's own pickled lists are never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import ConfigError, InvariantError, TransferFailed
+from serinus.core.parts import Part
+from serinus.pd.backends.one_sided import (
+    Endpoint,
+    Fenced,
+    OpResult,
+    OpState,
+    Region,
+    pack_endpoint,
+    strips_between,
+    unpack_endpoint,
+)
+from serinus.pd.modes import Capabilities, Mode
+
+__all__ = ["NixlBackend"]
+
+_MEMORY: Final = "DRAM"
+_PENDING: Final = OpResult(state=OpState.PENDING)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Read:
+    handle: Any
+    peer: str
+
+
+class NixlBackend:
+    """One NIXL agent. Its progress runs in a thread of its own, so a peer can read while we compute."""
+
+    name = "nixl"
+    capabilities = Capabilities(mode=Mode.PULL, needs_registration=True)
+
+    def __init__(self, agent_name: str) -> None:
+        """`agent_name`: differs between any two processes, restarts included.
+
+        Raises ConfigError where the package is missing or has no UCX.
+        """
+        try:
+            from nixl import _bindings as bindings
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ConfigError(
+                f"pd: data backend nixl needs the package nixl ({error}), expected: pip install 'serinus[nixl]'"
+            ) from None
+        self._make: Any = nixl_agent
+        self._config: Any = nixl_agent_config
+        self._errors: tuple[type[Exception], ...] = tuple(
+            value for name, value in vars(bindings).items()
+            if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
+        )  # fmt: skip
+        self._agent_name = agent_name
+        self._lives = 0
+        self._agent: Any = None
+        self._regions: tuple[Region, ...] = ()
+        self._peers: dict[str, tuple[str, Endpoint]] = {}
+        """Name of a peer -> what NIXL calls it, and its memory."""
+        self._endpoints: dict[str, bytes] = {}
+        self._ops: dict[int, _Read] = {}
+        self._ended: dict[int, OpResult] = {}
+        self._last_op = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._lives += 1
+        name = f"{self._agent_name}.{self._lives}"
+        try:
+            self._agent = self._make(name, self._config(backends=["UCX"]))
+        except self._errors as error:
+            raise ConfigError(f"pd: NIXL does not start: {error!r}, expected a working UCX") from None
+        if "UCX" not in self._agent.backends:
+            raise ConfigError("pd: this NIXL has no UCX plugin, expected one")
+
+    # ---- our memory ---------------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """See OneSided."""
+        if self._regions:
+            raise InvariantError("pd: memory is registered already, expected one call")
+        self._regions = tuple(regions)
+        self._register()
+        return self.endpoint
+
+    def _register(self) -> None:
+        rows = [(region.address, region.byte_count, 0, "") for region in self._regions if region.byte_count]
+        try:
+            self._agent.register_memory(rows, _MEMORY, backends=["UCX"])
+        except self._errors as error:
+            raise ConfigError(f"pd: NIXL cannot register {len(rows)} pools: {error!r}") from None
+
+    @property
+    def endpoint(self) -> bytes:
+        """Ours, for the peers; it changes when the agent is made anew."""
+        return pack_endpoint(self._agent.get_agent_metadata(), self._regions)
+
+    # ---- peers --------------------------------------------------------------------------------------------------
+
+    def connect(self, peer: str, endpoint: bytes) -> None:
+        """See OneSided."""
+        self.disconnect(peer)
+        found = unpack_endpoint(endpoint)
+        try:
+            remote = self._agent.add_remote_agent(found.session)
+        except self._errors as error:
+            raise TransferFailed(f"pd: NIXL does not know what to make of {peer}: {error!r}") from None
+        self._peers[peer] = (remote.decode() if isinstance(remote, bytes) else remote, found)
+        self._endpoints[peer] = endpoint
+
+    def disconnect(self, peer: str) -> None:
+        """See OneSided."""
+        self._endpoints.pop(peer, None)
+        known = self._peers.pop(peer, None)
+        if known is None or any(name == known[0] for name, _endpoint in self._peers.values()):
+            return
+        if any(read.peer == peer for read in self._ops.values()):
+            self._renew(f"{peer} was disconnected")
+            return
+        try:
+            self._agent.remove_remote_agent(known[0])
+        except self._errors:
+            return  # it is gone already
+
+    def fence(self, peer: str) -> Fenced:
+        """See OneSided. Our agent ends, and with it everything anybody began on our memory."""
+        self.disconnect(peer)
+        self._renew("our agent was made anew")
+        return Fenced(everybody=True, endpoint=self.endpoint)
+
+    def _renew(self, reason: str) -> None:
+        """End the agent, so that all reads are over; fail them; start again with the same memory and peers."""
+        for op, read in self._ops.items():
+            read.handle._released = True  # the agent frees its handles when it ends; they must not outlive it
+            self._ended[op] = OpResult(state=OpState.FAILED, error=reason)
+        self._ops.clear()
+        self._agent = None
+        self._start()
+        self._register()
+        endpoints, self._peers = dict(self._endpoints), {}
+        for peer, endpoint in endpoints.items():
+            try:
+                self.connect(peer, endpoint)
+            except TransferFailed:
+                self._endpoints.pop(peer, None)  # its next read says that it is not connected
+
+    # ---- operations ---------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
+        """Never: a write could not be called back (see above)."""
+        raise InvariantError("pd: nixl is used to read only, expected no write")
+
+    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
+        """See OneSided."""
+        remote, endpoint = self._peers.get(peer, ("", None))
+        if endpoint is None:
+            raise TransferFailed(f"pd: {peer} is not connected")
+        theirs = next((region for region in endpoint.regions if region.part == part), None)
+        ours = next(region for region in self._regions if region.part == part)
+        if theirs is None:
+            raise TransferFailed(f"pd: {peer} has no pages of part {part.name}")
+        strips = strips_between(ours, theirs, pages, sources)
+        zeros = np.zeros_like(strips.local)
+        try:
+            local = self._agent.get_xfer_descs(
+                np.stack((strips.local, strips.byte_counts, zeros), 1).astype(np.uint64), _MEMORY
+            )
+            distant = self._agent.get_xfer_descs(
+                np.stack((strips.remote, strips.byte_counts, zeros), 1).astype(np.uint64), _MEMORY
+            )
+            handle = self._agent.initialize_xfer("READ", local, distant, remote, backends=["UCX"])
+        except self._errors as error:
+            raise TransferFailed(f"pd: NIXL cannot read from {peer}: {error!r}") from None
+        self._last_op += 1
+        self._ops[self._last_op] = _Read(handle=handle, peer=peer)
+        try:
+            state = self._agent.transfer(handle)
+        except self._errors as error:
+            state = f"ERR: {error!r}"
+        self._settle(self._last_op, state)
+        return self._last_op
+
+    def poll(self, op: int) -> OpResult:
+        """See OneSided."""
+        read = self._ops.get(op)
+        if read is not None:
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except self._errors as error:
+                state = f"ERR: {error!r}"
+            self._settle(op, state)
+        if op in self._ended:
+            return self._ended.pop(op)
+        if op not in self._ops:
+            raise InvariantError(f"pd: operation {op} is not under way, expected one that is")
+        return _PENDING
+
+    def _settle(self, op: int, state: str) -> None:
+        """Take an operation's state; an error ends all of them (see above)."""
+        if state == "PROC":
+            return
+        if state == "DONE":
+            self._ops.pop(op).handle.release()
+            self._ended[op] = OpResult(state=OpState.DONE)
+            return
+        self._renew(f"pd: NIXL failed to read from {self._ops[op].peer} ({state})")
+
+    def cancel(self, op: int) -> None:
+        """See OneSided. Letting a handle go is not its end, so it is kept until it ends by itself."""
+
+    def close(self) -> None:
+        """See OneSided."""
+        for read in self._ops.values():
+            read.handle._released = True
+        self._ops.clear()
+        self._peers.clear()
+        self._endpoints.clear()
+        self._agent = None

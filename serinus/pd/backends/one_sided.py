@@ -1,0 +1,227 @@
+"""What a one-sided data backend is: it reads or writes another process's pages while that process does something else.
+
+Pages go whole, between ranks of equal layout, from pool to pool: nothing is staged. Who may move what when is decided
+by the handoff machines; this face only says when an operation is over, and never says so too early. Torch-free.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import InvariantError, TransferFailed
+from serinus.core.parts import Part
+from serinus.pd.modes import Capabilities
+
+__all__ = [
+    "Endpoint",
+    "Fenced",
+    "OneSided",
+    "OpResult",
+    "OpState",
+    "Region",
+    "Strips",
+    "pack_endpoint",
+    "strips_between",
+    "unpack_endpoint",
+]
+
+_MAGIC: Final = b"SKV1"
+_HEAD: Final = struct.Struct("<4sBI")
+_REGION: Final = struct.Struct("<BQIQQI")
+_REGIONS_MAX: Final = 8
+_SESSION_BYTES_MAX: Final = 1 << 16
+
+
+class OpState(Enum):
+    """Of one read or write. DONE and FAILED: nothing is read or written for it any more."""
+
+    PENDING = "pending"
+    DONE = "done"
+    """All bytes are where they should be."""
+    FAILED = "failed"
+    """Not all bytes are, and nothing of it is under way."""
+    LOST = "lost"
+    """It failed and may still write: only a fence on the side that is written to makes that memory safe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpResult:
+    """Answer of `poll`."""
+
+    state: OpState
+    error: str = ""
+    """In words, with FAILED and LOST."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Where the bytes of one part's pool lie: page p of lane l at address + l * lane_stride + p * strip_bytes.
+
+    A page's bytes, in the order of `read_pages`, are its strips, lane after lane.
+    """
+
+    part: Part
+    address: int
+    lane_count: int
+    """k and v of every layer of the part on this rank."""
+    lane_stride: int
+    """Bytes from one lane to the next."""
+    strip_bytes: int
+    """Bytes of one page in one lane."""
+    page_count: int
+    """With page 0, which is padding."""
+
+    @property
+    def byte_count(self) -> int:
+        """From the first lane's first page to the last lane's last."""
+        return (self.lane_count - 1) * self.lane_stride + self.page_count * self.strip_bytes if self.lane_count else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """How one rank's memory is reached."""
+
+    session: bytes
+    """What the library needs to find the process."""
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """A fence was performed: nothing that the peer began can reach our memory any more."""
+
+    everybody: bool
+    """All peers were cut off, not this one alone."""
+    endpoint: bytes
+    """Ours from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strips:
+    """Pieces of memory that go from one process to another, each contiguous on both sides; int64, equal lengths."""
+
+    local: NDArray[np.int64]
+    """Addresses here."""
+    remote: NDArray[np.int64]
+    """Addresses there."""
+    byte_counts: NDArray[np.int64]
+
+
+class OneSided(Protocol):
+    """One rank's way to reach other processes' pages, and to be reached."""
+
+    name: str
+    """nixl or mooncake."""
+    capabilities: Capabilities
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Make memory reachable, once; returns our endpoint, for the peers. Raises ConfigError where it cannot be."""
+        ...
+
+    def connect(self, peer: str, endpoint: bytes) -> None:
+        """Be ready to reach one rank of a peer, by a name of our choice; known names are taken anew.
+
+        Raises:
+            TransferFailed: the endpoint makes no sense, or nobody is there.
+        """
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """No new operations with it; those under way come to their end in `poll`. Unknown names change nothing."""
+        ...
+
+    def fence(self, peer: str) -> Fenced:
+        """Cut a peer off from our memory. Cost: may take a second, and every other peer's connection."""
+        ...
+
+    def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
+        """Begin to write own pages into the peer's; the operation's number.
+
+        Raises:
+            TransferFailed: the peer is not connected, or the two sides' pages differ in shape. Nothing was begun.
+        """
+        ...
+
+    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
+        """Begin to fill own pages from the peer's; as `write`."""
+        ...
+
+    def poll(self, op: int) -> OpResult:
+        """How an operation is. Never waits. After anything but PENDING the number is forgotten."""
+        ...
+
+    def cancel(self, op: int) -> None:
+        """A hint: nobody wants it any more. It still comes to its end in `poll`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; when it returns nobody reaches our memory any more."""
+        ...
+
+
+def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> Strips:
+    """What to move between own `pages` and the peer's `others`, neighbours together.
+
+    Raises:
+        TransferFailed: shapes differ, or a page of theirs is out of their region.
+        InvariantError: a page of ours is out of our region.
+    Cost: O(stretches of neighbours * lanes) numbers, in numpy.
+    """
+    if (ours.lane_count, ours.strip_bytes) != (theirs.lane_count, theirs.strip_bytes):
+        mine, other = (ours.lane_count, ours.strip_bytes), (theirs.lane_count, theirs.strip_bytes)
+        raise TransferFailed(f"pd: pages are {mine} (lanes, bytes in each) here and {other} there, expected equal ones")
+    if len(pages) != len(others) or not len(pages):
+        raise TransferFailed(f"pd: {len(pages)} pages here and {len(others)} there, expected as many, and some")
+    if pages.min() < 1 or pages.max() >= ours.page_count:
+        raise InvariantError(f"pd: own pages {pages.min()} .. {pages.max()}, expected 1 .. {ours.page_count - 1}")
+    if others.min() < 1 or others.max() >= theirs.page_count:
+        raise TransferFailed(f"pd: pages {others.min()} .. {others.max()}, the peer has 1 .. {theirs.page_count - 1}")
+    breaks = np.flatnonzero((np.diff(pages) != 1) | (np.diff(others) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [len(pages)]))).astype(np.int64)
+    lanes = np.arange(ours.lane_count, dtype=np.int64)[:, None]
+
+    def addresses(region: Region, ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        first = region.address + ids[starts].astype(np.int64) * region.strip_bytes
+        found: NDArray[np.int64] = (first[None, :] + lanes * region.lane_stride).reshape(-1)
+        return found
+
+    sizes = np.broadcast_to(counts * ours.strip_bytes, (ours.lane_count, len(counts)))
+    return Strips(local=addresses(ours, pages), remote=addresses(theirs, others), byte_counts=sizes.reshape(-1))
+
+
+def pack_endpoint(session: bytes, regions: Sequence[Region]) -> bytes:
+    """An endpoint as it travels in HELLO."""
+    rows = [_REGION.pack(r.part, r.address, r.lane_count, r.lane_stride, r.strip_bytes, r.page_count) for r in regions]
+    return _HEAD.pack(_MAGIC, len(rows), len(session)) + b"".join(rows) + session
+
+
+def unpack_endpoint(text: bytes) -> Endpoint:
+    """The reverse. Raises TransferFailed for whatever is not an endpoint."""
+    try:
+        magic, count, session_bytes = _HEAD.unpack_from(text)
+        start = _HEAD.size + count * _REGION.size
+        whole = start + session_bytes == len(text)
+        if magic != _MAGIC or not whole or count > _REGIONS_MAX or session_bytes > _SESSION_BYTES_MAX:
+            raise TransferFailed(f"pd: {len(text)} bytes are no endpoint, expected one of {_MAGIC.decode()}")
+        rows = [_REGION.unpack_from(text, _HEAD.size + i * _REGION.size) for i in range(count)]
+        regions = tuple(
+            Region(
+                part=Part(part), address=address, lane_count=lanes, lane_stride=stride, strip_bytes=strip,
+                page_count=pages,
+            )
+            for part, address, lanes, stride, strip, pages in rows
+        )  # fmt: skip
+    except (struct.error, ValueError) as error:
+        raise TransferFailed(f"pd: {len(text)} bytes are no endpoint: {error}") from None
+    limit = 1 << 63
+    if any(region.address + region.byte_count >= limit for region in regions):
+        raise TransferFailed("pd: an endpoint names memory beyond what there can be")
+    return Endpoint(session=bytes(text[start:]), regions=regions)

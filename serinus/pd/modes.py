@@ -1,0 +1,77 @@
+"""How pages are kept safe while somebody else may write or read them: the three modes, and what a backend must be able
+to do for each. Pure.
+
+The rule of all three: a page is used again only when nobody can write it any more, and that fact comes from an event,
+never from a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from serinus.core.errors import ConfigError
+
+__all__ = ["Capabilities", "Fence", "Mode", "check_safe", "known_capabilities"]
+
+
+class Mode(Enum):
+    """Who moves the bytes, and what makes a closed grant safe."""
+
+    RECEIVER_CHECKED = "receiver_checked"
+    """A: decode's own thread copies, and only while the grant is open. Closing it is local: pages are free at once."""
+    PUSH = "push"
+    """B: prefill writes into decode's memory. Pages stay in quarantine until every writer acknowledged the ABORT, or
+    was cut off at the transport."""
+    PULL = "pull"
+    """C: decode reads prefill's memory. Its pages stay in quarantine until its own reads have ended; it commits only
+    when prefill confirms that the source was there all the time."""
+
+
+class Fence(Enum):
+    """How a backend keeps a peer that no longer answers from writing into our memory."""
+
+    NONE = "none"
+    """It cannot."""
+    UNREGISTER = "unregister"
+    """Memory that is not registered any more refuses writes."""
+    CLOSE = "close"
+    """Closing what the peer is connected to refuses its writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a data backend says of itself."""
+
+    mode: Mode
+    needs_registration: bool = False
+    """Memory must be registered before it can be written or read from outside."""
+    fence: Fence = Fence.NONE
+    """Matters to PUSH alone."""
+    can_recut: bool = False
+    """Bytes can land in pages of another shape (TP, PP, page size)."""
+    same_host: bool = False
+    """Works only within one machine."""
+
+
+_CHECKED = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)
+_KNOWN: Mapping[str, Capabilities] = {
+    "local": _CHECKED,
+    "shm": Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True, same_host=True),
+    "tcp": _CHECKED,
+}
+
+
+def known_capabilities(name: str) -> Capabilities | None:
+    """Those of the backends that this room brings along; None = it says itself."""
+    return _KNOWN.get(name)
+
+
+def check_safe(name: str, capabilities: Capabilities) -> None:
+    """Raises ConfigError where no mode is safe with what the backend can do."""
+    if capabilities.mode is Mode.PUSH and capabilities.fence is Fence.NONE:
+        raise ConfigError(
+            f"pd: backend {name!r} lets peers write into our memory (push) and cannot cut one off,"
+            " expected a fence (unregister, close), or pull, or receiver_checked"
+        )
