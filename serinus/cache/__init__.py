@@ -1,17 +1,20 @@
-"""cache: decides what KV is kept where. One tree of prefixes, every page owned; no torch, no bytes.
+"""cache: decides what KV is kept where. One tree of prefixes, three tiers, every page owned; no torch, no bytes.
 
-PrefixCache   match, allocate, insert, finish, hold, evict, walk, check (prefix.py)
-RadixTree     prefixes, pins, which leaf goes first (tree.py, node.py, eviction.py)
-PageLedger    who owns each page, checked at every move (ledger.py)
+PrefixCache      match, load, allocate, insert, finish, hold, evict, poll, prefetch, walk, check (prefix.py)
+RadixTree        prefixes, what each node has where, pins, which node goes first (tree.py, node.py, eviction.py)
+Shelves          pages by tier and part: PageLedger (who owns each page, checked at every move) and sweep index
+TierController   copies between device and host, write policies, storage (tiers.py and what it joins)
 """
 
 from __future__ import annotations
 
+from serinus.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from serinus.cache.eviction import POLICIES
 from serinus.cache.ledger import LEGAL_MOVES, PageCounts, PageLedger, Pages, PageState
 from serinus.cache.node import Lease, Tier
-from serinus.cache.prefix import PrefixCache
+from serinus.cache.policy import WRITE_POLICIES, WritePolicy
 from serinus.cache.ports import PageMover, PageStorage
+from serinus.cache.prefix import PrefixCache
 from serinus.cache.results import (
     CacheGeometry,
     CacheNews,
@@ -34,11 +37,16 @@ from serinus.cache.results import (
 __all__ = [
     "LEGAL_MOVES",
     "POLICIES",
+    "WRITE_POLICIES",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "CacheGeometry",
     "CacheNews",
     "CacheStats",
     "Eviction",
     "Insertion",
+    "KvEvent",
     "Lease",
     "LoadPlan",
     "Loaded",
@@ -59,4 +67,5 @@ __all__ = [
     "RowView",
     "Tier",
     "TreeView",
+    "WritePolicy",
 ]

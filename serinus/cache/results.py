@@ -153,7 +153,7 @@ class Loaded:
     swa_pages: Pages
     """SWA pages [swa_first, length / page_size), in order: all that computing position `length` reads."""
     op: int
-    """Number of the copy."""
+    """Number of the copy; 0 where others had loaded everything meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +223,8 @@ class CacheNews:
 
     failed_loads: tuple[Lease, ...] = ()
     """Their KV from `lease.sound_end` on never came: finish them, nothing is published, and compute again."""
+    ended_loads: tuple[int, ...] = ()
+    """Numbers of the loads that ended, well or not."""
     prefetched: tuple[str, ...] = ()
     """Requests whose prefetch came to an end."""
     in_flight: int = 0

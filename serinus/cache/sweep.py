@@ -1,7 +1,7 @@
 """Where each cached page stands in its sequence, so that a sweep over all of them is a few array operations.
 
-A page's position and predecessor never change while it is cached (splits keep both), so they are written once, when
-the page is published.
+One index per tier and part. A page's position never changes while it is cached; its predecessor changes only when a
+neighbour node comes to this tier or leaves it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,27 @@ class SweepIndex:
         self.position_P: NDArray[np.int64] = np.zeros(page_count, np.int64)
         """Position of the page's first token."""
         self.previous_P: NDArray[np.int32] = np.zeros(page_count, np.int32)
-        """The page before it in its sequence; 0 for the first."""
+        """The page before it in its sequence; 0 for the first, and where that one is not on this tier and part."""
 
     def note(self, pages: Pages, start: int, previous: int) -> None:
-        """`pages` were published from position `start` on, behind page `previous` (0 = at the beginning)."""
+        """`pages` hold the positions from `start` on, behind page `previous` (0 = none)."""
         self.position_P[pages] = np.arange(start, start + len(pages) * self.page_size, self.page_size)
         before = np.empty_like(pages)
         before[0] = previous
         before[1:] = pages[:-1]
         self.previous_P[pages] = before
 
-    def walk(self, ledger: PageLedger, arena: Mapping[int, Node] | None, cursor: int, budget: int) -> ResidentSlots:
-        """The cached slots of budget / page_size pages from `cursor`; where `arena` is given, without pinned ones."""
+    def link(self, page: int, previous: int) -> None:
+        """The page before `page` came or left."""
+        self.previous_P[page] = previous
+
+    def walk(
+        self, ledger: PageLedger, arena: Mapping[int, Node] | None, cursor: int, budget: int, *, window: bool = False
+    ) -> ResidentSlots:
+        """The cached slots of budget / page_size pages from `cursor`.
+
+        Where `arena` is given, without those of nodes that a lease pins (`window`: whose SWA a lease pins).
+        """
         size = self.page_size
         start = max(cursor, 1)
         stop = min(ledger.page_count, start + max(1, budget // size))
@@ -45,7 +54,8 @@ class SweepIndex:
         pages = np.flatnonzero((owner_P & STATE_MASK) == PageState.TREE)
         if arena is not None and len(pages):
             ids, which = np.unique(owner_P[pages] >> STATE_BITS, return_inverse=True)
-            loose = np.array([arena[node_id].pins == 0 for node_id in ids.tolist()], np.bool_)
+            nodes = [arena[node_id] for node_id in ids.tolist()]
+            loose = np.array([(n.swa_pins if window else n.pins) == 0 for n in nodes], np.bool_)
             pages = pages[loose[which]]
         pages += start
         offsets = np.arange(size)

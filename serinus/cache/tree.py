@@ -1,7 +1,8 @@
-"""The radix tree: prefixes, the pages that hold them, pins, and the order in which leaves go.
+"""The radix tree: prefixes, what each node has on which tier, pins, and the order in which nodes go.
 
-Pure structure: it takes and gives page ids and never asks the ledger; each method returns its effects, and the cache
-(prefix.py) applies them. Pages are aligned: every node starts and ends on a page border.
+Pure structure: it takes and gives page ids and never asks a ledger; each method returns its effects, and the shelves
+(shelves.py) apply them. Pages are aligned: every node starts and ends on a page border. On every path from a root FULL
+is on the device first and on the host alone afterwards.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serinus.cache.eviction import EvictionQueue
+from serinus.cache.eviction import Queues
 from serinus.cache.ledger import Pages
-from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Node
+from serinus.cache.node import FAR, NO_PAGES, TOKEN_BYTES, Lease, Node, Span
 
 __all__ = ["Descent", "RadixTree", "Split", "Victims"]
 
@@ -22,7 +23,7 @@ NO_TOKENS = memoryview(b"")
 
 @dataclass(slots=True)
 class Descent:
-    """How far a path of the tree agrees with some tokens."""
+    """How far a path of the tree agrees with some tokens, whatever the tier."""
 
     node: Node
     """The last node that agrees entirely (or the one it began at)."""
@@ -30,22 +31,21 @@ class Descent:
     """Position up to which tokens agree, on a page border; inside `partial` where that is set."""
     partial: Node | None
     """The child of `node` that agrees for its first pages only."""
-    path: list[Pages]
-    """Pages of the nodes that agree entirely, in order, without those of the node it began at."""
+    path: list[Node]
+    """The nodes that agree entirely, in order, without the one it began at."""
 
 
 @dataclass(slots=True)
 class Split:
-    """Effect of a split: `pages` changed their node."""
+    """Effect of a split: the pages of `moved` changed their node."""
 
     upper: Node
     """The new node: the first half. The old node object is the second half and keeps leases and children."""
-    pages: Pages
-    """Those of the shorter half, which has the new id."""
+    lower: Node
+    moved: Node
+    """The shorter half, which has the new id."""
     old_id: int
-    """Whose they were."""
-    new_id: int
-    """Whose they are."""
+    """Whose its pages were."""
 
 
 @dataclass(slots=True)
@@ -55,12 +55,18 @@ class Victims:
     pages: list[Pages]
     node_ids: list[int]
     lengths: list[int]
+    swa: list[Pages]
+    """Device SWA pages that went with them."""
+    swa_ids: list[int]
+    swa_lengths: list[int]
+    hashes: list[bytes]
+    """Of the FULL pages; only of nodes that have theirs."""
     freed: int
-    """How many of them have no holds, hence become free."""
+    """How many of the FULL pages have no holds, hence become free."""
 
 
 class RadixTree:
-    """All prefixes of one tier, one root per namespace."""
+    """All prefixes of all namespaces, one root each."""
 
     def __init__(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
@@ -68,11 +74,24 @@ class RadixTree:
         self.roots: dict[str, Node] = {}
         self.arena: dict[int, Node] = {}
         """Every node but the roots, by id."""
-        self.queue = EvictionQueue(policy)
+        self.leases: dict[Lease, None] = {}
+        """Every live lease, oldest first."""
+        self.queues = Queues(policy)
+        self.queue = self.queues.device
+        self.swa_queue = self.queues.swa
+        self.host_queue = self.queues.host
         self.cached_pages = 0
-        """Pages in the tree."""
+        """Device FULL pages in the tree."""
         self.evictable_pages = 0
-        """Pages of unpinned nodes that have no holds: exactly what evicting everything would make free."""
+        """Those of unpinned nodes that have no holds: exactly what evicting everything would make free."""
+        self.cached_swa = 0
+        self.evictable_swa = 0
+        """Device SWA pages outside every lease's window, without holds."""
+        self.cached_host = 0
+        self.evictable_host = 0
+        """Host FULL pages of nodes that no copy needs, duplicates or unpinned."""
+        self.cached_host_swa = 0
+        self.evictable_host_swa = 0
         self.clock = 0
         """The operation counter: the tree's only time."""
         self._next_id = 1
@@ -92,7 +111,7 @@ class RadixTree:
         Cost: one dict look-up and one memcmp per node on the path; one numpy compare where it ends. Changes nothing.
         """
         stride, at = self.key_bytes, (node.end - origin) * TOKEN_BYTES
-        path: list[Pages] = []
+        path: list[Node] = []
         append, startswith = path.append, data.startswith
         while True:
             child = node.children.get(data[at : at + stride])
@@ -100,7 +119,7 @@ class RadixTree:
                 return Descent(node, node.end, None, path)
             if not startswith(child.tokens, at):
                 return Descent(node, node.end + self._agreement(child, data, at), child, path)
-            append(child.pages)
+            append(child)
             node = child
             at += len(child.tokens)
 
@@ -119,11 +138,13 @@ class RadixTree:
         """Cut `node` at `position` (a page border strictly inside); pages and tokens become views.
 
         Leases, children and identity stay with the second half; ids are given so that fewer pages change theirs.
+        Counts of holds stay there too: the shelves, which know the pages, correct them.
         """
         assert node.start < position < node.end, f"cache: split of {node} at {position}, expected strictly inside"
         parent = node.parent
         assert parent is not None, "cache: a root has no span to split"
         pages_above = (position - node.start) // self.page_size
+        pages_below = (node.end - position) // self.page_size
         cut = (position - node.start) * TOKEN_BYTES
         upper = Node(
             node_id=self._take_id(), parent=parent, tokens=node.tokens[:cut], pages=node.pages[:pages_above],
@@ -135,19 +156,31 @@ class RadixTree:
         node.key = bytes(node.tokens[: self.key_bytes])
         node.parent = upper
         upper.children[node.key] = node
+        upper.device_children = 1 if len(node.pages) else 0
         upper.pins = 1 if node.pins else 0
         parent.children[upper.key] = upper
-        if len(upper.pages) > len(node.pages):
+        self._split_rest(upper, node, pages_above)
+        moved, old_id = upper, node.id
+        if pages_above > pages_below:
             upper.id, node.id = node.id, upper.id
-            moved, new_id, old_id = node.pages, node.id, upper.id
-        else:
-            moved, new_id, old_id = upper.pages, upper.id, node.id
+            moved = node
         self.arena[upper.id] = upper
         self.arena[node.id] = node
-        return Split(upper, moved, old_id, new_id)
+        return Split(upper, node, moved, old_id)
+
+    def _split_rest(self, upper: Node, node: Node, pages_above: int) -> None:
+        """What only caches with several tiers or parts have."""
+        upper.swa_pins, upper.busy, upper.loading = node.swa_pins, node.busy, node.loading
+        upper.swa_use, upper.uses, upper.priority = node.swa_use, node.uses, node.priority
+        upper.wanted = node.wanted
+        upper.swa, node.swa = node.swa[:pages_above], node.swa[pages_above:]
+        upper.host, node.host = node.host[:pages_above], node.host[pages_above:]
+        upper.host_swa, node.host_swa = node.host_swa[:pages_above], node.host_swa[pages_above:]
+        if node.hashes is not None:
+            upper.hashes, node.hashes = node.hashes[: 16 * pages_above], node.hashes[16 * pages_above :]
 
     def grow(self, parent: Node, tokens: memoryview, pages: Pages) -> Node:
-        """A new leaf below `parent`. It keeps `pages` and `tokens` (whole pages, at least one), read-only now."""
+        """A new leaf below `parent`. It keeps `pages` (none if it is born on the host) and `tokens`, read-only now."""
         key = bytes(tokens[: self.key_bytes])
         assert key not in parent.children, f"cache: S3 {parent} already has a child for these tokens"
         leaf = Node(
@@ -156,11 +189,29 @@ class RadixTree:
         )  # fmt: skip
         parent.children[key] = leaf
         self.arena[leaf.id] = leaf
-        self.cached_pages += len(pages)
-        self.evictable_pages += len(pages)
+        if len(pages):
+            parent.device_children += 1
+            self.cached_pages += len(pages)
+            self.evictable_pages += len(pages)
         return leaf
 
     # Pins
+
+    def lease(self, anchor: Node, priority: int = 0) -> Lease:
+        """A new lease that ends with `anchor`. Cost: the nodes on its path that nobody pinned before, plus one."""
+        lease = Lease(anchor, priority)
+        self.leases[lease] = None
+        self.pin(anchor)
+        return lease
+
+    def end_lease(self, lease: Lease) -> None:
+        """The lease pins nothing any more, FULL or SWA."""
+        assert lease.live, f"cache: L5 {lease} has ended before"
+        lease.live = False
+        del self.leases[lease]
+        if lease.swa_from < lease.anchor.end:
+            self._unpin_window(lease, FAR)
+        self.unpin(lease.anchor)
 
     def pin(self, node: Node) -> None:
         """One more lease on `node`. Cost: the nodes on its path that nobody pinned before, plus one."""
@@ -171,6 +222,9 @@ class RadixTree:
             if above.pins > 1:
                 return
             self.evictable_pages -= len(above.pages) - above.held
+            if len(above.host) and not len(above.pages) and not above.busy:
+                self.evictable_host -= len(above.host)
+                self.evictable_host_swa -= len(above.host_swa)
             above = above.parent
 
     def unpin(self, node: Node) -> None:
@@ -183,96 +237,248 @@ class RadixTree:
             if above.pins:
                 return
             self.evictable_pages += len(above.pages) - above.held
-            if not above.children:
-                self._childless(above)
+            if len(above.host):
+                if not len(above.pages) and not above.busy:
+                    self.evictable_host += len(above.host)
+                    self.evictable_host_swa += len(above.host_swa)
+                self.requeue(above)
+            if not above.device_children:
+                self._loose_end(above)
             above = above.parent
 
-    def touch(self, node: Node, *, hit: bool) -> None:
+    def pin_window(self, lease: Lease, old_end: int) -> Node | None:
+        """The lease grew from `old_end` to its anchor: pin the SWA of the new nodes that reach beyond `swa_want`.
+
+        Returns one of them that has no device SWA, if there is one: the caller promised that there is none.
+        Cost: those nodes.
+        """
+        node = lease.anchor
+        first, edge, bare = node.end, FAR, None
+        while node.parent is not None and node.start >= old_end and node.end > lease.swa_want:
+            if not node.swa_pins:
+                self.evictable_swa -= len(node.swa) - node.swa_held
+            node.swa_pins += 1
+            node.swa_use = self.clock
+            if not len(node.swa):
+                bare = node
+            first, edge = node.start, node.end
+            node = node.parent
+        if lease.swa_from >= old_end:
+            lease.swa_from, lease.swa_edge = first, edge
+        return bare
+
+    def advance_window(self, lease: Lease, want: int) -> None:
+        """The lease's request reads SWA from `want` on only. Cost: nothing until a node is passed, then its nodes."""
+        lease.swa_want = max(lease.swa_want, want)
+        if want >= lease.swa_edge:
+            self._unpin_window(lease, want)
+
+    def _unpin_window(self, lease: Lease, want: int) -> None:
+        """Take the SWA pins off the nodes that end at or before `want`."""
+        node = lease.anchor
+        first, edge = node.end, FAR
+        while node.parent is not None and node.start >= lease.swa_from:
+            if node.end > want:
+                first, edge = node.start, node.end
+            else:
+                node.swa_pins -= 1
+                node.swa_use = self.clock
+                if not node.swa_pins and len(node.swa):
+                    self.evictable_swa += len(node.swa) - node.swa_held
+                    self.swa_queue.push(node)
+            node = node.parent
+        lease.swa_from, lease.swa_edge = first, edge
+
+    def set_busy(self, span: Span, change: int) -> None:
+        """A copy or a plan over `span` begins (1) or ends (-1)."""
+        for node in span.nodes():
+            self._account(node, -1)
+            node.busy += change
+            self._account(node, 1)
+            if not node.busy:
+                self.requeue(node)
+
+    def set_plan(self, span: Span, change: int) -> None:
+        """A plan to load `span` is made (1) or ended (-1): its host pages stay, and what SWA it has on the device."""
+        for node in span.nodes():
+            self._account(node, -1)
+            node.busy += change
+            node.swa_pins += change
+            self._account(node, 1)
+            self.requeue(node)
+
+    def touch(self, node: Node, *, hit: bool, priority: int = 0) -> None:
         """A match or a request ended at `node`. Ancestors learn of it when their descendants go."""
         self.clock += 1
         node.last_use = self.clock
         if hit:
             node.hit_count += 1
+        if priority > node.priority:
+            node.priority = priority
 
-    def count_held(self, node_id: int, change: int) -> None:
-        """`change` more (or fewer) pages of a node have holds."""
-        node = self.arena[node_id]
-        node.held += change
+    # What a node has where
+
+    def put(self, node: Node, slot: str, pages: Pages) -> Pages:
+        """`pages` are what `node` has in the tier and part called `slot` (none = it leaves that one); returns the old.
+
+        Its last pages of all take it out of nothing: the caller drops it.
+        """
+        old: Pages = getattr(node, slot)
+        self._account(node, -1)
+        setattr(node, slot, pages)
+        if slot == "pages" and node.parent is not None:
+            node.parent.device_children += (len(pages) > 0) - (len(old) > 0)
+        self._account(node, 1)
+        return old
+
+    def recount_held(self, node: Node, held: int, swa_held: int) -> None:
+        """So many of its device pages have holds."""
+        self._account(node, -1)
+        node.held, node.swa_held = held, swa_held
+        self._account(node, 1)
+
+    def _account(self, node: Node, sign: int) -> None:
+        """Add or take away what `node` contributes to the counts."""
+        if not node.alive:
+            return
+        self.cached_pages += sign * len(node.pages)
+        self.cached_swa += sign * len(node.swa)
+        self.cached_host += sign * len(node.host)
+        self.cached_host_swa += sign * len(node.host_swa)
         if not node.pins:
-            self.evictable_pages -= change
+            self.evictable_pages += sign * (len(node.pages) - node.held)
+        if not node.swa_pins:
+            self.evictable_swa += sign * (len(node.swa) - node.swa_held)
+        if not node.busy and (len(node.pages) or not node.pins):
+            self.evictable_host += sign * len(node.host)
+            self.evictable_host_swa += sign * len(node.host_swa)
+
+    def requeue(self, node: Node) -> None:
+        """Something about `node` changed: it stands in every queue where it belongs."""
+        self.queues.requeue(node)
 
     # Eviction
 
     def evict(self, enough: int) -> Victims:
-        """Drop leaves, lowest rank first, until `enough` pages without holds are out or no leaf may go.
+        """Drop device leaves, lowest rank first, until `enough` FULL pages without holds are out or none may go.
 
-        The last victim gives up only as much of its tail as is needed. Cost: O(log nodes) a victim.
+        For a cache without a host tier. The last victim gives up only as much of its tail as is needed.
+        Cost: O(log nodes) a victim.
         """
-        victims = Victims([], [], [], 0)
+        victims = Victims([], [], [], [], [], [], [], 0)
         while victims.freed < enough:
             leaf = self.queue.first()
             if leaf is None:
                 break
             wanted = enough - victims.freed
-            victims.node_ids.append(leaf.id)
-            if leaf.held == 0 and wanted < len(leaf.pages):
-                victims.pages.append(self._trim(leaf, wanted))
+            if leaf.held == 0 and leaf.swa_held == 0 and wanted < len(leaf.pages):
+                self._trim(leaf, wanted, victims)
+                victims.freed += wanted
             else:
                 self.queue.pop()
-                victims.pages.append(leaf.pages)
-                self._drop(leaf)
-            victims.lengths.append(len(victims.pages[-1]))
-            victims.freed += victims.lengths[-1] - leaf.held
+                victims.freed += len(leaf.pages) - leaf.held
+                self._note(victims, leaf, 0)
+                self.drop(leaf)
         return victims
 
-    def _trim(self, leaf: Node, count: int) -> Pages:
+    def _note(self, victims: Victims, leaf: Node, keep: int) -> None:
+        """What `leaf` has behind its first `keep` pages goes."""
+        victims.pages.append(leaf.pages[keep:])
+        victims.node_ids.append(leaf.id)
+        victims.lengths.append(len(leaf.pages) - keep)
+        if len(leaf.swa):
+            victims.swa.append(leaf.swa[keep:])
+            victims.swa_ids.append(leaf.id)
+            victims.swa_lengths.append(len(leaf.swa) - keep)
+        if leaf.hashes is not None:
+            victims.hashes.append(leaf.hashes[16 * keep :])
+
+    def _trim(self, leaf: Node, count: int, victims: Victims) -> None:
         """Cut the last `count` pages off an unpinned leaf without holds; it keeps at least one."""
         keep = len(leaf.pages) - count
-        tail: Pages = leaf.pages[keep:]
+        self._note(victims, leaf, keep)
         leaf.pages = leaf.pages[:keep]
         leaf.tokens = leaf.tokens[: keep * self.key_bytes]
         leaf.end = leaf.start + keep * self.page_size
         self.cached_pages -= count
         self.evictable_pages -= count
+        if len(leaf.swa):
+            leaf.swa = leaf.swa[:keep]
+            self.cached_swa -= count
+            self.evictable_swa -= count
+        if leaf.hashes is not None:
+            leaf.hashes = leaf.hashes[: 16 * keep]
         _release_slack(leaf)
-        return tail
 
-    def _drop(self, leaf: Node) -> None:
-        """Take an unpinned leaf out; its parent inherits what it knew of use."""
+    def drop(self, leaf: Node) -> None:
+        """Take an unpinned node without children out, and all it has; its parent inherits what it knew of use."""
         parent = leaf.parent
-        assert parent is not None, "cache: a root is no leaf"
-        del parent.children[leaf.key], self.arena[leaf.id]
+        assert parent is not None and not leaf.children and not leaf.pins, f"cache: {leaf} is dropped, expected a leaf"
+        if not len(leaf.host):
+            self.cached_pages -= len(leaf.pages)
+            self.evictable_pages -= len(leaf.pages) - leaf.held
+            if len(leaf.swa):
+                self.cached_swa -= len(leaf.swa)
+                self.evictable_swa -= len(leaf.swa) - leaf.swa_held
+        else:
+            self._account(leaf, -1)
         leaf.alive = False
-        self.cached_pages -= len(leaf.pages)
-        self.evictable_pages -= len(leaf.pages) - leaf.held
-        parent.hit_count += leaf.hit_count
-        if leaf.last_use > parent.last_use:
-            parent.last_use = leaf.last_use
-        if not parent.children and not parent.pins:
-            self._childless(parent)
+        del parent.children[leaf.key], self.arena[leaf.id]
+        if len(leaf.pages):
+            parent.device_children -= 1
+        self.inherit(leaf)
         _release_slack(parent)
 
-    def _childless(self, node: Node) -> None:
-        """An unpinned node has no children: a leaf may go now; an empty root goes at once."""
-        if node.parent is not None:
-            self.queue.push(node)
-        else:
-            node.alive = False
-            del self.roots[node.key.decode()]
+    def inherit(self, leaf: Node) -> None:
+        """`leaf` is off the device, or gone: its parent learns what it knew of use, and may go now itself."""
+        parent = leaf.parent
+        assert parent is not None, "cache: a root is no leaf"
+        parent.hit_count += leaf.hit_count - leaf.hits_given
+        leaf.hits_given = leaf.hit_count
+        if leaf.last_use > parent.last_use:
+            parent.last_use = leaf.last_use
+        if leaf.priority > parent.priority:
+            parent.priority = leaf.priority
+        if not parent.pins and not parent.device_children:
+            self._loose_end(parent)
 
-    def clear(self) -> Victims:
-        """Drop every node. Only while none is pinned."""
-        nodes = list(self.arena.values())
-        assert not any(node.pins for node in nodes), "cache: a pinned tree is not cleared"
-        freed = self.evictable_pages
-        victims = Victims([n.pages for n in nodes], [n.id for n in nodes], [len(n.pages) for n in nodes], freed)
+    def _loose_end(self, node: Node) -> None:
+        """An unpinned node has no device child: a leaf of its tier may go now; an empty root goes at once."""
+        if node.parent is not None:
+            if len(node.pages):
+                self.queue.push(node)
+            elif not node.children and node.alive:
+                self.host_queue.push(node)
+        elif not node.children:
+            node.alive = False
+            self.roots.pop(node.key.decode(), None)
+
+    def cut_off(self, top: Node, nodes: list[Node]) -> None:
+        """`top` and all below it, `nodes`, leave the tree while leases may still stand on them; they have no pages.
+
+        Their pins go on counting for the nodes above: nobody else looks at them.
+        """
+        parent = top.parent
+        assert parent is not None, "cache: a root is not cut off"
+        del parent.children[top.key]
         for node in nodes:
             node.alive = False
-        self.queue.clear()
+            del self.arena[node.id]
+        if not parent.pins and not parent.device_children:
+            self._loose_end(parent)
+
+    def clear(self) -> list[Node]:
+        """Drop every node and say which there were. Only while none is pinned."""
+        nodes = list(self.arena.values())
+        assert not any(node.pins or node.busy for node in nodes), "cache: a pinned tree is not cleared"
+        for node in nodes:
+            node.alive = False
+        self.queues.clear()
         self.arena.clear()
         self.roots.clear()
-        self.cached_pages = self.evictable_pages = 0
-        return victims
+        self.cached_pages = self.evictable_pages = self.cached_swa = self.evictable_swa = 0
+        self.cached_host = self.evictable_host = self.cached_host_swa = self.evictable_host_swa = 0
+        return nodes
 
     def nodes(self) -> Iterator[Node]:
         """Every node that the roots reach, roots included, parents first."""

@@ -1,0 +1,38 @@
+"""Write policies: when a node's pages are copied to the host. Two numbers each; plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serinus.cache.node import Node
+
+__all__ = ["WRITE_POLICIES", "WritePolicy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritePolicy:
+    """When the host gets its copy."""
+
+    name: str
+    backup_after_hits: int | None
+    """Requests that must have published or matched a node before it is copied; None = only when it must leave the
+    device, when free pages run low, or when its request is parked."""
+    watermark: float
+    """Share of the device's pages: when fewer are free, the coldest dirty leaves are copied early; 0 = never."""
+
+    def due(self, node: Node) -> bool:
+        """Whether the node is copied as soon as there is a chance."""
+        return self.backup_after_hits is not None and node.uses >= self.backup_after_hits
+
+    def worth(self, node: Node) -> bool:
+        """Whether the node is copied before it leaves the device, rather than dropped."""
+        return self.backup_after_hits is None or node.uses >= self.backup_after_hits
+
+
+WRITE_POLICIES: Mapping[str, WritePolicy] = {
+    "write_through": WritePolicy(name="write_through", backup_after_hits=1, watermark=0.0),
+    "write_through_selective": WritePolicy(name="write_through_selective", backup_after_hits=2, watermark=0.0),
+    "write_back": WritePolicy(name="write_back", backup_after_hits=None, watermark=0.1),
+}
+"""By name, as the settings call them."""

@@ -1,0 +1,150 @@
+"""The tier controller: the only place where completions of copies and storage change state.
+
+Joins host room, backups, loads and storage; decides in which order things end. Knows no requests but by their leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from serinus.cache.backup import Backups
+from serinus.cache.copies import CopyTable
+from serinus.cache.host import HostTier
+from serinus.cache.loading import Loads
+from serinus.cache.node import Lease
+from serinus.cache.policy import WritePolicy
+from serinus.cache.ports import PageMover, PageStorage
+from serinus.cache.prefetch import Prefetches, StorageWrites
+from serinus.cache.results import CacheNews, Loaded
+from serinus.cache.shelves import Shelves
+from serinus.core.errors import InvariantError
+from serinus.core.moves import Move, MoveDone, MoveKind
+
+__all__ = ["TierController"]
+
+NO_NEWS = CacheNews()
+
+
+class TierController:
+    """Host and storage beside the device; with neither, it only evicts."""
+
+    def __init__(
+        self,
+        shelves: Shelves,
+        policy: WritePolicy,
+        window: int | None,
+        mover: PageMover | None,
+        storage: PageStorage | None,
+    ) -> None:
+        self._shelves = shelves
+        self._mover = mover
+        self._storage = storage
+        self.table = CopyTable(shelves.tree)
+        self.host = HostTier(shelves)
+        self.backups = Backups(shelves, self.table, self.host, policy, window, self._submit, self.wait)
+        self.loads = Loads(shelves, self.table, window)
+        self.prefetches: Prefetches | None = None
+        self.writes: StorageWrites | None = None
+        if storage is not None:
+            self.prefetches = Prefetches(shelves, self.table, self.host, storage, window)
+            self.writes = StorageWrites(shelves, self.table, storage)
+        self._early: list[MoveDone] = []
+        """Completions that came while something else was waited for: they count at the next poll."""
+        self._ended_loads: list[int] = []
+        self.backup_tokens = 0
+        self.backup_seconds = 0.0
+        self.loaded_tokens = 0
+        self.load_seconds = 0.0
+        self.failed_copies = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Copies and storage operations that have not ended, or not begun."""
+        storing = 0 if self.writes is None or self.prefetches is None else self.writes.in_flight
+        reading = 0 if self.prefetches is None else self.prefetches.in_flight
+        return len(self.table) + self.backups.queued + storing + reading
+
+    def poll(self, settle: Collection[int]) -> CacheNews:
+        """Take what ended, in the order of submission; then begin what waits. `settle`: these have ended then."""
+        if self._mover is None:
+            return NO_NEWS
+        done, self._early = [*self._early, *self._mover.poll()], []
+        for each in done:
+            self._end(each)
+        open_ops = {copy.op for copy in self.table.all()}
+        self.wait([op for op in settle if op in open_ops])
+        if self._storage is not None and self.prefetches is not None and self.writes is not None:
+            for answer in self._storage.poll():
+                if not self.prefetches.done(answer) and not self.writes.done(answer):
+                    raise InvariantError(f"cache: C2 storage operation {answer.op} is done, expected one in flight")
+        self.backups.drain()
+        if self.writes is not None:
+            self.writes.drain()
+        return self._news()
+
+    def _news(self) -> CacheNews:
+        loads = self.loads
+        prefetched: tuple[str, ...] = ()
+        if self.prefetches is not None:
+            prefetched, self.prefetches.ended = tuple(self.prefetches.ended), []
+        news = CacheNews(
+            failed_loads=tuple(lease for lease in loads.failed if lease.live),
+            ended_loads=tuple(self._ended_loads),
+            prefetched=prefetched,
+            in_flight=self.in_flight,
+        )
+        loads.failed.clear()
+        self._ended_loads.clear()
+        return news
+
+    def wait(self, ops: Collection[int]) -> None:
+        """Block until these copies have ended, and complete exactly them: others keep their place in the order."""
+        pending = set(ops)
+        if not pending:
+            return
+        assert self._mover is not None, "cache: copies without a mover"
+        ended = [done for done in self._early if done.op in pending]
+        self._early = [done for done in self._early if done.op not in pending]
+        missing = pending - {done.op for done in ended}
+        if missing:
+            came = self._mover.wait(missing)
+            ended += [done for done in came if done.op in missing]
+            self._early += [done for done in came if done.op not in missing]
+        for done in ended:
+            pending.discard(done.op)
+            self._end(done)
+        if pending:
+            raise InvariantError(f"cache: C2 copies {sorted(pending)} were waited for, and the mover did not end them")
+
+    def wait_all(self) -> None:
+        """Block until no copy is in flight."""
+        self.wait([copy.op for copy in self.table.all()])
+
+    def load(self, rid: str, lease: Lease) -> Loaded:
+        """Carry out the lease's plan; there is room."""
+        loaded, copy = self.loads.begin(rid, lease)
+        if copy is not None:
+            self._submit(copy.moves())
+        return loaded
+
+    def _submit(self, moves: list[Move]) -> None:
+        assert self._mover is not None, "cache: copies without a mover"
+        self._mover.submit(moves)
+
+    def _end(self, done: MoveDone) -> None:
+        """A copy has ended."""
+        copy = self.table.get(done.op)
+        tokens = len(copy.full) * self._shelves.tree.page_size
+        self.failed_copies += not done.ok
+        if copy.kind is MoveKind.LOAD:
+            self.loads.end(copy, ok=done.ok)
+            self._ended_loads.append(done.op)
+            self.loaded_tokens += tokens if done.ok else 0
+            self.load_seconds += done.seconds
+            return
+        saved = self.backups.end(copy, ok=done.ok)
+        self.loads.release_condemned()
+        self.backup_tokens += tokens if done.ok else 0
+        self.backup_seconds += done.seconds
+        if self.writes is not None:
+            self.writes.saved(saved)
