@@ -3,7 +3,9 @@
     python benchmarks/cache.py [--fast]
 
 Floor: what the same bytes cost in the cheapest form numpy or CPython has (a memcmp of the prompt, the copy of the new
-ids, filling the sweep's arrays). One core; every figure is the median of several runs.
+ids, filling the sweep's arrays). One core; every figure is the median of several runs. Figures named `tiers` are those
+of a cache with both parts and a host tier whose copies take no time: what the decisions cost. `growth` figures are the
+ratio of two sizes: what must not grow stays near 1.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from serinus.cache import CacheGeometry, Lease, PartPages, PrefixCache
+from serinus.cache import CacheGeometry, PartPages, PrefixCache
+from serinus.core.moves import Move, MoveDone
 
 RNG = np.random.default_rng(7)
 
@@ -31,6 +34,36 @@ def tokens(count: int) -> np.ndarray:
 def device(page_count: int, page_size: int) -> PrefixCache:
     """A cache of one tier and one part."""
     return PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count))
+
+
+class NoMover:
+    """Copies that are over as soon as they are asked for, and move nothing."""
+
+    def __init__(self) -> None:
+        self._ops: list[int] = []
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        self._ops += sorted({move.op for move in moves})
+
+    def poll(self) -> list[MoveDone]:
+        done = [MoveDone(op=op, ok=True) for op in self._ops]
+        self._ops = []
+        return done
+
+    def wait(self, ops: Collection[int]) -> list[MoveDone]:
+        return self.poll()
+
+
+WINDOW = 1024
+
+
+def tiers(page_count: int, page_size: int, write_policy: str = "write_through", host: int = 2) -> PrefixCache:
+    """A cache of two parts and two tiers, the host `host` times as large as the device."""
+    geometry = CacheGeometry(
+        page_size=page_size, full_pages=page_count, swa_pages=page_count, window=WINDOW,
+        host_full_pages=host * page_count, host_swa_pages=host * page_count,
+    )  # fmt: skip
+    return PrefixCache(geometry, mover=NoMover(), write_policy=write_policy)
 
 
 def cost_us(work: Callable[[int], object], *, runs: int, ready: Callable[[int], object] | None = None) -> float:
@@ -47,21 +80,25 @@ def cost_us(work: Callable[[int], object], *, runs: int, ready: Callable[[int], 
 
 def publish(cache: PrefixCache, ids: np.ndarray, rid: str = "maker", chunk: int = 0) -> None:
     """Bring a whole sequence into the tree, in chunks if asked for."""
+    size = cache.page_size
     match = cache.match_prefix("", ids, len(ids))
-    own = cache.allocate(rid, (len(ids) - match.length) // cache.page_size)
+    count = (len(ids) - match.length) // size
+    own = cache.allocate(rid, count, count if cache.geometry.swa_pages else 0)
     assert own is not None, "benchmark: the pool is too small"
-    pages = np.concatenate((match.pages, own.full))
-    at, lease, size = match.length, match.lease, cache.page_size
+    pages, swa = np.concatenate((match.pages, own.full)), np.concatenate((match.swa_pages, own.swa))
+    at, lease, first = match.length, match.lease, match.swa_first
     while chunk and at < len(ids):
         end = min(len(ids), at + chunk)
-        cache.commit_row(cache.insert(lease, ids[at:end], PartPages(full=pages[at // size : end // size]), at))
+        low, high = at // size, end // size
+        given = PartPages(full=pages[low:high], swa=swa[low - first : high - first])
+        cache.commit_row(cache.insert(lease, ids[at:end], given, at))
         at = end
-    cache.finish(rid, lease, ids, PartPages(full=pages))
+    cache.finish(rid, lease, ids, PartPages(full=pages, swa=swa), first)
 
 
-def long_context(runs: int) -> dict[str, tuple[float, float, float]]:
+def long_context(runs: int, length: int = 131_072) -> dict[str, tuple[float, float, float]]:
     """Match 128k tokens over 256 nodes; insert an 8k chunk at that depth."""
-    length, nodes, size, chunk = 131_072, 256, 16, 8_192
+    nodes, size, chunk = 256, 16, 8_192
     cache = device(1 + 4 * (length + runs * chunk) // size, size)
     ids = tokens(length + chunk)
     publish(cache, ids[:length], chunk=length // nodes)
@@ -98,8 +135,8 @@ def long_context(runs: int) -> dict[str, tuple[float, float, float]]:
     fresh = tokens(chunk)
     floor_insert = cost_us(lambda i: (fresh.tobytes(), np.arange(chunk // size).copy()), runs=runs)
     return {
-        "match_128k_256_nodes_us": (match_us, 300.0, floor_match),
-        "insert_8k_at_128k_us": (insert_us, 100.0, floor_insert),
+        f"match_{length // 1024}k_256_nodes_us": (match_us, 300.0, floor_match),
+        f"insert_8k_at_{length // 1024}k_us": (insert_us, 100.0, floor_insert),
     }
 
 
@@ -114,8 +151,7 @@ def shared_lease(runs: int) -> dict[str, tuple[float, float, float]]:
 
     def work(i: int) -> None:
         for _ in range(100):
-            cache.tree.pin(anchor)
-            cache.release(Lease(anchor))
+            cache.release(cache.tree.lease(anchor))
 
     def floor(i: int) -> None:
         for _ in range(100):
@@ -168,52 +204,95 @@ def sweep(runs: int) -> dict[str, tuple[float, float, float]]:
     }
 
 
-def shared_prompts(requests: int, size: int) -> dict[str, tuple[float, float, float]]:
+def serve(cache: PrefixCache, i: int, ids: np.ndarray, times: dict[str, list[float]]) -> None:
+    """One prompt as the scheduler does it, each step on the clock: poll, match, (evict), allocate, insert, finish."""
+    now, size, rid = time.perf_counter, cache.page_size, str(i)
+    swa = cache.geometry.swa_pages > 0
+    t0 = now()
+    cache.poll()
+    t1 = now()
+    match = cache.match_prefix("", ids, len(ids) - 1)
+    t2 = now()
+    pages, window, first, at = match.pages, match.swa_pages, match.swa_first, match.length
+    if match.load is not None:
+        loaded = cache.load_back(rid, match.lease, match.load)
+        if loaded is not None:
+            times["load"].append(now() - t2)
+            pages = np.concatenate((pages, loaded.pages))
+            window, first, at = loaded.swa_pages, loaded.swa_first, loaded.length
+    count = -(-len(ids) // size) - len(pages)
+    short = count - cache.free_pages
+    if short > 0:
+        t3 = now()
+        cache.evict(short)
+        times["evict"].append(now() - t3)
+    t3 = now()
+    own = cache.allocate(rid, count, count if swa else 0)
+    t4 = now()
+    assert own is not None, "benchmark: no room after evicting"
+    pages, window = np.concatenate((pages, own.full)), np.concatenate((window, own.swa))
+    t5 = now()
+    given = PartPages(full=pages[at // size :], swa=window[at // size - first :] if swa else window)
+    insertion = cache.insert(match.lease, ids[at:], given, at)
+    cache.commit_row(insertion)
+    t6 = now()
+    cache.finish(rid, insertion.lease, ids, PartPages(full=pages, swa=window), first)
+    t7 = now()
+    spent = {"poll": t1 - t0, "match": t2 - t1, "allocate": t4 - t3, "insert": t6 - t5, "finish": t7 - t6}
+    for name, seconds in spent.items():
+        times[name].append(seconds)
+
+
+STEPS = ("poll", "match", "load", "evict", "allocate", "insert", "finish")
+
+
+def shared_prompts(requests: int, size: int, *, tiered: bool = False) -> dict[str, tuple[float, float, float]]:
     """Prompts of 2,500 tokens over 20 system prompts of 2,000: match, insert (and commit), evict a request."""
     heads = [tokens(2000) for _ in range(20)]
     prompts = [np.concatenate((heads[i % 20], tokens(500))) for i in range(requests)]
-    capacity = (20 * 2000 + (requests // 2) * 512) // size
-    cache = device(1 + capacity, size)
+    capacity = 1 + (20 * 2000 + (requests // 2) * 512) // size
+    cache = tiers(capacity, size) if tiered else device(capacity, size)
     for head in heads:
         publish(cache, head)
-    times: dict[str, list[float]] = {"match": [], "insert": [], "evict": [], "allocate": [], "finish": []}
-    now = time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in STEPS}
     for i, ids in enumerate(prompts):
-        t0 = now()
-        match = cache.match_prefix("", ids, len(ids) - 1)
-        t1 = now()
-        count = -(-len(ids) // size) - len(match.pages)
-        short = count - cache.free_pages
-        if short > 0:
-            t2 = now()
-            cache.evict(short)
-            times["evict"].append(now() - t2)
-        t2 = now()
-        own = cache.allocate(str(i), count)
-        t3 = now()
-        assert own is not None, "benchmark: no room after evicting"
-        pages = np.concatenate((match.pages, own.full))
-        at = match.length
-        t4 = now()
-        insertion = cache.insert(match.lease, ids[at:], PartPages(full=pages[at // size :]), at)
-        cache.commit_row(insertion)
-        t5 = now()
-        cache.finish(str(i), insertion.lease, ids, PartPages(full=pages))
-        t6 = now()
-        for name, seconds in (("match", t1 - t0), ("allocate", t3 - t2), ("insert", t5 - t4), ("finish", t6 - t5)):
-            times[name].append(seconds)
-    median = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
+        serve(cache, i, ids, times)
+    median = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items() if seconds}
     ids = prompts[0]
-    row, states = np.arange(500 // size + 1), np.zeros(capacity + 1, np.int64)
+    row, states = np.arange(500 // size + 1), np.zeros(capacity, np.int64)
     floors = {
         "match": cost_us(lambda i: ids.tobytes().startswith(ids[:2000].tobytes()), runs=1000),
         "insert": cost_us(lambda i: (ids[2000:].tobytes(), states.__setitem__(row, 1)), runs=1000),
         "evict": cost_us(lambda i: states.__setitem__(row, 0), runs=1000),
     }
-    goals = {"match": 10.0, "insert": 60.0, "evict": 40.0}
-    found = {f"shared_{n}_page{size}_us": (median[n], goals[n], floors[n]) for n in goals}
-    found |= {f"shared_{n}_page{size}_us": (median[n], 0.0, 0.0) for n in ("allocate", "finish")}
-    return found
+    goals = {} if tiered else {"match": 10.0, "insert": 60.0, "evict": 40.0}
+    name = "tiers_shared" if tiered else "shared"
+    return {
+        f"{name}_{n}_page{size}_us": (median[n], goals.get(n, 0.0), floors.get(n, 0.0)) for n in STEPS if n in median
+    }
+
+
+def host_hits(runs: int) -> dict[str, tuple[float, float, float]]:
+    """A 2,000-token prefix that is on the host alone: match it, load it back (the decision, not the bytes)."""
+    size, count = 16, 100
+    prompts = [tokens(2000) for _ in range(count)]
+    cache = tiers(3 * 2000 // size, size, host=1 + count // 2)
+    times: dict[str, list[float]] = {name: [] for name in STEPS}
+    for _ in range(max(2, runs // count)):
+        for i, ids in enumerate(prompts):
+            serve(cache, i, np.concatenate((ids, tokens(10))), times)
+    row, states = np.arange(2000 // size), np.zeros(10_000, np.int64)
+    floor = cost_us(lambda i: (states.__setitem__(row, 1), row.copy(), states.__setitem__(row, 2)), runs=1000)
+    return {f"tiers_host_hit_{n}_us": (statistics.median(times[n]) * 1e6, 0.0, floor) for n in ("match", "load")}
+
+
+def growth(runs: int) -> dict[str, tuple[float, float, float]]:
+    """What must not grow: inserting behind 16 and 128 k, evicting among 2,000 and 50,000 leaves; the ratio of both."""
+    near, far = long_context(runs, 16_384), long_context(runs)
+    few, many = evict_many_leaves(runs, 2_000), evict_many_leaves(runs, 50_000)
+    insert = far["insert_8k_at_128k_us"][0] / near["insert_8k_at_16k_us"][0]
+    evict = many["evict_1_of_50000_leaves_us"][0] / few["evict_1_of_2000_leaves_us"][0]
+    return {"growth_insert_16k_to_128k": (insert, 1.5, 1.0), "growth_evict_2k_to_50k_leaves": (evict, 1.5, 1.0)}
 
 
 def commit_id() -> str:
@@ -234,6 +313,9 @@ def main() -> None:
     found |= sweep(5)
     found |= shared_prompts(400 * scale, 1)
     found |= shared_prompts(400 * scale, 16)
+    found |= shared_prompts(200 * scale, 16, tiered=True)
+    found |= host_hits(100 * scale)
+    found |= growth(20 * scale)
     figures = {}
     print(f"{'':32}{'here':>10}{'goal':>10}{'floor':>10}")
     for name, (value, goal, floor) in found.items():

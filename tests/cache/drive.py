@@ -1,77 +1,151 @@
-"""A seeded driver for world.py: what Hypothesis does, without shrinking, many steps a second."""
+"""A seeded driver for the tiny engine: what Hypothesis does, without shrinking, many steps a second."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from serinus.core.rng import Rng
-from tests.cache.world import World
+from tests.cache.model import DEVICE_FULL, Shape
+from tests.cache.tiers import TieredWorld
 
-ACTIONS = (
-    *("arrive", "arrive", "admit", "admit", "admit", "chunk", "chunk", "chunk", "decode", "decode"),
-    *("end", "end", "hold", "hold", "unhold", "evict", "evict", "flush"),
-)
+POLICIES = ("lru", "lfu", "fifo", "priority")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
-def arrive(world: World, rng: Rng) -> None:
+def draw_shape(rng: Rng) -> Shape:
+    """Page sizes, parts, tiers and policies, each as often as the others; pools of a few dozen pages."""
+    tiers = rng.choice(["none", "host", "host", "storage"])
+    size = rng.choice([1, 2, 16])
+    swa = rng.random() < 0.5
+    full = rng.randint(6, 40)
+    host = 0 if tiers == "none" else rng.choice([rng.randint(4, 12), rng.randint(10, 40), 200])
+    window = rng.choice([1, 2, 3, size + 1, 2 * size, 3 * size + rng.randrange(size)]) if swa else None
+    return Shape(
+        page_size=size,
+        full_pages=full,
+        swa_pages=rng.randint(6, 40) if swa else 0,
+        window=window,
+        host_full=host,
+        host_swa=rng.choice([host, rng.randint(2, 20)]) if swa and host else 0,
+        storage=tiers == "storage",
+        policy=rng.choice(POLICIES),
+        write_policy=rng.choice(WRITE_POLICIES) if host else "write_through",
+    )
+
+
+def arrive(world: TieredWorld, rng: Rng) -> None:
     """A few symbols over an alphabet of three, often behind a beginning that is cached or that another request has."""
     repeat = max(1, world.size // 2)
     namespace, head = rng.choice(["", "", "salt"]), list[int]()
     others = world.running + world.waiting
+    cached = sorted({p for where in world.seen.where.values() for p in where}) if rng.random() < 0.6 else []
     if others and rng.random() < 0.5:
         other = rng.choice(others)
         namespace, head = other.namespace, other.tokens
         head = head[: rng.choice([len(head), rng.randrange(len(head))])]
-    elif world.resident and rng.random() < 0.6:
-        namespace, data = rng.choice(sorted(world.resident))
+    elif cached:
+        namespace, data = rng.choice(cached)
         head = np.frombuffer(data, np.int32).tolist()
     tail = [s for _ in range(rng.randint(1, 5)) for s in [rng.randrange(3)] * repeat]
-    tokens = head[: 8 * repeat] + tail + [2] * rng.randrange(4)
+    tokens = head[: 8 * repeat * rng.choice([1, 1, 2])] + tail + [2] * rng.randrange(4)
     for _ in range(rng.choice([1, 1, 2])):
-        world.arrive(namespace, tokens)
+        world.arrive(namespace, tokens, priority=rng.randrange(3), lazy=rng.random() < 0.5)
 
 
-def step(world: World, rng: Rng, *, transfers: bool) -> None:
-    """One random rule, then all oracles."""
-    action = rng.choice(ACTIONS)
-    which = rng.randrange(6)
-    if action == "arrive":
-        arrive(world, rng)
-    elif action == "admit" and world.waiting:
-        world.admit(rng.choice([which, -1, -2]))
-    elif action == "chunk" and world.running:
-        world.chunk(which, rng.randint(1, 40), publish=rng.random() < 0.8)
-    elif action == "decode" and world.running:
-        world.decode(which, rng.randrange(3))
-    elif action == "end" and world.running and rng.random() < 0.8:
-        world.end(which, retract=rng.random() < 0.3)
-    elif action == "hold" and transfers and world.running and rng.random() < 0.4:
-        world.hold(which, rng.randrange(6), rng.randint(1, 4), rng.choice(["transfer", "restore"]))
-    elif action == "unhold" and world.holds:
-        world.unhold(which)
-    elif action == "evict" and rng.random() < 0.4:
-        world.evict(rng.choice([1, 1, 2, 3, 8]))
-    elif action == "flush" and rng.random() < 0.1:
-        world.flush()
-    else:
-        return
+def _admit(world: TieredWorld, rng: Rng) -> None:
+    world.admit(rng.choice([rng.randrange(6), -1, -2]), load=rng.random() < 0.8, drop=rng.random() < 0.5)
+
+
+def _chunk(world: TieredWorld, rng: Rng) -> None:
+    advance = rng.choice(["", "first", "last", "last"])
+    world.chunk(rng.randrange(6), rng.randint(1, 40), publish=rng.random() < 0.8, advance=advance)
+
+
+def _end(world: TieredWorld, rng: Rng) -> None:
+    retract = rng.random() < 0.3
+    world.end(rng.randrange(6), retract=retract, park=retract and rng.random() < 0.7)
+
+
+def _hold(world: TieredWorld, rng: Rng) -> None:
+    part = rng.choice(world.shape.parts)
+    world.hold(rng.randrange(6), rng.randrange(6), rng.randint(1, 4), rng.choice(["transfer", "restore"]), part)
+
+
+def _evict(world: TieredWorld, rng: Rng) -> None:
+    world.evict(rng.choice([1, 1, 2, 3, 8]), rng.choice([DEVICE_FULL, *world.shape.pools]))
+
+
+def _end_storage(world: TieredWorld, rng: Rng) -> None:
+    world.end_storage(rng.randrange(6), rng.choice([None, None, None, 0, rng.randrange(6)]))
+
+
+Ready = Callable[[TieredWorld], Any]
+Act = Callable[[TieredWorld, Rng], Any]
+
+RULES: tuple[tuple[int, Ready, Act], ...] = (
+    # weight, whether it can happen, what it does
+    (20, lambda w: True, arrive),
+    (30, lambda w: w.waiting, _admit),
+    (30, lambda w: w.running, _chunk),
+    (20, lambda w: w.running, lambda w, r: w.decode(r.randrange(6), r.randrange(3), advance=r.random() < 0.8)),
+    (15, lambda w: w.running, _end),
+    (4, lambda w: w.running, _hold),
+    (8, lambda w: w.holds, lambda w, r: w.unhold(r.randrange(6))),
+    (8, lambda w: True, _evict),
+    (1, lambda w: True, lambda w, r: w.flush()),
+    (3, lambda w: w.waiting, lambda w, r: w.look(r.randrange(6), drop=r.random() < 0.5)),
+    (2, lambda w: w.waiting, lambda w, r: w.give_up(r.randrange(6))),
+    (20, lambda w: w.shape.host_full, lambda w, r: w.poll()),
+    (20, lambda w: w.mover.pending, lambda w, r: w.end_copy(r.randrange(6), ok=r.random() < 0.85)),
+    (2, lambda w: w.mover.pending, lambda w, r: w.doom_copy(r.randrange(6))),
+    (2, lambda w: w.shape.host_full, lambda w, r: w.settle()),
+    (15, lambda w: w.storage and w.waiting, lambda w, r: w.prefetch(r.randrange(6))),
+    (25, lambda w: w.storage and w.storage.pending, _end_storage),
+    (3, lambda w: w.storage and w.waiting, lambda w, r: w.cut(r.randrange(6))),
+    (2, lambda w: w.storage and w.waiting, lambda w, r: w.abort_prefetch(r.randrange(6))),
+    (1, lambda w: w.storage, lambda w, r: w.lose(r.randrange(50))),
+    (2, lambda w: w.storage, lambda w, r: w.crash(r.choice([None, None, None, "bf16", "fp8"]))),
+)
+
+
+def step(world: TieredWorld, rng: Rng, *, transfers: bool = True) -> None:
+    """One random rule of those that can happen, then all oracles."""
+    ready = [rule for rule in RULES if rule[1](world) and (transfers or rule[2] is not _hold)]
+    rng.choices(ready, [rule[0] for rule in ready])[0][2](world, rng)
+    world.steps += 1
     world.check()
 
 
-def drive(cache_room: ModuleType, seed: int, steps: int, *, rewrite_rows: bool = True) -> World:
-    """One world from one seed, driven and drained. Raises what its oracles raise."""
+def drive(
+    cache_room: ModuleType,
+    seed: int,
+    steps: int,
+    *,
+    rewrite_rows: bool = True,
+    shape: Shape | None = None,
+    early: bool | None = None,
+    after: Callable[[TieredWorld], None] | None = None,
+) -> TieredWorld:
+    """One world from one seed, driven and drained. Raises what its oracles raise; `world.steps` says how many rules.
+
+    `after` sees the world after each rule.
+    """
     rng = Rng(seed)
-    world = World(
+    drawn, hasty = draw_shape(rng), rng.random() < 0.3
+    world = TieredWorld(
         cache_room,
-        page_size=rng.choice([1, 2, 16]),
-        page_count=rng.randint(6, 40),
-        policy=rng.choice(["lru", "lfu", "fifo"]),
+        drawn if shape is None else shape,
         rewrite_rows=rewrite_rows,
+        early=hasty if early is None else early,
     )
     transfers = rng.random() < 0.5
     for _ in range(steps):
         step(world, rng, transfers=transfers)
+        if after is not None:
+            after(world)
     world.drain()
     return world
