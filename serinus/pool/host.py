@@ -6,6 +6,7 @@ a page goes to storage in one piece and to the device a range of layers at a tim
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -69,12 +70,18 @@ class HostPool:
                 f"pool: {byte_count / _GB:.2f} GB of host memory cannot be pinned (CUDA error {code}), expected "
                 f"--hicache-size or --hicache-ratio to fit what the system may lock (ulimit -l)"
             )
+        # Holds the memory itself: it is unpinned before its addresses can be given to anybody else.
+        self._unpin = weakref.finalize(self, _unregister, self._memory, self.data_PY.ctypes.data)
 
     def close(self) -> None:
         """Unpin. Call when no copy is under way. May be called again."""
         if self.pinned:
             self.pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.data_PY.ctypes.data)  # type: ignore[no-untyped-call]
+            self._unpin()
+
+
+def _unregister(memory: NDArray[np.uint8], address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def host_page_counts(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,12 @@ __all__ = ["LayerGate", "Mover"]
 
 _GROUP_BYTES = 1 << 18
 """Layers of a load are copied in groups of at least so many bytes: less costs more to ask for than to copy."""
+_ROW_BYTES = 1 << 19
+"""...and on an accelerator of at least so many bytes of each page: each is a transfer, microseconds to queue."""
 _BACKUP_BYTES = 1 << 24
 """A backup looks after so many bytes whether a load is waiting."""
+_STAGED_BYTES = 1 << 26
+"""On an accelerator copies are staged there in pieces of so many bytes; to queue one takes about 0.6 ms."""
 
 
 @dataclass(eq=False, slots=True)
@@ -213,6 +217,8 @@ class Mover:
     def _load(self, copy: _Copy) -> None:
         layer_bytes = [len(move.source) * self._device[move.part].spec.layer_bytes for move in copy.moves]
         step = max(1, -(-_GROUP_BYTES // max(1, *layer_bytes)))
+        if self._stream is not None:
+            step = max(step, -(-_ROW_BYTES // max(1, *(self._device[m.part].spec.layer_bytes for m in copy.moves))))
         for move in copy.moves:
             self._device[move.part].copy_stamps_in(move.target, self._host[move.part].tensor_PY, move.source)
         for first in range(0, self._layer_count, step):
@@ -220,7 +226,9 @@ class Mover:
             for move in copy.moves:
                 before = self._before[move.part]
                 host = self._host[move.part].tensor_PY
-                self._device[move.part].copy_in(move.target, host, move.source, before[first], before[end])
+                for span in self._pieces(move, before[end] - before[first]):
+                    source, target = move.source[span], move.target[span]
+                    self._device[move.part].copy_in(target, host, source, before[first], before[end])
             if self._stream is not None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
@@ -229,10 +237,17 @@ class Mover:
                 copy.layers = end
                 self._news.notify_all()
 
+    def _pieces(self, move: Move, layers: int) -> Iterator[slice]:
+        """The pages of a load that are copied at once: all on the CPU, else what may be staged."""
+        width = max(1, layers * self._device[move.part].spec.layer_bytes)
+        step = len(move.source) if self._stream is None else max(1, _STAGED_BYTES // width)
+        return (slice(at, at + step) for at in range(0, len(move.source), max(1, step)))
+
     def _back_up(self, copy: _Copy) -> None:
         for move in copy.moves:
             host = self._host[move.part]
-            step = max(1, _BACKUP_BYTES // max(1, host.page_bytes))
+            limit = _BACKUP_BYTES if self._stream is None else _STAGED_BYTES
+            step = max(1, limit // max(1, host.page_bytes))
             for at in range(0, len(move.source), step):
                 self._loads_first()
                 span = slice(at, at + step)
