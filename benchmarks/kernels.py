@@ -152,6 +152,24 @@ def bench_prefill(bench: Bench, kernels: Kernels, sequences: int, queries: int, 
     )
 
 
+def bench_window(bench: Bench, kernels: Kernels, context: int, window: int) -> None:
+    """What a window leaves of a long context: floors count the window's keys alone. Then the cost of a cap."""
+    layers, table = make_kv(4, context)
+    for name, queries in (("decode", 1), ("prefill", 512)):
+        batch = make_batch(queries, [context] * 4)
+        q = torch.randn(4 * queries, HEADS, SIZE).to(BF16)
+        k, v = layers[0]
+        for seen, cap in ((None, None), (window, None), (window, 50.0)):
+            keys = min(seen or context, context)
+            label = f"{'all' if seen is None else f'window {seen}'}{'' if cap is None else ', capped'}"
+            bench.row(
+                f"{name} attention, 4 x {queries} of {context}, {label}",
+                partial(kernels.paged_attention, q, k, v, table, batch, SIZE**-0.5, seen, cap),
+                bytes_moved=4 * (keys + queries - 1) * KV_HEADS * SIZE * 4,
+                flops=4 * 4 * queries * keys * HEADS * SIZE if queries > 1 else 0,
+            )
+
+
 def bench_elementwise(bench: Bench, kernels: Kernels, tokens: int) -> None:
     x, residual = torch.randn(tokens, HIDDEN).to(BF16), torch.randn(tokens, HIDDEN).to(BF16)
     weight = torch.randn(HIDDEN).to(BF16)
@@ -179,6 +197,11 @@ def bench_elementwise(bench: Bench, kernels: Kernels, tokens: int) -> None:
     bench.row(
         f"silu_mul, {tokens} tokens, 12 layers",
         per_layer(lambda: kernels.silu_mul(gate_up)),
+        bytes_moved=moved * MLP * 3,
+    )
+    bench.row(
+        f"gelu_mul, {tokens} tokens, 12 layers",
+        per_layer(lambda: kernels.gelu_mul(gate_up)),
         bytes_moved=moved * MLP * 3,
     )
     bench.row(
@@ -226,6 +249,7 @@ def main() -> None:
         bench_decode(bench, kernels, sequences)
     for sequences, queries, context in ((8, 256, 256), (1, 1024, 1024), (1, 2048, 2048), (1, 512, 2048)):
         bench_prefill(bench, kernels, sequences, queries, context)
+    bench_window(bench, kernels, 8192, 512)
     for tokens in (1, 16, 2048):
         bench_elementwise(bench, kernels, tokens)
     seeds = torch.arange(16)

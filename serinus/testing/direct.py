@@ -6,19 +6,20 @@ just enough to make plans: which slots, which chunks. KV that fell out of a wind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from serinus.canary import Canary, Violation
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, TableWrite
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import Kernels
-from serinus.models import ForwardHook, Model
+from serinus.models import ForwardHook, Model, compose_hooks
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 
@@ -63,7 +64,10 @@ class DirectEngine:
         context: int | None = None,
         seed: int = 0,
         hook: ForwardHook | None = None,
+        device: str = "cpu",
+        canary: Callable[[DirectEngine], Canary] | None = None,
     ) -> None:
+        """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there."""
         spec = model.spec
         self.model = model
         self.pools = {
@@ -75,14 +79,21 @@ class DirectEngine:
                     page_size=page_size,
                     page_count=page_count,
                     dtype=model.dtype,
+                    device=device,
+                    stamped=canary is not None,
                 ),
                 kernels,
             )
             for part in spec.parts
         }
-        self.tables = {part: RequestTable(rows, context or spec.context_length) for part in spec.parts}
+        self.tables = {part: RequestTable(rows, context or spec.context_length, device) for part in spec.parts}
         self.pool, self.table = self.pools[Part.FULL], self.tables[Part.FULL]
-        self.runner = Runner(model, self.pools, self.tables, kernels, hook=hook)
+        self.canary = None if canary is None else canary(self)
+        self.violations: list[Violation] = []
+        """What the canary found, in order."""
+        hooks = [] if hook is None else [hook]
+        hooks += [] if self.canary is None else [self.canary.hook]
+        self.runner = Runner(model, self.pools, self.tables, kernels, hook=compose_hooks(hooks))
         rng = Rng(seed)
         self._pages: dict[Part, list[int]] = {}
         for part in spec.parts:
@@ -114,7 +125,13 @@ class DirectEngine:
         writes = [write for seq in [*fresh, *self._rewritten] for write in _rows_of(seq)] + self._forgotten
         self._rewritten.clear()
         self._forgotten = []
-        result = self.runner.run(StepPlan(step=self._step, work=tuple(parts), table_writes=tuple(writes)))
+        plan = StepPlan(step=self._step, work=tuple(parts), table_writes=tuple(writes))
+        if self.canary is not None:
+            self.canary.begin(plan)
+        result = self.runner.run(plan)
+        if self.canary is not None:
+            result = self.canary.returned(result)
+            self.violations += self.canary.end()
         for (seq, _), part, found in zip(work, parts, result.seqs, strict=True):
             seq.done += len(part.tokens)
             seq.results.append(found)

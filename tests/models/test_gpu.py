@@ -5,12 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
-from serinus.testing.checkpoints import make_checkpoint
+from serinus.kernels import load
+from serinus.models import load_model, load_spec
+from serinus.testing.checkpoints import FAMILIES, make_checkpoint
+from serinus.testing.direct import DirectEngine
+from tests.models.parity import random_ids, run_in_uneven_chunks
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_decodes_from_the_kv_of_the_windows_alone(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family, dtype="float32", layers=7, tokenizer=False)
+    prompt = random_ids(3, 150)
+    answers = {}
+    for device in ("cpu", "cuda"):
+        kernels = load(device, "ref")
+        model = load_model(load_spec(path), path, torch.float32, kernels, device=device)
+        direct = DirectEngine(model, kernels, page_size=8, page_count=160, device=device)
+        answers[device] = run_in_uneven_chunks(direct, prompt, forget=True).output
+    assert answers["cuda"] == answers["cpu"]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "mistral"])
