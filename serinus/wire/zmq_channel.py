@@ -13,6 +13,7 @@ delivered.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -127,7 +128,8 @@ class ZmqChannel:
     def send(self, peer: str, parts: Parts) -> None:
         dialed = self._dialed.get(peer)
         if dialed is not None:
-            _send(dialed.socket, parts)
+            with contextlib.suppress(zmq.Again):  # it broke just now: the next poll says so
+                _send(dialed.socket, parts)
             return
         routing_id = self._accepted.ids.get(peer)
         if routing_id is not None:

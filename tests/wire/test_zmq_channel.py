@@ -173,3 +173,21 @@ def test_dozens_of_connections_come_and_go_without_mixing_names(channels: Callab
     (event,) = until(alive)
     assert isinstance(event, Arrived)
     assert bytes(event.parts[0]) == b"you?", "probes are not delivered"
+
+
+def test_what_is_sent_over_a_connection_that_broke_just_now_is_dropped_and_the_end_is_told(
+    channels: Callable[..., ZmqChannel],
+) -> None:
+    server, client = channels("tcp://127.0.0.1:0"), channels()
+    client.connect("server", server.address)
+    client.send("server", [b"hello"])
+    while not server.poll(5.0):
+        pass
+    server.close()
+    wait_any([client], 5.0)  # the news is there, and not yet taken
+    for _ in range(1000):
+        client.send("server", [b"more", b"parts"])
+    ends: list[ChannelEvent] = []
+    while not ends:
+        ends = client.poll(5.0)
+    assert [type(end) for end in ends] == [Gone]
