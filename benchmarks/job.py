@@ -130,7 +130,8 @@ def main() -> None:
 
     def job(index: int) -> list[list[int]]:
         """Other prompts each time: nothing is found in the prefix cache."""
-        return [[Rng(100 * index + i).randrange(5, 32000) for _ in range(PROMPT)] for i in range(REQUESTS)]
+        rngs = [Rng(100 * index + i) for i in range(REQUESTS)]
+        return [[rng.randrange(5, 32000) for _ in range(PROMPT)] for rng in rngs]
 
     serinus_run(built.core, job(0), OUTPUT)
     runs = [serinus_run(built.core, job(index), OUTPUT) for index in range(1, args.rounds + 1)]

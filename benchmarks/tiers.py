@@ -51,6 +51,12 @@ def built_with(path: Path, threads: int, **tiers: object) -> Built:
     return build_core(from_names(ServeConfig, settings), CLOCK)
 
 
+def text(seed: int, length: int) -> list[int]:
+    """A prompt that shares nothing with those of other seeds."""
+    rng = Rng(seed)
+    return [rng.randrange(5, 32000) for _ in range(length)]
+
+
 def rest() -> None:
     """Let the threads that copy have the processor for a moment."""
     threading.Event().wait(0.0005)
@@ -91,11 +97,9 @@ def first_tokens(built: Built, rounds: int) -> dict[str, float]:
     stats = built.cache.stats
 
     def ask(kind: str, index: int) -> None:
-        rng = Rng(7000 + index)
-        prefix = [rng.randrange(5, 32000) for _ in range(PREFIX)]
-        question = [Rng(100 * list(found).index(kind) + index).randrange(5, 32000) for _ in range(QUESTION)]
+        prefix = text(7000 + index, PREFIX)
         before = stats()
-        found[kind].append(first_token_s(built, prefix + question, f"{kind}{index}"))
+        found[kind].append(first_token_s(built, prefix + text(100 * list(found).index(kind) + index, QUESTION), kind))
         after = stats()
         on_device, loaded = after.hit_tokens - before.hit_tokens, after.loaded_tokens - before.loaded_tokens
         fetched = after.prefetched_tokens - before.prefetched_tokens
@@ -123,7 +127,7 @@ def job_costs(engines: dict[str, Built], rounds: int) -> dict[str, float]:
     """Throughput lost against `off`: the median over the rounds of how much longer the same job took."""
 
     def job(index: int) -> list[list[int]]:
-        return [[Rng(100 * index + i).randrange(5, 32000) for _ in range(PROMPT)] for i in range(REQUESTS)]
+        return [text(100 * index + i, PROMPT) for i in range(REQUESTS)]
 
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     for index in range(rounds + 1):
@@ -241,7 +245,7 @@ def main() -> None:
             "host": built_with(path, args.threads, **on),
             "file": built_with(path, args.threads, **on, **store, hicache_storage_dir=str(folder / "kv")),
         }
-        first_token_s(engines["file"], [Rng(1).randrange(5, 32000) for _ in range(PREFIX)], "warm")
+        first_token_s(engines["file"], text(1, PREFIX), "warm")
         settle(engines["file"])
         seconds = first_tokens(engines["file"], rounds)
         times = {kind: seconds["cold"] / seconds[kind] for kind in GOALS}

@@ -16,6 +16,7 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.request import FinishReason, TokenDelta
 from serinus.engine.build import Built
+from serinus.engine.inspect import cache_view
 from serinus.engine.outbox import Outbox
 from serinus.engine.roles import Handoffs
 from serinus.wire import Arrived, Gone, ZmqChannel, decode, encode, wait_any
@@ -184,8 +185,11 @@ class EngineLoop:
             body = json.dumps(self._info()).encode()
         elif message.what == "flush_cache":
             ok, body = self._flush()
+        elif message.what == "cache":
+            body = json.dumps(self._cache_view(message.limit)).encode()
         else:
-            ok, body = False, f"engine: call {message.what!r}, expected metrics, info, load or flush_cache".encode()
+            expected = "metrics, info, load, cache or flush_cache"
+            ok, body = False, f"engine: call {message.what!r}, expected {expected}".encode()
         self._send(peer, EngineReply(call=message.call, ok=ok, body=body))
 
     def _flush(self) -> tuple[bool, bytes]:
@@ -196,6 +200,10 @@ class EngineLoop:
         except SerinusError as error:
             return False, str(error).encode()
         return True, b"cache flushed"
+
+    def _cache_view(self, limit: int) -> dict[str, object]:
+        config = self._built.config
+        return cache_view(self._built.cache, limit, engine=config.engine_name, role=config.role)
 
     def _info(self) -> dict[str, object]:
         stats = self._core.scheduler.stats()
