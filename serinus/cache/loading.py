@@ -16,6 +16,7 @@ from serinus.cache.ledger import FREE_OWNER, STATE_BITS, Owner, Pages, PageState
 from serinus.cache.node import NO_PAGES, Lease, Node, Span
 from serinus.cache.results import Loaded, LoadPlan
 from serinus.cache.shelves import Shelf, Shelves
+from serinus.cache.window import Windows
 from serinus.core.moves import MoveKind
 
 __all__ = ["Condemned", "Loads"]
@@ -37,10 +38,11 @@ class Condemned:
 class Loads:
     """Plans, begins and ends loads."""
 
-    def __init__(self, shelves: Shelves, table: CopyTable, window: int | None) -> None:
+    def __init__(self, shelves: Shelves, table: CopyTable, windows: Windows, window: int | None) -> None:
         self._shelves = shelves
         self._tree = shelves.tree
         self._table = table
+        self._windows = windows
         self._window = window
         self.condemned: list[Condemned] = []
         self.failed: list[Lease] = []
@@ -115,31 +117,29 @@ class Loads:
 
     def _grow(self, rid: str, lease: Lease, path: list[Node], op: int) -> Loaded:
         """The lease ends where its plan does; the plan is used up."""
-        plan, old_end, size = lease.plan, lease.end, self._tree.page_size
+        plan, old, size = lease.plan, lease.anchor, self._tree.page_size
         assert plan is not None, f"cache: {lease} has no plan to load"
-        old = lease.anchor
-        self._tree.pin(plan.anchor)
-        end = plan.anchor.end
+        end, old_end = plan.anchor.end, old.end
         want = window_start(end, self._window)
-        if self._window is not None:
-            self._tree.advance_window(lease, want)
+        swa_first = want // size
+        new = [node.pages for node in path if node.start >= old_end]
+        window = [] if self._window is None else [node for node in path if node.end > want]
+        swa_pages = NO_PAGES
+        if window:
+            swa_pages = np.concatenate([node.swa for node in window])[swa_first - window[0].start // size :]
+        self._tree.pin(plan.anchor)
+        self._windows.advance(lease, end)
         lease.anchor = plan.anchor
-        if self._window is not None:
-            self._tree.pin_window(lease, old_end)
+        self._windows.pin(lease, old_end)
         self._tree.unpin(old)
         self.drop_plan(lease)
         lease.rid = rid
-        swa_first = want // size
-        new = [node.pages for node in path if node.start >= old_end]
-        window = [node for node in path if node.end > want]
-        swa_pages = np.concatenate([node.swa for node in window]) if self._window is not None and window else NO_PAGES
-        skip = swa_first - window[0].start // size if window else 0
         return Loaded(
             length=end,
             first=old_end // size,
             pages=np.concatenate(new) if new else NO_PAGES,
             swa_first=swa_first,
-            swa_pages=swa_pages[skip:] if len(swa_pages) else NO_PAGES,
+            swa_pages=swa_pages,
             op=op,
         )
 

@@ -1,13 +1,17 @@
-"""Write policies: when a node's pages are copied to the host. Two numbers each; plain data."""
+"""Write policies: when a node's pages are copied to the host, two numbers each; and which settings fit together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from serinus.cache.eviction import POLICIES
 from serinus.cache.node import Node
+from serinus.cache.ports import PageMover, PageStorage
+from serinus.cache.results import CacheGeometry
+from serinus.core.errors import ConfigError
 
-__all__ = ["WRITE_POLICIES", "WritePolicy"]
+__all__ = ["WRITE_POLICIES", "WritePolicy", "check_settings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +40,20 @@ WRITE_POLICIES: Mapping[str, WritePolicy] = {
     "write_back": WritePolicy(name="write_back", backup_after_hits=None, watermark=0.1),
 }
 """By name, as the settings call them."""
+
+
+def check_settings(
+    geometry: CacheGeometry, policy: str, write_policy: str, mover: PageMover | None, storage: PageStorage | None
+) -> None:
+    """Raises ConfigError for settings of a cache that do not fit together."""
+    if policy not in POLICIES:
+        raise ConfigError(f"cache: eviction policy is {policy!r}, expected one of {', '.join(POLICIES)}")
+    if write_policy not in WRITE_POLICIES:
+        raise ConfigError(f"cache: write policy is {write_policy!r}, expected one of {', '.join(WRITE_POLICIES)}")
+    if (mover is None) != (geometry.host_full_pages == 0):
+        raise ConfigError(
+            f"cache: {geometry.host_full_pages} host pages {'without' if mover is None else 'with'} a mover,"
+            " expected both or neither"
+        )
+    if storage is not None and mover is None:
+        raise ConfigError("cache: a storage without a host tier, expected host pages for it to fill")

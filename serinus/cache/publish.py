@@ -8,18 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serinus.cache.ledger import Owner, Pages
 from serinus.cache.node import NO_PAGES, Lease, Node
-from serinus.cache.results import PartPages
+from serinus.cache.results import Insertion, PartPages
 from serinus.cache.shelves import Shelves
+from serinus.cache.tiers import TierController
+from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
 
-__all__ = ["Published", "Publisher"]
+__all__ = ["Publisher", "nothing", "token_bytes"]
 
 
 @dataclass(slots=True)
-class Published:
+class _Placed:
     """What came of it, in order of position."""
 
     anchor: Node
@@ -28,14 +31,10 @@ class Published:
     """Canonical FULL pages."""
     duplicates: Pages
     """Own FULL pages that the tree did not need."""
-    known: int
-    """Pages that agreed with the tree, whoever's they are now."""
-    swa_first: int
-    """Index of the first of `swa_pages`."""
     swa_pages: Pages = field(default_factory=lambda: NO_PAGES)
     swa_duplicates: Pages = field(default_factory=lambda: NO_PAGES)
     nodes: list[Node] = field(default_factory=list)
-    """Every node of the published stretch."""
+    """Every node of the published stretch; only where there is more than one tier or part."""
 
 
 @dataclass(slots=True)
@@ -56,40 +55,76 @@ class _Merge:
 
 
 class Publisher:
-    """Puts pages into the tree behind a lease."""
+    """Puts pages into the tree behind a lease, and lets the lease grow over them."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, shelves: Shelves, tiers: TierController, windows: Windows) -> None:
         self._shelves = shelves
         self._tree = shelves.tree
+        self._tiers = tiers
+        self._windows = windows
 
-    def publish(self, lease: Lease, data: bytes, pages: PartPages, start: int, swa_first: int) -> Published:
-        """`data` (whole pages of ids as bytes, from position `start`, the lease's end) is in the tree afterwards.
+    def publish(
+        self, lease: Lease, tokens: NDArray[np.int32], pages: PartPages, start: int, swa_first: int
+    ) -> tuple[Insertion, Node | None]:
+        """Put the whole pages behind the lease into the tree and grow the lease; duplicates stay the request's.
 
-        `pages.full`: exactly its pages. `pages.swa`: own SWA pages from index `swa_first` on, exactly up to its end.
+        `pages.full` from position `start`, the lease's end, on; `pages.swa` from page `swa_first` on. Also gives a
+        node of the lease's window that has no SWA, if there is one: the caller broke its promise.
         """
+        size = self._tree.page_size
+        count = len(tokens) // size
+        if len(pages.full) < count:
+            raise InvariantError(f"cache: {len(pages.full)} pages for {len(tokens)} tokens, expected {count} or more")
+        if not count or lease.sound_end is not None:
+            return nothing(lease, start, size), None
+        if not lease.rid:
+            lease.rid = self._shelves.device.ledger.owner_rid(int(pages.full[0]))
+        low, high = start // size, start // size + count
+        first = min(max(swa_first, low), high)
+        swa = NO_PAGES
+        if self._shelves.swa is not None:
+            given = first - min(swa_first, first)
+            swa = pages.swa[given : given + high - first].copy()
+        own = PartPages(full=pages.full[:count].copy(), swa=swa)
+        done = self._place(lease, token_bytes(tokens[: count * size]), own, start, first)
+        if self._shelves.host is not None:
+            self._tiers.backups.used(done.nodes)
+        old = lease.anchor
+        self._tree.pin(done.anchor)
+        lease.anchor = done.anchor
+        bare = self._windows.pin(lease, old.end)
+        self._tree.unpin(old)
+        self._tree.touch(done.anchor, hit=False, priority=lease.priority)
+        insertion = Insertion(
+            rid=lease.rid, from_pos=start, end=high * size, pages=done.pages, duplicates=done.duplicates, lease=lease,
+            swa_first=first, swa_pages=done.swa_pages, swa_duplicates=done.swa_duplicates,
+        )  # fmt: skip
+        return insertion, bare
+
+    def _place(self, lease: Lease, data: bytes, own: PartPages, start: int, swa_first: int) -> _Placed:
+        """`data` (whole pages of ids as bytes, from the lease's end on) is in the tree afterwards."""
         tree, shelves = self._tree, self._shelves
         found = tree.descend(lease.anchor, data, start)
         node, path = found.node, found.path
         if found.partial is not None:
             node = shelves.split(found.partial, found.end).upper
             path.append(node)
-        own = pages.full
-        size = tree.page_size
-        known = (found.end - start) // size
+        full = own.full
+        known = (found.end - start) // tree.page_size
         owner = shelves.device.ledger.request_owner(lease.rid)
         if shelves.plain:
-            if known < len(own):
-                node = shelves.grow(node, memoryview(data)[known * tree.key_bytes :], own[known:], owner)
-            canonical = np.concatenate([*[each.pages for each in path], own[known:]]) if known else own
-            return Published(node, canonical, own[:known], known, start // size + len(own))
+            if known < len(full):
+                node = shelves.grow(node, memoryview(data)[known * tree.key_bytes :], full[known:], owner)
+            canonical = np.concatenate([*[each.pages for each in path], full[known:]]) if known else full
+            return _Placed(node, canonical, full[:known])
         swa_owner = 0 if shelves.swa is None else shelves.swa.ledger.request_owner(lease.rid)
-        merge = _Merge(own, pages.swa, start // size, swa_first, owner, swa_owner)
+        merge = _Merge(full, own.swa, start // tree.page_size, swa_first, owner, swa_owner)
         nodes = self._merge(path, merge)
-        if known < len(own):
+        if known < len(full):
             nodes += self._grow(node, data, known, merge)
             node = nodes[-1]
-        return Published(
-            node, _join(merge.canonical), _join(merge.duplicates), known, swa_first, _join(merge.swa_canonical),
+        return _Placed(
+            node, _join(merge.canonical), _join(merge.duplicates), _join(merge.swa_canonical),
             _join(merge.swa_duplicates), nodes,
         )  # fmt: skip
 
@@ -149,6 +184,21 @@ class Publisher:
                 shelves.attach(shelves.swa, node, mine, merge.swa_owner, "publish")
                 merge.swa_canonical.append(node.swa)
         return grown
+
+
+def nothing(lease: Lease, start: int, page_size: int) -> Insertion:
+    """An insertion that published nothing."""
+    return Insertion(
+        rid=lease.rid, from_pos=start, end=start, pages=NO_PAGES, duplicates=NO_PAGES, lease=lease,
+        swa_first=start // page_size,
+    )  # fmt: skip
+
+
+def token_bytes(tokens: NDArray[np.int32]) -> bytes:
+    """The ids as bytes, checked to be what the tree compares: a vector of int32."""
+    if tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise InvariantError(f"cache: tokens are {tokens.dtype}[{tokens.ndim}-d], expected a vector of int32")
+    return tokens.tobytes()
 
 
 def _join(arrays: list[Pages]) -> Pages:

@@ -17,6 +17,7 @@ from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.prefetch import Prefetches, StorageWrites
 from serinus.cache.results import CacheNews, Loaded
 from serinus.cache.shelves import Shelves
+from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
 
@@ -32,6 +33,7 @@ class TierController:
         self,
         shelves: Shelves,
         policy: WritePolicy,
+        windows: Windows,
         window: int | None,
         mover: PageMover | None,
         storage: PageStorage | None,
@@ -42,7 +44,7 @@ class TierController:
         self.table = CopyTable(shelves.tree)
         self.host = HostTier(shelves)
         self.backups = Backups(shelves, self.table, self.host, policy, window, self._submit, self.wait)
-        self.loads = Loads(shelves, self.table, window)
+        self.loads = Loads(shelves, self.table, windows, window)
         self.prefetches: Prefetches | None = None
         self.writes: StorageWrites | None = None
         if storage is not None:

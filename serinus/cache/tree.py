@@ -14,7 +14,7 @@ import numpy as np
 
 from serinus.cache.eviction import Queues
 from serinus.cache.ledger import Pages
-from serinus.cache.node import FAR, NO_PAGES, TOKEN_BYTES, Lease, Node, Span
+from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Lease, Node, Span
 
 __all__ = ["Descent", "RadixTree", "Split", "Victims"]
 
@@ -205,12 +205,10 @@ class RadixTree:
         return lease
 
     def end_lease(self, lease: Lease) -> None:
-        """The lease pins nothing any more, FULL or SWA."""
+        """The lease pins nothing any more; its SWA pins ended before."""
         assert lease.live, f"cache: L5 {lease} has ended before"
         lease.live = False
         del self.leases[lease]
-        if lease.swa_from < lease.anchor.end:
-            self._unpin_window(lease, FAR)
         self.unpin(lease.anchor)
 
     def pin(self, node: Node) -> None:
@@ -245,49 +243,6 @@ class RadixTree:
             if not above.device_children:
                 self._loose_end(above)
             above = above.parent
-
-    def pin_window(self, lease: Lease, old_end: int) -> Node | None:
-        """The lease grew from `old_end` to its anchor: pin the SWA of the new nodes that reach beyond `swa_want`.
-
-        Returns one of them that has no device SWA, if there is one: the caller promised that there is none.
-        Cost: those nodes.
-        """
-        node = lease.anchor
-        first, edge, bare = node.end, FAR, None
-        while node.parent is not None and node.start >= old_end and node.end > lease.swa_want:
-            if not node.swa_pins:
-                self.evictable_swa -= len(node.swa) - node.swa_held
-            node.swa_pins += 1
-            node.swa_use = self.clock
-            if not len(node.swa):
-                bare = node
-            first, edge = node.start, node.end
-            node = node.parent
-        if lease.swa_from >= old_end:
-            lease.swa_from, lease.swa_edge = first, edge
-        return bare
-
-    def advance_window(self, lease: Lease, want: int) -> None:
-        """The lease's request reads SWA from `want` on only. Cost: nothing until a node is passed, then its nodes."""
-        lease.swa_want = max(lease.swa_want, want)
-        if want >= lease.swa_edge:
-            self._unpin_window(lease, want)
-
-    def _unpin_window(self, lease: Lease, want: int) -> None:
-        """Take the SWA pins off the nodes that end at or before `want`."""
-        node = lease.anchor
-        first, edge = node.end, FAR
-        while node.parent is not None and node.start >= lease.swa_from:
-            if node.end > want:
-                first, edge = node.start, node.end
-            else:
-                node.swa_pins -= 1
-                node.swa_use = self.clock
-                if not node.swa_pins and len(node.swa):
-                    self.evictable_swa += len(node.swa) - node.swa_held
-                    self.swa_queue.push(node)
-            node = node.parent
-        lease.swa_from, lease.swa_edge = first, edge
 
     def set_busy(self, span: Span, change: int) -> None:
         """A copy or a plan over `span` begins (1) or ends (-1)."""
@@ -413,7 +368,9 @@ class RadixTree:
     def drop(self, leaf: Node) -> None:
         """Take an unpinned node without children out, and all it has; its parent inherits what it knew of use."""
         parent = leaf.parent
-        assert parent is not None and not leaf.children and not leaf.pins, f"cache: {leaf} is dropped, expected a leaf"
+        assert parent is not None, "cache: a root is no leaf"
+        assert not leaf.children, f"cache: {leaf} is dropped and has children"
+        assert not leaf.pins, f"cache: {leaf} is dropped and pinned"
         if not len(leaf.host):
             self.cached_pages -= len(leaf.pages)
             self.evictable_pages -= len(leaf.pages) - leaf.held
