@@ -2,5 +2,6 @@
 
 from serinus.runner.runner import Runner
 from serinus.runner.sampler import Sampled, Sampler
+from serinus.runner.token_oracle import OracleSampler, oracle_token
 
-__all__ = ["Runner", "Sampled", "Sampler"]
+__all__ = ["OracleSampler", "Runner", "Sampled", "Sampler", "oracle_token"]

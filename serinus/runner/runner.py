@@ -19,6 +19,7 @@ from serinus.kernels import AttentionBatch, Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook
 from serinus.pool import DevicePool, RequestTable
 from serinus.runner.sampler import Sampled, Sampler, token_logprobs
+from serinus.runner.token_oracle import OracleSampler
 
 __all__ = ["Runner"]
 
@@ -36,8 +37,9 @@ class Runner:
         kernels: Kernels,
         *,
         hook: ForwardHook | None = None,
+        token_oracle: bool = False,
     ) -> None:
-        """A pool and a table for each of model.spec.parts.
+        """A pool and a table for each of model.spec.parts. `token_oracle`: tokens do not come from logits (OracleSampler).
 
         Raises InvariantError where the parts, or a pool's layers or dtype, are not the model's.
         """
@@ -60,7 +62,7 @@ class Runner:
         self._rows = {part: table.table for part, table in tables.items()}
         self._slides = Part.SWA in parts
         self._device = pools[Part.FULL].spec.device
-        self._sampler = Sampler(kernels)
+        self._sampler: Sampler | OracleSampler = OracleSampler() if token_oracle else Sampler(kernels)
         self._hook: ForwardHook = hook or NullHook()
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -66,6 +66,7 @@ class DirectEngine:
         hook: ForwardHook | None = None,
         device: str = "cpu",
         canary: Callable[[DirectEngine], Canary] | None = None,
+        token_oracle: bool = False,
     ) -> None:
         """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there."""
         spec = model.spec
@@ -93,7 +94,9 @@ class DirectEngine:
         """What the canary found, in order."""
         hooks = [] if hook is None else [hook]
         hooks += [] if self.canary is None else [self.canary.hook]
-        self.runner = Runner(model, self.pools, self.tables, kernels, hook=compose_hooks(hooks))
+        self.runner = Runner(
+            model, self.pools, self.tables, kernels, hook=compose_hooks(hooks), token_oracle=token_oracle
+        )
         rng = Rng(seed)
         self._pages: dict[Part, list[int]] = {}
         for part in spec.parts:

@@ -1,0 +1,158 @@
+"""PerturbPlan: which faults, how often, where and from when on. Data with a seed; Injection: what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
+from serinus.kernels.canary import Reason
+
+__all__ = ["MODES", "Injection", "Mode", "PerturbPlan", "parse_perturb"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """One kind of fault, and who must report it."""
+
+    damage: str
+    """What it does, in words."""
+    found_by: str
+    """Launch tags that must report it begin with one of these words, separated by a bar."""
+    reasons: Reason
+    """Each report has at least one of these reasons, and no other."""
+    has_part: bool = True
+    """Whether it damages KV of one part (else tokens)."""
+    reads_bytes: bool = True
+    """Whether only digests of KV can find it."""
+
+
+MODES: Mapping[str, Mode] = {
+    "req_to_token": Mode(
+        damage="one row entry of a running request is pointed at another active slot",
+        found_by="HEAD|TAIL",
+        reasons=Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION,
+        reads_bytes=False,
+    ),
+    "real_kv_used": Mode(
+        damage="first byte of a slot that a running request reads",
+        found_by="TAIL",
+        reasons=Reason.VERIFY_REAL_KV_HASH,
+    ),
+    "real_kv_unused_cache": Mode(
+        damage="first byte of a cached slot that nobody uses, just before a sweep",
+        found_by="SWEEP",
+        reasons=Reason.VERIFY_REAL_KV_HASH,
+    ),
+    "real_kv_post_forward": Mode(
+        damage="first byte of a slot that this very forward pass wrote, after it was stamped",
+        found_by="TAIL",
+        reasons=Reason.VERIFY_REAL_KV_HASH,
+    ),
+    "next_token_swap": Mode(
+        damage="two requests' sampled tokens are exchanged",
+        found_by="HEAD",
+        reasons=Reason.WRITE_TOKEN,
+        has_part=False,
+        reads_bytes=False,
+    ),
+    "tier_bytes": Mode(
+        damage="one byte of a page in the host tier",
+        found_by="TAIL",
+        reasons=Reason.VERIFY_REAL_KV_HASH,
+    ),
+    "transfer_bytes": Mode(
+        damage="one byte of a page on its way to another engine",
+        found_by="TAIL",
+        reasons=Reason.VERIFY_REAL_KV_HASH,
+    ),
+}
+"""By name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerturbPlan:
+    """Raises ConfigError for what is no plan."""
+
+    probabilities: Mapping[str, float] = field(default_factory=dict)
+    """Chance of each mode in each step (of tier_bytes and transfer_bytes: in each step, and for each page sent)."""
+    target: Part = Part.FULL
+    """The part that is damaged."""
+    warmup_steps: int = 50
+    """Steps before the first fault."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, probability in self.probabilities.items():
+            if name not in MODES:
+                raise ConfigError(f"canary: perturbation {name!r}, expected one of {', '.join(MODES)}")
+            if not 0 <= probability <= 1:
+                raise ConfigError(f"canary: perturbation {name} has probability {probability}, expected 0 to 1")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"canary: perturbation warm-up of {self.warmup_steps} steps, expected 0 or more")
+
+    def check(
+        self, *, parts: Collection[Part], real_data: str, sweep_interval: int, has_host: bool, has_oracle: bool,
+        sends: bool,
+    ) -> None:  # fmt: skip
+        """Raise ConfigError where a mode cannot be found, or cannot happen, with these settings."""
+        for name, mode in self.probabilities.items():
+            if not mode:
+                continue
+            if MODES[name].has_part and self.target not in parts:
+                raise ConfigError(
+                    f"canary: perturbation {name} of part {self.target.name.lower()}, which this model has no layers"
+                    f" of; expected {' or '.join(part.name.lower() for part in sorted(parts))}"
+                )
+            if MODES[name].reads_bytes and real_data == "none":
+                raise ConfigError(
+                    f"canary: perturbation {name} damages KV bytes, but --kv-canary-real-data is none; expected"
+                    f" partial or all"
+                )
+        self._need("real_kv_unused_cache", sweep_interval > 0, "--kv-canary-sweep-interval above 0")
+        self._need("tier_bytes", has_host, "--enable-hierarchical-cache")
+        self._need("next_token_swap", has_oracle, "--sampling-backend token_oracle")
+        self._need("transfer_bytes", sends, "--disaggregation-mode prefill")
+
+    def _need(self, name: str, there: bool, what: str) -> None:
+        if self.probabilities.get(name) and not there:
+            raise ConfigError(f"canary: perturbation {name} without {what}, expected it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """One fault that was planted."""
+
+    mode: str
+    step: int
+    part: str = ""
+    slot: int = 0
+    """Where; 0 where tokens were damaged, or a page that is not on the device."""
+    position: int = -1
+    rid: str = ""
+    before: int = 0
+    after: int = 0
+
+    def line(self) -> str:
+        """key=value in a fixed order, for the log."""
+        return (
+            f"kv_canary injected: mode={self.mode} step={self.step} part={self.part or '-'} slot_idx={self.slot}"
+            f" position={self.position} req={self.rid or '-'} before={self.before} after={self.after}"
+        )
+
+
+def parse_perturb(text: str) -> dict[str, float]:
+    """NAME=PROB[,NAME=PROB...] as a mapping. Raises ConfigError."""
+    found: dict[str, float] = {}
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = item.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(
+                f"canary: perturbation {item!r}, expected NAME=PROBABILITY, for instance real_kv_used=0.01"
+            )
+    return found

@@ -1,0 +1,45 @@
+"""slot_picker: the one place that chooses whose slot is damaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serinus.canary.hook import PartLanes, StepChecks
+from serinus.core.rng import Rng
+from serinus.models import ForwardBatch
+
+__all__ = ["Victim", "pick_active", "pick_written"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """One slot of one sequence of the step."""
+
+    sequence: int
+    """Index in the step's work."""
+    row: int
+    position: int
+    slot: int
+
+
+def pick_active(rng: Rng, lanes: PartLanes, checks: StepChecks) -> Victim | None:
+    """A slot that the step reads and does not write; None where there is none. Reads the table: waits for a device."""
+    spans = [(i, span) for i, span in enumerate(checks.spans[lanes.part]) if span.high > span.low]
+    if not spans:
+        return None
+    sequence, span = rng.choice(spans)
+    position = rng.randrange(span.low, span.high)
+    slot = int(lanes.table_RC[span.row, position])
+    return Victim(sequence=sequence, row=span.row, position=position, slot=slot) if slot else None
+
+
+def pick_written(rng: Rng, lanes: PartLanes, batch: ForwardBatch) -> Victim | None:
+    """A slot that the step wrote, and that the next one reads (the last position of a sequence)."""
+    ends = (batch.attention.q_starts_B1[1:] - 1).tolist()
+    sequence = rng.randrange(len(ends))
+    at = ends[sequence]
+    slot = int(batch.slots_of(lanes.part)[at])
+    if not slot:
+        return None
+    row, position = int(batch.attention.rows_B[sequence]), int(batch.positions_T[at])
+    return Victim(sequence=sequence, row=row, position=position, slot=slot)

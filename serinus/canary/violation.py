@@ -1,0 +1,113 @@
+"""Violation: one broken promise about KV, with everything needed to find out who broke it. Plain data."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from serinus.core.parts import Part
+from serinus.kernels.canary import Reason, StampLane
+
+__all__ = ["Violation", "ViolationLog", "launch_tag", "reason_names"]
+
+
+def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
+    """The name of a check: {HEAD, TAIL, SWEEP}_{K, V}_{FULL, SWA}."""
+    when, half = lane.name.split("_")
+    return f"{'SWEEP' if sweep else when}_{half}_{part.name}"
+
+
+def reason_names(reasons: Reason) -> tuple[str, ...]:
+    """In lower case, as logs and metrics have them."""
+    return tuple(str(reason.name).lower() for reason in Reason if reason in reasons)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """What was expected of one slot, what was found there, and who had to do with it."""
+
+    step: int
+    """Step of the engine in which it was found."""
+    tag: str
+    """Which check found it (launch_tag)."""
+    reasons: Reason
+    part: Part
+    slot: int
+    page: int
+    position: int
+    """Position the slot was checked as."""
+    stored_position: int
+    stored_token: int
+    expected_token: int
+    stored_hash: int
+    expected_hash: int
+    stored_digest: int
+    found_digest: int
+    rid: str = ""
+    """The request whose row (or arrival) was checked; empty for the sweep."""
+    owner: str = ""
+    """Who owns the page, by the ledger."""
+    users: tuple[str, ...] = ()
+    """Requests whose rows name the page."""
+    history: str = ""
+    """The page's last operations."""
+
+    def line(self) -> str:
+        """key=value in a fixed order, for the log."""
+        values = {
+            "launch_tag": self.tag,
+            "fail_reason": "|".join(reason_names(self.reasons)),
+            "slot_idx": self.slot,
+            "position": self.position,
+            "stored_position": self.stored_position,
+            "stored_token": self.stored_token,
+            "expected_token": self.expected_token,
+            "stored_chain_hash": f"{self.stored_hash & _MASK64:#018x}",
+            "expected_chain_hash": f"{self.expected_hash & _MASK64:#018x}",
+            "stored_kv_digest": f"{self.stored_digest & _MASK64:#018x}",
+            "found_kv_digest": f"{self.found_digest & _MASK64:#018x}",
+            "step": self.step,
+            "page": self.page,
+            "req": self.rid or "-",
+            "owner": self.owner.replace(" ", "_") or "-",
+            "users": ",".join(self.users) or "-",
+            "history": self.history.replace(" ", "_") or "-",
+        }
+        return "kv_canary violation: " + " ".join(f"{key}={value}" for key, value in values.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """For `GET /canary`."""
+        values = asdict(self)
+        values.update(reasons=list(reason_names(self.reasons)), part=self.part.name, users=list(self.users))
+        for name in ("stored_hash", "expected_hash", "stored_digest", "found_digest"):
+            values[name] = f"{values[name] & _MASK64:#018x}"
+        return values
+
+
+_MASK64 = (1 << 64) - 1
+
+
+class ViolationLog:
+    """The latest violations, and how many there ever were."""
+
+    def __init__(self, kept: int = 256) -> None:
+        self._latest: deque[Violation] = deque(maxlen=kept)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """By (reason, tag)."""
+        self.total = 0
+        """Ever, those whose detail was lost to the ring's overflow included."""
+
+    def add(self, violation: Violation) -> None:
+        """One more; a violation of several reasons counts under each."""
+        self._latest.append(violation)
+        for reason in reason_names(violation.reasons):
+            self.counts[reason, violation.tag] += 1
+
+    def __iter__(self) -> Iterator[Violation]:
+        """The latest, oldest first."""
+        return iter(tuple(self._latest))
+
+    def __len__(self) -> int:
+        return len(self._latest)

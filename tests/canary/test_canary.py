@@ -1,0 +1,191 @@
+"""The canary around real forward passes of the toy: silent while KV is sound, precise when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from serinus.canary import CanarySettings, Violation
+from serinus.core.errors import ConfigError, InvariantError
+from serinus.core.parts import PageSpan, Part
+from serinus.core.rng import Rng
+from serinus.kernels.canary import Reason
+from serinus.testing.direct import DirectEngine, DirectSeq
+
+from .watched import PAGE, SHAPES, StandingFacts, decode, started, watched
+
+PROMPTS = [list(range(20, 43)), list(range(60, 75)), [5]]
+
+
+def part_of(engine: DirectEngine) -> Part:
+    """The part whose KV the tests damage: the sliding one where there is one."""
+    return Part.SWA if Part.SWA in engine.pools else Part.FULL
+
+
+def slot_at(engine: DirectEngine, seq: DirectSeq, position: int) -> int:
+    slots = seq.swa_slots if part_of(engine) is Part.SWA else seq.slots
+    assert slots is not None
+    return int(slots[position])
+
+
+def flip(engine: DirectEngine, slot: int, layer: int = 0, half: int = 0, byte: int = 0) -> None:
+    pool = engine.pools[part_of(engine)].layers[layer][half]
+    row = pool.view(len(pool), -1).view(torch.uint8)[slot]
+    row[byte] ^= 0x5A
+
+
+def found(violations: list[Violation]) -> set[tuple[str, str, int]]:
+    return {(v.tag, str(v.reasons.name), v.slot) for v in violations}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "settings", [{}, {"stride": 4}, {"real_data": "partial"}, {"real_data": "none"}, {"entries_max": 8}]
+)
+def test_a_sound_engine_is_never_accused(tmp_path: Path, shape: str, settings: dict[str, object]) -> None:
+    engine = watched(tmp_path, shape, **settings)
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 30)
+    assert engine.violations == []
+    assert engine.canary is not None
+    assert all(engine.canary.due_slots.values())
+    assert "violations=0" in engine.canary.stats_line()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_flipped_byte_is_reported_at_its_slot_and_nowhere_else(tmp_path: Path, shape: str) -> None:
+    engine = watched(tmp_path, shape)
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 2)
+    slot = slot_at(engine, seqs[0], seqs[0].done - 3)
+    flip(engine, slot, half=1, byte=5)
+    decode(engine, seqs, 1)
+    part = part_of(engine).name
+    assert found(engine.violations) == {(f"TAIL_V_{part}", "VERIFY_REAL_KV_HASH", slot)}
+    violation = engine.violations[0]
+    assert violation.rid == f"row{seqs[0].row}"
+    assert violation.position == seqs[0].done - 1 - 3
+    assert violation.owner == f"owner of {part} {slot // PAGE}"
+    assert violation.line().startswith(
+        f"kv_canary violation: launch_tag=TAIL_V_{part} fail_reason=verify_real_kv_hash slot_idx={slot} position="
+    )
+    assert violation.as_json()["users"] == [f"user of {slot // PAGE}"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_partial_digests_see_the_first_16_bytes_and_rotating_coverage_sees_all_within_its_turns(
+    tmp_path: Path, shape: str
+) -> None:
+    engine = watched(tmp_path, shape, real_data="partial", stride=3)
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 4)
+    slot = slot_at(engine, seqs[0], seqs[0].done - 2)
+    flip(engine, slot, byte=15)
+    decode(engine, seqs, 3)
+    assert {v.slot for v in engine.violations} == {slot}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_that_names_another_slot_breaks_the_chain(tmp_path: Path, shape: str) -> None:
+    engine = watched(tmp_path, shape, real_data="none")
+    seqs = started(engine, PROMPTS)
+    part = part_of(engine)
+    wrong = seqs[0].done - 4
+    engine.tables[part].table[seqs[0].row, wrong] = slot_at(engine, seqs[1], 3)
+    decode(engine, seqs, 1)
+    at_fault = [v for v in engine.violations if v.position == wrong]
+    assert {v.tag for v in at_fault} == {f"{when}_{half}_{part.name}" for when in ("HEAD", "TAIL") for half in "KV"}
+    assert all(v.reasons & (Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION) for v in engine.violations)
+    assert {v.rid for v in engine.violations} == {f"row{seqs[0].row}"}
+
+
+def test_a_row_entry_that_became_padding_is_a_canary_that_does_not_sing(tmp_path: Path) -> None:
+    engine = watched(tmp_path, "full")
+    seqs = started(engine, PROMPTS)
+    engine.table.table[seqs[0].row, 2] = 0
+    with pytest.raises(InvariantError, match="does not sing"):
+        decode(engine, seqs, 1)
+
+
+def test_the_sweep_finds_what_sleeps_in_the_cache(tmp_path: Path) -> None:
+    facts = StandingFacts()
+    engine = watched(tmp_path, "full", facts=facts, sweep_interval=2)
+    seqs = started(engine, PROMPTS)
+    asleep = seqs[0]
+    facts.cached[Part.FULL] = (asleep.slots[:20].tolist(), list(range(20)))
+    decode(engine, seqs[1:], 2)
+    assert engine.violations == []
+    flip(engine, int(asleep.slots[7]))
+    decode(engine, seqs[1:], 2)
+    assert found(engine.violations) == {("SWEEP_K_FULL", "VERIFY_REAL_KV_HASH", int(asleep.slots[7]))}
+    assert engine.canary is not None
+    assert engine.canary.sweep_passes >= 2
+
+
+@pytest.mark.parametrize("shape", ["full", "both"])
+def test_pages_that_arrive_are_held_against_the_requests_own_tokens(tmp_path: Path, shape: str) -> None:
+    engine = watched(tmp_path, shape)
+    canary = engine.canary
+    assert canary is not None
+    seq = started(engine, PROMPTS[:1])[0]
+    length = len(seq.prompt)
+    pages = (seq.slots[: length + PAGE - 1 : PAGE] // PAGE).astype(np.int32)[: -(-length // PAGE)]
+    span = PageSpan(part=Part.FULL, first=0, pages=pages)
+    assert canary.arrived("mine", [span], length, seq.prompt) == []
+    other = seq.prompt.copy()
+    other[9] += 1
+    accused = canary.arrived("mine", [span], length, other)
+    assert found(accused) == {(f"TAIL_{h}_FULL", "VERIFY_TOKEN", int(seq.slots[9])) for h in "KV"}
+    assert {v.rid for v in accused} == {"mine"}
+    late = PageSpan(part=Part.FULL, first=2, pages=pages[2:])
+    assert canary.arrived("mine", [late], length, seq.prompt) == []
+    engine.pool.k[0][int(seq.slots[11])] += 1
+    assert {v.slot for v in canary.arrived("mine", [late], length, seq.prompt)} == {int(seq.slots[11])}
+
+
+def test_a_token_that_the_oracle_did_not_emit_is_a_write_violation(tmp_path: Path) -> None:
+    engine = watched(tmp_path, "full", real_data="none", token_oracle=True)
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 3)
+    assert engine.violations == []
+    right = seqs[1].output[-1]
+    seqs[1].output[-1] = right + 1
+    decode(engine, seqs, 1)
+    assert {(v.tag, v.reasons, v.rid) for v in engine.violations} == {
+        (f"HEAD_{half}_FULL", Reason.WRITE_TOKEN, f"row{seqs[1].row}") for half in "KV"
+    }
+    assert {(v.stored_token, v.expected_token) for v in engine.violations} == {(right + 1, right)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_flipped_byte_of_a_live_page_is_found_there_alone(tmp_path: Path, shape: str) -> None:
+    """200 random bytes of K and V, any layer, each undone before the next."""
+    engine = watched(tmp_path, shape)
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 2)
+    rng = Rng(7)
+    pool = engine.pools[part_of(engine)]
+    width = pool.layers[0][0][0].numel() * 2
+    window = engine.model.spec.window or 1 << 30
+    for _ in range(40):
+        seq = seqs[rng.randrange(2)]
+        position = rng.randrange(max(0, seq.done - window + 1), seq.done)
+        slot, layer, half = slot_at(engine, seq, position), rng.randrange(len(pool.layers)), rng.randrange(2)
+        byte = rng.randrange(width)
+        flip(engine, slot, layer, half, byte)
+        engine.violations.clear()
+        decode(engine, seqs, 1)
+        assert {(v.tag[5], v.slot) for v in engine.violations} == {("KV"[half], slot)}
+        flip(engine, slot, layer, half, byte)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="real data is 'some'"):
+        CanarySettings(page_size=4, real_data="some")
+    with pytest.raises(ConfigError, match="stride is 0"):
+        CanarySettings(page_size=4, stride=0)
