@@ -39,7 +39,7 @@ class Runner:
         hook: ForwardHook | None = None,
         token_oracle: bool = False,
     ) -> None:
-        """A pool and a table for each of model.spec.parts. `token_oracle`: tokens do not come from logits (OracleSampler).
+        """A pool and a table for each of model.spec.parts. `token_oracle`: tokens come from no logits (OracleSampler).
 
         Raises InvariantError where the parts, or a pool's layers or dtype, are not the model's.
         """

@@ -77,7 +77,7 @@ def test_the_same_seed_plants_the_same_faults(tmp_path: Path) -> None:
 
 
 def test_nothing_happens_before_the_gate_opens(tmp_path: Path) -> None:
-    engine, perturber = perturbed(tmp_path, "full", "real_kv_used", steps=1)
+    engine, perturber = perturbed(tmp_path, "full", "real_kv_used", steps=0)
     assert engine.canary is not None
     assert engine.canary.steps <= WARM
     assert perturber.injections == []
