@@ -19,10 +19,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from report import emit, matmul_rate
 
 from serinus.core.clock import WallClock
 from serinus.core.ids import new_incarnation
+from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
@@ -67,7 +69,7 @@ def settings_of(name: str, incarnation: int, pool: DevicePool, backend: str) -> 
         model="bench", kv_dtype="bfloat16", page_size=PAGE, layer_count=LAYERS, kv_head_count=KV_HEADS, head_size=HEAD
     )
     return PdSettings(
-        engine=name, incarnation=incarnation, layout=layout, page_bytes=pool.page_bytes, vocab_size=32_000,
+        engine=name, incarnation=incarnation, layout=layout, vocab_size=32_000,
         backends=(backend,), host=host_identity(),
     )  # fmt: skip
 
@@ -84,7 +86,7 @@ def prefill_process(backend: str, pages: int) -> None:
         for result in port.poll(0.1):
             if isinstance(result, AddPrefill):
                 ids = np.arange(1, pages + 1, dtype=np.int32)
-                port.handle(ChunkComputed(xid=result.xid, first=0, pages=ids, last=True, token=7))
+                port.handle(ChunkComputed(xid=result.xid, spans=spans_of(ids), last=True, token=7))
 
 
 def socket_process(address: str, byte_count: int) -> None:
@@ -94,6 +96,11 @@ def socket_process(address: str, byte_count: int) -> None:
     with socket.create_connection((host, int(port))) as line:
         while line.recv(1):
             line.sendall(data)
+
+
+def spans_of(pages: NDArray[np.int32]) -> tuple[PageSpan, ...]:
+    """The pages of a whole prompt."""
+    return (PageSpan(part=Part.FULL, first=0, pages=pages),)
 
 
 def spawn(*args: str) -> subprocess.Popen[str]:
@@ -122,7 +129,7 @@ def handoff(backend: str, pages: int, tokens: int, rounds: int) -> dict[str, flo
 
     def once() -> float:
         begin = CLOCK.now()
-        port.handle(StartHandoff(rid="r", request=request, address=address, held=0, pages=ids))
+        port.handle(StartHandoff(rid="r", request=request, address=address, held=0, spans=spans_of(ids)))
         while True:
             for result in port.poll(1.0):
                 if isinstance(result, Landed):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from serinus.core.clock import Clock
+from serinus.core.errors import InvariantError
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import FinishReason, Request, TokenDelta
@@ -23,6 +24,8 @@ from serinus.pd import (
     Landed,
     PeerChanged,
     PeerState,
+    Quarantine,
+    QuarantineOver,
     Recompute,
     Shutdown,
     StartHandoff,
@@ -95,7 +98,7 @@ class DecodeRole:
                         request=request,
                         address=request.prefill_address,
                         held=reservation.held,
-                        pages=reservation.pages,
+                        spans=reservation.spans,
                     )
                 )
             )
@@ -151,6 +154,8 @@ class DecodeRole:
                     self._landed(result)
                 case Recompute():
                     self._failed(result)
+                case Quarantine() | QuarantineOver():
+                    raise InvariantError(f"engine: {result} from a receiver-checked backend, expected none")
                 case PeerChanged():
                     _log.info(
                         "prefill engine %s at %s is %s%s",

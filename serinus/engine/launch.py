@@ -78,7 +78,6 @@ def pd_settings(built: Built, incarnation: int, backends: tuple[str, ...]) -> Pd
         engine=config.engine_name,
         incarnation=incarnation,
         layout=layout_of(built),
-        page_bytes=built.pool.page_bytes,
         vocab_size=built.spec.vocab_size,
         backends=backends,
         host=host_identity(),
@@ -89,15 +88,17 @@ def pd_settings(built: Built, incarnation: int, backends: tuple[str, ...]) -> Pd
 
 
 def layout_of(built: Built) -> LayoutSignature:
-    """What shapes this engine's KV bytes; two engines hand over only where it is equal."""
+    """What shapes this engine's KV bytes; pd.layout says what may differ between two engines."""
     spec, pool = built.spec, built.pool.spec
     return LayoutSignature(
         model=spec.signature,
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         page_size=pool.page_size,
-        layer_count=pool.layer_count,
+        layer_count=spec.layer_count,
         kv_head_count=pool.kv_head_count,
         head_size=pool.head_size,
+        layer_parts=bytes(spec.layer_parts),
+        window=spec.window or 0,
     )
 
 

@@ -12,7 +12,6 @@ from serinus.core.clock import Clock
 from serinus.core.errors import CapacityError, RequestError
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
-from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request, TokenDelta
 from serinus.engine.wire_counts import WireCounts
 from serinus.pd import (
@@ -22,12 +21,14 @@ from serinus.pd import (
     ChunkComputed,
     Drain,
     EndPrefill,
+    ForgetPrefill,
     PeerChanged,
     PrefillDrained,
     PrefillPort,
     PrefillResult,
     ReleaseChunk,
     Shutdown,
+    StopPrefill,
 )
 from serinus.sched import ChunkReady, HandoffSpec, Scheduler
 from serinus.wire import ZmqChannel
@@ -48,7 +49,6 @@ class PrefillRole:
         self._metrics = metrics
         self._clock = clock
         self._xids: set[str] = set()
-        self._held_pages: dict[str, int] = {}
         self._wire_counts = WireCounts()
         self.channels = channels
 
@@ -66,8 +66,7 @@ class PrefillRole:
                 self._port.handle(
                     ChunkComputed(
                         xid=chunk.xid,
-                        first=chunk.spans[0].first - self._held_pages[chunk.xid],
-                        pages=chunk.pages,
+                        spans=chunk.spans,
                         last=chunk.last,
                         token=chunk.token,
                         logprobs=chunk.logprobs,
@@ -115,9 +114,13 @@ class PrefillRole:
                 case AddPrefill():
                     self._add(result)
                 case ReleaseChunk():
-                    self._scheduler.chunk_drained(result.xid, (PageSpan(part=Part.FULL, first=0, pages=result.pages),))
+                    self._scheduler.chunk_drained(result.xid, result.spans)
                 case PrefillDrained():
                     self._drained(result)
+                case StopPrefill():
+                    self._scheduler.abort(result.xid, result.reason)
+                case ForgetPrefill():
+                    self._scheduler.handoff_ended(result.xid)
                 case AbortPrefill():
                     self._ended(result)
                 case PeerChanged():
@@ -128,7 +131,6 @@ class PrefillRole:
 
     def _add(self, result: AddPrefill) -> None:
         self._xids.add(result.xid)
-        self._held_pages[result.xid] = result.held // self._scheduler.settings.page_size
         try:
             self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
         except (RequestError, CapacityError) as error:
@@ -137,14 +139,12 @@ class PrefillRole:
 
     def _drained(self, result: PrefillDrained) -> None:
         self._xids.discard(result.xid)
-        self._held_pages.pop(result.xid, None)
         self._scheduler.handoff_drained(result.xid)
         self._metrics.add("kv_transfer_pages", result.page_count, "sent")
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
 
     def _ended(self, result: AbortPrefill) -> None:
         self._xids.discard(result.xid)
-        self._held_pages.pop(result.xid, None)
         if self._scheduler.handoff_ended(result.xid):
             self._metrics.add("num_transfer_failed_reqs", 1, result.code)
         _log.warning("handoff %s ended (%s): %s", result.xid, result.code, result.reason)

@@ -4,8 +4,8 @@ How an engine loop drives it (both ports are single-threaded; nothing blocks but
 
     clock = WallClock()
     backends = make_backends("auto")
-    settings = PdSettings(engine="decode-0", incarnation=incarnation, layout=layout, page_bytes=pool.page_bytes,
-                          vocab_size=vocab, backends=tuple(b.name for b in backends), host=host_identity())
+    settings = PdSettings(engine="decode-0", incarnation=incarnation, layout=layout, vocab_size=vocab,
+                          backends=tuple(b.name for b in backends), host=host_identity())
 
 A decode engine connects on demand, to as many prefill engines as its requests name:
 
@@ -15,16 +15,18 @@ A decode engine connects on demand, to as many prefill engines as its requests n
     code, reason = port.machine.refusal(address)          # ("", "") = ask; e.g. ("peer_gone", "the connection broke")
     # every turn of the loop:
     for r in sched.take_reservations(now):
-        act(port.handle(StartHandoff(rid=r.rid, request=r.request, address=address, held=r.held, pages=r.pages)))
+        act(port.handle(StartHandoff(rid=r.rid, request=r.request, address=address, held=r.held, spans=r.spans)))
     act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
-    # an abort, in whatever phase; the pages are free on return:
-    port.handle(CancelHandoff(rid=rid)); sched.abort(rid, reason)
+    # an abort, in whatever phase; the pages are free on return, but for those that it asks to be quarantined:
+    act(port.handle(CancelHandoff(rid=rid))); sched.abort(rid, reason)
 
     def act(results):                                      # each StartHandoff ends with one Landed or one Recompute,
         for result in results:                             # unless it was cancelled
             match result:
                 case Landed(): sched.landed(result.rid, result.token, result.logprobs, now, ...)
                 case Recompute(): sched.recompute(result.rid, result.code)     # or an error, by --...-on-failure
+                case Quarantine(): sched.quarantine(result.spans)              # comes before the Recompute
+                case QuarantineOver(): sched.quarantine_over(result.spans)
                 case PeerChanged(): log and count
 
 A prefill engine binds and serves as many decode engines as come (requests are called by their xid there):
@@ -33,8 +35,8 @@ A prefill engine binds and serves as many decode engines as come (requests are c
     port = PrefillPort(settings, post=post, backends=backends, store=pool, clock=clock)
     # after each commit:
     for c in outcome.chunks:
-        act(port.handle(ChunkComputed(xid=c.xid, first=c.first_page_index, pages=c.pages, last=c.last, token=c.token,
-                                      logprobs=c.logprobs, cached_tokens=c.cached_tokens, ...)))
+        act(port.handle(ChunkComputed(xid=c.xid, spans=c.spans, last=c.last, token=c.token, logprobs=c.logprobs,
+                                      cached_tokens=c.cached_tokens, ...)))
     act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
     # a request that ended here on its own (an operator's abort, an error):
     act(port.handle(EndPrefill(xid=xid, code="aborted", reason=reason)))
@@ -44,7 +46,9 @@ A prefill engine binds and serves as many decode engines as come (requests are c
             match result:
                 case AddPrefill():                         # sched.add may refuse: EndPrefill(code="rejected")
                     sched.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
-                case ReleaseChunk(): sched.chunk_drained(result.xid, result.pages)
+                case ReleaseChunk(): sched.chunk_drained(result.xid, result.spans)
+                case StopPrefill(): sched.abort(result.xid, result.reason)     # its holds stay until AbortPrefill
+                case ForgetPrefill(): sched.handoff_ended(result.xid)          # AddPrefill may come again
                 case PrefillDrained(): sched.handoff_drained(result.xid)
                 case AbortPrefill(): sched.handoff_ended(result.xid)
                 case PeerChanged(): log and count
@@ -56,59 +60,136 @@ To wait for a front and for peers at once: `wire.wait_any([front_channel, pd_cha
 
 from __future__ import annotations
 
-from serinus.pd.backends import Backend, LocalBackend, ShmBackend, TcpBackend, host_identity, make_backends, shm_works
-from serinus.pd.clients import Client
-from serinus.pd.decode import DecodeSide
-from serinus.pd.events import (
+from serinus.pd.actions import (
     AbortPrefill,
     AddPrefill,
-    CancelHandoff,
-    ChunkComputed,
+    AttachPeer,
+    CancelReads,
+    CheckIn,
     ClosePeer,
-    Copied,
     CopyIn,
     DecodeAction,
-    DecodeEvent,
-    Drain,
-    EndPrefill,
+    FencePeer,
+    ForgetPrefill,
     Landed,
+    OfferPiece,
     OpenPeer,
-    PartStaged,
     PeerChanged,
-    PeerLost,
     PrefillAction,
     PrefillDrained,
-    PrefillEvent,
-    Received,
+    Quarantine,
+    QuarantineOver,
+    ReadIn,
     Recompute,
     ReleaseChunk,
     Send,
+    StagePiece,
+    StopPrefill,
+    Unstage,
+    WritePiece,
+)
+from serinus.pd.backends import (
+    Backend,
+    Fenced,
+    LocalBackend,
+    OneSided,
+    OpResult,
+    OpState,
+    Region,
+    ShmBackend,
+    TcpBackend,
+    host_identity,
+    make_backends,
+    make_one_sided,
+    shm_works,
+)
+from serinus.pd.clients import (
+    Client,
+)
+from serinus.pd.decode import (
+    DecodeSide,
+)
+from serinus.pd.events import (
+    CancelHandoff,
+    ChunkComputed,
+    Copied,
+    DecodeEvent,
+    Drain,
+    EndPrefill,
+    PeerFenced,
+    PeerLost,
+    PieceStaged,
+    PieceWritten,
+    PrefillEvent,
+    PrepareHandoff,
+    Received,
     Shutdown,
     StageFull,
-    StagePart,
     StartHandoff,
     Tick,
-    Unstage,
     WantPeer,
 )
-from serinus.pd.integrity import digest_pages, digest_seed, first_bad_page
-from serinus.pd.layout import difference
-from serinus.pd.ports import TICK_S, DecodePort, DecodeResult, PageStore, PrefillPort, PrefillResult
-from serinus.pd.prefill import PrefillSide
-from serinus.pd.registry import Peer, PeerState
-from serinus.pd.settings import PdSettings
+from serinus.pd.integrity import (
+    check_pages,
+    digest_pages,
+    digest_seed,
+    first_bad_page,
+)
+from serinus.pd.layout import (
+    Cut,
+    RankLayout,
+    Shard,
+    cut,
+    difference,
+    recut,
+    target_range,
+)
+from serinus.pd.modes import (
+    Capabilities,
+    Fence,
+    Mode,
+)
+from serinus.pd.ports import (
+    TICK_S,
+    AnyBackend,
+    DecodePort,
+    DecodeResult,
+    PrefillPort,
+    PrefillResult,
+)
+from serinus.pd.prefill import (
+    PrefillSide,
+)
+from serinus.pd.registry import (
+    Peer,
+    PeerState,
+)
+from serinus.pd.settings import (
+    PdSettings,
+)
+from serinus.pd.stores import (
+    Intake,
+    PageStore,
+    Stores,
+)
 
 __all__ = [
     "TICK_S",
     "AbortPrefill",
     "AddPrefill",
+    "AnyBackend",
+    "AttachPeer",
     "Backend",
     "CancelHandoff",
+    "CancelReads",
+    "Capabilities",
+    "CheckIn",
     "ChunkComputed",
     "Client",
     "ClosePeer",
     "Copied",
     "CopyIn",
+    "Cut",
     "DecodeAction",
     "DecodeEvent",
     "DecodePort",
@@ -116,40 +197,67 @@ __all__ = [
     "DecodeSide",
     "Drain",
     "EndPrefill",
+    "Fence",
+    "FencePeer",
+    "Fenced",
+    "ForgetPrefill",
+    "Intake",
     "Landed",
     "LocalBackend",
+    "Mode",
+    "OfferPiece",
+    "OneSided",
+    "OpResult",
+    "OpState",
     "OpenPeer",
     "PageStore",
-    "PartStaged",
     "PdSettings",
     "Peer",
     "PeerChanged",
+    "PeerFenced",
     "PeerLost",
     "PeerState",
+    "PieceStaged",
+    "PieceWritten",
     "PrefillAction",
     "PrefillDrained",
     "PrefillEvent",
     "PrefillPort",
     "PrefillResult",
     "PrefillSide",
+    "PrepareHandoff",
+    "Quarantine",
+    "QuarantineOver",
+    "RankLayout",
+    "ReadIn",
     "Received",
     "Recompute",
+    "Region",
     "ReleaseChunk",
     "Send",
+    "Shard",
     "ShmBackend",
     "Shutdown",
     "StageFull",
-    "StagePart",
+    "StagePiece",
     "StartHandoff",
+    "StopPrefill",
+    "Stores",
     "TcpBackend",
     "Tick",
     "Unstage",
     "WantPeer",
+    "WritePiece",
+    "check_pages",
+    "cut",
     "difference",
     "digest_pages",
     "digest_seed",
     "first_bad_page",
     "host_identity",
     "make_backends",
+    "make_one_sided",
+    "recut",
     "shm_works",
+    "target_range",
 ]

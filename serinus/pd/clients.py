@@ -1,36 +1,68 @@
-"""The decode engines a prefill engine serves: greeting, signs of life, and what is queued and staged for each. Pure."""
+"""The decode engines a prefill engine serves: greeting, signs of life, and what is under way for each. Pure."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.pd.events import ClosePeer, PeerChanged, PrefillAction, Send, Tick
-from serinus.pd.layout import difference
+from serinus.core.parts import PageSpan, Part
+from serinus.pd.actions import AttachPeer, ClosePeer, PeerChanged, PrefillAction, Send
+from serinus.pd.events import Tick
+from serinus.pd.layout import RankLayout, difference
+from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
+from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import PdSettings
-from serinus.wire.messages import Hello, HelloNo, HelloOk, Keepalive
+from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Keepalive
 
-__all__ = ["Client", "Clients", "Part"]
+__all__ = ["TOMBSTONES_MAX", "Chunk", "Client", "Clients", "Lane", "Piece"]
+
+TOMBSTONES_MAX: Final = 1 << 16
+"""Closed grants above a client's floor, and grants that came before their PREPARE; a client with more is cut off."""
+_STRANGERS_MAX: Final = 256
+"""Connections that were asked for the secret and have not answered."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """The pages of one ChunkComputed: released together."""
+
+    spans: tuple[PageSpan, ...]
+    left: int = 0
+    """Pieces of it, counted per rank, whose pages may still be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Some pages of a chunk, as they travel in one Data message."""
+class Piece:
+    """Some pages of a chunk, as they travel in one Data message per rank."""
 
     xid: str
     number: int
     """0, 1, 2... within the handoff."""
+    part: Part
     first: int
-    """Index of the first page among the granted ones."""
+    """Index of the first page in the prompt."""
     pages: NDArray[np.int32]
-    ends: NDArray[np.int32] | None
-    """With the last part of a chunk: all pages of that chunk."""
+    chunk: Chunk
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """What one source rank moves for one client: one piece at a time."""
+
+    rank: int
+    outbox: deque[Piece] = field(default_factory=deque)
+    """To be moved, in order."""
+    moving: Piece | None = None
+    """Asked to be staged, offered or written; not yet reported."""
+    is_full: bool = False
+    """No room for the next piece until the peer takes one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,25 +73,50 @@ class Client:
     engine: str
     incarnation: int
     backend: str
+    mode: Mode
+    layout: RankLayout
     pulse: Pulse
-    grant_last: int = 0
-    """Grants only grow."""
-    outbox: deque[Part] = field(default_factory=deque)
-    """Parts to stage, in order."""
-    staging: Part | None = None
-    """Asked to be staged, not yet reported."""
-    is_full: bool = False
-    """No room for the next part until the peer takes one."""
-    staged: set[tuple[str, int]] = field(default_factory=set)
-    """(xid, part) sent and not yet taken."""
+    lanes: tuple[Lane, ...]
+    staged: set[tuple[str, int, int]] = field(default_factory=set)
+    """(xid, piece, rank) sent and not yet taken; receiver-checked."""
+    live: dict[int, str] = field(default_factory=dict)
+    """xid of each order under way, by its grant."""
+    floor: int = 0
+    """Grants below it are over, by the client's word."""
+    closed: set[int] = field(default_factory=set)
+    """Tombstones: grants at or above the floor that have ended here, or were ended before they came."""
+    early: dict[int, Grant] = field(default_factory=dict)
+    """Grants that came before their PREPARE."""
+
+    def is_over(self, grant: int) -> bool:
+        """Whether a grant has ended, however its messages arrive: it is never used again."""
+        return grant < self.floor or grant in self.closed
+
+    def bury(self, grant: int) -> None:
+        """This grant is over."""
+        self.early.pop(grant, None)
+        if grant >= self.floor:
+            self.closed.add(grant)
+
+    def raise_floor(self, floor: int) -> None:
+        """What is known of grants below the floor may go."""
+        if floor > self.floor:
+            self.floor = floor
+            self.closed = {grant for grant in self.closed if grant >= floor}
+            self.early = {grant: message for grant, message in self.early.items() if grant >= floor}
 
 
 class Clients:
     """All of them. Methods append what must be done to `out`."""
 
-    def __init__(self, settings: PdSettings) -> None:
+    def __init__(self, settings: PdSettings, mint_nonce: Callable[[], bytes]) -> None:
+        """`mint_nonce`: fresh bytes, never the same twice."""
         self._settings = settings
+        self._mint_nonce = mint_nonce
+        self._rank_count = settings.layout.tp * settings.layout.pp
         self._clients: dict[str, Client] = {}
+        self._strangers: OrderedDict[str, bytes] = OrderedDict()
+        """Nonces that connections were asked to prove themselves with."""
         self._step_s = 0.0
 
     def __iter__(self) -> Iterator[Client]:
@@ -69,33 +126,66 @@ class Clients:
         """The greeted client of a connection."""
         return self._clients.get(peer)
 
+    def proves_itself(self, peer: str, incarnation: int, hello: Hello, out: list[PrefillAction]) -> bool:
+        """Whether it knows the cluster secret (or none is asked for); if not, it is asked, or refused."""
+        secret = self._settings.cluster_secret
+        if not secret:
+            return True
+        nonce = self._strangers.pop(peer, b"")
+        if not hello.mac and not nonce:
+            nonce = self._strangers[peer] = self._mint_nonce()
+            if len(self._strangers) > _STRANGERS_MAX:
+                self._strangers.popitem(last=False)
+            out.append(Send(peer=peer, message=HelloAgain(nonce=nonce)))
+            return False
+        if is_genuine(secret, hello, incarnation, nonce):
+            return True
+        self.refuse(peer, incarnation, hello, "you do not know the cluster secret", out)
+        return False
+
     def greet(self, peer: str, incarnation: int, hello: Hello, now: float, out: list[PrefillAction]) -> None:
         """Answer a HELLO: welcome, or no and why."""
         settings = self._settings
         backend = self._backend_for(hello)
-        reason = difference(settings.layout, hello.layout)
         if hello.role != "decode":
             reason = f"role is {hello.role!r}, expected 'decode'"
-        elif not reason and not backend:
-            reason = f"no common data backend: {', '.join(settings.backends)} here, {', '.join(hello.backends)} there"
+        elif not backend:
+            ours, theirs = ", ".join(settings.backends), ", ".join(hello.backends)
+            reason = difference(settings.layout, hello.layout) or f"no common data backend: {ours} here, {theirs} there"
+        else:
+            can_recut = settings.capabilities_of(backend).can_recut
+            reason = difference(settings.layout, hello.layout, can_recut=can_recut)
         if reason:
-            out.append(Send(peer=peer, message=HelloNo(reason=f"pd: {reason}")))
-            out.append(self._news(peer, hello.engine, "refused", reason, "", incarnation))
-            out.append(ClosePeer(peer=peer))
+            self.refuse(peer, incarnation, hello, reason, out)
             return
-        pulse = Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max)
-        client = Client(peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, pulse=pulse)
-        self._clients[peer] = client
+        mode = settings.capabilities_of(backend).mode
+        client = self._clients[peer] = Client(
+            peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, mode=mode,
+            layout=RankLayout(hello.layout), pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
+            lanes=tuple(Lane(rank=rank) for rank in range(self._rank_count)),
+        )  # fmt: skip
         welcome = HelloOk(
-            engine=settings.engine, role="prefill", backend=backend, layout=settings.layout, step_s_max=self._step_s
-        )
+            engine=settings.engine, role="prefill", backend=backend, mode=mode.value, layout=settings.layout,
+            endpoints=settings.endpoints.get(backend, ()), step_s_max=self._step_s,
+        )  # fmt: skip
+        if settings.cluster_secret:
+            mac = greeting_mac(settings.cluster_secret, welcome, settings.incarnation, hello.nonce)
+            welcome = msgspec.structs.replace(welcome, mac=mac)
+        endpoints = hello.endpoints.get(backend, ())
+        out.append(AttachPeer(peer=peer, backend=backend, layout=hello.layout, endpoints=endpoints))
         out.append(Send(peer=peer, message=welcome))
-        out.append(self._news(peer, hello.engine, "up", "", backend, incarnation))
+        out.append(self._news(peer, hello.engine, "up", "", client.backend, incarnation))
+
+    def refuse(self, peer: str, incarnation: int, hello: Hello, reason: str, out: list[PrefillAction]) -> None:
+        """No, and why."""
+        out.append(Send(peer=peer, message=HelloNo(reason=f"pd: {reason}")))
+        out.append(self._news(peer, hello.engine, "refused", reason, "", incarnation))
+        out.append(ClosePeer(peer=peer))
 
     def _backend_for(self, hello: Hello) -> str:
         same_host = bool(hello.host) and hello.host == self._settings.host
         for name in hello.backends:
-            if name in self._settings.backends and (name != "shm" or same_host):
+            if name in self._settings.backends and (same_host or not self._settings.capabilities_of(name).same_host):
                 return name
         return ""
 
@@ -103,6 +193,10 @@ class Clients:
         """Forget a client."""
         client = self._clients.pop(peer)
         out.append(self._news(peer, client.engine, "down", reason, client.backend, client.incarnation))
+
+    def forget_stranger(self, peer: str) -> None:
+        """A connection that was never greeted ended."""
+        self._strangers.pop(peer, None)
 
     def tick(self, event: Tick, now: float, out: list[PrefillAction]) -> list[Client]:
         """Keep alive; returns those that were silent for too long."""

@@ -1,102 +1,96 @@
 """Every handoff of one decode engine: asks, grants, takes in, and ends each one exactly once. Pure.
 
-Safety (mode A of the protocol): bytes reach our pages only through CopyIn, which exists only while the grant is open
-and is performed before the next event is handled. Closing a grant is local, so its pages are free at once; what still
-comes for it is answered (the sender wants its staging bytes back), counted and dropped.
+Safety, by the mode of the backend (modes.py): in A bytes reach our pages only through CopyIn, which exists only while
+the grant is open, so closing it is local and its pages are free at once; in B and C the pages of a closed grant stay in
+quarantine until an event says that nobody can write them. What still comes for a closed grant is answered (the sender
+wants its staging bytes back), counted and dropped.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
+from typing import Any, Final
 
 from serinus.core.errors import InvariantError
 from serinus.core.ids import GrantCounter, new_xid
+from serinus.core.parts import PageSpan
 from serinus.core.request import Request
-from serinus.pd.events import (
-    CancelHandoff,
+from serinus.pd.actions import (
+    CancelReads,
+    CheckIn,
     ClosePeer,
-    Copied,
     CopyIn,
     DecodeAction,
-    DecodeEvent,
-    Landed,
-    PeerLost,
-    Received,
+    Quarantine,
+    ReadIn,
     Recompute,
     Send,
+)
+from serinus.pd.asked import Asked
+from serinus.pd.events import (
+    CancelHandoff,
+    Copied,
+    DecodeEvent,
+    PeerFenced,
+    PeerLost,
+    PrepareHandoff,
+    Received,
     Shutdown,
     StartHandoff,
     Tick,
     WantPeer,
 )
 from serinus.pd.integrity import digest_seed
+from serinus.pd.landing import Landing, span_fault
+from serinus.pd.layout import RankLayout
+from serinus.pd.modes import Mode
+from serinus.pd.quarantine import Quarantines, Ward
 from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
 from serinus.pd.settings import PdSettings
-from serinus.wire.convert import logprobs_from_wire, sampling_to_wire
 from serinus.wire.messages import (
+    AbortAck,
+    AbortGrant,
+    Confirm,
+    ConfirmOk,
     Data,
     DataOk,
     Done,
     DoneOk,
+    Drained,
+    Expired,
     Fail,
-    Grant,
+    HelloAgain,
     HelloNo,
     HelloOk,
     Keepalive,
-    Prepare,
-    ids_to_bytes,
+    Lease,
 )
 
 __all__ = ["DecodeSide"]
 
 _REASON_CHARS: Final = 2000
-_CODES: Final = frozenset({"aborted", "deadline", "error", "mismatch", "peer_gone", "rejected", "shutdown"})
+_CODES: Final = frozenset({"aborted", "deadline", "error", "expired", "mismatch", "peer_gone", "rejected", "shutdown"})
 """Reasons a prefill engine may give; they become labels of a metric, so a peer does not invent new ones."""
 
-_TIERS: Final = frozenset({"device", "host", "storage"})
-
-
-@dataclass(slots=True, kw_only=True)
-class _Handoff:
-    xid: str
-    rid: str
-    request: Request
-    address: str
-    held: int
-    pages: NDArray[np.int32]
-    started: float
-    peer: str = ""
-    """Name of the connection it was asked over; empty = the peer is not greeted yet."""
-    grant: int = 0
-    seed: int = 0
-    chunk_count: int = 0
-    page_count: int = 0
-    """Pages filled so far: always the first ones."""
-    byte_count: int = 0
-    copying: int = 0
-    """CopyIns not yet reported."""
-    copy_seconds: float = 0.0
-    first_data_at: float = 0.0
-    done: Done | None = None
+_About = Data | Done | Fail | Expired | ConfirmOk | Lease
 
 
 class DecodeSide:
     """The decode engine's half of the protocol. One event at a time; actions in the order they must be performed."""
 
     def __init__(self, settings: PdSettings, *, mint_xid: Callable[[], str] = new_xid) -> None:
-        """`mint_xid`: names for handoffs, never the same twice; a simulation gives its own."""
+        """`mint_xid`: names for handoffs (and nonces), never the same twice; a simulation gives its own."""
         self._settings = settings
+        self._layout = RankLayout(settings.layout)
         self._mint_xid = mint_xid
-        self._registry = Registry(settings)
+        self._registry = Registry(settings, lambda: mint_xid().encode()[:64])
         self._grants = GrantCounter()
-        self._handoffs: dict[str, _Handoff] = {}
+        self._handoffs: dict[str, Asked] = {}
         self._xids: dict[str, str] = {}
+        self._quarantines = Quarantines()
+        self._copying: dict[tuple[str, int, int], tuple[str, DataOk]] = {}
+        """Receiver-checked: what to answer when a CopyIn is done, whatever became of its handoff."""
         self._stopped = ""
         self.rejects: Counter[str] = Counter()
         """What was refused or dropped without effect, by reason."""
@@ -122,10 +116,20 @@ class DecodeSide:
         """Handoffs under way."""
         return len(self._handoffs)
 
-    def granted_pages(self, rid: str) -> NDArray[np.int32] | None:
-        """Pages that a peer may fill for this request; None = no open grant."""
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages of closed grants that somebody may still write."""
+        return self._quarantines.page_count
+
+    def granted(self, rid: str) -> tuple[PageSpan, ...]:
+        """Pages that a peer may fill for this request; empty = no open grant."""
         handoff = self._handoffs.get(rid)
-        return handoff.pages if handoff is not None else None
+        return handoff.spans if handoff is not None else ()
+
+    def landed_pages(self, rid: str) -> int:
+        """Pages that came so far, summed over parts and source ranks."""
+        handoff = self._handoffs.get(rid)
+        return handoff.landing.page_count if handoff is not None and handoff.landing is not None else 0
 
     # ---- the one way in -----------------------------------------------------------------------------------------
 
@@ -142,131 +146,172 @@ class DecodeSide:
                 self._copied(event, now, out)
             case StartHandoff():
                 self._start(event, now, out)
+            case PrepareHandoff():
+                self._prepare(event, now, out)
             case CancelHandoff():
-                self._cancel(event, out)
+                self._cancel(event, now, out)
             case PeerLost():
                 self._peer_lost(event, now, out)
+            case PeerFenced():
+                self._peer_fenced(event, now, out)
             case Tick():
                 self._tick(event, now, out)
             case WantPeer():
                 self._registry.want(event.address, now, out, pinned=True)
             case Shutdown():
-                self._stop(event, out)
+                self._stop(event, now, out)
         return out
 
     # ---- what the engine wants ----------------------------------------------------------------------------------
 
-    def _start(self, event: StartHandoff, now: float, out: list[DecodeAction]) -> None:
-        self._check(event)
-        if self._stopped:
-            out.append(Recompute(rid=event.rid, code="shutdown", reason=self._stopped))
-            return
-        peer = self._registry.want(event.address, now, out)
-        if peer is None:
-            out.append(Recompute(rid=event.rid, code="refused", reason=f"pd: {PEERS_MAX} peers are known already"))
-            return
-        code, reason = peer.refusal
-        if code:
-            out.append(Recompute(rid=event.rid, code=code, reason=reason))
-            return
-        handoff = _Handoff(
-            xid=self._mint_xid(), rid=event.rid, request=event.request, address=event.address, held=event.held,
-            pages=event.pages.copy(), started=now, grant=self._grants.take(),
-        )  # fmt: skip
-        handoff.seed = digest_seed(self._settings.incarnation, handoff.grant)
-        self._handoffs[handoff.rid] = handoff
-        self._xids[handoff.xid] = handoff.rid
-        if peer.state is PeerState.UP:
-            self._ask(handoff, peer, out)
-
-    def _check(self, event: StartHandoff) -> None:
-        size, length = self._settings.layout.page_size, len(event.request.prompt)
+    def _prepare(self, event: PrepareHandoff, now: float, out: list[DecodeAction]) -> None:
         if event.rid in self._handoffs:
+            raise InvariantError(f"pd: request {event.rid} is being handed over already, expected a new one")
+        handoff = self._begin(event.rid, event.request, event.address, now, out)
+        peer = self._registry.at(event.address)
+        if handoff is not None and peer is not None and peer.state is PeerState.UP:
+            self._ask(handoff, peer, now, out)
+
+    def _start(self, event: StartHandoff, now: float, out: list[DecodeAction]) -> None:
+        handoff = self._handoffs.get(event.rid)
+        self._check(event, handoff)
+        if handoff is None:
+            handoff = self._begin(event.rid, event.request, event.address, now, out)
+            if handoff is None:
+                return
+        handoff.held, handoff.started = event.held, now
+        handoff.spans = tuple(PageSpan(part=s.part, first=s.first, pages=s.pages.copy()) for s in event.spans)
+        peer = self._registry.at(event.address)
+        if handoff.peer:
+            self._grant(handoff, out)
+        elif peer is not None and peer.state is PeerState.UP:
+            self._ask(handoff, peer, now, out)
+
+    def _begin(
+        self, rid: str, request: Request, address: str, now: float, out: list[DecodeAction]
+    ) -> Asked | None:  # fmt: skip
+        """A new handoff; None = it ended at once, and was told so."""
+        peer = self._registry.want(address, now, out) if not self._stopped else None
+        code, reason = peer.refusal if peer is not None else ("refused", f"pd: {PEERS_MAX} peers are known already")
+        if self._stopped:
+            code, reason = "shutdown", self._stopped
+        if code:
+            out.append(Recompute(rid=rid, code=code, reason=reason))
+            return None
+        grant = self._grants.take()
+        handoff = Asked(
+            xid=self._mint_xid(), rid=rid, request=request, address=address, grant=grant, begun=now, started=now,
+            seed=digest_seed(self._settings.incarnation, grant),
+        )  # fmt: skip
+        self._handoffs[rid] = handoff
+        self._xids[handoff.xid] = rid
+        return handoff
+
+    def _check(self, event: StartHandoff, prepared: Asked | None) -> None:
+        size, length = self._settings.layout.page_size, len(event.request.prompt)
+        if prepared is not None and (prepared.spans or prepared.address != event.address):
             raise InvariantError(f"pd: request {event.rid} is being handed over already, expected a new one")
         if event.held % size or not 0 <= event.held < length:
             raise InvariantError(f"pd: held is {event.held}, expected a multiple of {size} below {length}")
-        wanted = -(-length // size) - event.held // size
-        if len(event.pages) != wanted or len(np.unique(event.pages)) != wanted:
-            raise InvariantError(f"pd: {event.rid} came with {len(event.pages)} pages, expected {wanted} distinct ones")
+        wrong = span_fault(event.spans, self._settings, event.held, length)
+        if wrong:
+            raise InvariantError(f"pd: {event.rid} came with pages that do not fit: {wrong}")
 
-    def _ask(self, handoff: _Handoff, peer: Peer, out: list[DecodeAction]) -> None:
-        handoff.peer = peer.name
-        request = handoff.request
-        prepare = Prepare(
-            xid=handoff.xid,
-            rid=handoff.rid[:256],
-            prompt=ids_to_bytes(request.prompt),
-            sampling=sampling_to_wire(request.sampling),
-            seed=request.seed,
-            held=handoff.held,
-            cache_salt=request.cache_salt,
-            deadline_s=self._settings.handoff_s_max,
-        )
-        grant = Grant(xid=handoff.xid, grant=handoff.grant, pages=handoff.pages.tolist(), digest_seed=handoff.seed)
-        out.append(Send(peer=peer.name, message=prepare))
-        out.append(Send(peer=peer.name, message=grant))
+    def _ask(self, handoff: Asked, peer: Peer, now: float, out: list[DecodeAction]) -> None:
+        handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
+        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max)))
+        if handoff.spans:
+            self._grant(handoff, out)
 
-    def _cancel(self, event: CancelHandoff, out: list[DecodeAction]) -> None:
+    def _grant(self, handoff: Asked, out: list[DecodeAction]) -> None:
+        peer = self._registry.named(handoff.peer)
+        assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
+        assert peer.layout is not None, f"pd: {handoff.peer} was never greeted, expected its layout"
+        length = len(handoff.request.prompt)
+        landing = Landing.of(self._settings, peer.layout, self._layout, handoff.spans, handoff.held, length)
+        out.append(Send(peer=handoff.peer, message=handoff.open(landing)))
+
+    def _cancel(self, event: CancelHandoff, now: float, out: list[DecodeAction]) -> None:
         handoff = self._handoffs.get(event.rid)
         if handoff is not None:
-            self._close(handoff, "aborted", event.reason, out)
+            self._close(handoff, "aborted", event.reason, now, out)
 
-    def _stop(self, event: Shutdown, out: list[DecodeAction]) -> None:
+    def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:
         self._stopped = event.reason
         for handoff in list(self._handoffs.values()):
-            self._fail(handoff, "shutdown", event.reason, out)
+            self._fail(handoff, "shutdown", event.reason, now, out)
         out.extend(ClosePeer(peer=peer.name) for peer in self._registry if peer.state is PeerState.UP)
 
     # ---- ends: each handoff passes through exactly one of these ---------------------------------------------------
 
-    def _close(self, handoff: _Handoff, code: str, reason: str, out: list[DecodeAction]) -> None:
-        """Close the grant and say so to the peer. From here on nothing is written for it."""
+    def _close(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
+        """Close the grant and say so to the peer. From here on nothing is written for it, or its pages are held."""
         self._forget(handoff)
-        if handoff.peer and self._registry.named(handoff.peer) is not None:
-            fail = Fail(xid=handoff.xid, code=code, reason=reason[:_REASON_CHARS])
-            out.append(Send(peer=handoff.peer, message=fail))
+        reading = self._seclude(handoff, now, out)
+        if self._registry.named(handoff.peer) is None:
+            return
+        fail = Fail(
+            xid=handoff.xid, grant=handoff.grant, code=code, reason=reason[:_REASON_CHARS], reading=reading
+        )  # fmt: skip
+        out.append(Send(peer=handoff.peer, message=fail))
+        self._ask_to_stop(handoff, out)
 
-    def _fail(self, handoff: _Handoff, code: str, reason: str, out: list[DecodeAction]) -> None:
-        self._close(handoff, code, reason, out)
+    def _fail(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
+        self._close(handoff, code, reason, now, out)
         out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
 
-    def _forget(self, handoff: _Handoff) -> None:
+    def _forget(self, handoff: Asked) -> None:
         del self._handoffs[handoff.rid]
         del self._xids[handoff.xid]
 
-    def _land_if_whole(self, handoff: _Handoff, now: float, out: list[DecodeAction]) -> None:
-        done = handoff.done
-        if done is None or handoff.copying:
+    def _seclude(self, handoff: Asked, now: float, out: list[DecodeAction]) -> bool:
+        """Quarantine what somebody may still write; whether that is we ourselves (reads under way)."""
+        landing, mode = handoff.landing, handoff.mode
+        if landing is None or mode is Mode.RECEIVER_CHECKED:
+            return False
+        reads = handoff.copying if mode is Mode.PULL else 0
+        writers = {rank for _, rank in landing.due} if mode is Mode.PUSH else set()
+        if not reads and not writers:
+            return False
+        spans = tuple(landing.spans.values())
+        ward = Ward(
+            grant=handoff.grant, xid=handoff.xid, peer=handoff.peer, address=handoff.address, spans=spans, since=now,
+            writers=writers, reads=reads,
+        )  # fmt: skip
+        self._quarantines.add(ward)
+        out.append(Quarantine(rid=handoff.rid, grant=handoff.grant, spans=spans))
+        if reads:
+            out.append(CancelReads(peer=handoff.peer, xid=handoff.xid))
+        return bool(reads)
+
+    def _ask_to_stop(self, handoff: Asked, out: list[DecodeAction]) -> None:
+        if handoff.mode is Mode.PUSH and handoff.landing is not None:
+            floor = self._floor(handoff.address)
+            abort = AbortGrant(grant=handoff.grant, floor=floor, xid=handoff.xid)
+            out.append(Send(peer=handoff.peer, message=abort))
+
+    def _land_if_whole(self, handoff: Asked, now: float, out: list[DecodeAction]) -> None:
+        done, landing = handoff.done, handoff.landing
+        if done is None or landing is None or handoff.copying or handoff.confirming_since is not None:
             return
-        sent = (done.chunk_count, done.page_count, done.byte_count)
-        took = (handoff.chunk_count, handoff.page_count, handoff.byte_count)
-        if sent != took or handoff.page_count != len(handoff.pages):
-            reason = f"pd: sent {sent}, landed {took} (chunks, pages, bytes), granted {len(handoff.pages)} pages"
-            self._fail(handoff, "mismatch", reason, out)
-            return
-        if done.token >= self._settings.vocab_size:
-            reason = f"pd: first token is {done.token}, expected less than {self._settings.vocab_size}"
-            self._fail(handoff, "mismatch", reason, out)
-            return
+        wrong = landing.done_fault(done)
+        if not wrong and done.token >= self._settings.vocab_size:
+            wrong = f"first token is {done.token}, expected less than {self._settings.vocab_size}"
+        if wrong:
+            self._fail(handoff, "mismatch", f"pd: {wrong}", now, out)
+        elif handoff.mode is Mode.PULL:
+            handoff.confirming_since = now
+            out.append(Send(peer=handoff.peer, message=Confirm(xid=handoff.xid, grant=handoff.grant)))
+        else:
+            self._land(handoff, done, landing, now, out)
+
+    def _land(
+        self, handoff: Asked, done: Done, landing: Landing, now: float, out: list[DecodeAction]
+    ) -> None:  # fmt: skip
         self._forget(handoff)
         peer = self._registry.named(handoff.peer)
         out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
-        out.append(
-            Landed(
-                rid=handoff.rid,
-                token=done.token,
-                logprobs=logprobs_from_wire(done.logprobs) if done.logprobs is not None else None,
-                page_count=handoff.page_count,
-                byte_count=handoff.byte_count,
-                seconds=now - handoff.first_data_at,
-                copy_seconds=handoff.copy_seconds,
-                wait_seconds=handoff.first_data_at - handoff.started,
-                engine=peer.engine if peer is not None else "",
-                cached_tokens=_believable(done.cached_tokens, len(handoff.request.prompt)),
-                queue_seconds=done.queue_seconds,
-                compute_seconds=done.compute_seconds,
-            )
-        )
+        out.append(handoff.landed(done, landing, peer.engine if peer is not None else "", now))
 
     # ---- what the world does --------------------------------------------------------------------------------------
 
@@ -275,30 +320,62 @@ class DecodeSide:
         if peer is None:
             self.rejects["unknown_peer"] += 1
             return
-        self._registry.lose(peer, event.reason, now, out, hang_up=False)
-        self._recompute_all(peer, "peer_gone", out)
+        self._lose(peer, event.reason, "peer_gone", now, out, hang_up=False)
 
-    def _recompute_all(self, peer: Peer, code: str, out: list[DecodeAction]) -> None:
+    def _lose(
+        self, peer: Peer, reason: str, code: str, now: float, out: list[DecodeAction], *, hang_up: bool
+    ) -> None:  # fmt: skip
+        """Its connection is of no use any more: its handoffs fail, and where it could write, it is cut off."""
+        self._registry.lose(peer, reason, now, out, hang_up=hang_up)
+        self._recompute_all(peer, code, now, out)
+
+    def _recompute_all(self, peer: Peer, code: str, now: float, out: list[DecodeAction]) -> None:
         for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
-            self._fail(handoff, code, peer.reason, out)
+            self._fail(handoff, code, peer.reason, now, out)
+        if self._quarantines.awaited(peer.name) and peer.fencing != peer.name:
+            self._registry.fence(peer, out)
+
+    def _peer_fenced(self, event: PeerFenced, now: float, out: list[DecodeAction]) -> None:
+        peer = self._registry.fenced(event.peer)
+        if peer is None:
+            self.rejects["unknown_peer"] += 1
+            return
+        if event.endpoints is not None:
+            self._registry.moved(peer.backend, event.endpoints)
+        self._quarantines.fenced(event.peer, now, out)
+        if not event.everybody:
+            return
+        for other in [p for p in self._registry if p.state is PeerState.UP and p.backend == peer.backend]:
+            name = other.name
+            self._registry.lose(other, f"cut off together with {peer.address}", now, out, hang_up=True)
+            for handoff in [h for h in self._handoffs.values() if h.peer == name]:
+                self._fail(handoff, "peer_gone", other.reason, now, out)
+            self._quarantines.fenced(name, now, out)
+
+    def _floor(self, address: str) -> int:
+        """Lowest grant of a peer that is open or in quarantine."""
+        otherwise = self._grants.last + 1
+        lowest = min((h.grant for h in self._handoffs.values() if h.address == address), default=otherwise)
+        return min(lowest, self._quarantines.floor(address, otherwise))
 
     def _tick(self, event: Tick, now: float, out: list[DecodeAction]) -> None:
         if self._stopped:
             return
-        floors: dict[str, int] = {}
         for handoff in list(self._handoffs.values()):
-            if now - handoff.started > self._settings.handoff_s_max:
+            if now - handoff.begun > self._settings.handoff_s_max:
                 reason = f"pd: not landed within {self._settings.handoff_s_max} s"
-                self._fail(handoff, "deadline", reason, out)
-            else:
-                floors[handoff.address] = min(handoff.grant, floors.get(handoff.address, handoff.grant))
-        floors = {peer.address: floors.get(peer.address, self._grants.last + 1) for peer in self._registry}
-        for peer in self._registry.tick(event, now, floors, out):
-            self._recompute_all(peer, "peer_gone", out)
+                self._fail(handoff, "deadline", reason, now, out)
+        for peer in self._registry.tick(event, now, self._floor, out):
+            self._recompute_all(peer, "peer_gone", now, out)
+        for ward in self._quarantines:
+            named = self._registry.named(ward.peer)
+            if named is not None and ward.writers and now - ward.since > self._settings.abort_s_max:
+                reason = f"pd: ABORT of grant {ward.grant} unanswered for {self._settings.abort_s_max} s"
+                self._lose(named, reason, "peer_gone", now, out, hang_up=True)
         for peer in [peer for peer in self._registry if peer.slow]:
             code, reason = peer.refusal
             for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
-                self._fail(handoff, code, f"pd: {reason}", out)
+                self._fail(handoff, code, f"pd: {reason}", now, out)
 
     def _received(self, event: Received, now: float, out: list[DecodeAction]) -> None:
         peer = self._registry.named(event.peer)
@@ -308,103 +385,129 @@ class DecodeSide:
         peer.pulse.heard()
         message = event.message
         match message:
-            case HelloOk() if peer.state is PeerState.CONNECTING:
-                welcome = self._registry.welcome(peer, message, event.incarnation, now, out)
-                for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
-                    if welcome:
-                        self._ask(handoff, peer, out)
-                    else:
-                        self._fail(handoff, "refused", peer.reason, out)
-            case HelloNo() if peer.state is PeerState.CONNECTING:
-                self._registry.refuse(peer, message.reason[:_REASON_CHARS], now, out)
-                self._recompute_all(peer, "refused", out)
+            case HelloAgain() | HelloOk() | HelloNo() if peer.state is PeerState.CONNECTING:
+                self._greeted(peer, event, now, out)
             case HelloNo():
-                self._registry.lose(peer, message.reason[:_REASON_CHARS], now, out, hang_up=True)
-                self._recompute_all(peer, "peer_gone", out)
+                self._lose(peer, message.reason[:_REASON_CHARS], "peer_gone", now, out, hang_up=True)
             case Keepalive():
                 peer.load, peer.pulse.step_s = message.load, message.step_s_max
-            case Data() | Done() | Fail() if peer.state is PeerState.UP:
+            case AbortAck() if peer.state is PeerState.UP:
+                if not self._quarantines.acknowledged(message.grant, event.peer, message.ranks, now, out):
+                    self.rejects["unknown_grant"] += 1
+            case Data() | Done() | Fail() | Expired() | ConfirmOk() | Lease() if peer.state is PeerState.UP:
                 self._about_handoff(event, message, now, out)
             case _:
                 self.rejects["unexpected"] += 1
 
-    def _about_handoff(self, event: Received, message: Data | Done | Fail, now: float, out: list[DecodeAction]) -> None:
+    def _greeted(self, peer: Peer, event: Received, now: float, out: list[DecodeAction]) -> None:
+        message = event.message
+        if isinstance(message, HelloOk):
+            welcome = self._registry.welcome(peer, message, event.incarnation, now, out)
+            for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
+                if welcome:
+                    self._ask(handoff, peer, now, out)
+                else:
+                    self._fail(handoff, "refused", peer.reason, now, out)
+            return
+        if isinstance(message, HelloAgain):
+            reason = self._registry.prove(peer, message, out)
+        else:
+            assert isinstance(message, HelloNo), f"pd: {type(message).__name__} is no greeting"
+            reason = message.reason[:_REASON_CHARS]
+        if reason or isinstance(message, HelloNo):
+            self._registry.refuse(peer, reason, now, out)
+            self._recompute_all(peer, "refused", now, out)
+
+    def _about_handoff(self, event: Received, message: _About, now: float, out: list[DecodeAction]) -> None:
         handoff = self._handoffs.get(self._xids.get(message.xid, ""))
         if handoff is not None and handoff.peer != event.peer:
             self.rejects["wrong_peer"] += 1
             handoff = None
         if isinstance(message, Fail):
             if handoff is not None:
-                self._forget(handoff)
                 code = message.code if message.code in _CODES else "error"
-                out.append(Recompute(rid=handoff.rid, code=code, reason=message.reason[:_REASON_CHARS]))
+                self._failed_there(handoff, code, message.reason[:_REASON_CHARS], now, out)
             return
-        if handoff is None or message.grant != handoff.grant:
+        if handoff is None or message.grant != handoff.grant or handoff.landing is None:
             self.rejects["closed_grant"] += 1
             if isinstance(message, Data):
-                out.append(_taken(event.peer, message))
+                self._taken(event.peer, message, out)
             return
-        if isinstance(message, Data):
-            self._data(handoff, event, message, now, out)
-        elif handoff.done is None:
-            handoff.done = message
-            self._land_if_whole(handoff, now, out)
+        match message:
+            case Data():
+                self._data(handoff, handoff.landing, event, message, now, out)
+            case Done():
+                if handoff.done is None:
+                    handoff.done = message
+                    self._land_if_whole(handoff, now, out)
+            case Expired():
+                self._failed_there(handoff, "expired", "pd: the source pages are not kept any longer", now, out)
+            case ConfirmOk() if handoff.confirming_since is not None and handoff.done is not None:
+                self._land(handoff, handoff.done, handoff.landing, now, out)
+            case Lease():
+                pass
+            case _:
+                self.rejects["unexpected"] += 1
 
-    def _data(self, handoff: _Handoff, event: Received, data: Data, now: float, out: list[DecodeAction]) -> None:
-        count, odd = divmod(len(data.digests), 8)
-        end = data.first + count
-        wrong = ""
-        if odd or not count:
-            wrong = f"{len(data.digests)} bytes of digests, expected 8 per page"
-        elif data.chunk != handoff.chunk_count or data.first != handoff.page_count:
-            wrong = f"chunk {data.chunk} at page {data.first}, expected {handoff.chunk_count} at {handoff.page_count}"
-        elif end > len(handoff.pages):
-            wrong = f"pages up to {end}, granted {len(handoff.pages)}"
-        elif data.byte_count != count * self._settings.page_bytes:
-            wrong = f"{data.byte_count} bytes, expected {count * self._settings.page_bytes}"
-        elif handoff.done is not None:
+    def _failed_there(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
+        """The peer gave it up: say what it still waits for, and recompute."""
+        self._forget(handoff)
+        reading = self._seclude(handoff, now, out)
+        self._ask_to_stop(handoff, out)
+        if handoff.mode is Mode.PULL and not reading:
+            out.append(Send(peer=handoff.peer, message=Drained(xid=handoff.xid, grant=handoff.grant)))
+        out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
+
+    def _data(
+        self, handoff: Asked, landing: Landing, event: Received, data: Data, now: float, out: list[DecodeAction]
+    ) -> None:  # fmt: skip
+        wrong = landing.fault(data)
+        if not wrong and handoff.done is not None:
             wrong = "data after done"
+        elif not wrong and bool(data.pages) != (handoff.mode is Mode.PULL):
+            wrong = f"{len(data.pages)} source pages in mode {handoff.mode.value}"
         if wrong:
             self.rejects["bad_data"] += 1
-            self._fail(handoff, "mismatch", f"pd: {wrong}", out)
-            out.append(_taken(event.peer, data))
+            self._fail(handoff, "mismatch", f"pd: {wrong}", now, out)
+            self._taken(event.peer, data, out)
             return
-        if not handoff.chunk_count:
+        if not landing.piece_count:
             handoff.first_data_at = now
-        handoff.chunk_count += 1
-        handoff.page_count = end
-        handoff.byte_count += data.byte_count
+        span = landing.take(data)
         handoff.copying += 1
-        pages = handoff.pages[data.first : end]
-        out.append(
-            CopyIn(
-                peer=event.peer,
-                xid=handoff.xid,
-                data=data,
-                pages=pages,
-                digest_seed=handoff.seed,
-                payload=event.payload,
-            )
-        )
+        pages, first = span.pages, span.first
+        common: dict[str, Any] = {"peer": event.peer, "xid": handoff.xid, "data": data, "digest_seed": handoff.seed}
+        if handoff.mode is Mode.PUSH:
+            out.append(CheckIn(**common, pages=pages, target_first=first))
+        elif handoff.mode is Mode.PULL:
+            out.append(ReadIn(**common, pages=pages, target_first=first))
+        else:
+            taken = DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank)
+            self._copying[data.xid, data.piece, data.rank] = event.peer, taken
+            out.append(CopyIn(**common, pages=pages, target_first=first, payload=event.payload))
+
+    def _taken(self, peer: str, data: Data, out: list[DecodeAction]) -> None:
+        """The sender may have its staging bytes back: nobody will read them."""
+        named = self._registry.named(peer)
+        if named is not None and named.mode is Mode.RECEIVER_CHECKED:
+            taken = DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank)
+            out.append(Send(peer=peer, message=taken))
 
     def _copied(self, event: Copied, now: float, out: list[DecodeAction]) -> None:
+        answer = self._copying.pop((event.xid, event.piece, event.rank), None)
+        if answer is not None:
+            out.append(Send(peer=answer[0], message=answer[1]))
         handoff = self._handoffs.get(self._xids.get(event.xid, ""))
         if handoff is None or not handoff.copying:
-            self.rejects["unknown_copy"] += 1
+            ward = self._quarantines.read_ended(event.xid, now, out)
+            if ward is None:
+                self.rejects["unknown_copy"] += answer is None
+            elif not ward.reads and self._registry.named(ward.peer) is not None:
+                out.append(Send(peer=ward.peer, message=Drained(xid=ward.xid, grant=ward.grant)))
             return
         handoff.copying -= 1
         handoff.copy_seconds += event.seconds
-        out.append(Send(peer=handoff.peer, message=DataOk(xid=handoff.xid, grant=handoff.grant, chunk=event.chunk)))
         if event.error:
-            self._fail(handoff, event.code or "transfer", event.error, out)
+            self._fail(handoff, event.code or "transfer", event.error, now, out)
             return
         self._land_if_whole(handoff, now, out)
-
-
-def _believable(cached_tokens: Mapping[str, int], prompt_tokens: int) -> dict[str, int]:
-    """What a peer says it found cached, as far as it can be: names become labels, values go into the usage."""
-    return {tier: count for tier, count in cached_tokens.items() if tier in _TIERS and 0 <= count <= prompt_tokens}
-
-
-def _taken(peer: str, data: Data) -> Send:
-    return Send(peer=peer, message=DataOk(xid=data.xid, grant=data.grant, chunk=data.chunk))

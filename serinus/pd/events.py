@@ -1,7 +1,6 @@
-"""All that can happen to the handoff machines, and all they can ask for, as plain data.
+"""All that can happen to the handoff machines, as plain data: they go in through `handle(event, now)`.
 
-Events go in through `handle(event, now)`, actions come out of it. Who drives the machines (pd/ports.py, a simulation)
-performs Send, OpenPeer, ClosePeer, CopyIn, StagePart and Unstage; the rest is for the engine.
+What comes out of it is in actions.py.
 """
 
 from __future__ import annotations
@@ -9,43 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
+from serinus.core.parts import PageSpan
 from serinus.core.request import Request, TokenLogprobs
 from serinus.wire import Buffer
-from serinus.wire.messages import Data, Message
+from serinus.wire.messages import Message
 
 __all__ = [
-    "AbortPrefill",
-    "AddPrefill",
     "CancelHandoff",
     "ChunkComputed",
-    "ClosePeer",
     "Copied",
-    "CopyIn",
-    "DecodeAction",
     "DecodeEvent",
     "Drain",
     "EndPrefill",
-    "Landed",
-    "OpenPeer",
-    "PartStaged",
-    "PeerChanged",
+    "PeerFenced",
     "PeerLost",
-    "PrefillAction",
-    "PrefillDrained",
+    "PieceStaged",
+    "PieceWritten",
     "PrefillEvent",
+    "PrepareHandoff",
     "Received",
-    "Recompute",
-    "ReleaseChunk",
-    "Send",
     "Shutdown",
     "StageFull",
-    "StagePart",
     "StartHandoff",
     "Tick",
-    "Unstage",
     "WantPeer",
 ]
 
@@ -103,9 +88,20 @@ class WantPeer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareHandoff:
+    """Ask a prefill engine to compute a prompt for which there are no pages here yet; StartHandoff (the grant) or
+    CancelHandoff follows. May end with Recompute like any handoff, before StartHandoff too."""
+
+    rid: str
+    request: Request
+    address: str
+    """Control address of the prefill engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartHandoff:
-    """Ask a prefill engine for the KV of a prompt. The pages are the machine's until Landed, Recompute or the return
-    of CancelHandoff."""
+    """Ask a prefill engine for the KV of a prompt; where PrepareHandoff came before, this is the grant. The pages are
+    the machine's until Landed, Recompute or the return of CancelHandoff; those of a Quarantine until it is over."""
 
     rid: str
     request: Request
@@ -113,13 +109,15 @@ class StartHandoff:
     """Control address of the prefill engine."""
     held: int
     """Prompt tokens whose KV is here already; page aligned, at most prompt length - 1."""
-    pages: NDArray[np.int32]
-    """Pages for the rest of the prompt, in order, distinct."""
+    spans: tuple[PageSpan, ...]
+    """Pages to fill, one span per part of the model, distinct pages: FULL from page held // page_size on, SWA from the
+    page where the window of the first generated token begins (or held); both up to the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelHandoff:
-    """The request ended here (client abort...): its pages are free when `handle` returns. Unknown id: no effect."""
+    """The request ended here (client abort...): its pages are free when `handle` returns, but for those that it asks to
+    be quarantined. Unknown id: no effect."""
 
     rid: str
     reason: str = "aborted by the client"
@@ -127,10 +125,12 @@ class CancelHandoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A CopyIn was performed."""
+    """A CopyIn, CheckIn or ReadIn has ended on all ranks: none of them touches its pages any more."""
 
     xid: str
-    chunk: int
+    piece: int
+    rank: int = 0
+    """Of the source, as in the Data it was about."""
     seconds: float = 0.0
     """What it took."""
     error: str = ""
@@ -139,7 +139,29 @@ class Copied:
     """digest | transfer, where it failed."""
 
 
-DecodeEvent = Received | PeerLost | Tick | Shutdown | WantPeer | StartHandoff | CancelHandoff | Copied
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFenced:
+    """A FencePeer was performed: nothing that this peer began can write into our memory any more."""
+
+    peer: str
+    everybody: bool = False
+    """The fence cut off all peers of that backend (their connections are given up by the machine)..."""
+    endpoints: tuple[bytes, ...] | None = None
+    """...and these are our endpoints of that backend from now on."""
+
+
+DecodeEvent = (
+    Received
+    | PeerLost
+    | Tick
+    | Shutdown
+    | WantPeer
+    | PrepareHandoff
+    | StartHandoff
+    | CancelHandoff
+    | Copied
+    | PeerFenced
+)
 
 # ---- events of a prefill engine -----------------------------------------------------------------------------------
 
@@ -149,10 +171,8 @@ class ChunkComputed:
     """More pages of a prompt are computed, canonical and held (sched.ChunkReady). Unknown xid: released at once."""
 
     xid: str
-    first: int
-    """Index of the first of `pages` among the granted ones."""
-    pages: NDArray[np.int32]
-    """Own page ids, in order; at least one."""
+    spans: tuple[PageSpan, ...]
+    """Own pages, at most one span per part, each following on the last one of its part."""
     last: bool = False
     """The prompt is complete; `token` is set."""
     token: int | None = None
@@ -173,15 +193,16 @@ class EndPrefill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartStaged:
-    """A StagePart was performed: nobody reads those pages any more."""
+class PieceStaged:
+    """A StagePiece was performed: nobody reads those pages any more. Or an OfferPiece: they are digested."""
 
     peer: str
     xid: str
-    part: int
-    digests: bytes
+    piece: int
+    rank: int = 0
+    digests: bytes = b""
     """Little-endian u64 per page."""
-    byte_count: int
+    byte_count: int = 0
     payload: Buffer = b""
     """Bytes that travel in the frame (tcp)."""
     shm_name: str = ""
@@ -191,11 +212,27 @@ class PartStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFull:
-    """A StagePart found no room; it is asked for again when the peer has taken something."""
+    """A StagePiece found no room; it is asked for again when the peer has taken something."""
 
     peer: str
     xid: str
-    part: int
+    piece: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceWritten:
+    """A WritePiece has ended, well or not: nobody reads those pages or writes the peer's for it any more."""
+
+    peer: str
+    xid: str
+    piece: int
+    rank: int = 0
+    digests: bytes = b""
+    """Little-endian u64 per source page."""
+    byte_count: int = 0
+    error: str = ""
+    """In words, where not everything was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,173 +242,6 @@ class Drain:
     reason: str = "the engine is stopping"
 
 
-PrefillEvent = Received | PeerLost | Tick | Shutdown | Drain | ChunkComputed | EndPrefill | PartStaged | StageFull
-
-# ---- actions of both sides ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """Send a message to a peer, reliably while the connection lives."""
-
-    peer: str
-    message: Message
-    payload: Buffer = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosePeer:
-    """Drop a connection and whatever is staged for it; no PeerLost follows."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerChanged:
-    """For the log and the metrics: a peer came or went. Nothing needs doing."""
-
-    peer: str
-    engine: str
-    """Its name, where known."""
-    address: str
-    """Where it was connected to; empty for accepted peers."""
-    state: str
-    """up | down | refused"""
-    reason: str = ""
-    backend: str = ""
-    """With up: how KV travels."""
-    incarnation: int = 0
-
-
-# ---- actions of a decode engine -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPeer:
-    """Connect to an address under this new name."""
-
-    peer: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyIn:
-    """Fill pages, then check the digests of the source, then report Copied; all of it *before the next event is
-    handled*: that is what lets the closing of a grant free its pages at once."""
-
-    peer: str
-    xid: str
-    data: Data
-    pages: NDArray[np.int32]
-    """Where the bytes go, one page per digest."""
-    digest_seed: int
-    payload: Buffer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
-    """All pages are filled and verified, and here is the first token. The end of this handoff."""
-
-    rid: str
-    token: int
-    logprobs: TokenLogprobs | None
-    page_count: int
-    byte_count: int
-    seconds: float
-    """From the first Data to here."""
-    copy_seconds: float
-    """Of it, spent copying and checking."""
-    wait_seconds: float
-    """From StartHandoff to the first Data."""
-    engine: str
-    """Name of the prefill engine."""
-    cached_tokens: Mapping[str, int]
-    """What prefill itself found cached."""
-    queue_seconds: float
-    """On the prefill engine."""
-    compute_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """The handoff failed; its pages may be reused now. The end of this handoff."""
-
-    rid: str
-    code: str
-    """peer_gone | peer_slow | refused | deadline | digest | transfer | mismatch | rejected | aborted | error |
-    shutdown"""
-    reason: str
-
-
-DecodeAction = Send | ClosePeer | PeerChanged | OpenPeer | CopyIn | Landed | Recompute
-
-# ---- actions of a prefill engine ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddPrefill:
-    """Compute this prompt for a decode engine. Where it cannot be taken, answer with EndPrefill(code='rejected')."""
-
-    xid: str
-    rid: str
-    """What the decode engine calls it, for the log."""
-    request: Request
-    """Its rid is the xid: two decode engines may use the same rid."""
-    held: int
-    """Prompt tokens that decode has; page aligned."""
-    peer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePart:
-    """Copy pages to where the peer can take them, digest them, and report PartStaged (or StageFull)."""
-
-    peer: str
-    xid: str
-    part: int
-    pages: NDArray[np.int32]
-    digest_seed: int
-    backend: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unstage:
-    """The peer has taken (or dropped) a part: its staging bytes are free."""
-
-    peer: str
-    xid: str
-    part: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseChunk:
-    """All pages of one ChunkComputed were read: drop its hold."""
-
-    xid: str
-    pages: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillDrained:
-    """Decode has everything. The end of this handoff."""
-
-    xid: str
-    page_count: int
-    byte_count: int
-    seconds: float
-    """From the first part staged to here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortPrefill:
-    """The handoff failed: end the request in whatever state it is and drop all its holds; nobody reads its pages. The
-    end of this handoff."""
-
-    xid: str
-    code: str
-    reason: str
-
-
-PrefillAction = (
-    Send | ClosePeer | PeerChanged | AddPrefill | StagePart | Unstage | ReleaseChunk | PrefillDrained | AbortPrefill
+PrefillEvent = (
+    Received | PeerLost | Tick | Shutdown | Drain | ChunkComputed | EndPrefill | PieceStaged | StageFull | PieceWritten
 )

@@ -6,7 +6,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["digest_pages", "digest_seed", "first_bad_page"]
+from serinus.core.errors import DigestMismatch
+
+__all__ = ["check_pages", "digest_pages", "digest_seed", "first_bad_page"]
 
 _MASK_63 = (1 << 63) - 1
 
@@ -27,3 +29,10 @@ def first_bad_page(pages: NDArray[np.uint8], seed: int, digests: bytes) -> int |
     if found == digests:
         return None
     return next(i for i in range(len(pages)) if found[8 * i : 8 * i + 8] != digests[8 * i : 8 * i + 8])
+
+
+def check_pages(pages: NDArray[np.uint8], seed: int, digests: bytes, first: int) -> None:
+    """Raises DigestMismatch where a row is not what was announced; `first` = index of the first in the prompt."""
+    bad = first_bad_page(pages, seed, digests)
+    if bad is not None:
+        raise DigestMismatch(f"pd: page {first + bad} of the prompt is not what was sent (digest differs)")

@@ -1,5 +1,4 @@
-"""How pages are kept safe while somebody else may write or read them: the three modes, and what a backend must be able
-to do for each. Pure.
+"""How pages are kept safe while somebody else may write or read them: the three modes, and what backends can do. Pure.
 
 The rule of all three: a page is used again only when nobody can write it any more, and that fact comes from an event,
 never from a clock.

@@ -1,93 +1,95 @@
 """Every handoff of one prefill engine: takes orders, sends pages as they are computed, ends each exactly once. Pure.
 
-Pages of a chunk are read only between its ChunkComputed and its ReleaseChunk (or the end of the handoff); staged bytes
-stay until the peer says it took or dropped them, or is gone: a failed handoff never makes a peer read something else.
-A peer that takes nothing holds up its own parts only.
+Pages of a chunk are read only between its ChunkComputed and its ReleaseChunk (or the end of the handoff, which comes
+when nobody reads them any more); staged bytes stay until the peer says it took or dropped them, or is gone: a failed
+handoff never makes a peer read something else. A peer that takes nothing holds up its own pieces only.
+
+PREPARE, GRANT, FAIL and ABORT of one handoff may overtake each other: they all carry the number of its grant, and a
+number that has ended (or lies below the client's floor) is never used again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from typing import Final
 
-from serinus.core.errors import BadSampling, InvariantError
-from serinus.core.request import Request
-from serinus.pd.clients import Client, Clients, Part
-from serinus.pd.events import (
+import numpy as np
+
+from serinus.core.errors import BadSampling
+from serinus.core.ids import new_xid
+from serinus.core.parts import PageSpan, Part
+from serinus.pd.actions import (
     AbortPrefill,
-    AddPrefill,
-    ChunkComputed,
     ClosePeer,
-    Drain,
-    EndPrefill,
-    PartStaged,
-    PeerLost,
+    ForgetPrefill,
     PrefillAction,
-    PrefillDrained,
-    PrefillEvent,
-    Received,
     ReleaseChunk,
     Send,
-    Shutdown,
-    StageFull,
-    StagePart,
-    Tick,
+    StopPrefill,
     Unstage,
 )
+from serinus.pd.clients import TOMBSTONES_MAX, Client, Clients
+from serinus.pd.dispatch import Dispatch
+from serinus.pd.events import (
+    ChunkComputed,
+    Drain,
+    EndPrefill,
+    PeerLost,
+    PieceStaged,
+    PieceWritten,
+    PrefillEvent,
+    Received,
+    Shutdown,
+    StageFull,
+    Tick,
+)
+from serinus.pd.layout import RankLayout
+from serinus.pd.modes import Mode
+from serinus.pd.order import Order, prepare_fault
 from serinus.pd.settings import PdSettings
-from serinus.wire.convert import logprobs_to_wire, sampling_from_wire
+from serinus.wire.convert import sampling_from_wire
 from serinus.wire.messages import (
-    Data,
+    AbortAck,
+    AbortGrant,
+    Confirm,
+    ConfirmOk,
     DataOk,
-    Done,
     DoneOk,
+    Drained,
+    Expired,
     Fail,
     Grant,
     Hello,
     HelloNo,
     Keepalive,
+    Lease,
     Prepare,
-    bytes_to_ids,
 )
 
 __all__ = ["PrefillSide"]
 
-
-@dataclass(slots=True, kw_only=True)
-class _Handoff:
-    xid: str
-    rid: str
-    peer: str
-    page_count: int
-    """Pages that decode lacks."""
-    deadline: float
-    grant: int = 0
-    """0 = not yet granted."""
-    seed: int = 0
-    early: list[ChunkComputed] = field(default_factory=list)
-    """Computed before the grant."""
-    announced: int = 0
-    """Pages computed so far."""
-    part_count: int = 0
-    """Parts cut so far."""
-    sent_parts: int = 0
-    sent_pages: int = 0
-    sent_bytes: int = 0
-    last: ChunkComputed | None = None
-    done_sent: bool = False
-    first_sent_at: float = 0.0
+_CODES: Final = frozenset(
+    {"aborted", "deadline", "digest", "error", "expired", "mismatch", "peer_gone", "peer_slow", "rejected", "refused",
+     "shutdown", "transfer"}
+)  # fmt: skip
+"""Reasons a decode engine may give; they become labels of a metric."""
 
 
 class PrefillSide:
     """The prefill engine's half of the protocol. One event at a time; actions in the order they must be performed."""
 
-    def __init__(self, settings: PdSettings) -> None:
+    def __init__(self, settings: PdSettings, *, mint: Callable[[], str] = new_xid) -> None:
+        """`mint`: nonces, never the same twice; a simulation gives its own."""
         self._settings = settings
-        self._clients = Clients(settings)
-        self._handoffs: dict[str, _Handoff] = {}
+        self._layout = RankLayout(settings.layout)
+        self._clients = Clients(settings, lambda: mint().encode()[:64])
+        self._orders: dict[str, Order] = {}
+        self._draining: dict[str, Order] = {}
+        """Ended, and their pages are still being read."""
         self._closed = ""
         """Why nothing new is taken any more; empty = it is."""
-        self._pages_per_part = min(max(1, settings.part_bytes_max // settings.page_bytes), 1 << 16)
+        self._dispatch = Dispatch(settings, self._layout, self._clients, self._orders)
         self.rejects: Counter[str] = Counter()
         """What was refused or dropped without effect, by reason."""
 
@@ -100,13 +102,18 @@ class PrefillSide:
 
     @property
     def handoff_count(self) -> int:
-        """Handoffs under way."""
-        return len(self._handoffs)
+        """Handoffs under way, those included that have ended and whose pages are still being read."""
+        return len(self._orders) + len(self._draining)
 
     @property
     def ungranted_count(self) -> int:
-        """Of these, prepared but not granted (the bootstrap queue)."""
-        return sum(not handoff.grant for handoff in self._handoffs.values())
+        """Prepared but not granted (the bootstrap queue)."""
+        return sum(order.granted_at is None for order in self._orders.values())
+
+    @property
+    def parked_tokens(self) -> int:
+        """Prompt tokens of finished orders that keep their pages and wait for a grant."""
+        return sum(order.tokens for order in self._orders.values() if order.is_parked)
 
     # ---- the one way in -----------------------------------------------------------------------------------------
 
@@ -120,216 +127,194 @@ class PrefillSide:
         match event:
             case Received():
                 self._received(event, now, out)
-            case PartStaged():
+            case PieceStaged():
                 self._staged(event, now, out)
             case StageFull():
-                self._stage_full(event, out)
+                self._stage_full(event, now, out)
+            case PieceWritten():
+                self._written(event, now, out)
             case ChunkComputed():
-                self._computed(event, out)
+                self._computed(event, now, out)
             case EndPrefill():
-                self._end_by_engine(event, out)
+                self._end_by_engine(event, now, out)
             case PeerLost():
-                self._lose(event.peer, event.reason, out)
+                self._clients.forget_stranger(event.peer)
+                self._lose(event.peer, event.reason, now, out)
             case Tick():
                 self._tick(event, now, out)
             case Drain():
                 self._closed = self._closed or event.reason
             case Shutdown():
-                self._stop(event, out)
+                self._stop(event, now, out)
         return out
 
     # ---- what the engine says -----------------------------------------------------------------------------------
 
-    def _computed(self, event: ChunkComputed, out: list[PrefillAction]) -> None:
-        handoff = self._handoffs.get(event.xid)
-        if handoff is None:
-            out.append(ReleaseChunk(xid=event.xid, pages=event.pages))
+    def _computed(self, event: ChunkComputed, now: float, out: list[PrefillAction]) -> None:
+        order = self._orders.get(event.xid)
+        if order is None or order.is_forgotten:
+            out.append(ReleaseChunk(xid=event.xid, spans=event.spans))
             return
-        if event.first != handoff.announced or handoff.last is not None or not len(event.pages):
-            raise InvariantError(
-                f"pd: {event.xid} announced {len(event.pages)} pages from {event.first} on,"
-                f" expected the next from {handoff.announced} on"
-            )
-        handoff.announced += len(event.pages)
-        if handoff.announced > handoff.page_count or event.last != (handoff.announced == handoff.page_count):
-            raise InvariantError(
-                f"pd: {event.xid} announced {handoff.announced} pages (last: {event.last}),"
-                f" expected {handoff.page_count}"
-            )
-        if event.last:
-            handoff.last = event
-        if handoff.grant:
-            self._cut(handoff, event)
-            self._pump(self._clients.get(handoff.peer), out)
-        else:
-            handoff.early.append(event)
+        order.announce(event)
+        if order.granted_at is not None:
+            client = self._clients.get(order.peer)
+            assert client is not None, f"pd: handoff {order.xid} outlived its peer {order.peer}"
+            self._dispatch.queue(order, event, client, out)
+            self._dispatch.send_done(order, client, now, out)
+            self._dispatch.pump(client, out)
+            return
+        order.early.append(event)
+        if order.is_parked and self.parked_tokens > self._settings.park_tokens:
+            order.early.clear()
+            order.last, order.is_forgotten = None, True
+            order.due = self._dispatch.first_pages(order.held, order.tokens)
+            out.append(ForgetPrefill(xid=order.xid))
 
-    def _cut(self, handoff: _Handoff, chunk: ChunkComputed) -> None:
-        """Cut a chunk into parts and queue them for its peer."""
-        client = self._clients.get(handoff.peer)
-        assert client is not None, f"pd: handoff {handoff.xid} outlived its peer {handoff.peer}"
-        size = self._pages_per_part
-        for start in range(0, len(chunk.pages), size):
-            pages = chunk.pages[start : start + size]
-            ends_chunk = start + size >= len(chunk.pages)
-            client.outbox.append(
-                Part(
-                    xid=handoff.xid,
-                    number=handoff.part_count,
-                    first=chunk.first + start,
-                    pages=pages,
-                    ends=chunk.pages if ends_chunk else None,
-                )
-            )
-            handoff.part_count += 1
+    def _end_by_engine(self, event: EndPrefill, now: float, out: list[PrefillAction]) -> None:
+        order = self._orders.get(event.xid)
+        if order is not None:
+            self._fail(order, event.code, event.reason, now, out)
 
-    def _end_by_engine(self, event: EndPrefill, out: list[PrefillAction]) -> None:
-        handoff = self._handoffs.get(event.xid)
-        if handoff is not None:
-            self._fail(handoff, event.code, event.reason, out)
-
-    def _stop(self, event: Shutdown, out: list[PrefillAction]) -> None:
+    def _stop(self, event: Shutdown, now: float, out: list[PrefillAction]) -> None:
         self._closed = event.reason
-        for handoff in list(self._handoffs.values()):
-            self._fail(handoff, "shutdown", event.reason, out)
+        for order in list(self._orders.values()):
+            self._fail(order, "shutdown", event.reason, now, out)
         for client in self._clients:
-            self._hang_up(client, event.reason, out)
+            self._hang_up(client, event.reason, now, out)
 
-    # ---- staging: one part at a time and peer ---------------------------------------------------------------------
+    def _staged(self, event: PieceStaged, now: float, out: list[PrefillAction]) -> None:
+        found = self._dispatch.lane(event.peer, event.xid, event.piece, event.rank)
+        if found is None:
+            self.rejects["unknown_piece"] += 1
+            return
+        client, _, piece = found
+        order = self._orders.get(piece.xid)
+        if order is not None:
+            if client.mode is Mode.RECEIVER_CHECKED:
+                client.staged.add((event.xid, event.piece, event.rank))
+            self._dispatch.announce(order, piece, event, client, now, out)
+        elif client.mode is Mode.RECEIVER_CHECKED:  # ended while it was being staged; the peer never hears of it
+            out.append(Unstage(peer=event.peer, xid=event.xid, piece=event.piece, rank=event.rank))
+        self._dispatch.pump(client, out)
 
-    def _pump(self, client: Client | None, out: list[PrefillAction]) -> None:
-        """Ask for the next part of a peer to be staged, if it waits for nothing else."""
-        if client is None or client.staging is not None or client.is_full:
+    def _stage_full(self, event: StageFull, now: float, out: list[PrefillAction]) -> None:
+        found = self._dispatch.lane(event.peer, event.xid, event.piece, event.rank)
+        if found is None:
+            self.rejects["unknown_piece"] += 1
             return
-        while client.outbox:
-            part = client.outbox.popleft()
-            handoff = self._handoffs.get(part.xid)
-            if handoff is None:
-                continue  # ended meanwhile
-            client.staging = part
-            out.append(
-                StagePart(
-                    peer=client.peer,
-                    xid=part.xid,
-                    part=part.number,
-                    pages=part.pages,
-                    digest_seed=handoff.seed,
-                    backend=client.backend,
-                )
-            )
+        client, lane, piece = found
+        order = self._orders.get(piece.xid)
+        if order is not None and any(rank == lane.rank for _, _, rank in client.staged):
+            lane.outbox.appendleft(piece)
+            lane.is_full = True
             return
+        if order is not None:
+            reason = f"pd: {len(piece.pages)} pages do not fit into the empty staging area"
+            self._fail(order, "error", reason, now, out)
+        self._dispatch.pump(client, out)
 
-    def _staged(self, event: PartStaged, now: float, out: list[PrefillAction]) -> None:
-        client = self._clients.get(event.peer)
-        part = client.staging if client is not None else None
-        if client is None or part is None or (part.xid, part.number) != (event.xid, event.part):
-            self.rejects["unknown_part"] += 1
+    def _written(self, event: PieceWritten, now: float, out: list[PrefillAction]) -> None:
+        order = self._orders.get(event.xid) or self._draining.get(event.xid)
+        if order is None or order.peer != event.peer or not order.outstanding:
+            self.rejects["unknown_piece"] += 1
             return
-        client.staging = None
-        handoff = self._handoffs.get(part.xid)
-        if handoff is None:  # ended while it was being staged; the peer never hears of it
-            out.append(Unstage(peer=event.peer, xid=event.xid, part=event.part))
-            self._pump(client, out)
-            return
-        client.staged.add((event.xid, event.part))
-        if not handoff.sent_parts:
-            handoff.first_sent_at = now
-        handoff.sent_parts += 1
-        handoff.sent_pages += len(part.pages)
-        handoff.sent_bytes += event.byte_count
-        data = Data(
-            xid=event.xid, grant=handoff.grant, chunk=event.part, first=part.first, digests=event.digests,
-            byte_count=event.byte_count, shm_name=event.shm_name, shm_offset=event.shm_offset,
-        )  # fmt: skip
-        out.append(Send(peer=event.peer, message=data, payload=event.payload))
-        if part.ends is not None:
-            out.append(ReleaseChunk(xid=event.xid, pages=part.ends))
-        self._send_done(handoff, out)
-        self._pump(client, out)
-
-    def _stage_full(self, event: StageFull, out: list[PrefillAction]) -> None:
-        client = self._clients.get(event.peer)
-        part = client.staging if client is not None else None
-        if client is None or part is None:
-            self.rejects["unknown_part"] += 1
-            return
-        client.staging = None
-        handoff = self._handoffs.get(part.xid)
-        if handoff is not None and client.staged:
-            client.outbox.appendleft(part)
-            client.is_full = True
-            return
-        if handoff is not None:
-            reason = f"pd: {len(part.pages)} pages do not fit into the empty staging area"
-            self._fail(handoff, "error", reason, out)
-        self._pump(client, out)
-
-    def _send_done(self, handoff: _Handoff, out: list[PrefillAction]) -> None:
-        last = handoff.last
-        if last is None or handoff.sent_pages != handoff.page_count:
-            return
-        if last.token is None:
-            raise InvariantError(f"pd: the last chunk of {handoff.xid} has no token")
-        handoff.done_sent = True
-        done = Done(
-            xid=handoff.xid,
-            grant=handoff.grant,
-            token=last.token,
-            logprobs=logprobs_to_wire(last.logprobs) if last.logprobs is not None else None,
-            chunk_count=handoff.sent_parts,
-            page_count=handoff.sent_pages,
-            byte_count=handoff.sent_bytes,
-            cached_tokens=dict(last.cached_tokens),
-            queue_seconds=last.queue_seconds,
-            compute_seconds=last.compute_seconds,
-        )
-        out.append(Send(peer=handoff.peer, message=done))
+        order.outstanding -= 1
+        found = self._dispatch.lane(event.peer, event.xid, event.piece, event.rank)
+        if event.xid in self._draining:
+            self._abort_if_drained(order, out)
+        elif event.error:
+            self._fail(order, "transfer", f"pd: a write failed: {event.error}", now, out)
+        elif found is not None:
+            self._dispatch.announce(order, found[2], event, found[0], now, out)
+        if found is not None:
+            self._dispatch.pump(found[0], out)
 
     # ---- ends: each handoff passes through exactly one of these ---------------------------------------------------
 
-    def _fail(self, handoff: _Handoff, code: str, reason: str, out: list[PrefillAction]) -> None:
+    def _fail(self, order: Order, code: str, reason: str, now: float, out: list[PrefillAction]) -> None:
         """End it, and say so to the peer."""
-        out.append(Send(peer=handoff.peer, message=Fail(xid=handoff.xid, code=code, reason=reason[:2000])))
-        self._end(handoff, code, reason, out)
+        fail = Fail(xid=order.xid, grant=order.grant, code=code, reason=reason[:2000])
+        out.append(Send(peer=order.peer, message=fail))
+        self._end(order, code, reason, now, out)
 
-    def _end(self, handoff: _Handoff, code: str, reason: str, out: list[PrefillAction]) -> None:
-        del self._handoffs[handoff.xid]
-        out.append(AbortPrefill(xid=handoff.xid, code=code, reason=reason))
-        client = self._clients.get(handoff.peer)
+    def _end(
+        self, order: Order, code: str, reason: str, now: float, out: list[PrefillAction], *, reading: bool = True
+    ) -> None:  # fmt: skip
+        """`reading`: pull, decode may still read what was offered to it."""
+        self._forget(order)
+        client = self._clients.get(order.peer)
+        offered = client is not None and client.mode is Mode.PULL and order.sent_pieces > 0 and reading
+        if order.outstanding or offered:
+            order.end_code, order.end_reason = code, reason
+            order.drain_until = now + self._settings.handoff_s_max
+            self._draining[order.xid] = order
+            out.append(StopPrefill(xid=order.xid, code=code, reason=reason))
+        else:
+            self._abort(order, code, reason, out)
+
+    def _abort(self, order: Order, code: str, reason: str, out: list[PrefillAction]) -> None:
+        had_grant = order.granted_at is not None
+        out.append(AbortPrefill(xid=order.xid, code=code, reason=reason, had_grant=had_grant))
+
+    def _abort_if_drained(self, order: Order, out: list[PrefillAction]) -> None:
+        """Nobody reads its pages any more, and we write nothing more for it."""
+        if order.outstanding:
+            return
+        del self._draining[order.xid]
+        self._abort(order, order.end_code, order.end_reason, out)
+        client = self._clients.get(order.peer)
+        if order.must_ack and client is not None:
+            self._acknowledge(client, order.grant, out)
+
+    def _acknowledge(self, client: Client, grant: int, out: list[PrefillAction]) -> None:
+        ranks = tuple(lane.rank for lane in client.lanes)
+        out.append(Send(peer=client.peer, message=AbortAck(grant=grant, ranks=ranks)))
+
+    def _forget(self, order: Order) -> None:
+        del self._orders[order.xid]
+        client = self._clients.get(order.peer)
         if client is not None:
-            client.outbox = type(client.outbox)(part for part in client.outbox if part.xid != handoff.xid)
+            client.live.pop(order.grant, None)
+            client.bury(order.grant)
+            for lane in client.lanes:
+                lane.outbox = type(lane.outbox)(piece for piece in lane.outbox if piece.xid != order.xid)
 
-    def _drained(self, handoff: _Handoff, now: float, out: list[PrefillAction]) -> None:
-        del self._handoffs[handoff.xid]
-        out.append(
-            PrefillDrained(
-                xid=handoff.xid,
-                page_count=handoff.sent_pages,
-                byte_count=handoff.sent_bytes,
-                seconds=now - handoff.first_sent_at,
-            )
-        )
+    def _drained(self, order: Order, now: float, out: list[PrefillAction]) -> None:
+        self._forget(order)
+        out.append(order.drained(now))
 
     # ---- what the world does --------------------------------------------------------------------------------------
 
-    def _lose(self, peer: str, reason: str, out: list[PrefillAction]) -> None:
+    def _lose(self, peer: str, reason: str, now: float, out: list[PrefillAction]) -> None:
         if self._clients.get(peer) is None:
             return
-        for handoff in [h for h in self._handoffs.values() if h.peer == peer]:
-            self._end(handoff, "peer_gone", reason, out)
         self._clients.remove(peer, reason, out)
+        for order in [o for o in self._orders.values() if o.peer == peer]:
+            self._end(order, "peer_gone", reason, now, out)
+        for order in [o for o in self._draining.values() if o.peer == peer]:
+            self._abort_if_drained(order, out)
 
-    def _hang_up(self, client: Client, reason: str, out: list[PrefillAction]) -> None:
+    def _hang_up(self, client: Client, reason: str, now: float, out: list[PrefillAction]) -> None:
         out.append(Send(peer=client.peer, message=HelloNo(reason=reason)))
-        self._lose(client.peer, reason, out)
+        self._lose(client.peer, reason, now, out)
         out.append(ClosePeer(peer=client.peer))
 
     def _tick(self, event: Tick, now: float, out: list[PrefillAction]) -> None:
-        for handoff in list(self._handoffs.values()):
-            if now > handoff.deadline:
-                self._fail(handoff, "deadline", "pd: prefill did not finish within the deadline of decode", out)
+        for order in list(self._orders.values()):
+            if now > order.deadline:
+                self._fail(order, "deadline", "pd: prefill did not finish within the deadline of decode", now, out)
+            elif order.chunks and order.done_sent and now > order.lease_until:
+                out.append(Send(peer=order.peer, message=Expired(xid=order.xid, grant=order.grant)))
+                self._end(order, "expired", f"decode did not confirm within {self._settings.lease_s} s", now, out)
+        for order in list(self._draining.values()):
+            client = self._clients.get(order.peer)
+            if client is not None and not order.outstanding and now > order.drain_until:
+                self._hang_up(client, f"pd: you never said that {order.xid} is drained", now, out)
+        for client in self._clients:
+            if len(client.closed) + len(client.early) > TOMBSTONES_MAX:
+                self._hang_up(client, f"pd: you hold {client.floor} open over {TOMBSTONES_MAX} ended grants", now, out)
         for client in self._clients.tick(event, now, out):
-            self._hang_up(client, f"pd: you were silent for {client.pulse.silent_s:.0f} s", out)
+            self._hang_up(client, f"pd: you were silent for {client.pulse.silent_s:.0f} s", now, out)
 
     def _received(self, event: Received, now: float, out: list[PrefillAction]) -> None:
         message = event.message
@@ -347,29 +332,35 @@ class PrefillSide:
             case Prepare():
                 self._prepare(client, message, now, out)
             case Grant():
-                self._granted(client, message, out)
+                self._granted(client, message, now, out)
             case DataOk():
                 self._data_ok(client, message, out)
             case DoneOk():
-                handoff = self._of(client, message.xid)
-                if handoff is not None and handoff.done_sent and handoff.grant == message.grant:
-                    self._drained(handoff, now, out)
+                order = self._of(client, message.xid)
+                if order is not None and order.done_sent and order.grant == message.grant and not order.chunks:
+                    self._drained(order, now, out)
+            case Confirm():
+                self._confirm(client, message, now, out)
+            case Drained():
+                ended = self._draining.get(message.xid)
+                if ended is not None and ended.peer == client.peer and client.mode is Mode.PULL:
+                    self._abort_if_drained(ended, out)
             case Fail():
-                handoff = self._of(client, message.xid)
-                if handoff is not None:
-                    self._end(handoff, message.code, message.reason, out)
+                self._failed_there(client, message, now, out)
+            case AbortGrant():
+                self._abort_grant(client, message, now, out)
             case Keepalive():
                 client.pulse.step_s = message.step_s_max
-                self._below_floor(client, message.grant_floor, out)
+                self._below_floor(client, message.grant_floor, now, out)
             case _:
                 self.rejects["unexpected"] += 1
 
-    def _of(self, client: Client, xid: str) -> _Handoff | None:
-        handoff = self._handoffs.get(xid)
-        if handoff is None or handoff.peer != client.peer:
+    def _of(self, client: Client, xid: str) -> Order | None:
+        order = self._orders.get(xid)
+        if order is None or order.peer != client.peer:
             self.rejects["unknown_xid"] += 1
             return None
-        return handoff
+        return order
 
     def _hello(self, event: Received, message: Hello, now: float, out: list[PrefillAction]) -> None:
         if self._clients.get(event.peer) is not None:
@@ -378,82 +369,130 @@ class PrefillSide:
         if self._closed:
             out.append(Send(peer=event.peer, message=HelloNo(reason=self._closed)))
             return
+        if not self._clients.proves_itself(event.peer, event.incarnation, message, out):
+            return
         for old in [c for c in self._clients if c.engine == message.engine and c.incarnation == event.incarnation]:
             # Whichever connection is the older one: the other side hears that it ended, and greets again if it cares.
-            self._hang_up(old, "pd: you connected anew", out)
+            self._hang_up(old, "pd: you connected anew", now, out)
         self._clients.greet(event.peer, event.incarnation, message, now, out)
 
     def _prepare(self, client: Client, message: Prepare, now: float, out: list[PrefillAction]) -> None:
-        if message.xid in self._handoffs:
+        if message.xid in self._orders or message.xid in self._draining or message.grant in client.live:
             self.rejects["repeated_xid"] += 1
             return
-        if self._closed:
-            out.append(Send(peer=client.peer, message=Fail(xid=message.xid, code="shutdown", reason=self._closed)))
+        if client.is_over(message.grant):  # its end came first
+            self.rejects["old_grant"] += 1
             return
-        size = self._settings.layout.page_size
-        wrong = ""
-        length, odd = divmod(len(message.prompt), 4)
-        if odd or not length:
-            wrong = f"a prompt of {len(message.prompt)} bytes, expected a positive multiple of 4"
-        elif message.held % size or message.held >= length:
-            wrong = f"held is {message.held}, expected a multiple of {size} below {length}"
-        elif not message.deadline_s > 0:
-            wrong = f"deadline_s is {message.deadline_s}, expected more than 0"
+        code, wrong = ("shutdown", self._closed) if self._closed else ("rejected", "")
+        wrong = wrong or prepare_fault(message)
         try:
             sampling = sampling_from_wire(message.sampling)
         except BadSampling as error:
-            wrong = str(error)
+            wrong = wrong or f"pd: {error}"
         if wrong:
-            self.rejects["bad_prepare"] += 1
-            out.append(Send(peer=client.peer, message=Fail(xid=message.xid, code="rejected", reason=f"pd: {wrong}")))
+            self.rejects["bad_prepare"] += code == "rejected"
+            client.bury(message.grant)
+            out.append(
+                Send(peer=client.peer, message=Fail(xid=message.xid, grant=message.grant, code=code, reason=wrong))
+            )
             return
-        self._handoffs[message.xid] = _Handoff(
-            xid=message.xid,
-            rid=message.rid,
-            peer=client.peer,
-            page_count=-(-length // size) - message.held // size,
-            deadline=now + min(message.deadline_s, self._settings.handoff_s_max),
-        )
-        request = Request(
-            rid=message.xid,
-            prompt=bytes_to_ids(message.prompt),
-            sampling=sampling,
-            seed=message.seed,
-            cache_salt=message.cache_salt,
-            arrival=now,
-        )
-        out.append(AddPrefill(xid=message.xid, rid=message.rid, request=request, held=message.held, peer=client.peer))
+        order = Order.of(message, sampling, client.peer, self._settings, now)
+        order.due = self._dispatch.first_pages(order.held, order.tokens)
+        self._orders[message.xid] = order
+        client.live[message.grant] = message.xid
+        out.append(order.add())
+        early = client.early.pop(message.grant, None)
+        if early is not None:
+            self._granted(client, early, now, out)
 
-    def _granted(self, client: Client, message: Grant, out: list[PrefillAction]) -> None:
-        if message.grant <= client.grant_last:
+    def _granted(self, client: Client, message: Grant, now: float, out: list[PrefillAction]) -> None:
+        if client.is_over(message.grant):
             self.rejects["old_grant"] += 1
             return
-        client.grant_last = message.grant
-        handoff = self._of(client, message.xid)
-        if handoff is None or handoff.grant:
+        order = self._orders.get(message.xid)
+        if order is None:
+            client.early[message.grant] = message
             return
-        if len(message.pages) != handoff.page_count:
-            reason = f"pd: {len(message.pages)} pages granted, expected {handoff.page_count}"
-            self._fail(handoff, "mismatch", reason, out)
+        if order.peer != client.peer or order.grant != message.grant or order.granted_at is not None:
+            self.rejects["repeated_grant"] += 1
             return
-        handoff.grant, handoff.seed = message.grant, message.digest_seed
-        for chunk in handoff.early:
-            self._cut(handoff, chunk)
-        handoff.early.clear()
-        self._pump(client, out)
+        wrong = order.grant_fault(message, self._settings, self._layout, client.layout)
+        if wrong:
+            self._fail(order, "mismatch", f"pd: {wrong}", now, out)
+            return
+        order.granted_at, order.seed = now, message.digest_seed
+        for span in message.spans:
+            part = Part(span.part)
+            order.spans[part] = PageSpan(part=part, first=span.first, pages=np.array(span.pages, dtype=np.int32))
+            lowest = self._settings.first_needed(part, order.held, order.tokens)
+            order.first[part] = max(span.first * client.layout.page_size, lowest) // self._layout.page_size
+        if client.mode is Mode.PULL:
+            lease = Lease(xid=order.xid, grant=order.grant, lease_s=self._settings.lease_s)
+            out.append(Send(peer=client.peer, message=lease))
+        if order.is_forgotten:
+            order.is_forgotten = False
+            out.append(order.add())
+        chunks, order.early = order.early, []
+        for chunk in chunks:
+            self._dispatch.queue(order, chunk, client, out)
+        self._dispatch.send_done(order, client, now, out)
+        self._dispatch.pump(client, out)
 
     def _data_ok(self, client: Client, message: DataOk, out: list[PrefillAction]) -> None:
-        key = (message.xid, message.chunk)
+        key = (message.xid, message.piece, message.rank)
         if key not in client.staged:
-            self.rejects["unknown_part"] += 1
+            self.rejects["unknown_piece"] += 1
             return
         client.staged.remove(key)
-        client.is_full = False
-        out.append(Unstage(peer=client.peer, xid=message.xid, part=message.chunk))
-        self._pump(client, out)
+        client.lanes[message.rank].is_full = False
+        out.append(Unstage(peer=client.peer, xid=message.xid, piece=message.piece, rank=message.rank))
+        self._dispatch.pump(client, out)
 
-    def _below_floor(self, client: Client, floor: int, out: list[PrefillAction]) -> None:
+    def _confirm(self, client: Client, message: Confirm, now: float, out: list[PrefillAction]) -> None:
+        """Decode has read everything: was it there all the time?"""
+        order = self._orders.get(message.xid)
+        kept = order is not None and order.peer == client.peer and order.grant == message.grant and order.done_sent
+        if order is None or not kept or client.mode is not Mode.PULL:
+            out.append(Send(peer=client.peer, message=Expired(xid=message.xid, grant=message.grant)))
+            return
+        out.append(Send(peer=client.peer, message=ConfirmOk(xid=message.xid, grant=message.grant)))
+        self._drained(order, now, out)
+
+    def _failed_there(self, client: Client, message: Fail, now: float, out: list[PrefillAction]) -> None:
+        code = message.code if message.code in _CODES else "error"
+        order = self._orders.get(message.xid)
+        if order is not None and order.peer == client.peer:
+            self._end(order, code, message.reason, now, out, reading=message.reading)
+            return
+        self.rejects["unknown_xid"] += 1
+        ended = self._draining.get(message.xid)
+        if ended is not None and ended.peer == client.peer and client.mode is Mode.PULL and not message.reading:
+            self._abort_if_drained(ended, out)
+        if message.grant and message.grant not in client.live:
+            client.bury(message.grant)
+
+    def _abort_grant(self, client: Client, message: AbortGrant, now: float, out: list[PrefillAction]) -> None:
+        """Write nothing more for it; say so when nothing is outstanding."""
+        order = self._orders.get(client.live.get(message.grant, ""))
+        if order is not None:
+            self._end(order, "aborted", "decode closed the grant", now, out)
+        else:
+            client.bury(message.grant)
+        ended = next(
+            (o for o in self._draining.values() if o.peer == client.peer and o.grant == message.grant), None
+        )  # fmt: skip
+        if ended is not None and ended.outstanding:
+            ended.must_ack = True
+        else:
+            self._acknowledge(client, message.grant, out)
+        self._below_floor(client, message.floor, now, out)
+
+    def _below_floor(self, client: Client, floor: int, now: float, out: list[PrefillAction]) -> None:
         """Decode owes nothing below its floor: whatever is left there was forgotten by it."""
-        for handoff in [h for h in self._handoffs.values() if h.peer == client.peer and 0 < h.grant < floor]:
+        if floor <= client.floor:
+            return
+        lost: Iterable[Order] = [self._orders[xid] for grant, xid in client.live.items() if grant < floor]
+        for order in lost:
             self.rejects["below_floor"] += 1
-            self._end(handoff, "peer_gone", f"decode closed all grants below {floor}", out)
+            self._end(order, "peer_gone", f"decode closed all grants below {floor}", now, out)
+        client.raise_floor(floor)

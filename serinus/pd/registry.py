@@ -6,16 +6,21 @@ attempt touches nobody. A lost peer is suspect: nobody waits for it until a HELL
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from serinus.pd.events import ClosePeer, DecodeAction, OpenPeer, PeerChanged, Send, Tick
-from serinus.pd.layout import difference
+import msgspec
+
+from serinus.pd.actions import AttachPeer, ClosePeer, DecodeAction, FencePeer, OpenPeer, PeerChanged, Send
+from serinus.pd.events import Tick
+from serinus.pd.layout import RankLayout, difference
+from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
+from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import PdSettings
-from serinus.wire.messages import Hello, HelloOk, Keepalive
+from serinus.wire.messages import Hello, HelloAgain, HelloOk, Keepalive
 
 __all__ = ["PEERS_MAX", "Peer", "PeerState", "Registry"]
 
@@ -66,6 +71,15 @@ class Peer:
     backend: str = ""
     load: int = 0
     """Requests running or waiting there, by its own word."""
+    layout: RankLayout | None = None
+    """Of its ranks, once it was greeted."""
+    mode: Mode = Mode.RECEIVER_CHECKED
+    fencing: str = ""
+    """Name of the connection that is being cut off from our memory: nobody connects before that is done."""
+    nonce: bytes = b""
+    """What the answer to our HELLO must cover..."""
+    proved: bool = False
+    """...and whether we have proved ourselves on this connection."""
 
     @property
     def refusal(self) -> tuple[str, str]:
@@ -80,12 +94,15 @@ class Peer:
 class Registry:
     """All peers of one decode engine. Methods append what must be done to `out`."""
 
-    def __init__(self, settings: PdSettings) -> None:
+    def __init__(self, settings: PdSettings, mint_nonce: Callable[[], bytes]) -> None:
+        """`mint_nonce`: fresh bytes, never the same twice."""
         self._settings = settings
+        self._mint_nonce = mint_nonce
         self._peers: dict[str, Peer] = {}
         self._names: dict[str, Peer] = {}
         self._attempts = 0
         self._step_s = 0.0
+        self._endpoints = dict(settings.endpoints)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -111,20 +128,65 @@ class Registry:
         peer.pinned = peer.pinned or pinned
         return peer
 
+    def prove(self, peer: Peer, message: HelloAgain, out: list[DecodeAction]) -> str:
+        """It wants a MAC: greet it again with one. Returns why that cannot be, in words."""
+        if not self._settings.cluster_secret:
+            return "it wants a cluster secret, and there is none here"
+        if peer.proved:
+            return "it asked for the cluster secret twice"
+        peer.proved = True
+        hello = self._hello(peer)
+        mac = greeting_mac(self._settings.cluster_secret, hello, self._settings.incarnation, message.nonce)
+        out.append(Send(peer=peer.name, message=msgspec.structs.replace(hello, mac=mac)))
+        return ""
+
     def welcome(self, peer: Peer, message: HelloOk, incarnation: int, now: float, out: list[DecodeAction]) -> bool:
         """HELLO was answered. False = with something we cannot accept; the peer is refused then."""
-        settings = self._settings
-        reason = difference(settings.layout, message.layout)
-        if message.backend not in settings.backends:
-            reason = f"it chose the data backend {message.backend!r}, expected one of {', '.join(settings.backends)}"
+        reason = self._unwelcome(peer, message, incarnation)
         if reason:
             self.refuse(peer, reason, now, out)
             return False
         peer.state, peer.since, peer.failures, peer.suspect, peer.reason = PeerState.UP, now, 0, False, ""
         peer.engine, peer.incarnation, peer.backend = message.engine, incarnation, message.backend
         peer.slow, peer.pulse.said_at, peer.pulse.step_s = False, now, message.step_s_max
+        peer.layout, peer.mode = RankLayout(message.layout), Mode(message.mode)
+        out.append(
+            AttachPeer(
+                peer=peer.name, backend=message.backend, layout=message.layout, endpoints=message.endpoints
+            )
+        )  # fmt: skip
         out.append(self._news(peer, "up", ""))
         return True
+
+    def _unwelcome(self, peer: Peer, message: HelloOk, incarnation: int) -> str:
+        settings = self._settings
+        if settings.cluster_secret and not is_genuine(settings.cluster_secret, message, incarnation, peer.nonce):
+            return "it does not know the cluster secret"
+        if message.role != "prefill":
+            return f"its role is {message.role!r}, expected 'prefill'"
+        if message.backend not in settings.backends:
+            return f"it chose the data backend {message.backend!r}, expected one of {', '.join(settings.backends)}"
+        capabilities = settings.capabilities_of(message.backend)
+        if message.mode != capabilities.mode.value:
+            return f"its mode for {message.backend} is {message.mode!r}, expected {capabilities.mode.value!r}"
+        return difference(settings.layout, message.layout, can_recut=capabilities.can_recut)
+
+    def fence(self, peer: Peer, out: list[DecodeAction]) -> None:
+        """Cut its last connection off from our memory, before anybody connects again."""
+        peer.fencing = peer.name
+        out.append(FencePeer(peer=peer.name, backend=peer.backend))
+
+    def fenced(self, name: str) -> Peer | None:
+        """That is done; the peer whose connection it was, None = nobody waited for it."""
+        for peer in self._peers.values():
+            if peer.fencing == name:
+                peer.fencing = ""
+                return peer
+        return None
+
+    def moved(self, backend: str, endpoints: tuple[bytes, ...]) -> None:
+        """Our memory is reached in another way from now on."""
+        self._endpoints[backend] = endpoints
 
     def refuse(self, peer: Peer, reason: str, now: float, out: list[DecodeAction]) -> None:
         """It cannot work with us: hang up, try again seldom."""
@@ -140,8 +202,13 @@ class Registry:
         if hang_up:
             out.append(ClosePeer(peer=peer.name))
 
-    def tick(self, event: Tick, now: float, floors: dict[str, int], out: list[DecodeAction]) -> list[Peer]:
-        """Keep alive, retry, forget; returns the peers that time says are gone (lost already)."""
+    def tick(
+        self, event: Tick, now: float, floor: Callable[[str], int], out: list[DecodeAction]
+    ) -> list[Peer]:  # fmt: skip
+        """Keep alive, retry, forget; returns the peers that time says are gone (lost already).
+
+        `floor`: lowest grant still alive of the peer of an address.
+        """
         self._step_s = event.step_s
         lost: list[Peer] = []
         for peer in list(self._peers.values()):
@@ -153,9 +220,12 @@ class Registry:
                 elif peer.state is PeerState.CONNECTING:
                     peer.slow = now - peer.since > self._settings.connect_s_max
                 elif peer.pulse.must_speak(now, self._settings.keepalive_s):
-                    floor = floors.get(peer.address, 0)
-                    keepalive = Keepalive(grant_floor=floor, load=event.load, turn=event.turn, step_s_max=event.step_s)
+                    keepalive = Keepalive(
+                        grant_floor=floor(peer.address), load=event.load, turn=event.turn, step_s_max=event.step_s
+                    )
                     out.append(Send(peer=peer.name, message=keepalive))
+            elif peer.fencing:
+                continue
             elif not peer.pinned and now - peer.wanted_at > self._settings.forget_s:
                 del self._peers[peer.address]
             elif now >= peer.retry_at:
@@ -163,22 +233,28 @@ class Registry:
         return lost
 
     def _open(self, peer: Peer, now: float, out: list[DecodeAction]) -> None:
-        settings = self._settings
         self._attempts += 1
         peer.name = f"{peer.address}#{self._attempts}"
         peer.state, peer.since, peer.slow = PeerState.CONNECTING, now, False
         peer.pulse = Pulse(ticked_at=now, said_at=now, step_s=peer.pulse.step_s)
         self._names[peer.name] = peer
-        hello = Hello(
+        peer.nonce = self._mint_nonce() if self._settings.cluster_secret else b""
+        peer.proved = False
+        out.append(OpenPeer(peer=peer.name, address=peer.address))
+        out.append(Send(peer=peer.name, message=self._hello(peer)))
+
+    def _hello(self, peer: Peer) -> Hello:
+        settings = self._settings
+        return Hello(
             engine=settings.engine,
             role="decode",
             layout=settings.layout,
             backends=settings.backends,
             host=settings.host,
+            endpoints={name: self._endpoints.get(name, ()) for name in settings.backends if name in self._endpoints},
+            nonce=peer.nonce,
             step_s_max=self._step_s,
         )
-        out.append(OpenPeer(peer=peer.name, address=peer.address))
-        out.append(Send(peer=peer.name, message=hello))
 
     def _leave(self, peer: Peer, state: PeerState, reason: str, now: float, out: list[DecodeAction]) -> None:
         self._names.pop(peer.name, None)

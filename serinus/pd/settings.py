@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from serinus.core.errors import ConfigError
+from serinus.core.errors import ConfigError, LayoutMismatch
+from serinus.core.parts import Part
+from serinus.pd.layout import RankLayout
+from serinus.pd.modes import Capabilities, check_safe, known_capabilities
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["PdSettings"]
+__all__ = ["PIECE_BYTES_MAX", "PdSettings"]
+
+PIECE_BYTES_MAX = 64 << 20
+"""No piece is larger: between two of them somebody looks whether the grant is still open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,17 +26,28 @@ class PdSettings:
     incarnation: int
     """Of this process."""
     layout: LayoutSignature
-    """What its KV looks like."""
-    page_bytes: int
-    """Bytes of one page over all layers."""
+    """What its KV looks like, all ranks together."""
     vocab_size: int
     """Token ids are below this."""
     backends: tuple[str, ...] = ("shm", "tcp")
     """Ways to move pages, best first; the first that both sides can use is taken."""
+    capabilities: Mapping[str, Capabilities] = field(default_factory=dict)
+    """Of backends other than local, shm and tcp."""
+    endpoints: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+    """How peers reach our memory, by backend, one text per rank; for one-sided backends."""
     host: str = ""
     """Identity of this machine (backends.host_identity()); shm needs the same on both sides, and not empty."""
-    part_bytes_max: int = 8 << 20
-    """A Data message brings about so many bytes at most (always at least one page)."""
+    cluster_secret: str = field(default="", repr=False)
+    """Both sides must know it; empty = nobody asks."""
+    piece_bytes_max: int = 8 << 20
+    """A Data message brings about so many bytes of one rank at most (always at least one page)."""
+    park_tokens: int = 1 << 16
+    """Prefill: finished prompts without a grant may keep pages for so many tokens; beyond it they are forgotten (their
+    KV stays in the cache) and computed again when the grant comes."""
+    lease_s: float = 60.0
+    """Pull: prefill keeps a finished prompt's pages so long for decode to read."""
+    abort_s_max: float = 10.0
+    """Push: a peer that has not acknowledged an ABORT for so long is cut off."""
     connect_s_max: float = 10.0
     """A request waits so many seconds for HELLO_OK, then it is computed here; the peer itself, which may be in a long
     step, is given silence_s_max."""
@@ -48,15 +66,40 @@ class PdSettings:
     """A lost peer that nobody asked for in so long is forgotten."""
 
     def __post_init__(self) -> None:
-        for name in ("page_bytes", "vocab_size", "part_bytes_max", "incarnation"):
+        for name in ("vocab_size", "piece_bytes_max", "incarnation"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"pd: {name} is {getattr(self, name)}, expected more than 0")
-        for name in ("connect_s_max", "handoff_s_max", "keepalive_s", "retry_s_min", "forget_s"):
+        if self.piece_bytes_max > PIECE_BYTES_MAX:
+            raise ConfigError(f"pd: piece_bytes_max is {self.piece_bytes_max}, expected at most {PIECE_BYTES_MAX}")
+        for name in (
+            "connect_s_max", "handoff_s_max", "keepalive_s", "retry_s_min", "forget_s", "lease_s", "abort_s_max",
+        ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"pd: {name} is {getattr(self, name)}, expected more than 0 seconds")
         if self.silence_s_max <= self.keepalive_s:
             raise ConfigError(
                 f"pd: silence_s_max is {self.silence_s_max}, expected more than keepalive_s = {self.keepalive_s}"
             )
+        if self.park_tokens < 0:
+            raise ConfigError(f"pd: park_tokens is {self.park_tokens}, expected 0 or more")
         if not self.backends:
             raise ConfigError("pd: no data backend, expected at least one of local, shm, tcp")
+        for name in self.backends:
+            check_safe(name, self.capabilities_of(name))
+        try:
+            RankLayout(self.layout)
+        except LayoutMismatch as error:
+            raise ConfigError(str(error)) from None
+
+    def capabilities_of(self, backend: str) -> Capabilities:
+        """What one of `backends` can do. Raises ConfigError where nobody said."""
+        found = self.capabilities.get(backend) or known_capabilities(backend)
+        if found is None:
+            raise ConfigError(f"pd: nobody said what backend {backend!r} can do, expected it among capabilities")
+        return found
+
+    def first_needed(self, part: Part, held: int, prompt_tokens: int) -> int:
+        """The first position whose KV in `part` decode lacks: `held`, or where the window of the next token begins.
+        Always below `prompt_tokens`: the last page travels."""
+        window = self.layout.window if part is Part.SWA else 0
+        return max(held, min(prompt_tokens - window + 1, prompt_tokens - 1)) if window else held

@@ -1,7 +1,7 @@
 """Every message between two processes, as strict msgspec structs.
 
-Three conversations: front <-> engine (one machine, zmq ipc), decode <-> prefill control (PD.md section 1), and the
-pages themselves (Data). `codec.py` frames them; nobody else turns them into bytes. Token ids travel as little-endian
+Three conversations: front <-> engine (one machine, zmq ipc; here), decode <-> prefill control and the pages themselves
+(handoff.py). `codec.py` frames them; nobody else turns them into bytes. Token ids travel as little-endian
 int32 bytes (`ids_to_bytes`, `bytes_to_ids`): a list of 128k integers would cost a millisecond to decode.
 """
 
@@ -13,28 +13,73 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.wire.fields import (
+    Count,
+    Ids,
+    MessageBase,
+    Name,
+    PartBase,
+    Sampling,
+    Text,
+    TokenLp,
+    TokenLps,
+    UsageOut,
+)
+from serinus.wire.handoff import (
+    AbortAck,
+    AbortGrant,
+    Confirm,
+    ConfirmOk,
+    Data,
+    DataOk,
+    Done,
+    DoneOk,
+    Drained,
+    Expired,
+    Fail,
+    Grant,
+    Hello,
+    HelloAgain,
+    HelloNo,
+    HelloOk,
+    Keepalive,
+    LayoutSignature,
+    Lease,
+    Prepare,
+    SpanPages,
+)
+
 __all__ = [
     "Abort",
+    "AbortAck",
+    "AbortGrant",
     "Ack",
+    "Confirm",
+    "ConfirmOk",
     "Data",
     "DataOk",
     "Done",
     "DoneOk",
+    "Drained",
     "EngineCall",
     "EngineReply",
+    "Expired",
     "Fail",
     "Generate",
     "Grant",
     "Hello",
+    "HelloAgain",
     "HelloNo",
     "HelloOk",
     "Keepalive",
     "LayoutSignature",
+    "Lease",
     "Message",
     "Prepare",
     "Ready",
     "Sampling",
     "Shutdown",
+    "SpanPages",
     "TokenLp",
     "TokenOut",
     "Tokens",
@@ -42,26 +87,6 @@ __all__ = [
     "bytes_to_ids",
     "ids_to_bytes",
 ]
-
-Name = Annotated[str, msgspec.Meta(max_length=256)]
-Text = Annotated[str, msgspec.Meta(max_length=16_384)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Pages = Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]
-# Containers are bounded one by one: their length is checked before anything of that length is allocated.
-Ids = Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)]
-TopIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 10)]
-TopLogprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=1 << 10)]
-Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)]
-Tiers = Annotated[dict[str, int], msgspec.Meta(max_length=16)]
-
-
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True, array_like=False):
-    """A message: immutable, tagged with its class name, unknown fields refused."""
-
-
-class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A piece of a message."""
 
 
 def ids_to_bytes(ids: NDArray[np.int32]) -> bytes:
@@ -74,60 +99,13 @@ def bytes_to_ids(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
 
 
-# ---- shared pieces ------------------------------------------------------------------------------------------------
-
-
-class Sampling(_Part, frozen=True, kw_only=True):
-    """core.SamplingParams on the wire (what the engine needs of it; texts stay with the front)."""
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=1 << 16)] = {}
-    stop_token_ids: TopIds = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-
-class TokenLp(_Part, frozen=True, kw_only=True):
-    """core.TokenLogprobs on the wire."""
-
-    logprob: float | None
-    top_ids: TopIds = ()
-    top_logprobs: TopLogprobs = ()
-
-
-TokenLps = Annotated[tuple[TokenLp, ...], msgspec.Meta(max_length=1 << 20)]
-
-
-class UsageOut(_Part, frozen=True, kw_only=True):
-    """core.Usage on the wire."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: Tiers = {}
-    prefill_engine: str = ""
-    handoff_tokens: int = 0
-    handoff_pages: int = 0
-    handoff_bytes: int = 0
-    handoff_seconds: float = 0.0
-    local_reason: str = ""
-    retractions: int = 0
-    queue_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-
-
 # ---- front <-> engine ---------------------------------------------------------------------------------------------
 
 
-class Ready(_Message, frozen=True, kw_only=True):
+Facts = Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=1024)]
+
+
+class Ready(MessageBase, frozen=True, kw_only=True):
     """Engine -> front, once it can serve: what it serves, and where the start-up time went."""
 
     engine: Name
@@ -143,13 +121,15 @@ class Ready(_Message, frozen=True, kw_only=True):
     page_size: Count
     pd_address: Name = ""
     """Control address for peers (prefill engines); empty = none."""
-    seconds: Annotated[dict[str, float], msgspec.Meta(max_length=256)] = {}
+    seconds: Annotated[dict[str, float], msgspec.Meta(max_length=256)] = msgspec.field(default_factory=dict)
     """Start-up phases, e.g. imports, weights, pool, warm-up."""
-    info: Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=1024)] = {}
+    info: Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=1024)] = msgspec.field(
+        default_factory=dict
+    )
     """More for /server_info: dtype, model, layout, threads, KV bytes..."""
 
 
-class Generate(_Message, frozen=True, kw_only=True):
+class Generate(MessageBase, frozen=True, kw_only=True):
     """Front -> engine: continue this prompt."""
 
     rid: Name
@@ -161,7 +141,7 @@ class Generate(_Message, frozen=True, kw_only=True):
     prefill_address: Name = ""
 
 
-class Abort(_Message, frozen=True, kw_only=True):
+class Abort(MessageBase, frozen=True, kw_only=True):
     """Front -> engine: end this request (or all of them). Unknown ids change nothing."""
 
     rid: Name = ""
@@ -173,7 +153,7 @@ class Abort(_Message, frozen=True, kw_only=True):
     """The answer is complete: the front found a stop text in it. Counts as finished, not as aborted."""
 
 
-class TokenOut(_Part, frozen=True, kw_only=True):
+class TokenOut(PartBase, frozen=True, kw_only=True):
     """core.TokenDelta on the wire."""
 
     rid: Name
@@ -188,13 +168,13 @@ class TokenOut(_Part, frozen=True, kw_only=True):
     usage: UsageOut | None = None
 
 
-class Tokens(_Message, frozen=True, kw_only=True):
+class Tokens(MessageBase, frozen=True, kw_only=True):
     """Engine -> front: what one step brought, for all requests of that front."""
 
     out: Annotated[tuple[TokenOut, ...], msgspec.Meta(max_length=1 << 16)]
 
 
-class EngineCall(_Message, frozen=True, kw_only=True):
+class EngineCall(MessageBase, frozen=True, kw_only=True):
     """Front -> engine: a question or an order; answered by one EngineReply with the same `call`."""
 
     call: Count
@@ -204,7 +184,7 @@ class EngineCall(_Message, frozen=True, kw_only=True):
     """Of `cache`: nodes of the tree at most."""
 
 
-class EngineReply(_Message, frozen=True, kw_only=True):
+class EngineReply(MessageBase, frozen=True, kw_only=True):
     """Engine -> front."""
 
     call: Count
@@ -213,7 +193,7 @@ class EngineReply(_Message, frozen=True, kw_only=True):
     """JSON, or the Prometheus text of `metrics`; with ok=False the reason in words."""
 
 
-class Shutdown(_Message, frozen=True, kw_only=True):
+class Shutdown(MessageBase, frozen=True, kw_only=True):
     """Front -> engine: stop; `drain` = finish the running requests first and take no new ones."""
 
     drain: bool = True
@@ -222,153 +202,8 @@ class Shutdown(_Message, frozen=True, kw_only=True):
 # ---- every reliable link -------------------------------------------------------------------------------------------
 
 
-class Ack(_Message, frozen=True, kw_only=True):
+class Ack(MessageBase, frozen=True, kw_only=True):
     """Nothing but the acknowledgement in the frame's header; also a harmless frame to probe a connection with."""
-
-
-# ---- decode <-> prefill (PD.md section 1) -------------------------------------------------------------------------
-
-
-class LayoutSignature(_Part, frozen=True, kw_only=True):
-    """What shapes KV bytes. Two engines exchange KV only if these are equal."""
-
-    model: Name
-    """Digest of config and weights names: architecture, sizes, rope, revision."""
-    kv_dtype: Name
-    page_size: Count
-    layer_count: Count
-    kv_head_count: Count
-    head_size: Count
-    tp: Count = 1
-    pp: Count = 1
-    lanes: Names = ("k", "v")
-    """Byte strips that move with a page; the canary adds its own."""
-
-
-class Hello(_Message, frozen=True, kw_only=True):
-    """D -> P, first on every link (and again after a reconnect)."""
-
-    engine: Name
-    role: Name
-    layout: LayoutSignature
-    backends: Names
-    """Data backends this side can receive with, best first: local, shm, tcp."""
-    host: Name = ""
-    """Identity of the machine (boot id): shm needs the same one."""
-    mac: bytes = b""
-    step_s_max: Seconds = 0.0
-    """See Keepalive."""
-
-
-class HelloOk(_Message, frozen=True, kw_only=True):
-    """P -> D: welcome; the chosen data backend, and the layout once more, for decode to check as well."""
-
-    engine: Name
-    role: Name
-    backend: Name
-    layout: LayoutSignature
-    step_s_max: Seconds = 0.0
-    """See Keepalive."""
-
-
-class HelloNo(_Message, frozen=True, kw_only=True):
-    """P -> D: refused, and why in words."""
-
-    reason: Text
-
-
-class Keepalive(_Message, frozen=True, kw_only=True):
-    """Both ways, also when idle."""
-
-    grant_floor: Count = 0
-    """D -> P: lowest grant still alive; below it nothing is owed any more."""
-    load: Count = 0
-    """Requests running or waiting."""
-    turn: Count = 0
-    """Scheduler turns: a hung scheduler is visible, not only a dead socket."""
-    step_s_max: Seconds = 0.0
-    """The longest that the sender was silent lately because it computed; 0 = it has no idea."""
-
-
-class Prepare(_Message, frozen=True, kw_only=True):
-    """D -> P: please compute this prompt; I hold its first `held` tokens."""
-
-    xid: Name
-    rid: Name
-    prompt: bytes
-    sampling: Sampling
-    seed: int
-    held: Count
-    """Page-aligned, at most prompt length - 1."""
-    cache_salt: Name = ""
-    deadline_s: float = 300.0
-    """Seconds from receipt after which prefill may end it with FAIL."""
-
-
-class Grant(_Message, frozen=True, kw_only=True):
-    """D -> P: these pages of mine are yours to fill, in order, from position `held` on."""
-
-    xid: Name
-    grant: Count
-    pages: Pages
-    digest_seed: Count = 0
-
-
-class Data(_Message, frozen=True, kw_only=True):
-    """P -> D: pages [first, first + len(digests) / 8) of the grant. Bytes are the frame's payload, or lie in shm."""
-
-    xid: Name
-    grant: Count
-    chunk: Count
-    """0, 1, 2... per grant; a repeated one is dropped."""
-    first: Count
-    digests: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
-    """One little-endian u64 per page: xxh3-64 (seeded with digest_seed) of its bytes."""
-    byte_count: Count
-    shm_name: Name = ""
-    """shm: segment that holds the bytes..."""
-    shm_offset: Count = 0
-    """...from here on."""
-
-
-class DataOk(_Message, frozen=True, kw_only=True):
-    """D -> P: chunk taken (or dropped): its staging bytes may be reused."""
-
-    xid: Name
-    grant: Count
-    chunk: Count
-
-
-class Done(_Message, frozen=True, kw_only=True):
-    """P -> D: all pages were sent; the first token."""
-
-    xid: Name
-    grant: Count
-    token: Count
-    logprobs: TokenLp | None = None
-    chunk_count: Count
-    page_count: Count
-    byte_count: Count
-    cached_tokens: Tiers = {}
-    """Of the transferred part, what prefill itself found cached."""
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-
-
-class DoneOk(_Message, frozen=True, kw_only=True):
-    """D -> P: landed, verified and committed; drop the transfer hold."""
-
-    xid: Name
-    grant: Count
-
-
-class Fail(_Message, frozen=True, kw_only=True):
-    """Both ways, always sent on any local end: the other side ends too."""
-
-    xid: Name
-    code: Name
-    """aborted | deadline | rejected | error | peer_gone | digest | shutdown"""
-    reason: Text = ""
 
 
 Message = (
@@ -391,5 +226,13 @@ Message = (
     | Done
     | DoneOk
     | Fail
+    | HelloAgain
+    | AbortGrant
+    | AbortAck
+    | Lease
+    | Confirm
+    | ConfirmOk
+    | Expired
+    | Drained
 )
 """What a frame can carry."""

@@ -35,9 +35,18 @@ from serinus.pd import (
     make_backends,
 )
 from serinus.wire import Post, ZmqChannel
-from tests.pd.tiny import PAGE_SIZE, first_token, make_request, make_settings, page_content
+from serinus.wire.messages import LayoutSignature
+from tests.pd.tiny import PAGE_SIZE, first_token, full, make_request, make_settings, page_content
 
 PAGE_BYTES = 64 << 10
+BIG = LayoutSignature(
+    model="m",
+    kv_dtype="float16",
+    page_size=PAGE_SIZE,
+    layer_count=1,
+    kv_head_count=1,
+    head_size=PAGE_BYTES // (4 * PAGE_SIZE),
+)
 CLOCK = WallClock()
 
 
@@ -62,9 +71,7 @@ class Store:
 
 
 def settings_of(engine: str, incarnation: int, names: tuple[str, ...]) -> PdSettings:
-    return make_settings(
-        engine, incarnation, backends=names, host=host_identity(), page_bytes=PAGE_BYTES, part_bytes_max=1 << 20
-    )
+    return make_settings(engine, incarnation, backends=names, host=host_identity(), layout=BIG, piece_bytes_max=1 << 20)
 
 
 class Peer:
@@ -111,7 +118,7 @@ class PrefillPeer(Peer):
                     self.held[result.xid] = set()
                     self._compute(result.xid, result.request, result.held // PAGE_SIZE)
                 case ReleaseChunk():
-                    self._free(result.xid, set(result.pages.tolist()))
+                    self._free(result.xid, set(result.spans[0].pages.tolist()))
                 case PrefillDrained() | AbortPrefill():
                     self._free(result.xid, set(self.held[result.xid]))
                     del self.held[result.xid]
@@ -135,7 +142,7 @@ class PrefillPeer(Peer):
             for i, page in enumerate(pages.tolist()):
                 self.store.data[page] = full_page(request.prompt, skip + first + i)
             token = first_token(request.prompt) if last else None
-            self._act(self.port.handle(ChunkComputed(xid=xid, first=first, pages=pages, last=last, token=token)))
+            self._act(self.port.handle(ChunkComputed(xid=xid, spans=full(skip + first, pages), last=last, token=token)))
 
 
 class DecodePeer(Peer):
@@ -156,7 +163,9 @@ class DecodePeer(Peer):
     def ask(self, rid: str, address: str, length: int, *, held_pages: int = 0) -> None:
         request = make_request(rid, length, len(self.results))
         pages = np.arange(1 + held_pages, 1 + -(-length // PAGE_SIZE), dtype=np.int32)
-        event = StartHandoff(rid=rid, request=request, address=address, held=held_pages * PAGE_SIZE, pages=pages)
+        event = StartHandoff(
+            rid=rid, request=request, address=address, held=held_pages * PAGE_SIZE, spans=full(held_pages, pages)
+        )
         self.asked[rid] = event
         self._act(self.port.handle(event))
 
@@ -173,7 +182,7 @@ class DecodePeer(Peer):
 
     def _check(self, asked: StartHandoff, landed: Landed) -> None:
         assert landed.token == first_token(asked.request.prompt)
-        for i, page in enumerate(asked.pages.tolist()):
+        for i, page in enumerate(asked.spans[0].pages.tolist()):
             wanted = full_page(asked.request.prompt, asked.held // PAGE_SIZE + i)
             assert np.array_equal(self.store.data[page], wanted), f"page {i} holds other bytes"
 

@@ -17,9 +17,9 @@ from serinus.wire.messages import (
     HelloOk,
     Message,
 )
-from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, make_request, make_settings
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, full, make_request, make_settings
 
-GOOD: dict[str, Any] = {"xid": "x0", "grant": 1, "chunk": 0, "first": 0, "digests": bytes(8), "byte_count": PAGE_BYTES}
+GOOD: dict[str, Any] = {"xid": "x0", "grant": 1, "piece": 0, "first": 0, "digests": bytes(8), "byte_count": PAGE_BYTES}
 """The first Data of the first handoff, one page."""
 
 
@@ -33,7 +33,9 @@ def of_type(actions: list[Any], kind: type) -> list[Any]:
 
 def start_event(rid: str = "r", length: int = 9, held: int = 0, address: str = "p0") -> StartHandoff:
     pages = np.arange(1, 1 + -(-length // PAGE_SIZE) - held // PAGE_SIZE, dtype=np.int32)
-    return StartHandoff(rid=rid, request=make_request(rid, length), address=address, held=held, pages=pages)
+    return StartHandoff(
+        rid=rid, request=make_request(rid, length), address=address, held=held, spans=full(held // PAGE_SIZE, pages)
+    )
 
 
 def greeted(**changes: object) -> DecodeSide:

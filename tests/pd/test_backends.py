@@ -38,7 +38,7 @@ def data_of(staged: Staged, **changes: object) -> Data:
     values: dict[str, object] = {
         "xid": "x",
         "grant": 1,
-        "chunk": 0,
+        "piece": 0,
         "first": 0,
         "digests": b"",
         "byte_count": staged.room.nbytes,

@@ -108,16 +108,16 @@ def test_many_engines_serve_each_other() -> None:
 def test_what_prefill_says_of_its_work_comes_with_the_landing() -> None:
     side = greeted()
     side.handle(start_event(length=4), 1.0)
-    data = Data(xid="x0", grant=1, chunk=0, first=0, digests=bytes(8), byte_count=PAGE_BYTES)
+    data = Data(xid="x0", grant=1, piece=0, first=0, digests=bytes(8), byte_count=PAGE_BYTES)
     (copy,) = tell(side, "p0#1", data, 2.0)
     assert copy.pages.tolist() == [1]
     done = Done(
-        xid="x0", grant=1, token=5, chunk_count=1, page_count=1, byte_count=PAGE_BYTES,
+        xid="x0", grant=1, token=5, piece_count=1, page_count=1, byte_count=PAGE_BYTES,
         cached_tokens={"device": 4}, queue_seconds=0.5, compute_seconds=0.25,
     )  # fmt: skip
     assert tell(side, "p0#1", done, 3.0) == [], "not before the copy is made"
-    out = side.handle(Copied(xid="x0", chunk=0, seconds=0.1), 4.0)
-    assert sent(out) == [DataOk(xid="x0", grant=1, chunk=0), DoneOk(xid="x0", grant=1)]
+    out = side.handle(Copied(xid="x0", piece=0, seconds=0.1), 4.0)
+    assert sent(out) == [DataOk(xid="x0", grant=1, piece=0), DoneOk(xid="x0", grant=1)]
     (landed,) = of_type(out, Landed)
     assert (landed.rid, landed.token, landed.engine, landed.cached_tokens) == ("r", 5, "prefill-0", {"device": 4})
     assert (landed.wait_seconds, landed.seconds, landed.copy_seconds) == (1.0, 2.0, 0.1)
@@ -179,9 +179,9 @@ def test_late_data_of_a_closed_grant_is_counted_answered_and_dropped() -> None:
     side = greeted()
     side.handle(start_event(length=8), 0.0)
     out = side.handle(CancelHandoff(rid="r"), 0.0)
-    assert sent(out) == [Fail(xid="x0", code="aborted", reason="aborted by the client")]
-    data = Data(xid="x0", grant=1, chunk=0, first=0, digests=bytes(8), byte_count=PAGE_BYTES)
-    assert tell(side, "p0#1", data) == [Send(peer="p0#1", message=DataOk(xid="x0", grant=1, chunk=0))]
+    assert sent(out) == [Fail(xid="x0", grant=1, code="aborted", reason="aborted by the client")]
+    data = Data(xid="x0", grant=1, piece=0, first=0, digests=bytes(8), byte_count=PAGE_BYTES)
+    assert tell(side, "p0#1", data) == [Send(peer="p0#1", message=DataOk(xid="x0", grant=1, piece=0))]
     assert side.rejects["closed_grant"] == 1
     assert side.handle(CancelHandoff(rid="r"), 0.0) == [], "an end is an end"
 
@@ -361,7 +361,7 @@ def test_a_prefill_engine_hangs_up_on_a_silent_decode_engine_and_says_so() -> No
     side = PrefillSide(make_settings("p", 2, silence_s_max=5.0))
     hello = Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here")
     tell(side, "in-1", hello)
-    tell(side, "in-1", Prepare(xid="x", rid="r", prompt=bytes(36), sampling=Sampling(), seed=1, held=0))
+    tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=Sampling(), seed=1, held=0))
     out: list[Any] = []
     for step in range(1, 12):
         out += side.handle(Tick(), step * 0.5)
@@ -412,7 +412,7 @@ def test_every_handoff_has_a_deadline_on_both_sides() -> None:
     assert isinstance(sent(out)[0], Fail)
     prefill = PrefillSide(make_settings("p", 2))
     tell(prefill, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    prepare = Prepare(xid="x", rid="r", prompt=bytes(36), sampling=Sampling(), seed=1, held=0, deadline_s=3.0)
+    prepare = Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=Sampling(), seed=1, held=0, deadline_s=3.0)
     tell(prefill, "in-1", prepare)
     end = prefill.handle(Tick(), 3.5)
     assert [action.code for action in of_type(end, AbortPrefill)] == ["deadline"]
@@ -478,7 +478,11 @@ def test_a_slow_peer_holds_up_only_itself() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for changes in ({"page_bytes": 0}, {"silence_s_max": 0.5}, {"backends": ()}, {"handoff_s_max": 0.0}):
+    wrong: list[dict[str, object]] = [
+        {"vocab_size": 0}, {"piece_bytes_max": 65 << 20}, {"backends": ("carrier pigeon",)}, {"park_tokens": -1},
+        {"silence_s_max": 0.5}, {"backends": ()}, {"handoff_s_max": 0.0}, {"abort_s_max": 0.0},
+    ]  # fmt: skip
+    for changes in wrong:
         with pytest.raises(ConfigError):
             make_settings("d", 1, **changes)
 
@@ -488,7 +492,7 @@ def test_a_message_that_makes_no_sense_here_changes_only_a_counter(message: type
     side = greeted()
     side.handle(start_event(), 0.0)
     values: dict[type, Message] = {
-        Prepare: Prepare(xid="x", rid="r", prompt=b"", sampling=Sampling(), seed=0, held=0),
+        Prepare: Prepare(xid="x", rid="r", grant=1, prompt=b"", sampling=Sampling(), seed=0, held=0),
         Hello: Hello(engine="d", role="decode", layout=LAYOUT, backends=()),
         DoneOk: DoneOk(xid="x0", grant=1),
     }

@@ -38,13 +38,13 @@ class Mutant(World):
         if self.flaw == "never drains" and isinstance(message, DoneOk):
             return
         if self.flaw == "sources freed before drain" and isinstance(event, ChunkComputed):
-            self.prefill_pools[p].data[event.pages] = 0xDD
+            self.prefill_pools[p].data[event.spans[0].pages] = 0xDD
         super().to_prefill(p, event)
 
     def _write_anyway(self, d: int, data: Data, peer: str) -> None:
         asked = next(iter(self.asked[d].values()))
         link = self._link(decode=(d, peer))
-        rows = link.staging.get((data.xid, data.chunk)) if link is not None else None
+        rows = link.staging.get((data.xid, data.piece, 0)) if link is not None else None
         if rows is not None:
             self.pools[d].data[asked.pages[:1]] = rows[:1]
 
@@ -54,7 +54,7 @@ def _short(done: Done) -> Done:
         xid=done.xid,
         grant=done.grant,
         token=done.token,
-        chunk_count=done.chunk_count,
+        piece_count=done.piece_count,
         page_count=done.page_count - 1,
         byte_count=done.byte_count,
     )

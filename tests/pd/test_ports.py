@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ from serinus.pd import (
 )
 from serinus.wire import Arrived, ChannelEvent, Gone, LocalChannel, LocalHub, Post, encode
 from serinus.wire.messages import Keepalive
-from tests.pd.tiny import PAGE_BYTES, PAGE_SIZE, first_token, make_request, make_settings, page_content
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, first_token, full, make_request, make_settings, page_content
 
 PATIENT: dict[str, object] = dict.fromkeys(("connect_s_max", "handoff_s_max", "silence_s_max"), 1e6)
 """No timer runs out: what a bad network does to them is another matter."""
@@ -108,7 +109,9 @@ class Pair:
         }
 
     def start(self, rid: str) -> None:
-        event = StartHandoff(rid=rid, request=self.requests[rid], address="local://p", held=0, pages=self.pages[rid])
+        event = StartHandoff(
+            rid=rid, request=self.requests[rid], address="local://p", held=0, spans=full(0, self.pages[rid])
+        )
         self.act_decode(self.decode.handle(event))
 
     def close(self) -> None:
@@ -145,7 +148,7 @@ class Pair:
                 case PrefillDrained() | AbortPrefill():
                     self.ended.append(result.xid)
                 case ReleaseChunk():
-                    self.stores[1].data[result.pages] = 0xDD
+                    self.stores[1].data[result.spans[0].pages] = 0xDD
 
     def _compute(self, order: AddPrefill) -> None:
         prompt = order.request.prompt
@@ -155,7 +158,7 @@ class Pair:
             self.stores[1].data[base + i] = page_content(prompt, i)
             last = i == count - 1
             event = ChunkComputed(
-                xid=order.xid, first=i, pages=np.array([base + i], dtype=np.int32), last=last,
+                xid=order.xid, spans=full(i, np.array([base + i], dtype=np.int32)), last=last,
                 token=first_token(prompt) if last else None,
             )  # fmt: skip
             self.act_prefill(self.prefill.handle(event))
@@ -310,6 +313,7 @@ def test_ports_check_that_everything_fits() -> None:
     post = Post(LocalHub().channel(), incarnation=1, clock=clock)
     with pytest.raises(ConfigError, match="backends"):
         DecodePort(make_settings("d", 1), post=post, backends=[TcpBackend()], store=store, clock=clock)
-    settings_ = make_settings("d", 1, page_bytes=32, backends=("tcp",))
+    layout = msgspec.structs.replace(LAYOUT, head_size=2)
+    settings_ = make_settings("d", 1, layout=layout, backends=("tcp",))
     with pytest.raises(ConfigError, match="bytes a page"):
         PrefillPort(settings_, post=post, backends=[TcpBackend()], store=store, clock=clock)

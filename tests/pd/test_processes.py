@@ -100,7 +100,7 @@ def test_a_killed_prefill_engine_is_a_recompute_within_a_second_and_welcome_agai
     child, address = spawn("prefill", backend, "tcp://127.0.0.1:0", "some")
     decode = peers.decode(backend)
     decode.ask("r", address, 400)
-    decode.until(lambda: decode.port.machine._handoffs["r"].page_count >= 80)
+    decode.until(lambda: decode.port.machine.landed_pages("r") >= 80)
     os.kill(child.pid, signal.SIGKILL)
     seconds = decode.until(lambda: not decode.asked)
     assert seconds < 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -33,9 +34,10 @@ from serinus.wire.messages import (
     LayoutSignature,
     Prepare,
     Sampling,
+    SpanPages,
 )
 from tests.pd.steps import GOOD, greeted, of_type, sent, start_event, tell
-from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, make_request, make_settings
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_request, make_settings
 from tests.pd.world import World
 
 # ---- who may not talk to whom ----
@@ -43,7 +45,14 @@ from tests.pd.world import World
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model", "other"), ("kv_dtype", "f8"), ("page_size", 8), ("layer_count", 2), ("kv_head_count", 3), ("tp", 2)],
+    [
+        ("model", "other"),
+        ("kv_dtype", "int8"),
+        ("page_size", 6),
+        ("layer_count", 2),
+        ("kv_head_count", 3),
+        ("head_size", 2),
+    ],
 )
 def test_engines_of_other_layouts_are_refused_by_the_name_of_the_field(field: str, value: object) -> None:
     world = World()
@@ -52,7 +61,9 @@ def test_engines_of_other_layouts_are_refused_by_the_name_of_the_field(field: st
     world.decode[0] = DecodeSide(make_settings("d", 9, layout=other))
     event = start_event()
     if field == "page_size":
-        event = StartHandoff(rid="r", request=make_request("r", 9), address="p0", held=0, pages=event.pages[:2])
+        event = StartHandoff(
+            rid="r", request=make_request("r", 9), address="p0", held=0, spans=full(0, event.spans[0].pages[:2])
+        )
     opened = world.decode[0].handle(event, 0.0)
     (hello,) = sent(opened)
     answer = sent(tell(world.prefill[0], "in-1", hello))[0]
@@ -74,7 +85,7 @@ def test_equal_layouts_have_no_difference() -> None:
 def test_decode_checks_the_layout_as_well() -> None:
     side = DecodeSide(make_settings("d", 1))
     side.handle(start_event(), 0.0)
-    other = LayoutSignature(model="m", kv_dtype="f4", page_size=PAGE_SIZE, layer_count=7, kv_head_count=1, head_size=1)
+    other = msgspec.structs.replace(LAYOUT, layer_count=7)
     out = tell(side, "p0#1", HelloOk(engine="p", role="prefill", backend="shm", layout=other))
     assert [r.code for r in of_type(out, Recompute)] == ["refused"]
 
@@ -101,7 +112,7 @@ def test_engines_without_a_common_way_are_refused(changes: dict[str, Any]) -> No
 
 def test_nobody_is_served_before_hello() -> None:
     side = PrefillSide(make_settings("p", 2))
-    out = tell(side, "in-1", Prepare(xid="x", rid="r", prompt=bytes(4), sampling=Sampling(), seed=1, held=0))
+    out = tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(4), sampling=Sampling(), seed=1, held=0))
     assert isinstance(sent(out)[0], HelloNo)
     assert not of_type(out, AddPrefill)
     assert side.rejects["no_hello"] == 1
@@ -113,7 +124,10 @@ def test_nobody_is_served_before_hello() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"chunk": 1},
+        {"part": 1},
+        {"part": 1 << 62},
+        {"rank": 1},
+        {"pages": [1]},
         {"first": 1},
         {"digests": b""},
         {"digests": bytes(7)},
@@ -134,13 +148,13 @@ def test_data_that_does_not_follow_fails_the_handoff_on_both_sides(wrong: dict[s
     assert side.rejects["bad_data"] == 1
 
 
-@pytest.mark.parametrize("wrong", [{"chunk_count": 2}, {"page_count": 3}, {"byte_count": 5}, {"token": 1000}], ids=str)
+@pytest.mark.parametrize("wrong", [{"piece_count": 2}, {"page_count": 3}, {"byte_count": 5}, {"token": 1000}], ids=str)
 def test_a_done_that_does_not_add_up_fails_the_handoff(wrong: dict[str, Any]) -> None:
     side = greeted()
     side.handle(start_event(length=4), 0.0)
     tell(side, "p0#1", Data(**GOOD))
-    side.handle(Copied(xid="x0", chunk=0), 0.0)
-    values = {"xid": "x0", "grant": 1, "token": 5, "chunk_count": 1, "page_count": 1, "byte_count": PAGE_BYTES}
+    side.handle(Copied(xid="x0", piece=0), 0.0)
+    values = {"xid": "x0", "grant": 1, "token": 5, "piece_count": 1, "page_count": 1, "byte_count": PAGE_BYTES}
     out = tell(side, "p0#1", Done(**{**values, **wrong}))
     assert [r.code for r in of_type(out, Recompute)] == ["mismatch"]
     assert not of_type(out, Landed)
@@ -150,9 +164,9 @@ def test_what_a_peer_says_it_found_cached_is_believed_as_far_as_it_can_be() -> N
     side = greeted()
     side.handle(start_event(length=4), 0.0)
     tell(side, "p0#1", Data(**GOOD))
-    side.handle(Copied(xid="x0", chunk=0), 0.0)
+    side.handle(Copied(xid="x0", piece=0), 0.0)
     said = {"device": 4, "host": -1, "storage": 5, "a label of its own": 1}
-    done = Done(xid="x0", grant=1, token=5, chunk_count=1, page_count=1, byte_count=PAGE_BYTES, cached_tokens=said)
+    done = Done(xid="x0", grant=1, token=5, piece_count=1, page_count=1, byte_count=PAGE_BYTES, cached_tokens=said)
     (landed,) = of_type(tell(side, "p0#1", done), Landed)
     assert landed.cached_tokens == {"device": 4}
 
@@ -160,7 +174,7 @@ def test_what_a_peer_says_it_found_cached_is_believed_as_far_as_it_can_be() -> N
 def test_a_done_without_all_pages_fails_the_handoff() -> None:
     side = greeted()
     side.handle(start_event(length=8), 0.0)
-    out = tell(side, "p0#1", Done(xid="x0", grant=1, token=5, chunk_count=0, page_count=0, byte_count=0))
+    out = tell(side, "p0#1", Done(xid="x0", grant=1, token=5, piece_count=0, page_count=0, byte_count=0))
     assert [r.code for r in of_type(out, Recompute)] == ["mismatch"]
 
 
@@ -178,14 +192,14 @@ def test_a_flipped_byte_fails_the_handoff_with_the_code_digest() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prompt": b""}, {"prompt": bytes(7)}, {"held": 3}, {"held": 8}, {"deadline_s": float("nan")},
+    [{"prompt": b""}, {"prompt": bytes(7)}, {"grant": 0}, {"held": 8}, {"deadline_s": float("nan")},
      {"sampling": Sampling(temperature=-1.0)}],
     ids=str,
 )  # fmt: skip
 def test_a_senseless_prepare_is_answered_with_fail(wrong: dict[str, Any]) -> None:
     side = PrefillSide(make_settings("p", 2))
     tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    values = {"xid": "x", "rid": "r", "prompt": bytes(32), "sampling": Sampling(), "seed": 1, "held": 0}
+    values = {"xid": "x", "rid": "r", "grant": 1, "prompt": bytes(32), "sampling": Sampling(), "seed": 1, "held": 0}
     out = tell(side, "in-1", Prepare(**{**values, **wrong}))
     (fail,) = sent(out)
     assert isinstance(fail, Fail)
@@ -196,12 +210,17 @@ def test_a_senseless_prepare_is_answered_with_fail(wrong: dict[str, Any]) -> Non
 def test_a_grant_of_another_size_or_a_used_number_is_not_accepted() -> None:
     side = PrefillSide(make_settings("p", 2))
     tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    for xid in ("x", "y"):
-        tell(side, "in-1", Prepare(xid=xid, rid=xid, prompt=bytes(36), sampling=Sampling(), seed=1, held=4))
-    out = tell(side, "in-1", Grant(xid="x", grant=4, pages=[1]))
+    for grant, xid in ((4, "x"), (5, "y")):
+        prepare = Prepare(xid=xid, rid=xid, grant=grant, prompt=bytes(36), sampling=Sampling(), seed=1, held=4)
+        tell(side, "in-1", prepare)
+    one, two = (SpanPages(part=0, first=1, pages=pages) for pages in ([1], [1, 2]))
+    out = tell(side, "in-1", Grant(xid="x", grant=4, spans=(one,)))
     assert [action.code for action in of_type(out, AbortPrefill)] == ["mismatch"]
-    assert tell(side, "in-1", Grant(xid="y", grant=4, pages=[1, 2])) == []
-    assert side.rejects["old_grant"] == 1
+    assert tell(side, "in-1", Grant(xid="x", grant=4, spans=(two,))) == []
+    assert tell(side, "in-1", Grant(xid="y", grant=4, spans=(two,))) == []
+    assert side.rejects["old_grant"] == 2
+    assert tell(side, "in-1", Grant(xid="y", grant=6, spans=(two,))) == []
+    assert side.rejects["repeated_grant"] == 1
     assert side.ungranted_count == 1
 
 
@@ -214,10 +233,12 @@ def test_an_engine_that_breaks_its_own_contract_is_told() -> None:
         side.handle(start_event(rid="s", length=4, held=4), 0.0)
     bad = start_event(rid="t")
     with pytest.raises(InvariantError, match="pages"):
-        side.handle(StartHandoff(rid="t", request=bad.request, address="p0", held=0, pages=bad.pages * 0), 0.0)
+        side.handle(
+            StartHandoff(rid="t", request=bad.request, address="p0", held=0, spans=full(0, bad.spans[0].pages * 0)), 0.0
+        )
     world = World()
     world.start(0, 0, 9, 0)
     world.settle(compute=False)
     (xid,) = world.jobs[0]
     with pytest.raises(InvariantError, match="announced"):
-        world.prefill[0].handle(ChunkComputed(xid=xid, first=1, pages=np.array([1], dtype=np.int32)), 0.0)
+        world.prefill[0].handle(ChunkComputed(xid=xid, spans=full(1, np.array([1], dtype=np.int32))), 0.0)

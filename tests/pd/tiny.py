@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.pd import PdSettings, digest_pages
@@ -15,7 +16,9 @@ from serinus.wire.messages import LayoutSignature
 PAGE_SIZE = 4
 PAGE_BYTES = 16
 VOCAB = 1000
-LAYOUT = LayoutSignature(model="m", kv_dtype="f4", page_size=PAGE_SIZE, layer_count=1, kv_head_count=1, head_size=1)
+LAYOUT = LayoutSignature(
+    model="m", kv_dtype="float16", page_size=PAGE_SIZE, layer_count=1, kv_head_count=1, head_size=1
+)
 
 
 def make_settings(engine: str, incarnation: int, **changes: object) -> PdSettings:
@@ -24,11 +27,10 @@ def make_settings(engine: str, incarnation: int, **changes: object) -> PdSetting
         "engine": engine,
         "incarnation": incarnation,
         "layout": LAYOUT,
-        "page_bytes": PAGE_BYTES,
         "vocab_size": VOCAB,
         "backends": ("shm",),
         "host": "here",
-        "part_bytes_max": 2 * PAGE_BYTES,
+        "piece_bytes_max": 2 * PAGE_BYTES,
     }
     return PdSettings(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -43,6 +45,11 @@ def page_content(prompt: NDArray[np.int32], index: int) -> NDArray[np.uint8]:
     """The KV of page `index` of a prompt: a hash of the token chain up to its end."""
     chain = prompt[: (index + 1) * PAGE_SIZE].tobytes()
     return np.frombuffer(digest_pages(np.frombuffer(chain, dtype=np.uint8)[None], index) * 2, dtype=np.uint8)
+
+
+def full(first: int, pages: NDArray[np.int32]) -> tuple[PageSpan, ...]:
+    """Pages of the only part, from page `first` of the prompt on."""
+    return (PageSpan(part=Part.FULL, first=first, pages=pages),)
 
 
 def first_token(prompt: NDArray[np.int32]) -> int:

@@ -31,9 +31,9 @@ from serinus.pd import (
     EndPrefill,
     Landed,
     OpenPeer,
-    PartStaged,
     PeerChanged,
     PeerLost,
+    PieceStaged,
     PrefillDrained,
     PrefillEvent,
     PrefillSide,
@@ -42,7 +42,7 @@ from serinus.pd import (
     ReleaseChunk,
     Send,
     StageFull,
-    StagePart,
+    StagePiece,
     StartHandoff,
     Tick,
     Unstage,
@@ -50,7 +50,7 @@ from serinus.pd import (
     first_bad_page,
 )
 from serinus.wire.messages import Data, Message
-from tests.pd.tiny import PAGE_BYTES, PAGE_SIZE, Pool, first_token, make_request, make_settings, page_content
+from tests.pd.tiny import PAGE_BYTES, PAGE_SIZE, Pool, first_token, full, make_request, make_settings, page_content
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Link:
     to_decode: deque[Message | None] = field(default_factory=deque)
     decode_open: bool = True
     prefill_open: bool = True
-    staging: dict[tuple[str, int], NDArray[np.uint8]] = field(default_factory=dict)
+    staging: dict[tuple[str, int, int], NDArray[np.uint8]] = field(default_factory=dict)
     """Bytes the sender keeps for the receiver, by part."""
 
 
@@ -146,7 +146,11 @@ class World:
             return None
         self.asked[d][request.rid] = Asked(request=request, held=held_pages * PAGE_SIZE, pages=pages)
         event = StartHandoff(
-            rid=request.rid, request=request, address=f"p{p}", held=held_pages * PAGE_SIZE, pages=pages
+            rid=request.rid,
+            request=request,
+            address=f"p{p}",
+            held=held_pages * PAGE_SIZE,
+            spans=full(held_pages, pages),
         )
         self.to_decode(d, event)
         return request.rid
@@ -173,7 +177,7 @@ class World:
         job.chunks.append(pages)
         last = job.done_pages == job.page_count
         token = first_token(job.request.prompt) if last else None
-        self.to_prefill(p, ChunkComputed(xid=xid, first=first, pages=pages, last=last, token=token))
+        self.to_prefill(p, ChunkComputed(xid=xid, spans=full(job.held_pages + first, pages), last=last, token=token))
 
     def end_prefill(self, p: int, xid: str, code: str = "error") -> None:
         """A prefill engine gives a prompt up."""
@@ -255,8 +259,8 @@ class World:
     def corrupt(self, link: Link) -> None:
         """A byte flips in the first part that is on its way."""
         for message in link.to_decode:
-            if isinstance(message, Data) and (message.xid, message.chunk) in link.staging:
-                link.staging[message.xid, message.chunk][0, 3] ^= 0x10
+            if isinstance(message, Data) and (message.xid, message.piece, 0) in link.staging:
+                link.staging[message.xid, message.piece, 0][0, 3] ^= 0x10
                 return
 
     def settle(self, *, compute: bool = True) -> None:
@@ -324,12 +328,12 @@ class World:
                     case AddPrefill():
                         assert action.xid not in self.jobs[p], f"{action.xid} was added twice"
                         self.jobs[p][action.xid] = Job(request=action.request, held_pages=action.held // PAGE_SIZE)
-                    case StagePart():
+                    case StagePiece():
                         events.append(self._stage(p, action))
                     case Unstage():
                         link = self._link(prefill=(p, action.peer))
                         assert link is not None
-                        link.staging.pop((action.xid, action.part))[:] = 0xCC
+                        link.staging.pop((action.xid, action.piece, action.rank))[:] = 0xCC
                     case ReleaseChunk():
                         self._release_chunk(p, action)
                     case PrefillDrained():
@@ -363,23 +367,24 @@ class World:
     def _release_chunk(self, p: int, action: ReleaseChunk) -> None:
         job = self.jobs[p].get(action.xid)
         assert job is not None, f"a chunk of {action.xid} was released, which has ended"
-        index = next(i for i, chunk in enumerate(job.chunks) if np.array_equal(chunk, action.pages))
+        index = next(i for i, chunk in enumerate(job.chunks) if np.array_equal(chunk, action.spans[0].pages))
         self.prefill_pools[p].give(action.xid, job.chunks.pop(index))
 
-    def _stage(self, p: int, action: StagePart) -> PartStaged | StageFull:
+    def _stage(self, p: int, action: StagePiece) -> PieceStaged | StageFull:
         link = self._link(prefill=(p, action.peer))
         assert link is not None
         if len(link.staging) >= self.room:
-            return StageFull(peer=action.peer, xid=action.xid, part=action.part)
+            return StageFull(peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank)
         pool = self.prefill_pools[p]
         for page in action.pages.tolist():
             assert pool.owner.get(page) == action.xid, f"I4: page {page} is read and not held"
         rows = pool.data[action.pages]
-        link.staging[action.xid, action.part] = rows
-        return PartStaged(
+        link.staging[action.xid, action.piece, action.rank] = rows
+        return PieceStaged(
             peer=action.peer,
             xid=action.xid,
-            part=action.part,
+            piece=action.piece,
+            rank=action.rank,
             digests=digest_pages(rows, action.digest_seed),
             byte_count=rows.nbytes,
             shm_name="world",
@@ -388,20 +393,20 @@ class World:
     def _copy_in(self, d: int, action: CopyIn) -> Copied:
         rid = next((rid for rid, asked in self.asked[d].items() if np.isin(action.pages, asked.pages).all()), None)
         assert rid is not None, f"I2: {action.pages} are filled for {action.xid} and held by nobody who asked"
-        granted = self.decode[d].granted_pages(rid)
-        assert granted is not None, f"I2: {rid} has no open grant"
+        granted = self.decode[d].granted(rid)
+        assert granted, f"I2: {rid} has no open grant"
         for page in action.pages.tolist():
             assert self.pools[d].owner.get(page) == rid, f"I2: page {page} is not {rid}'s"
         link = self._link(decode=(d, action.peer))
         assert link is not None
-        rows = link.staging.get((action.xid, action.data.chunk))
+        rows = link.staging.get((action.xid, action.data.piece, 0))
         if rows is None:  # the sender died with its memory
-            return Copied(xid=action.xid, chunk=action.data.chunk, error="nothing is there", code="transfer")
+            return Copied(xid=action.xid, piece=action.data.piece, error="nothing is there", code="transfer")
         self.pools[d].data[action.pages] = rows
         bad = first_bad_page(rows, action.digest_seed, action.data.digests)
         if bad is not None:
-            return Copied(xid=action.xid, chunk=action.data.chunk, error=f"page {bad} differs", code="digest")
-        return Copied(xid=action.xid, chunk=action.data.chunk)
+            return Copied(xid=action.xid, piece=action.data.piece, error=f"page {bad} differs", code="digest")
+        return Copied(xid=action.xid, piece=action.data.piece)
 
     def _landed(self, d: int, action: Landed) -> None:
         asked = self.asked[d][action.rid]
@@ -441,8 +446,9 @@ class World:
             assert not self.jobs[p]
             assert not self.prefill_pools[p].owner
             for client in machine_p.clients:
-                assert not client.outbox
                 assert not client.staged
-                assert client.staging is None
+                assert all(not lane.outbox and lane.moving is None for lane in client.lanes)
+                assert not client.live
+                assert not client.early
         for link in self.links:
             assert not (link.staging and link.prefill_open), "bytes are staged for nobody"

@@ -17,22 +17,31 @@ from serinus.wire import decode, encode
 from serinus.wire.codec import BODY_BYTES_MAX, HEAD_BYTES
 from serinus.wire.messages import (
     Abort,
+    AbortAck,
+    AbortGrant,
     Ack,
+    Confirm,
+    ConfirmOk,
     Data,
     DataOk,
     Done,
     DoneOk,
+    Drained,
     EngineCall,
+    Expired,
     Fail,
     Generate,
     Grant,
     Hello,
+    HelloAgain,
     HelloOk,
     Keepalive,
     LayoutSignature,
+    Lease,
     Message,
     Prepare,
     Sampling,
+    SpanPages,
     TokenLp,
     TokenOut,
     Tokens,
@@ -51,13 +60,21 @@ MESSAGES: tuple[Message, ...] = (
     Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm", "tcp")),
     HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT),
     Keepalive(grant_floor=9, load=1, turn=2),
-    Prepare(xid="x.0", rid="r", prompt=b"\0\0\0\0", sampling=Sampling(), seed=1, held=0),
-    Grant(xid="x.0", grant=1, pages=[4, 5, 6], digest_seed=(1 << 63) - 1),
-    Data(xid="x.0", grant=1, chunk=0, first=0, digests=b"\xff" * 16, byte_count=64),
-    DataOk(xid="x.0", grant=1, chunk=0),
-    Done(xid="x.0", grant=1, token=5, chunk_count=1, page_count=2, byte_count=64, cached_tokens={"device": 16}),
+    Prepare(xid="x.0", rid="r", grant=1, prompt=b"\0\0\0\0", sampling=Sampling(), seed=1, held=0),
+    Grant(xid="x.0", grant=1, spans=(SpanPages(part=0, first=2, pages=[4, 5, 6]),), digest_seed=(1 << 63) - 1),
+    Data(xid="x.0", grant=1, piece=0, first=0, digests=b"\xff" * 16, byte_count=64),
+    DataOk(xid="x.0", grant=1, piece=0),
+    Done(xid="x.0", grant=1, token=5, piece_count=1, page_count=2, byte_count=64, cached_tokens={"device": 16}),
     DoneOk(xid="x.0", grant=1),
     Fail(xid="x.0", code="aborted", reason="client"),
+    HelloAgain(nonce=b"n" * 34),
+    AbortGrant(grant=7, floor=3, xid="x.0"),
+    AbortAck(grant=7, ranks=(0, 1, 2, 3)),
+    Lease(xid="x.0", grant=7, lease_s=60.0),
+    Confirm(xid="x.0", grant=7),
+    ConfirmOk(xid="x.0", grant=7),
+    Expired(xid="x.0", grant=7),
+    Drained(xid="x.0", grant=7),
 )
 
 
@@ -111,7 +128,7 @@ def test_a_truncated_or_longer_frame_is_always_noticed(message: Message, data: s
 def _forged(body: bytes, kind: int, *, body_bytes: int | None = None, payload_bytes: int = 0) -> bytes:
     """A frame whose CRC is right, whatever it says."""
     length = len(body) if body_bytes is None else body_bytes
-    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 1, kind, 0, length, payload_bytes, 1, 1, 0)
+    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 2, kind, 0, length, payload_bytes, 1, 1, 0)
     return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
 
 
@@ -140,7 +157,7 @@ def test_a_huge_container_inside_is_a_reject_and_allocates_nothing(opening: byte
 
 
 def test_a_body_of_another_type_than_announced_is_a_reject() -> None:
-    body = msgspec.msgpack.encode(DataOk(xid="x", grant=1, chunk=0))
+    body = msgspec.msgpack.encode(DataOk(xid="x", grant=1, piece=0))
     with pytest.raises(FrameError, match="body"):
         decode(_forged(body, TYPES.index(DoneOk)))
 

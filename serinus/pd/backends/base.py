@@ -1,7 +1,7 @@
-"""What a data backend is: a place where one side puts bytes and the other finds them. Decides nothing.
+"""What a receiver-checked backend is: a place where one side puts bytes and the other finds them. Decides nothing.
 
-All backends here are receiver-checked (mode A): the receiving process itself copies into its pages, so closing a grant
-needs no word from the sender. A backend that writes into another process's memory would need more than this interface.
+The receiving process itself copies into its pages, so closing a grant needs no word from the sender. Backends that
+reach into another process's memory: one_sided.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, InvariantError
+from serinus.pd.modes import Capabilities
 from serinus.wire import Buffer
 from serinus.wire.messages import Data
 
@@ -71,6 +72,7 @@ class Backend(Protocol):
 
     name: str
     """local, shm or tcp."""
+    capabilities: Capabilities
 
     def sender(self) -> Sender:
         """For a new connection."""

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import TransferFailed
 from serinus.pd.backends.base import Staged
+from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 from serinus.wire.messages import Data
 
@@ -19,6 +20,7 @@ class LocalBackend:
     """One object, given to both engines."""
 
     name = "local"
+    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)
 
     def __init__(self, staging_bytes: int = 256 << 20) -> None:
         """`staging_bytes`: what one connection may have staged at once."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.pd.backends.base import SpanAllocator, Staged
+from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 from serinus.wire.messages import Data
 
@@ -51,6 +52,7 @@ class ShmBackend:
     """Bytes lie in a segment of the sender."""
 
     name = "shm"
+    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True, same_host=True)
 
     def __init__(self, staging_bytes: int = 256 << 20) -> None:
         """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched.

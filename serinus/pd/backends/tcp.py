@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import TransferFailed
 from serinus.pd.backends.base import SpanAllocator, Staged
+from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 from serinus.wire.messages import Data
 
@@ -21,6 +22,7 @@ class TcpBackend:
     """Bytes travel in the frame."""
 
     name = "tcp"
+    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)
 
     def __init__(self, staging_bytes: int = 256 << 20) -> None:
         """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched."""

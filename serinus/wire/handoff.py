@@ -1,0 +1,298 @@
+"""What a decode and a prefill engine say to each other (docs/HANDOFF.md tells the protocol)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from serinus.wire.fields import (
+    Blobs,
+    Count,
+    Mac,
+    MessageBase,
+    Name,
+    Names,
+    Pages,
+    PartBase,
+    Sampling,
+    Seconds,
+    Text,
+    Tiers,
+    TokenLp,
+    TopIds,
+)
+
+__all__ = [
+    "AbortAck",
+    "AbortGrant",
+    "Confirm",
+    "ConfirmOk",
+    "Data",
+    "DataOk",
+    "Done",
+    "DoneOk",
+    "Drained",
+    "Expired",
+    "Fail",
+    "Grant",
+    "Hello",
+    "HelloAgain",
+    "HelloNo",
+    "HelloOk",
+    "Keepalive",
+    "LayoutSignature",
+    "Lease",
+    "Prepare",
+    "SpanPages",
+]
+
+
+class LayoutSignature(PartBase, frozen=True, kw_only=True):
+    """What shapes KV bytes. What must be equal between two engines and what may differ: pd/layout.py."""
+
+    model: Name
+    """Digest of config and weights names: architecture, sizes, rope, revision."""
+    kv_dtype: Name
+    page_size: Count
+    layer_count: Count
+    kv_head_count: Count
+    head_size: Count
+    tp: Count = 1
+    pp: Count = 1
+    lanes: Names = ("k", "v")
+    """Byte strips that move with a page; the canary adds its own."""
+    layer_parts: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    """Part (core.parts) of each layer; empty = all FULL."""
+    window: Count = 0
+    """Positions that a layer of part SWA sees; 0 = there is none."""
+    stamp_bytes: Count = 0
+    """Per token and part, behind the KV of a page: what the canary keeps with it. Cannot be cut anew."""
+    stage_layers: TopIds = ()
+    """Layers of each pipeline stage; empty = as even as possible, the first stages get one more."""
+
+
+class Hello(MessageBase, frozen=True, kw_only=True):
+    """D -> P, first on every link (and again after a reconnect, or with a MAC after HelloAgain)."""
+
+    engine: Name
+    role: Name
+    layout: LayoutSignature
+    backends: Names
+    """Data backends this side can receive with, best first: local, shm, tcp..."""
+    host: Name = ""
+    """Identity of the machine (boot id): shm needs the same one."""
+    endpoints: Annotated[dict[Name, Blobs], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
+    """What one-sided backends need to reach our memory: per backend, one text of its own per rank."""
+    nonce: Mac = b""
+    """Fresh random bytes, which the other side's MAC must cover."""
+    mac: Mac = b""
+    """Over this message and the other side's nonce (pd/secret.py)."""
+    step_s_max: Seconds = 0.0
+    """See Keepalive."""
+
+
+class HelloOk(MessageBase, frozen=True, kw_only=True):
+    """P -> D: welcome; the chosen data backend, and the layout once more, for decode to check as well."""
+
+    engine: Name
+    role: Name
+    backend: Name
+    mode: Name = "receiver_checked"
+    """How that backend keeps pages safe (pd/modes.py); decode must think the same."""
+    layout: LayoutSignature
+    endpoints: Blobs = ()
+    """Of the chosen backend: one per rank."""
+    mac: Mac = b""
+    step_s_max: Seconds = 0.0
+    """See Keepalive."""
+
+
+class HelloNo(MessageBase, frozen=True, kw_only=True):
+    """P -> D: refused, and why in words."""
+
+    reason: Text
+
+
+class Keepalive(MessageBase, frozen=True, kw_only=True):
+    """Both ways, also when idle."""
+
+    grant_floor: Count = 0
+    """D -> P: lowest grant still alive (open or in quarantine); below it nothing is owed any more."""
+    load: Count = 0
+    """Requests running or waiting."""
+    turn: Count = 0
+    """Scheduler turns: a hung scheduler is visible, not only a dead socket."""
+    step_s_max: Seconds = 0.0
+    """The longest that the sender was silent lately because it computed; 0 = it has no idea."""
+
+
+class Prepare(MessageBase, frozen=True, kw_only=True):
+    """D -> P: please compute this prompt; I hold its first `held` tokens."""
+
+    xid: Name
+    rid: Name
+    grant: Count
+    """Number of the grant that is to come: orders PREPARE, GRANT and ends of one handoff, however they arrive."""
+    prompt: bytes
+    sampling: Sampling
+    seed: int
+    held: Count
+    """Page-aligned (by decode's pages), at most prompt length - 1."""
+    cache_salt: Name = ""
+    deadline_s: float = 300.0
+    """Seconds from receipt after which prefill may end it with FAIL."""
+
+
+class SpanPages(PartBase, frozen=True, kw_only=True):
+    """core.parts.PageSpan on the wire."""
+
+    part: Count
+    first: Count
+    """Index of the first page in the prompt, in pages of the side that owns them."""
+    pages: Pages
+
+
+Spans = Annotated[tuple[SpanPages, ...], msgspec.Meta(max_length=8)]
+
+
+class Grant(MessageBase, frozen=True, kw_only=True):
+    """D -> P: these pages of mine are yours to fill."""
+
+    xid: Name
+    grant: Count
+    spans: Spans
+    """One per part that has bytes, each up to the end of the prompt."""
+    digest_seed: Count = 0
+
+
+class Data(MessageBase, frozen=True, kw_only=True):
+    """P -> D: pages [first, first + len(digests) / 8) of one part, as one rank of P has them.
+
+    Receiver-checked: the bytes are the frame's payload, or lie in shm. Push: they lie in decode's pages already.
+    Pull: they may be read from `pages` of that rank until the lease ends.
+    """
+
+    xid: Name
+    grant: Count
+    piece: Count
+    """0, 1, 2... per handoff and rank."""
+    rank: Count = 0
+    """Of P: pp_rank * tp + tp_rank."""
+    part: Count = 0
+    first: Count
+    """Index of the first page in the prompt, in P's pages."""
+    digests: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
+    """One little-endian u64 per page: xxh3-64 (seeded with digest_seed) of its bytes on that rank."""
+    byte_count: Count
+    shm_name: Name = ""
+    """shm: segment that holds the bytes..."""
+    shm_offset: Count = 0
+    """...from here on."""
+    pages: Pages = msgspec.field(default_factory=list)
+    """Pull: page ids of that rank."""
+
+
+class DataOk(MessageBase, frozen=True, kw_only=True):
+    """D -> P: piece taken (or dropped): its staging bytes may be reused."""
+
+    xid: Name
+    grant: Count
+    piece: Count
+    rank: Count = 0
+
+
+class Done(MessageBase, frozen=True, kw_only=True):
+    """P -> D: all pages were sent; the first token."""
+
+    xid: Name
+    grant: Count
+    token: Count
+    logprobs: TokenLp | None = None
+    piece_count: Count
+    """Data messages, over all ranks."""
+    page_count: Count
+    """Sum of their pages."""
+    byte_count: Count
+    cached_tokens: Tiers = msgspec.field(default_factory=dict)
+    """Of the transferred part, what prefill itself found cached."""
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+
+class DoneOk(MessageBase, frozen=True, kw_only=True):
+    """D -> P: landed, verified and committed; drop the transfer hold."""
+
+    xid: Name
+    grant: Count
+
+
+class Fail(MessageBase, frozen=True, kw_only=True):
+    """Both ways, always sent on any local end: the other side ends too."""
+
+    xid: Name
+    grant: Count = 0
+    """Number of its grant, where the sender knows it."""
+    code: Name
+    """aborted | deadline | rejected | error | peer_gone | digest | transfer | mismatch | expired | shutdown"""
+    reason: Text = ""
+    reading: bool = False
+    """D -> P, pull: reads of the source pages are still under way; Drained follows when they are not."""
+
+
+class HelloAgain(MessageBase, frozen=True, kw_only=True):
+    """P -> D: this cluster has a secret; say HELLO again with a MAC over this nonce."""
+
+    nonce: Mac
+
+
+class AbortGrant(MessageBase, frozen=True, kw_only=True):
+    """D -> P, push: write nothing more for this grant, and say when nothing is outstanding."""
+
+    grant: Count
+    floor: Count
+    """As in Keepalive: what you remember of grants below it may go."""
+    xid: Name = ""
+
+
+class AbortAck(MessageBase, frozen=True, kw_only=True):
+    """P -> D: these ranks have nothing outstanding for this grant and will begin nothing."""
+
+    grant: Count
+    ranks: TopIds
+
+
+class Lease(MessageBase, frozen=True, kw_only=True):
+    """P -> D, pull, before the first Data: source pages stay as they are for so long after DONE (or until OK)."""
+
+    xid: Name
+    grant: Count
+    lease_s: Seconds
+
+
+class Confirm(MessageBase, frozen=True, kw_only=True):
+    """D -> P, pull: I have read everything; was it there all the time?"""
+
+    xid: Name
+    grant: Count
+
+
+class ConfirmOk(MessageBase, frozen=True, kw_only=True):
+    """P -> D: yes; the pages are released now."""
+
+    xid: Name
+    grant: Count
+
+
+class Expired(MessageBase, frozen=True, kw_only=True):
+    """P -> D: no, or no longer; stop reading and say Drained."""
+
+    xid: Name
+    grant: Count
+
+
+class Drained(MessageBase, frozen=True, kw_only=True):
+    """D -> P, pull: no read of this handoff is under way any more."""
+
+    xid: Name
+    grant: Count
