@@ -1,4 +1,4 @@
-"""A few rounds of `chaos.py`, which goes on for hundreds: faults on real processes, right answers, nothing left over."""
+"""A few rounds of `chaos.py`, which goes on for hundreds: faults on real processes, right answers and no leftovers."""
 
 from __future__ import annotations
 
