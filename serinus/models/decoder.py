@@ -89,6 +89,8 @@ class Decoder:
         self._head = kernels.pack_linear(head_VE, None)
         source.finish(ignore=("lm_head.weight",) if spec.tied else ())
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
+        scale = spec.embedding_scale  # rounded to the model's dtype, as in training
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         self._gate = kernels.gelu_mul if spec.gelu else kernels.silu_mul
 
     def forward(
@@ -155,11 +157,7 @@ class Decoder:
 
     def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         hidden_TE = self._embedding_VE.index_select(0, tokens_T)
-        scale = self.spec.embedding_scale
-        if scale is None:
-            return hidden_TE
-        # Rounded to the model's dtype first, as in training.
-        return hidden_TE.mul_(torch.tensor(scale, dtype=self.dtype).item())
+        return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
 
     def _project(
         self, layer: _Layer, x_TE: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor

@@ -91,6 +91,20 @@ def test_bf16_answers_do_not_depend_on_what_is_below_the_window(sliding: dict[st
     assert torch.equal(answers[0][1], answers[1][1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_bf16_logits_far_beyond_the_window_stay_as_close_to_fp32_as_those_of_transformers(
+    sliding: dict[str, Path], name: str
+) -> None:
+    direct, model = engine(sliding[name], torch.bfloat16)
+    seq = run_in_uneven_chunks(direct, PROMPT, forget=True)
+    ids = PROMPT + seq.output[:-1]
+    truth = reference(sliding[name], ids, torch.float32)[len(PROMPT) - 1 :]
+    theirs = (reference(sliding[name], ids, torch.bfloat16)[len(PROMPT) - 1 :] - truth).abs().mean()
+    ours = (torch.cat(model.seen) - truth).abs().mean()
+    assert float(ours) < 1.25 * float(theirs)
+
+
 def test_a_model_whose_layers_all_slide_keeps_no_bytes_in_part_full(sliding: dict[str, Path]) -> None:
     direct, _ = engine(sliding["mistral"], torch.float32)
     assert direct.pools[Part.FULL].page_bytes == 0
