@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 
+from serinus.core.parts import Part
 from serinus.sched.batch import Batch
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
@@ -24,12 +25,18 @@ class Admission:
         self._page_size = settings.page_size
 
     def growth_pages(self) -> int:
-        """Pages that those who run (or will) may still take: each `growth_tokens` more, or up to its end."""
+        """FULL pages that those who run (or will) may still take: each `growth_tokens` more, or up to its end."""
         running = chain(self._batch, self._batch.transfer.values())
-        return sum(self._wanted(state) - state.page_count for state in running)
+        return sum(self._wanted(state) - state.full.end for state in running)
+
+    def window_growth_pages(self) -> int:
+        """SWA pages that they may still take: each up to its window."""
+        running = chain(self._batch, self._batch.transfer.values())
+        return sum(max(0, self._wanted_window(state) - swa.count) for state in running if (swa := state.swa))
 
     def place(self, state: ReqState) -> bool:
-        """Match its prefix and give it pages for all its known tokens; False = no room now, nothing changed.
+        """Match its prefix, load back what the host has of it, and give it pages for all its known tokens (of part
+        SWA one page, or for a remote prompt those that it will read); False = no room now, nothing changed.
 
         Room = free and evictable pages, less what those who run may still need. Where nobody else runs there is no
         reserve: then only pages that a peer still reads can stand in the way, and that ends.
@@ -39,12 +46,51 @@ class Admission:
         alone = self._batch.seats_taken == 0
         needed = seats.pages_for(state.known) if alone else self._wanted(state)
         reserve = 0 if alone else self.growth_pages()
-        if needed - seats.cached(state) // self._page_size + reserve > seats.room():
+        if needed - seats.probe(state).device // self._page_size + reserve > seats.room():
             return False
         seats.match(state)  # locks the prefix: from here on `room` does not count it
-        if needed - state.page_count + reserve <= seats.room() and seats.extend(state, seats.pages_for(state.known)):
-            return True
+        if needed - state.full.end + reserve <= seats.room() and self._fits_window(state, alone):
+            seats.load(state)
+            if seats.extend(state, seats.pages_for(state.known), self._window_end(state)):
+                return True
         seats.leave(state)
+        if alone and state.swa is not None and not state.cold:
+            state.cold = True  # the prefix it found pins more of part SWA than its own window needs
+            return self.place(state)
+        return False
+
+    def _fits_window(self, state: ReqState, alone: bool) -> bool:
+        swa = state.swa
+        if swa is None:
+            return True
+        seats = self._seats
+        reserve = 0 if alone else self.window_growth_pages()
+        first = max(swa.first, seats.window_start(state.prompt_len)) if state.phase is Phase.PREALLOC else swa.first
+        wanted = self._wanted_window(state) - max(0, swa.end - first)
+        return max(0, wanted) + reserve <= seats.room(Part.SWA)
+
+    def _window_end(self, state: ReqState) -> int:
+        """Up to where it needs SWA pages at once; those of a remote prompt begin where its window does."""
+        swa, seats = state.swa, self._seats
+        if swa is None:
+            return 0
+        if state.phase is not Phase.PREALLOC:
+            return state.computed // self._page_size + 1
+        seats.advance(state, state.prompt_len)
+        return seats.pages_for(state.prompt_len)
+
+    def awaits_storage(self, state: ReqState, now: float) -> bool:
+        """Whether the storage may still bring some of its prefix, and it should wait for that. Otherwise what has
+        come by now is taken."""
+        if not state.prefetching:
+            return False
+        if not self._seats.prefetch_over(state):
+            policy = self._settings.prefetch_policy
+            late = now - state.request.arrival >= self._settings.prefetch_s_max
+            if policy == "wait_complete" or (policy == "timeout" and not late):
+                return True
+            self._seats.prefetch_cut(state)
+        state.prefetching = False
         return False
 
     def has_twin(self, state: ReqState) -> bool:
@@ -79,4 +125,7 @@ class Admission:
 
     def _wanted(self, state: ReqState) -> int:
         tokens = min(state.known + self._settings.growth_tokens, state.limit)
-        return max(self._seats.pages_for(tokens), state.page_count)
+        return max(self._seats.pages_for(tokens), state.full.end)
+
+    def _wanted_window(self, state: ReqState) -> int:
+        return min(self._seats.window_pages, self._wanted(state))

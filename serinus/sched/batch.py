@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from serinus.core.parts import Part
 from serinus.core.plan import SeqWork
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
@@ -42,26 +43,36 @@ class Batch:
         (self.decoding if state.phase is Phase.DECODE else self.prefilling).remove(state)
 
     def grow(self) -> list[ReqState]:
-        """Give every decoding request the page its next token needs; returns those who had to go for it.
+        """Give every decoding request the page its next token needs, and the first of those that prefill one of part
+        SWA; returns those who had to go for it.
 
         Where no page can be had, the youngest running request gives up all of its own (its full pages stay cached
         while nobody needs them); one that lacks a page and is itself the youngest goes. The oldest is never taken
         from, so something always gets on; one that runs alone lacks a page only while handoffs hold some.
         """
-        needy = [state for state in self.decoding if state.known > state.room]
-        if not needy:
-            return []
         gone: list[ReqState] = []
-        for state in needy:
-            while state.phase is Phase.DECODE and not self._seats.extend(state, state.page_count + 1):
-                victim = max(self, key=lambda other: other.seq)
-                self.remove(victim)
-                self._seats.leave(victim)
-                victim.move(Phase.WAITING)
-                victim.retractions += 1
-                victim.retracted = True
-                gone.append(victim)
+        for state in [state for state in self.decoding if state.known > state.full.room]:
+            self._make_room(state, state.full.end + 1, gone)
+        if self._seats.window is not None and self.prefilling:
+            state = self.prefilling[0]
+            swa = state.swa
+            if swa is not None and swa.room <= state.computed:
+                self._make_room(state, state.full.end, gone)
         return gone
+
+    def _make_room(self, state: ReqState, full_end: int, gone: list[ReqState]) -> None:
+        """One more page of part SWA (where it has one), and FULL pages up to `full_end`."""
+        while state.running:
+            if self._seats.extend(state, full_end, 0 if state.swa is None else state.swa.end + 1):
+                return
+            victim = max(self, key=lambda other: other.seq)
+            self.remove(victim)
+            self._seats.leave(victim, park=True)
+            victim.cold = victim is state and self.seats_taken == 0 and state.swa is not None
+            victim.move(Phase.WAITING)
+            victim.retractions += 1
+            victim.retracted = True
+            gone.append(victim)
 
     def decode_work(self) -> list[SeqWork]:
         """One token for each decoding request."""
@@ -75,7 +86,8 @@ class Batch:
                     row=state.row,
                     start=start,
                     tokens=state.tokens[start:known],
-                    slots=state.slots[start:known],
+                    slots=state.full.slots[start:known],
+                    swa_slots=None if state.swa is None else state.swa.slots[start:known],
                     sample=state.sample_spec(),
                 )
             )
@@ -83,11 +95,16 @@ class Batch:
 
     def chunk_work(self, state: ReqState, budget: int) -> SeqWork | None:
         """The next chunk of a prefilling request: at most `budget` tokens, and up to a page border unless it is the
-        last one, so that what is published and handed over is whole. None = the budget does not reach a border."""
+        last one, so that what is published and handed over is whole. None = the budget does not reach a border, or
+        part SWA has no page for it now."""
         start = state.computed
         end = state.known
         if end - start > budget:
             end = (start + budget) // self._page_size * self._page_size
+            if end <= start:
+                return None
+        if state.swa is not None:
+            end = self._within_window_room(state, start, end)
             if end <= start:
                 return None
         collected = state.prompt_logprobs
@@ -97,8 +114,21 @@ class Batch:
             row=state.row,
             start=start,
             tokens=state.tokens[start:end],
-            slots=state.slots[start:end],
+            slots=state.full.slots[start:end],
+            swa_slots=None if state.swa is None else state.swa.slots[start:end],
             sample=state.sample_spec() if end == state.known else None,
             prompt_logprobs=state.request.sampling.prompt_logprobs if wants_logprobs else None,
             next_ids=state.tokens[start + 1 : min(end + 1, state.prompt_len)] if wants_logprobs else None,
         )
+
+    def _within_window_room(self, state: ReqState, start: int, end: int) -> int:
+        """How far a chunk [start, end) can go on the SWA pages there are; it takes them. Those who decode are left a
+        page each, unless it could not get on at all."""
+        swa, seats = state.swa, self._seats
+        assert swa is not None, f"sched: {state.rid} has no part SWA"
+        lacking = seats.pages_for(end) - swa.end
+        if lacking > 0:
+            spare = seats.room(Part.SWA) - len(self.decoding)
+            least = 1 if swa.room <= start else 0
+            seats.extend(state, state.full.end, swa.end + min(lacking, max(spare, least)))
+        return min(end, swa.room)

@@ -7,20 +7,37 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from serinus.cache import RowView
+from serinus.cache import RowView, Tier
 from serinus.core.errors import InvariantError
+from serinus.core.parts import Part
+from serinus.core.plan import StepPlan, StepResult
 from serinus.sched.batch import Batch
+from serinus.sched.page_row import PageRow
 from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["check_scheduler"]
+__all__ = ["check_result", "check_scheduler"]
+
+_NO_PAGES = np.empty(0, np.int32)
 
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise InvariantError(f"sched: {message}")
+
+
+def check_result(under_way: StepPlan | None, plan: StepPlan, result: StepResult) -> None:
+    """The plan is the one under way, and the result is its own."""
+    if plan is not under_way:
+        expected = f"step {under_way.step}" if under_way else "no commit without a plan"
+        raise InvariantError(f"sched: step {plan.step} is committed, expected {expected}")
+    if result.step != plan.step or len(result.seqs) != len(plan.work):
+        raise InvariantError(
+            f"sched: the result of step {result.step} has {len(result.seqs)} parts,"
+            f" expected {len(plan.work)} of step {plan.step}"
+        )
 
 
 def check_scheduler(
@@ -50,11 +67,17 @@ def check_scheduler(
     _require(found == Counter(list(states)), f"requests in queues are {found}, expected each of {list(states)} once")
     _check_rows(states.values(), seats, settings)
     for state in states.values():
-        _check_positions(state, settings)
+        _check_positions(state, settings, seats)
     _check_ledger(states, seats)
     seats.cache.sanity_check(
         [
-            RowView(rid=state.rid, lease=state.lease, pages=state.pages[: state.page_count])
+            RowView(
+                rid=state.rid,
+                lease=state.lease,
+                pages=state.full.named(),
+                swa_first=0 if state.swa is None else state.swa.first,
+                swa_pages=_NO_PAGES if state.swa is None else state.swa.named(),
+            )
             for state in states.values()
             if state.lease is not None
         ]
@@ -71,7 +94,7 @@ def _check_rows(states: Iterable[ReqState], seats: Seats, settings: SchedSetting
     _require(not idle, f"requests {idle} have rows, expected only running ones to")
 
 
-def _check_positions(state: ReqState, settings: SchedSettings) -> None:
+def _check_positions(state: ReqState, settings: SchedSettings, seats: Seats) -> None:
     name = f"request {state.rid} ({state.phase.name})"
     _require(
         0 <= state.published <= state.computed <= state.known <= settings.context_length,
@@ -79,36 +102,62 @@ def _check_positions(state: ReqState, settings: SchedSettings) -> None:
     )
     _require(state.known <= state.limit, f"{name} knows {state.known} tokens, expected at most {state.limit}")
     if state.phase in (Phase.WAITING, Phase.PREALLOC) or (state.phase is Phase.INFLIGHT and state.doomed):
-        _require(state.page_count == 0 and state.lease is None, f"{name} has {state.page_count} pages, expected none")
+        _require(state.full.end == 0 and state.lease is None, f"{name} has {state.full.end} pages, expected none")
         return
     leased = -1 if state.lease is None else state.lease.end
     _require(leased == state.published, f"{name} leases {leased} tokens, expected {state.published}, as published")
-    _require(state.room == state.page_count * settings.page_size, f"{name} has room {state.room}")
-    _require(state.computed <= state.room, f"{name} has computed {state.computed} tokens in room for {state.room}")
+    _require(state.computed <= state.full.room, f"{name} has computed {state.computed} in room for {state.full.room}")
     if state.phase is Phase.DECODE:
         _require(state.computed == state.known - 1, f"{name} has computed {state.computed} of {state.known}")
     if state.phase is Phase.PREFILL:
-        _require(state.computed < state.known <= state.room, f"{name} has {state.computed}/{state.known}/{state.room}")
+        _require(state.computed < state.known <= state.full.room, f"{name} has {state.computed}/{state.known}")
     if state.phase is Phase.DECODE and state.generated:
         recent = int(state.tokens[state.known - 1])
         _require(0 <= recent < settings.vocab_size, f"{name} generated {recent}")
-    offsets = np.arange(settings.page_size)
-    slots = state.pages[: state.page_count].astype(np.int64)[:, None] * settings.page_size + offsets
-    _require(np.array_equal(slots.reshape(-1), state.slots[: state.room]), f"{name} has slots that are not its pages'")
+    _require(state.full.first == 0, f"{name} has FULL pages from {state.full.first} on, expected all")
+    _check_slots(name, state.full)
+    if state.swa is not None:
+        _check_slots(name, state.swa)
+        _check_window(name, state, seats)
+
+
+def _check_slots(name: str, row: PageRow) -> None:
+    size = row.page_size
+    _require(row.room == row.end * size, f"{name} has room {row.room} on {row.end} pages")
+    slots = row.named().astype(np.int64)[:, None] * size + np.arange(size)
+    same = np.array_equal(slots.reshape(-1), row.slots[row.first * size : row.room])
+    _require(same, f"{name} has slots that are not its pages'")
+
+
+def _check_window(name: str, state: ReqState, seats: Seats) -> None:
+    """What it reads next is there, and nothing older than one step needs."""
+    swa = state.swa
+    assert swa is not None, f"sched: {name} without part SWA"
+    position = state.prompt_len if state.phase is Phase.TRANSFER else state.computed
+    _require(
+        swa.first <= seats.window_start(position), f"{name} has SWA pages from {swa.first} on, too few for {position}"
+    )
+    if state.phase is Phase.DECODE:
+        count = swa.count
+        _require(count <= seats.window_pages, f"{name} has {count} SWA pages, expected at most {seats.window_pages}")
+        _require(swa.end == state.full.end, f"{name} has SWA pages up to {swa.end}, FULL ones up to {state.full.end}")
 
 
 def _check_ledger(states: Mapping[str, ReqState], seats: Seats) -> None:
-    ledger = seats.cache.ledger
-    for rid in ledger.request_ids:
-        state = states.get(rid)
-        _require(
-            state is not None and state.lease is not None, f"the ledger knows request {rid}, which has no pages here"
-        )
-    held: Counter[int] = Counter()
+    held: dict[Part, Counter[int]] = {Part.FULL: Counter(), Part.SWA: Counter()}
     for state in states.values():
-        for pages in state.holds:
-            held.update(pages.tolist())
-    for page in np.flatnonzero(ledger.hold_P).tolist():
-        count = ledger.holds_of(page).get("transfer", 0)
-        _require(held.pop(page, 0) == count, f"page {page} has {count} transfer holds, expected those of its chunks")
-    _require(not held, f"pages {list(held)} are announced, but not held")
+        for spans in state.holds:
+            for span in spans:
+                held[span.part].update(span.pages.tolist())
+    for part in seats.cache.geometry.parts:
+        ledger = seats.cache.ledgers[Tier.DEVICE, part]
+        for rid in ledger.request_ids:
+            known = states.get(rid)
+            _require(known is not None and known.lease is not None, f"the ledger knows request {rid} without pages")
+        announced = held[part]
+        for page in np.flatnonzero(ledger.hold_P).tolist():
+            count = ledger.holds_of(page).get("transfer", 0)
+            _require(
+                announced.pop(page, 0) == count, f"page {page} has {count} transfer holds, expected those of its chunks"
+            )
+        _require(not announced, f"{part.name} pages {list(announced)} are announced, but not held")

@@ -7,10 +7,9 @@ canonical then), and the pin belongs to the transfer: it outlives the request.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from serinus.core.handoff import ChunkReady, HandoffSpec
-from serinus.core.parts import PageSpan, Part
+from serinus.core.parts import PageSpan
 from serinus.core.plan import SeqResult
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
@@ -32,27 +31,27 @@ class Outgoing:
 
     def announce(self, state: ReqState) -> ChunkReady | None:
         """The full pages that became ready since the last chunk; None if there are none."""
-        pages = self._snapshot(state, state.computed // self._seats.page_size)
-        if pages is None:
+        spans = self._snapshot(state, state.computed // self._seats.page_size)
+        if spans is None:
             return None
-        return self._chunk(state, pages)
+        return self._chunk(state, spans)
 
     def finish(self, state: ReqState, seq: SeqResult, now: float) -> ChunkReady:
         """The prompt is computed: the rest of its pages (the partly filled one too) and its first token.
 
         The request gives back its row and waits in `inflight`, pages pinned, for the transfer to drain.
         """
-        pages = self._snapshot(state, self._seats.pages_for(state.prompt_len))
-        assert pages is not None, f"sched: the last chunk of {state.rid} has no page, expected at least the last one"
+        spans = self._snapshot(state, self._seats.pages_for(state.prompt_len))
+        assert spans is not None, f"sched: the last chunk of {state.rid} has no page, expected at least the last one"
         self._seats.give_row(state)
         state.move(Phase.INFLIGHT)
         self.inflight[state.rid] = state
-        return self._chunk(state, pages, seq, now)
+        return self._chunk(state, spans, seq, now)
 
     def chunk_drained(self, state: ReqState, spans: tuple[PageSpan, ...]) -> bool:
         """One chunk was read; False if it is none of the chunks still held (a repeated event changes nothing)."""
         for index, held in enumerate(state.holds):
-            if np.array_equal(held, spans[0].pages):
+            if np.array_equal(held[0].pages, spans[0].pages):
                 self._seats.unhold(held)
                 del state.holds[index]
                 return True
@@ -64,21 +63,20 @@ class Outgoing:
             self._seats.unhold(held)
         state.holds.clear()
 
-    def _snapshot(self, state: ReqState, page_end: int) -> NDArray[np.int32] | None:
+    def _snapshot(self, state: ReqState, page_end: int) -> tuple[PageSpan, ...] | None:
         start = state.sent_pages
         if page_end <= start:
             return None
-        pages = state.pages[start:page_end].copy()
-        self._seats.hold(pages)
-        state.holds.append(pages)
+        spans = self._seats.spans(state, start, page_end)
+        self._seats.hold(spans)
+        state.holds.append(spans)
         state.sent_pages = page_end
-        return pages
+        return spans
 
     def _chunk(
-        self, state: ReqState, pages: NDArray[np.int32], seq: SeqResult | None = None, now: float = 0.0
+        self, state: ReqState, spans: tuple[PageSpan, ...], seq: SeqResult | None = None, now: float = 0.0
     ) -> ChunkReady:
         assert state.handoff is not None, f"sched: request {state.rid} is computed for nobody else"
-        spans = (PageSpan(part=Part.FULL, first=state.sent_pages - len(pages), pages=pages),)
         if seq is None:
             return ChunkReady(rid=state.rid, xid=state.handoff.xid, spans=spans)
         started = state.started if state.started is not None else now

@@ -13,11 +13,13 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.cache import Lease
+from serinus.cache import Lease, LoadPlan
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffSpec
+from serinus.core.parts import PageSpan
 from serinus.core.plan import SampleSpec
 from serinus.core.request import Request, TokenLogprobs, Usage
+from serinus.sched.page_row import PageRow
 
 __all__ = ["NEXT_PHASES", "Phase", "ReqState"]
 
@@ -49,7 +51,7 @@ NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
     Phase.PREFILL: frozenset({Phase.DECODE, Phase.WAITING, Phase.INFLIGHT, Phase.ENDED}),
     Phase.DECODE: frozenset({Phase.WAITING, Phase.ENDED}),
     Phase.PREALLOC: frozenset({Phase.TRANSFER, Phase.WAITING, Phase.ENDED}),
-    Phase.TRANSFER: frozenset({Phase.DECODE, Phase.WAITING, Phase.ENDED}),
+    Phase.TRANSFER: frozenset({Phase.DECODE, Phase.PREALLOC, Phase.WAITING, Phase.ENDED}),
     Phase.INFLIGHT: frozenset({Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
@@ -62,6 +64,10 @@ class ReqState:
     """Mutable; owned by one Scheduler."""
 
     request: Request
+    page_size: int
+    """Tokens of a page."""
+    slides: bool
+    """Whether there is a part SWA."""
     seq: int
     """Number of its arrival: lower = older. Survives retraction, so the oldest always gets on."""
     limit: int
@@ -80,18 +86,29 @@ class ReqState:
     """Row of req_to_token while running, else 0."""
     lease: Lease | None = None
     """Pins the part of its pages that lies in the tree, while it has pages."""
+    full: PageRow = field(init=False)
+    """Its pages of part FULL, all from position 0 on."""
+    swa: PageRow | None = field(init=False)
+    """Its pages of part SWA, as far back as its window reaches; None where no layer slides."""
     tokens: NDArray[np.int32] = field(init=False)
     """Buffer; the first `known` are meant."""
-    slots: NDArray[np.int64] = field(init=False)
-    """Buffer; slot of each position below `room`."""
-    pages: NDArray[np.int32] = field(init=False)
-    """Buffer; the first `page_count` are its pages, in order."""
-    page_count: int = 0
     known: int = field(init=False)
     computed: int = 0
     published: int = 0
-    room: int = 0
-    """Positions its pages cover."""
+    load: LoadPlan | None = None
+    """What the host could add to its match, until that is loaded or let go."""
+    found: dict[str, int] = field(default_factory=dict)
+    """Tokens of its match, by the tier they came from."""
+    awaited: frozenset[int] = frozenset()
+    """Decode side: loads that must end well before its pages are granted."""
+    granted: bool = False
+    """Decode side: a prefill engine may know its pages."""
+    prefetching: bool = False
+    """The storage is asked for its prefix, and nobody has looked at what came of it."""
+    prefetched: bool = False
+    """The storage was asked for its prefix."""
+    cold: bool = False
+    """It must run on pages of its own alone: with a cached prefix there was no room even when nobody else ran."""
     held: int = 0
     """Decode side: prompt tokens found in the own cache when the pages were reserved."""
 
@@ -122,7 +139,7 @@ class ReqState:
     """Clock at its first token."""
     sent_pages: int = 0
     """Prefill side: pages of the prompt already announced as chunks (those the peer holds included)."""
-    holds: list[NDArray[np.int32]] = field(default_factory=list)
+    holds: list[tuple[PageSpan, ...]] = field(default_factory=list)
     """Prefill side: pages of chunks that are still being read."""
 
     def __post_init__(self) -> None:
@@ -130,8 +147,8 @@ class ReqState:
         self.prompt_len = self.known = len(prompt)
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
-        self.slots = np.empty(0, np.int64)
-        self.pages = np.empty(0, np.int32)
+        self.full = PageRow(self.page_size)
+        self.swa = PageRow(self.page_size) if self.slides else None
         self.stop_set = frozenset(self.stop_ids)
         self.min_new = self.request.sampling.min_new_tokens
         self.prompt_ids = self.tokens[: self.known] if self.request.sampling.penalised else None
@@ -173,31 +190,15 @@ class ReqState:
         self.tokens[known] = token
         self.known = known + 1
 
-    def add_pages(self, pages: NDArray[np.int32], page_size: int) -> None:
-        """Append pages behind its own; their slots are computed once, here."""
-        count, total = self.page_count, self.page_count + len(pages)
-        if total > len(self.pages):
-            capacity = max(total, len(self.pages) + max(_GROWTH // page_size, len(self.pages) // 2, 1))
-            grown_pages, grown_slots = np.empty(capacity, np.int32), np.empty(capacity * page_size, np.int64)
-            grown_pages[:count] = self.pages[:count]
-            grown_slots[: self.room] = self.slots[: self.room]
-            self.pages, self.slots = grown_pages, grown_slots
-        self.page_count = total
-        self.room = total * page_size
-        self.put_pages(count, pages, page_size)
-
-    def put_pages(self, first: int, pages: NDArray[np.int32], page_size: int) -> None:
-        """Replace its pages from the `first` on, as publication does where the tree already had them."""
-        last = first + len(pages)
-        assert last <= self.page_count, f"sched: pages {first}..{last} of {self.page_count} of {self.rid}"
-        self.pages[first:last] = pages
-        base = pages.astype(np.int64) * page_size
-        self.slots[first * page_size : last * page_size] = (base[:, None] + np.arange(page_size)).reshape(-1)
-
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back."""
-        self.lease = None
-        self.row = self.page_count = self.room = self.computed = self.published = 0
+        self.lease = self.load = None
+        self.row = self.computed = self.published = 0
+        self.full.begin_at(0)
+        if self.swa is not None:
+            self.swa.begin_at(0)
+        self.found = {}
+        self.awaited, self.granted = frozenset(), False
 
     def sample_spec(self) -> SampleSpec:
         """How to choose the token behind the last known one."""

@@ -7,10 +7,11 @@ incoming.py and outgoing.py (the two sides of a handoff).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from serinus.cache import PrefixCache
+from serinus.cache import Lease, PrefixCache
 from serinus.core.errors import BadRequest, CapacityError, InvariantError
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
 from serinus.core.parts import PageSpan
@@ -18,15 +19,16 @@ from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
-from serinus.sched.checks import check_scheduler
+from serinus.sched.checks import check_result, check_scheduler
 from serinus.sched.endings import check_handoff, check_request, ending_of, stop_ids_of, token_limit
 from serinus.sched.incoming import Incoming
+from serinus.sched.loads import begin_again
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.queues import ReqQueue, admission_order
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
 from serinus.sched.settings import SchedSettings
-from serinus.sched.stats import Outcome, SchedStats, Totals
+from serinus.sched.stats import Outcome, SchedStats, Totals, beyond, pool_use
 
 __all__ = ["Scheduler"]
 
@@ -50,6 +52,8 @@ class Scheduler:
         self._plan: StepPlan | None = None
         self._planned: list[ReqState] = []
         self._outcome = Outcome()
+        self.in_flight = 0
+        """Copies and storage operations that had not ended at the last plan: an idle loop should plan again soon."""
         pool_tokens = self._seats.pages_total * settings.page_size
         if settings.max_total_tokens is not None:
             pool_tokens = min(pool_tokens, settings.max_total_tokens)
@@ -90,6 +94,8 @@ class Scheduler:
         self._arrivals += 1
         state = ReqState(
             request=request,
+            page_size=self.settings.page_size,
+            slides=self._seats.window is not None,
             seq=self._arrivals,
             limit=token_limit(request, self.settings, self._pool_tokens),
             stop_ids=stop_ids_of(request, self.settings),
@@ -103,6 +109,8 @@ class Scheduler:
         self._states[request.rid] = state
         (self._incoming.prealloc if remote else self._waiting).push(state)
         self._totals.requests += 1
+        if self.settings.prefetch_policy != "none":
+            self._seats.prefetch(state)
 
     def abort(self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT) -> TokenDelta | None:
         """End a request in whatever state it is; its last delta. None = unknown, or asked for by a peer.
@@ -143,6 +151,7 @@ class Scheduler:
         """
         if self._plan is not None:
             raise InvariantError(f"sched: step {self._plan.step} is not committed, expected that before another plan")
+        self._poll()
         retracted = self._batch.grow()
         for state in retracted:
             self._waiting.push(state)
@@ -161,13 +170,13 @@ class Scheduler:
             work.append(chunk)
             planned.append(state)
             left -= len(chunk.tokens)
-        new_count, cached_tokens = 0, 0
+        new_count, found = 0, Counter[str]()
         if left > 0 and self._waiting:
             for state, chunk in self._admit(left, now):
                 work.append(chunk)
                 planned.append(state)
                 new_count += 1
-                cached_tokens += state.computed
+                found.update(state.found)
         if not work:
             return None
         self._step += 1
@@ -177,7 +186,8 @@ class Scheduler:
             prompt_tokens=computed,
             decode_tokens=decode_count,
             new_requests=new_count,
-            cached_tokens=cached_tokens,
+            cached_tokens=found.total(),
+            cached_by_tier=found,
             retracted=len(retracted),
         )
         self._totals.computed_tokens += computed + decode_count
@@ -195,7 +205,7 @@ class Scheduler:
         for state in admission_order(self._waiting, self.settings, self._seats.cached, 2 * seats_left):
             if len(admitted) == seats_left or budget < min(self.settings.page_size, state.known):
                 break
-            if self._admission.has_twin(state):
+            if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
                 continue
             if (older_seq is not None and older_seq < state.seq) or not self._admission.place(state):
                 self._blocked = state
@@ -219,8 +229,7 @@ class Scheduler:
         state.retracted = False
         if state.started is None:
             state.started = now
-            held = state.handoff.held if state.handoff is not None else 0  # counted by decode, which has it
-            state.cached_tokens = {"device": state.computed - held} if state.computed > held else {}
+            state.cached_tokens = beyond(state.found, state.handoff.held if state.handoff is not None else 0)
         chunk = self._batch.chunk_work(state, budget)
         assert chunk is not None, f"sched: request {state.rid} has no chunk of {budget} tokens from {state.computed}"
         return chunk
@@ -230,30 +239,42 @@ class Scheduler:
 
         Raises InvariantError where plan or result is not the one under way.
         """
-        self._check_result(plan, result)
+        check_result(self._plan, plan, result)
+        if self._seats.open_loads:
+            self._take_failed(self._seats.settle())
         planned, outcome = self._planned, self._outcome
         self._plan, self._planned = None, []
         deltas: list[TokenDelta] = []
         chunks: list[ChunkReady] = []
+        slides = self._seats.window is not None
         for state, work, seq in zip(planned, plan.work, result.seqs, strict=True):
+            if not state.running:
+                continue  # what it computed on never came from the host
             state.computed = work.start + len(work.tokens)
             if state.doomed:
                 self._end(state)
             elif state.phase is Phase.DECODE:
+                if slides:
+                    self._seats.advance(state, state.computed)
                 deltas.append(self._take_token(state, seq.token, seq.logprobs, now))
             else:
                 self._commit_chunk(state, work, seq, now, deltas, chunks)
         return replace(outcome, deltas=tuple(deltas), chunks=tuple(chunks))
 
-    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
-        if plan is not self._plan:
-            expected = f"step {self._plan.step}" if self._plan else "no commit without a plan"
-            raise InvariantError(f"sched: step {plan.step} is committed, expected {expected}")
-        if result.step != plan.step or len(result.seqs) != len(plan.work):
-            raise InvariantError(
-                f"sched: the result of step {result.step} has {len(result.seqs)} parts,"
-                f" expected {len(plan.work)} of step {plan.step}"
-            )
+    def _poll(self) -> None:
+        """Copies and storage operations that have ended; the only other place is `commit`, where loads were read."""
+        if not self._seats.tiered:
+            return
+        news = self._seats.poll()
+        self.in_flight = news.in_flight
+        self._take_failed(news.failed_loads)
+
+    def _take_failed(self, leases: tuple[Lease, ...]) -> None:
+        """The KV of these leases never came from the host: their requests begin once more."""
+        for state in begin_again(leases, self._states.values(), self._batch, self._incoming, self._seats):
+            self._waiting.push(state)
+            if state.doomed:
+                self._end(state)
 
     def _commit_chunk(
         self, state: ReqState, work: SeqWork, seq: SeqResult, now: float, deltas: list[TokenDelta],
@@ -271,12 +292,14 @@ class Scheduler:
             chunk = self._outgoing.announce(state) if state.handoff else None
             if chunk is not None:
                 chunks.append(chunk)
+            self._seats.advance(state, state.computed)
             return
         self._batch.remove(state)
         if state.handoff is not None:
             self._known_token(state, seq.token)
             chunks.append(self._outgoing.finish(state, seq, now))
             return
+        self._seats.advance(state, state.computed)
         state.move(Phase.DECODE)
         self._batch.decoding.append(state)
         deltas.append(self._take_token(state, seq.token, seq.logprobs, now))
@@ -320,6 +343,7 @@ class Scheduler:
 
     def _end(self, state: ReqState) -> None:
         """Out of its queue, everything given back; held pages alone keep it known until they are drained."""
+        self._seats.forget_prefetch(state)
         if state.running:
             self._batch.remove(state)
             self._seats.leave(state)
@@ -336,6 +360,20 @@ class Scheduler:
         del self._states[state.rid]
 
     # Decode side of a handoff
+
+    def is_remote(self, rid: str) -> bool:
+        """Whether its prompt is still wanted from a prefill engine: it waits for pages, or they are granted."""
+        state = self._states.get(rid)
+        return state is not None and state.phase in (Phase.PREALLOC, Phase.TRANSFER)
+
+    def quarantine(self, spans: Sequence[PageSpan]) -> None:
+        """A peer may still write these pages of a request that is about to end or to be computed here: nobody gets
+        them before `quarantine_over`. Called before the `abort` or `recompute`."""
+        self._seats.quarantine(spans)
+
+    def quarantine_over(self, spans: Sequence[PageSpan]) -> None:
+        """No peer writes them any more."""
+        self._seats.quarantine_over(spans)
 
     def take_reservations(self, now: float) -> tuple[Reservation, ...]:
         """Pages for remote requests, oldest first, as far as there is room; their own cached prefix is locked.
@@ -433,11 +471,7 @@ class Scheduler:
 
     def stats(self) -> SchedStats:
         """Gauges and a copy of the counters. Cost: O(waiting)."""
-        page_size = self.settings.page_size
-        cache = self._seats.cache
-        total = self._seats.pages_total * page_size
-        free, evictable = cache.free_pages * page_size, cache.evictable_pages * page_size
-        used = total - free - evictable
+        pool = pool_use(self._seats.cache)
         totals = replace(self._totals, cached_tokens=dict(self._totals.cached_tokens))
         return SchedStats(
             num_running_reqs=len(self._batch),
@@ -446,11 +480,12 @@ class Scheduler:
             num_prefill_inflight_queue_reqs=len(self._outgoing.inflight),
             num_decode_prealloc_queue_reqs=len(self._incoming.prealloc),
             num_decode_transfer_queue_reqs=len(self._batch.transfer),
-            total_tokens=total,
-            free_tokens=free,
-            evictable_tokens=evictable,
-            used_tokens=used,
-            token_usage=used / total,
+            total_tokens=pool.total_tokens,
+            free_tokens=pool.free_tokens,
+            evictable_tokens=pool.evictable_tokens,
+            used_tokens=pool.used_tokens,
+            token_usage=pool.usage,
+            in_flight=self.in_flight,
             totals=totals,
             cached_tokens=totals.cached_tokens,
         )

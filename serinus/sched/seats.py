@@ -1,35 +1,59 @@
 """Rows and pages of the running requests: the only place where the scheduler touches the cache.
 
-Keeps the host's view of req_to_token (each request's pages, in order) and the writes that the device's table still
-needs. Decides nothing: it matches, extends, publishes and gives back when told.
+Keeps the host's view of req_to_token (each request's pages, part by part) and the writes that the device's tables still
+need. Decides nothing: it matches, loads back, extends, publishes and gives back when told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.cache import PartPages, PrefixCache
-from serinus.core.errors import InvariantError
+from serinus.cache import CacheNews, Lease, PartPages, PrefetchState, PrefixCache, Probe
+from serinus.core.errors import ConfigError, InvariantError
+from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import TableWrite
+from serinus.sched.page_row import PageRow
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
 __all__ = ["Seats"]
 
 _TRANSFER = "transfer"
+_QUARANTINE = "quarantine"
+_NOTHING = Probe(device=0, total=0)
 
 
 class Seats:
     """Who sits in which row, on which pages."""
 
     def __init__(self, settings: SchedSettings, cache: PrefixCache) -> None:
+        """Raises ConfigError where part SWA has not the pages that one request needs to get on."""
+        geometry = cache.geometry
         self.cache = cache
         self.page_size = settings.page_size
         self.shares = cache.enable_prefix
         """Whether what one request publishes can be found by another."""
         self.pages_total = cache.page_count - 1
-        """Pages of the pool without the padding page."""
+        """Pages of part FULL without the padding page."""
+        self.window = geometry.window
+        """Positions that a token of part SWA sees, itself included; None = there is no such part."""
+        self.tiered = geometry.host_full_pages > 0
+        """Whether there is a host tier."""
+        self.window_pages = 0 if self.window is None else -(-self.window // self.page_size) + 1
+        """SWA pages that one request needs at most, page by page: its window, and the page it writes."""
+        self.open_loads: set[int] = set()
+        """Copies from the host that nobody has seen the end of: what was computed on them is not sure yet."""
+        if self.window is not None and geometry.swa_pages - 1 < min(
+            self.window_pages, self.pages_for(settings.context_length)
+        ):
+            raise ConfigError(
+                f"sched: part SWA has {geometry.swa_pages - 1} pages of {self.page_size} tokens for a window of"
+                f" {self.window}, expected at least {self.window_pages}; raise --max-total-tokens or"
+                " --swa-full-tokens-ratio"
+            )
         self._context = settings.context_length
         self._rows = list(range(settings.rows - 1, 0, -1))
         self._writes: list[TableWrite] = []
@@ -43,54 +67,142 @@ class Seats:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def room(self) -> int:
+    def window_start(self, position: int) -> int:
+        """Index of the first SWA page that computing `position` reads."""
+        assert self.window is not None, "sched: a window without part SWA"
+        return max(0, position - self.window + 1) // self.page_size
+
+    def room(self, part: Part = Part.FULL) -> int:
         """Pages that could be handed out now: free, or cached and used by nobody."""
-        return self.cache.available_pages
+        return self.cache.available_pages if part is Part.FULL else self.cache.available(part)
+
+    # What is cached
 
     def match_limit(self, state: ReqState) -> int:
         """Tokens it may take from the cache: at least one must be computed, to have logits; and every prompt token
         whose log-probability is still wanted needs the one before it computed."""
+        if state.cold:
+            return 0
         collected = state.prompt_logprobs
         if collected is not None and len(collected) < state.prompt_len:
             return len(collected) - 1
         return state.known - 1
 
-    def cached(self, state: ReqState) -> int:
+    def probe(self, state: ReqState) -> Probe:
         """Tokens it would find cached now; changes nothing."""
         limit = self.match_limit(state)
         if limit < self.page_size:
-            return 0
-        return self.cache.probe(state.request.cache_salt, state.tokens[:limit]).device
+            return _NOTHING
+        return self.cache.probe(state.request.cache_salt, state.tokens[:limit])
+
+    def cached(self, state: ReqState) -> int:
+        """Tokens it would not have to compute, on whatever tier they are."""
+        return self.probe(state).total
 
     def match(self, state: ReqState) -> None:
         """Lock the cached prefix of a request without pages and make it its own."""
-        assert state.page_count == 0, f"sched: request {state.rid} has {state.page_count} pages, expected none"
+        assert state.full.end == 0, f"sched: request {state.rid} has {state.full.end} pages, expected none"
         limit = self.match_limit(state)
-        match = self.cache.match_prefix(state.request.cache_salt, state.tokens[:limit], limit)
-        state.lease = match.lease
-        state.add_pages(match.pages, self.page_size)
+        request = state.request
+        match = self.cache.match_prefix(request.cache_salt, state.tokens[:limit], limit, priority=request.priority)
+        state.lease, state.load = match.lease, match.load
+        state.full.add(match.pages)
+        if state.swa is not None:
+            state.swa.begin_at(match.swa_first)
+            state.swa.add(match.swa_pages)
         state.computed = state.published = match.length
+        state.found = {"device": match.length}
 
-    def extend(self, state: ReqState, page_total: int) -> bool:
-        """Let it have `page_total` pages; False = no room, nothing changed. A seated request's row is written."""
-        count = page_total - state.page_count
-        if count <= 0:
+    def load(self, state: ReqState) -> None:
+        """Bring what the host adds to its match to the device, as far as there is room: forward passes that begin
+        from now on wait for it, layer by layer. Nothing changes where there is none."""
+        plan, lease = state.load, state.lease
+        if plan is None or lease is None:
+            return
+        state.load = None
+        loaded = self.cache.load_back(state.rid, lease, plan)
+        if loaded is None:
+            self.cache.drop_load(lease)
+            return
+        state.full.add(loaded.pages)
+        if state.swa is not None:
+            state.swa.begin_at(loaded.swa_first)
+            state.swa.add(loaded.swa_pages)
+        host = loaded.length - state.computed
+        stored = min(host, self.cache.prefetched_tokens(state.rid)) if state.prefetched else 0
+        state.found |= {"host": host - stored, "storage": stored}
+        state.computed = state.published = loaded.length
+        if loaded.op:
+            self.open_loads.add(loaded.op)
+
+    def poll(self) -> CacheNews:
+        """What ended since the last time."""
+        news = self.cache.poll()
+        self.open_loads.difference_update(news.ended_loads)
+        return news
+
+    def settle(self) -> tuple[Lease, ...]:
+        """A forward pass has ended, and with it every load it waited for: the leases whose KV never came."""
+        news = self.cache.poll(settle=self.open_loads)
+        self.open_loads.clear()
+        return news.failed_loads
+
+    # The storage
+
+    def prefetch(self, state: ReqState) -> None:
+        """Ask the storage for what neither device nor host have of its prefix."""
+        limit = self.match_limit(state)
+        if limit >= self.page_size:
+            state.prefetching = self.cache.prefetch(state.rid, state.request.cache_salt, state.tokens[:limit])
+            state.prefetched = state.prefetching
+
+    def prefetch_over(self, state: ReqState) -> bool:
+        """Whether nothing more comes from the storage."""
+        return self.cache.prefetch_state(state.rid) not in (PrefetchState.QUERY, PrefetchState.READ)
+
+    def prefetch_cut(self, state: ReqState) -> None:
+        """Take what has come from the storage, and wait no more."""
+        self.cache.prefetch_cut(state.rid)
+
+    def forget_prefetch(self, state: ReqState) -> None:
+        """The request ends or is computed: the storage need not bring anything for it."""
+        if state.prefetched:
+            state.prefetching = state.prefetched = False
+            self.cache.release_aborted_request(state.rid)
+
+    # Pages
+
+    def extend(self, state: ReqState, full_end: int, swa_end: int = 0) -> bool:
+        """Let its pages reach up to these page indices; False = no room, nothing changed. A seated request's rows are
+        written."""
+        full, swa = state.full, state.swa
+        full_count = full_end - full.end
+        swa_count = 0 if swa is None else max(0, swa_end - swa.end)
+        if full_count <= 0 and not swa_count:
             return True
-        pages = self.cache.allocate(state.rid, count)
+        pages = self.cache.allocate(state.rid, max(0, full_count), swa_count)
         if pages is None:
             return False
-        start = state.room
-        state.add_pages(pages.full, self.page_size)
-        if state.row:
-            self._write(state, start, state.room)
+        if full_count > 0:
+            self._append(state, full, Part.FULL, pages.full)
+        if swa is not None and swa_count:
+            self._append(state, swa, Part.SWA, pages.swa)
         return True
+
+    def _append(self, state: ReqState, row: PageRow, part: Part, pages: NDArray[np.int32]) -> None:
+        start = row.room
+        row.add(pages)
+        if state.row:
+            self._write(state.row, row, part, start, row.room)
 
     def sit(self, state: ReqState) -> None:
         """Take a row and write all its pages into it."""
         if not self._rows:
             raise InvariantError(f"sched: no row for request {state.rid}, expected one for each running request")
         state.row = self._rows.pop()
-        self._write(state, 0, state.room)
+        self._write(state.row, state.full, Part.FULL, 0, state.full.room)
+        if state.swa is not None:
+            self._write(state.row, state.swa, Part.SWA, state.swa.first * self.page_size, state.swa.room)
 
     def give_row(self, state: ReqState) -> None:
         """Give the row back; the pages stay."""
@@ -100,48 +212,111 @@ class Seats:
     def publish(self, state: ReqState) -> None:
         """Insert its computed full pages into the tree.
 
-        Where the tree had them already, its own duplicates go back and its row is rewritten to the canonical pages:
-        first the row, then the release (a duplicate freed before could be someone else's while the row names it).
+        Where the tree had them already, its own duplicates go back and its rows are rewritten to the canonical pages:
+        first the rows, then the release (a duplicate freed before could be someone else's while a row names it). Where
+        layers slide, what lies behind its window is published by itself, so that its lease can leave it.
         """
-        first, end = state.published, state.computed // self.page_size * self.page_size
-        if not self.shares or end <= first:
+        size, end = self.page_size, state.computed // self.page_size * self.page_size
+        if not self.shares or end <= state.published:
             return
-        assert state.lease is not None, f"sched: request {state.rid} publishes without a lease"
-        low, high = first // self.page_size, end // self.page_size
-        own = PartPages(full=state.pages[low:high])
-        insertion = self.cache.insert(state.lease, state.tokens[first:end], own, first)
+        if state.swa is not None:
+            behind = self.window_start(end) * size
+            if state.published < behind < end:
+                self._insert(state, behind)
+        self._insert(state, end)
+
+    def _insert(self, state: ReqState, end: int) -> None:
+        lease, size, first, swa = state.lease, self.page_size, state.published, state.swa
+        assert lease is not None, f"sched: request {state.rid} publishes without a lease"
+        low, high = first // size, end // size
+        if swa is None:
+            own = PartPages(full=state.full.pages[low:high])
+            insertion = self.cache.insert(lease, state.tokens[first:end], own, first)
+        else:
+            swa_low = min(max(low, swa.first), high)
+            own = PartPages(full=state.full.pages[low:high], swa=swa.pages[swa_low:high])
+            insertion = self.cache.insert(lease, state.tokens[first:end], own, first, swa_low)
         if insertion.changed:
-            state.put_pages(low, insertion.pages, self.page_size)
+            state.full.put(low, insertion.pages)
             if state.row:
-                self._write(state, first, end)
+                self._write(state.row, state.full, Part.FULL, first, end)
+            if swa is not None and len(insertion.swa_pages):
+                swa.put(insertion.swa_first, insertion.swa_pages)
+                if state.row:
+                    self._write(state.row, swa, Part.SWA, insertion.swa_first * size, end)
         self.cache.commit_row(insertion)
         state.lease = insertion.lease
         state.published = insertion.end
 
-    def leave(self, state: ReqState) -> None:
-        """Give everything back: the only exit for finish, abort, retract and recompute."""
+    def advance(self, state: ReqState, position: int) -> None:
+        """It computes `position` next: what lies behind that one's window goes back."""
+        swa = state.swa
+        if swa is None or state.lease is None:
+            return
+        first = self.window_start(position)
+        if first <= swa.first:
+            return
+        own_first = max(swa.first, state.published // self.page_size)
+        own = swa.pages[own_first : max(own_first, min(first, swa.end))].copy()
+        self.cache.advance(state.rid, state.lease, position, own)
+        swa.drop_before(first)
+
+    def leave(self, state: ReqState, *, park: bool = False) -> None:
+        """Give everything back: the only exit for finish, abort, retract and recompute. `park`: it will come again,
+        so what it published goes to the host at once, where there is one."""
         if state.lease is not None:
-            pages = PartPages(full=state.pages[: state.page_count])
-            self.cache.finish(state.rid, state.lease, state.tokens[: state.computed], pages)
+            swa = state.swa
+            if swa is None:
+                pages, swa_first = PartPages(full=state.full.named()), 0
+            else:
+                pages, swa_first = PartPages(full=state.full.named(), swa=swa.named()), swa.first
+            tokens = state.tokens[: state.computed]
+            self.cache.finish(state.rid, state.lease, tokens, pages, swa_first, park=park)
         if state.row:
             self.give_row(state)
         state.drop_pages()
 
-    def hold(self, pages: NDArray[np.int32]) -> None:
-        """A transfer reads these pages: they are not handed out until `unhold`, whoever frees them."""
-        self.cache.hold(_TRANSFER, pages)
+    # Pages that others read or write
 
-    def unhold(self, pages: NDArray[np.int32]) -> None:
+    def spans(self, state: ReqState, first: int, end: int) -> tuple[PageSpan, ...]:
+        """Its pages [first, end) of the prompt; of part SWA those that decoding behind the prompt reads."""
+        full = PageSpan(part=Part.FULL, first=first, pages=state.full.pages[first:end].copy())
+        if state.swa is None:
+            return (full,)
+        swa_first = max(first, self.window_start(state.prompt_len))
+        if swa_first >= end:
+            return (full,)
+        return full, PageSpan(part=Part.SWA, first=swa_first, pages=state.swa.pages[swa_first:end].copy())
+
+    def hold(self, spans: Sequence[PageSpan]) -> None:
+        """A transfer reads these pages: they are not handed out until `unhold`, whoever frees them."""
+        for span in spans:
+            self.cache.hold(_TRANSFER, span.pages, span.part)
+
+    def unhold(self, spans: Sequence[PageSpan]) -> None:
         """That transfer reads them no more."""
-        self.cache.unhold(_TRANSFER, pages)
+        for span in spans:
+            self.cache.unhold(_TRANSFER, span.pages, span.part)
+
+    def quarantine(self, spans: Sequence[PageSpan]) -> None:
+        """A peer may still write these pages: they are not handed out until `quarantine_over`, whoever frees them."""
+        for span in spans:
+            self.cache.hold(_QUARANTINE, span.pages, span.part)
+
+    def quarantine_over(self, spans: Sequence[PageSpan]) -> None:
+        """Nobody writes them any more."""
+        for span in spans:
+            self.cache.unhold(_QUARANTINE, span.pages, span.part)
+
+    # Tables
 
     def take_writes(self) -> tuple[TableWrite, ...]:
-        """The writes the device's table needs before the next forward pass, in order; they are the caller's now."""
+        """The writes the device's tables need before the next forward pass, in order; they are the caller's now."""
         writes = tuple(self._writes)
         self._writes.clear()
         return writes
 
-    def _write(self, state: ReqState, start: int, end: int) -> None:
+    def _write(self, table_row: int, row: PageRow, part: Part, start: int, end: int) -> None:
         end = min(end, self._context)  # the last page may reach beyond the width of a row
         if start < end:
-            self._writes.append(TableWrite(row=state.row, start=start, slots=state.slots[start:end]))
+            self._writes.append(TableWrite(row=table_row, start=start, slots=row.slots[start:end], part=part))

@@ -11,6 +11,9 @@ __all__ = ["POLICIES", "SchedSettings"]
 POLICIES = ("fcfs", "lpm")
 """First come, first served; longest cached prefix first."""
 
+PREFETCH_POLICIES = ("none", "best_effort", "timeout", "wait_complete")
+"""No storage; take what has come when there is room; wait up to a deadline; wait to the end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedSettings:
@@ -40,6 +43,10 @@ class SchedSettings:
     """A newcomer is admitted only if every running request could still grow by this much (or to its end)."""
     min_remote_tokens: int = 0
     """A remote request that lacks fewer prompt tokens than this is computed here."""
+    prefetch_policy: str = "none"
+    """How long a request waits for the storage: none (it is not asked), best_effort, timeout or wait_complete."""
+    prefetch_s_max: float = 1.0
+    """With timeout: seconds since its arrival that a request may wait for the storage."""
     lpm_scan_requests: int = 128
     """Waiting requests whose cached prefix lpm looks up in one step."""
     lpm_skips_max: int = 256
@@ -63,6 +70,10 @@ class SchedSettings:
             )
         if self.schedule_policy not in POLICIES:
             raise ConfigError(f"sched: schedule_policy is {self.schedule_policy!r}, expected one of {list(POLICIES)}")
+        if self.prefetch_policy not in PREFETCH_POLICIES:
+            raise ConfigError(
+                f"sched: prefetch_policy is {self.prefetch_policy!r}, expected one of {list(PREFETCH_POLICIES)}"
+            )
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
             raise ConfigError(f"sched: max_total_tokens is {self.max_total_tokens}, expected at least 2")
         if self.growth_tokens < 0 or self.min_remote_tokens < 0:

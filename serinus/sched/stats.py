@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from serinus.cache import PrefixCache
 from serinus.core.handoff import ChunkReady
+from serinus.core.parts import Part
 from serinus.core.request import TokenDelta
 
-__all__ = ["Outcome", "SchedStats", "Totals"]
+__all__ = ["Outcome", "PoolUse", "SchedStats", "Totals", "beyond", "pool_use"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Outcome:
     """Requests that were admitted in the plan of this step."""
     cached_tokens: int = 0
     """Tokens those found in the cache."""
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    """The same, by the tier they came from."""
     retracted: int = 0
     """Requests that gave their pages back in the plan of this step."""
 
@@ -80,8 +84,45 @@ class SchedStats:
     used_tokens: int
     """The rest."""
     token_usage: float
-    """used / total."""
+    """used / total, of the part that is fuller."""
+    in_flight: int
+    """Copies and storage operations that have not ended: somebody may be able to run as soon as one does."""
     totals: Totals
     """A copy of the counters."""
     cached_tokens: Mapping[str, int]
     """totals.cached_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUse:
+    """How full the device is, in tokens of part FULL."""
+
+    total_tokens: int
+    free_tokens: int
+    evictable_tokens: int
+    used_tokens: int
+    usage: float
+    """Used part of the fuller part, 0 to 1."""
+
+
+def pool_use(cache: PrefixCache) -> PoolUse:
+    """Look at the pools of the device."""
+    size = cache.page_size
+    total = (cache.page_count - 1) * size
+    free, evictable = cache.free_pages * size, cache.evictable_pages * size
+    used = total - free - evictable
+    usage = used / total
+    swa_pages = cache.geometry.swa_pages - 1
+    if swa_pages > 0:
+        usage = max(usage, (swa_pages - cache.available(Part.SWA)) / swa_pages)
+    return PoolUse(total_tokens=total, free_tokens=free, evictable_tokens=evictable, used_tokens=used, usage=usage)
+
+
+def beyond(found: Mapping[str, int], held: int) -> dict[str, int]:
+    """Tokens found by tier, nearest first, less the first `held` of them: those decode has, and counts."""
+    beyond: dict[str, int] = {}
+    for tier, count in found.items():
+        if count > held:
+            beyond[tier] = count - held
+        held = max(0, held - count)
+    return beyond

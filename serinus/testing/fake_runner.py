@@ -1,18 +1,20 @@
-"""A runner without a model: the next token is a hash of the KV content reached through its own row table.
+"""A runner without a model: the next token is a hash of the KV content reached through its own row tables.
 
 Each slot holds a chained hash of all tokens up to its position, as written. The next token folds the content of *every*
-position of the sequence, read through the table: a wrong row, a page freed too early, a missing rewrite or a chunk
-computed on somebody else's prefix gives another token. `fake_continue` says what must come out. Torch-free.
+position of the sequence in part FULL, and of the window's positions in part SWA, read through the tables: a wrong row,
+a page freed too early, a missing rewrite or a chunk computed on somebody else's prefix (or on a window that is not
+there) gives another token. `fake_continue` says what must come out. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import Request, TokenLogprobs
 from serinus.core.rng import MASK64, splitmix64
@@ -27,9 +29,15 @@ def _link(before: int, token: int) -> int:
     return splitmix64(before ^ splitmix64(token + 1))
 
 
-def _fold(content: NDArray[np.uint64]) -> int:
-    """One number of a whole sequence's content; every position counts, and where it stands."""
-    weights = np.arange(1, len(content) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
+def _sliding(content: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What part SWA holds where part FULL holds `content`."""
+    return (content ^ np.uint64(0xA0761D6478BD642F)) * np.uint64(0xE7037ED1A0B428DB)
+
+
+def _fold(content: NDArray[np.uint64], first: int = 0) -> int:
+    """One number of the content of positions `first` and up; every position counts, and where it stands."""
+    positions = np.arange(first + 1, first + len(content) + 1, dtype=np.uint64)
+    weights = positions * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
     return int(np.bitwise_xor.reduce(content * weights))
 
 
@@ -57,9 +65,29 @@ class FakeRunner:
     positions are computed in order.
     """
 
-    def __init__(self, *, rows: int, context: int, page_size: int, page_count: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        context: int,
+        page_size: int,
+        page_count: int,
+        vocab_size: int,
+        swa_page_count: int = 0,
+        window: int | None = None,
+        gate: Callable[[], None] | None = None,
+    ) -> None:
+        """`gate` is called as a forward pass begins: it lets loads land, as the layers of a real one do."""
         self.table_RC: NDArray[np.int64] = np.zeros((rows, context), np.int64)
         self.content_S: NDArray[np.uint64] = np.zeros(page_count * page_size, np.uint64)
+        self.tables = {Part.FULL: self.table_RC}
+        self.content = {Part.FULL: self.content_S}
+        """What each slot of a part holds."""
+        if window is not None:
+            self.tables[Part.SWA] = np.zeros((rows, context), np.int64)
+            self.content[Part.SWA] = np.zeros(swa_page_count * page_size, np.uint64)
+        self.window = window
+        self.gate = gate
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.token_count = 0
@@ -67,23 +95,43 @@ class FakeRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Table writes first, then all KV of the step, then sampling: as the real one does."""
+        if self.gate is not None:
+            self.gate()
         for write in plan.table_writes:
             assert write.row > 0, f"testing: {write} writes to the padding row"
-            self.table_RC[write.row, write.start : write.start + len(write.slots)] = write.slots
+            self.tables[write.part][write.row, write.start : write.start + len(write.slots)] = write.slots
         seqs = [self._compute(work) for work in plan.work]
         self.token_count += plan.token_count
         return StepResult(step=plan.step, seqs=tuple(seqs))
 
+    def _window(self, row: int, end: int) -> NDArray[np.uint64]:
+        """Content of part SWA that a query at position end - 1 reaches."""
+        assert self.window is not None, "testing: no part SWA"
+        return self.content[Part.SWA][self.tables[Part.SWA][row, max(0, end - self.window) : end]]
+
+    def _check_slots(self, work: SeqWork, part: Part, slots: NDArray[np.int64] | None) -> None:
+        end = work.start + len(work.tokens)
+        named = self.tables[part][work.row, work.start : end]
+        assert slots is not None, f"testing: {work.rid} has no slots of {part.name}"
+        assert (slots >= self.page_size).all(), f"testing: {work.rid} writes to padding of {part.name}: {slots}"
+        assert np.array_equal(named, slots), f"testing: {work.rid} writes {part.name} {slots}, its row says {named}"
+
     def _compute(self, work: SeqWork) -> SeqResult:
         end = work.start + len(work.tokens)
-        named = self.table_RC[work.row, work.start : end]
         assert work.row > 0, f"testing: {work.rid} runs in the padding row"
-        assert (work.slots >= self.page_size).all(), f"testing: {work.rid} writes to padding: {work.slots}"
-        assert np.array_equal(named, work.slots), f"testing: {work.rid} writes {work.slots}, its row says {named}"
+        self._check_slots(work, Part.FULL, work.slots)
         before = _ROOT if work.start == 0 else int(self.content_S[self.table_RC[work.row, work.start - 1]])
+        if self.window is not None:
+            self._check_slots(work, Part.SWA, work.swa_slots)
+            first = max(0, work.start + 1 - self.window)
+            meant = _sliding(self.content_S[self.table_RC[work.row, first : work.start]])
+            there = self.content[Part.SWA][self.tables[Part.SWA][work.row, first : work.start]]
+            before ^= _fold(meant ^ there)  # 0 where the window is what it should be
         for token, slot in zip(work.tokens.tolist(), work.slots.tolist(), strict=True):
             before = _link(before, token)
             self.content_S[slot] = before
+        if work.swa_slots is not None:
+            self.content[Part.SWA][work.swa_slots] = _sliding(self.content_S[work.slots])
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if work.next_ids is not None:
             assert work.prompt_logprobs is not None, f"testing: {work.rid} has next_ids, but wants no log-probabilities"
@@ -93,23 +141,31 @@ class FakeRunner:
         if spec is None:
             return SeqResult(prompt_logprobs=prompt_logprobs)
         assert spec.position == end, f"testing: {work.rid} samples position {spec.position}, expected {end}"
-        token = _choose(_fold(self.content_S[self.table_RC[work.row, :end]]), spec, self.vocab_size)
+        fold = _fold(self.content_S[self.table_RC[work.row, :end]])
+        if self.window is not None:
+            fold ^= _fold(self._window(work.row, end), max(0, end - self.window))
+        token = _choose(fold, spec, self.vocab_size)
         logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
         return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def copy_pages(
-    source: FakeRunner, source_pages: NDArray[np.int32], target: FakeRunner, target_pages: NDArray[np.int32]
+    source: FakeRunner,
+    source_pages: NDArray[np.int32],
+    target: FakeRunner,
+    target_pages: NDArray[np.int32],
+    part: Part = Part.FULL,
 ) -> None:
     """What a transfer does: the content of pages of one pool goes to pages of another, in order."""
     assert len(source_pages) == len(target_pages), f"testing: {len(source_pages)} pages into {len(target_pages)}"
-    offsets = np.arange(source.page_size)
-    for source_page, target_page in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
-        moved = source.content_S[source_page * source.page_size + offsets]
-        target.content_S[target_page * target.page_size + offsets] = moved
+    size = source.page_size
+    read, written = source.content[part].reshape(-1, size), target.content[part].reshape(-1, size)
+    written[target_pages] = read[source_pages]
 
 
-def fake_continue(request: Request, count: int, vocab_size: int, stop_ids: Sequence[int] = ()) -> list[int]:
+def fake_continue(
+    request: Request, count: int, vocab_size: int, stop_ids: Sequence[int] = (), window: int | None = None
+) -> list[int]:
     """What the fake model answers: at most `count` tokens, ending with the first of `stop_ids` that may end it.
 
     Written from the request alone: no pages, no rows, no cache.
@@ -123,7 +179,11 @@ def fake_continue(request: Request, count: int, vocab_size: int, stop_ids: Seque
             params=request.sampling, seed=request.seed, position=len(chain) - 1, generated=len(output),
             stop_ids=tuple(stop_ids),
         )  # fmt: skip
-        token = _choose(_fold(np.array(chain[1:], np.uint64)), spec, vocab_size)
+        content = np.array(chain[1:], np.uint64)
+        fold = _fold(content)
+        if window is not None:
+            fold ^= _fold(_sliding(content[-window:]), max(0, len(content) - window))
+        token = _choose(fold, spec, vocab_size)
         output.append(token)
         if token in stop_ids:
             break

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from serinus.core.request import FinishReason, Request
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.core.request import FinishReason, Request
 from serinus.testing.fake_runner import copy_pages, fake_continue, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
@@ -101,17 +101,20 @@ class HandoffPair:
         """One announced chunk arrives, is copied (or dropped, where the grant is closed), and is drained."""
         chunk = handoff.chunks.pop(index)
         if not handoff.over:
-            first = chunk.spans[0].first - handoff.reservation.spans[0].first
-            pages = handoff.reservation.pages[first : first + len(chunk.pages)]
-            copy_pages(self.prefill.runner, chunk.pages, self.decode.runner, pages)
-            handoff.pages_come += len(chunk.pages)
+            granted = {span.part: span for span in handoff.reservation.spans}
+            for span in chunk.spans:
+                target = granted[span.part]
+                first = span.first - target.first
+                pages = target.pages[first : first + len(span.pages)]
+                copy_pages(self.prefill.runner, span.pages, self.decode.runner, pages, span.part)
+                handoff.pages_come += len(span.pages)
             handoff.last = chunk if chunk.last else handoff.last
         assert self.prefill.scheduler.chunk_drained(chunk.rid, chunk.spans), f"testing: {chunk} was not held"
         if handoff.last is not None and not handoff.chunks and not handoff.over:
             self._land(handoff, handoff.last)
 
     def _land(self, handoff: Handoff, last: ChunkReady) -> None:
-        granted = len(handoff.reservation.pages)
+        granted = sum(len(span.pages) for span in handoff.reservation.spans)
         assert handoff.pages_come == granted, f"testing: {handoff.pages_come} pages came of {granted} granted (I9)"
         assert last.token is not None, f"testing: {last} has no token"
         self.close(handoff)
@@ -198,7 +201,7 @@ class HandoffPair:
             stop_ids = {*(() if request.sampling.ignore_eos else settings.eos_ids), *request.sampling.stop_token_ids}
             room = min(settings.context_length, pool_tokens) - len(request.prompt)
             count = min(room, request.sampling.max_new_tokens or room)
-            expected = fake_continue(request, count, settings.vocab_size, sorted(stop_ids))
+            expected = fake_continue(request, count, settings.vocab_size, sorted(stop_ids), engine.runner.window)
             if rid in self.aborted:
                 assert answer.finish is FinishReason.ABORT, f"testing: {rid} was aborted: {answer}"
                 assert answer.tokens == expected[: len(answer.tokens)], f"testing: {rid}: {answer.tokens}, {expected}"

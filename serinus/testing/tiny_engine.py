@@ -7,9 +7,11 @@ from typing import Any
 
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import ManualClock
+from serinus.core.parts import Part
 from serinus.core.request import Request, TokenDelta
 from serinus.sched import ChunkReady, Outcome, SchedSettings, Scheduler
 from serinus.testing.builders import Answer, make_request
+from serinus.testing.fake_mover import FakeMover, FakeStorage, StoredPages
 from serinus.testing.fake_runner import FakeRunner
 
 __all__ = ["TinyEngine"]
@@ -26,18 +28,47 @@ class TinyEngine:
         context_length: int = 64,
         vocab_size: int = 1000,
         enable_prefix: bool = True,
+        swa_page_count: int = 0,
+        window: int | None = None,
+        host_pages: int = 0,
+        host_swa_pages: int = 0,
+        stored: StoredPages | None = None,
+        auto: bool = True,
+        policy: str = "lru",
+        write_policy: str = "write_through",
         **settings: Any,
     ) -> None:
+        """`host_pages`: a host tier; `stored`: a storage behind it, and what it holds. `auto`: copies and storage
+        operations end by themselves at the next poll; else the test ends them, through `mover` and `storage`."""
         running = settings.setdefault("max_running_requests", 4)
+        settings.setdefault("prefetch_policy", "none" if stored is None else "wait_complete")
         self.settings = SchedSettings(
             page_size=page_size, context_length=context_length, rows=running + 1, vocab_size=vocab_size, **settings
         )
         self.clock = ManualClock()
-        self.cache = PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count), enable_prefix=enable_prefix)
-        self.scheduler = Scheduler(self.settings, self.cache)
         self.runner = FakeRunner(
-            rows=running + 1, context=context_length, page_size=page_size, page_count=page_count, vocab_size=vocab_size
-        )
+            rows=running + 1, context=context_length, page_size=page_size, page_count=page_count, vocab_size=vocab_size,
+            swa_page_count=swa_page_count, window=window,
+        )  # fmt: skip
+        self.mover: FakeMover | None = None
+        self.storage: FakeStorage | None = None
+        if host_pages:
+            counts = {Part.FULL: host_pages, Part.SWA: host_swa_pages}
+            host = {part: counts[part] for part in self.runner.content}
+            self.mover = FakeMover(page_size=page_size, device=self.runner.content, host_pages=host, auto=auto)
+            self.runner.gate = self.mover.gate
+            if stored is not None:
+                self.storage = FakeStorage(stored, host=self.mover.host, use=self.mover.use, auto=auto)
+        self.cache = PrefixCache(
+            CacheGeometry(
+                page_size=page_size, full_pages=page_count, swa_pages=swa_page_count, window=window,
+                host_full_pages=host_pages, host_swa_pages=host_swa_pages,
+            ),
+            enable_prefix=enable_prefix, policy=policy, write_policy=write_policy, mover=self.mover,
+            storage=self.storage,
+        )  # fmt: skip
+        self.scheduler = Scheduler(self.settings, self.cache)
+        self._auto = auto
         self.answers: dict[str, Answer] = {}
         self.chunks: list[ChunkReady] = []
 
@@ -66,10 +97,15 @@ class TinyEngine:
         return outcome
 
     def run(self, steps_max: int = 10_000) -> int:
-        """Step until nothing can run; how many steps that took."""
-        for step in range(steps_max):
-            if self.step() is None:
-                return step
+        """Step until nothing can run, and every copy has ended that ends by itself; how many steps that took."""
+        steps = 0
+        for _ in range(steps_max):
+            if self.step() is not None:
+                steps += 1
+            elif self.scheduler.in_flight and self._auto:
+                self.clock.advance(0.01)
+            else:
+                return steps
         raise AssertionError(f"testing: still running after {steps_max} steps: {self.scheduler.stats()}")
 
     def check_drained(self) -> None:
@@ -78,3 +114,6 @@ class TinyEngine:
         assert self.scheduler.idle, f"testing: not idle: {self.scheduler.stats()}"
         used = self.cache.used_pages
         assert used == 0, f"testing: {used} pages are still used: {self.cache.ledger.counts()}"
+        if self.runner.window is not None:
+            left = self.cache.geometry.swa_pages - 1 - self.cache.available(Part.SWA)
+            assert left == 0, f"testing: {left} SWA pages are still used"

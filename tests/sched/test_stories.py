@@ -265,7 +265,7 @@ def test_sanity_check_names_a_row_that_was_not_rewritten() -> None:
     engine.add("a", PROMPT)
     engine.step()
     state = engine.scheduler._states["a"]
-    state.put_pages(0, np.array([state.pages[1]], np.int32), 4)
+    state.full.put(0, state.full.pages[1:2])
     with pytest.raises(InvariantError, match="O5"):
         engine.scheduler.sanity_check()
 

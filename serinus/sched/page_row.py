@@ -1,0 +1,73 @@
+"""One part of a request's pages, and the slot of each position they hold. Indexed from the beginning of the sequence:
+page i is for positions i * page_size on, whatever was given back before it. Decides nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PageRow"]
+
+_GROWTH_TOKENS = 256
+
+
+class PageRow:
+    """Pages [first, end) of a sequence in one part; `first` is 0 in part FULL."""
+
+    __slots__ = ("end", "first", "page_size", "pages", "room", "slots")
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: NDArray[np.int32] = np.empty(0, np.int32)
+        """Buffer; those from `first` to `end` are meant."""
+        self.slots: NDArray[np.int64] = np.empty(0, np.int64)
+        """Buffer; those of positions first * page_size to `room` are meant."""
+        self.first = 0
+        self.end = 0
+        self.room = 0
+        """end * page_size: positions below it (and not below `first`) have a slot."""
+
+    @property
+    def count(self) -> int:
+        """Pages it has."""
+        return self.end - self.first
+
+    def named(self) -> NDArray[np.int32]:
+        """Its pages, in order; a view."""
+        return self.pages[self.first : self.end]
+
+    def add(self, pages: NDArray[np.int32]) -> None:
+        """Append pages; their slots are computed once, here."""
+        begin, end = self.end, self.end + len(pages)
+        if end > len(self.pages):
+            capacity = max(end, len(self.pages) + max(_GROWTH_TOKENS // self.page_size, len(self.pages) // 2, 1))
+            grown_pages, grown_slots = np.empty(capacity, np.int32), np.empty(capacity * self.page_size, np.int64)
+            grown_pages[:begin] = self.pages[:begin]
+            grown_slots[: self.room] = self.slots[: self.room]
+            self.pages, self.slots = grown_pages, grown_slots
+        self.end = end
+        self.room = end * self.page_size
+        self.put(begin, pages)
+
+    def put(self, first: int, pages: NDArray[np.int32]) -> None:
+        """Replace its pages from index `first` on, as publication does where the tree already had them."""
+        size, last = self.page_size, first + len(pages)
+        assert self.first <= first <= last <= self.end, f"sched: pages {first}..{last} of {self.first}..{self.end}"
+        self.pages[first:last] = pages
+        base = pages.astype(np.int64) * size
+        self.slots[first * size : last * size] = (base[:, None] + np.arange(size)).reshape(-1)
+
+    def begin_at(self, first: int) -> None:
+        """Forget all pages; the next one added is page `first` of the sequence."""
+        if first > len(self.pages):  # what lies below is never read
+            self.pages = np.empty(first, np.int32)
+            self.slots = np.empty(first * self.page_size, np.int64)
+        self.first = self.end = first
+        self.room = first * self.page_size
+
+    def drop_before(self, first: int) -> None:
+        """Forget the pages below index `first`; all of them, where that is beyond its end."""
+        if first >= self.end:
+            self.begin_at(first)
+        else:
+            self.first = max(self.first, first)
