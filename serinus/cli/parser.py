@@ -23,7 +23,7 @@ from serinus.core.config import (
     settings_in,
 )
 from serinus.core.errors import ConfigError
-from serinus.core.settings import KINDS, Setting
+from serinus.core.setting import KINDS, Setting
 
 __all__ = ["Command", "Parser", "UsageProblem", "add_settings", "read_config", "unknown_flag"]
 

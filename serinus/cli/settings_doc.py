@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from serinus.core.config import ConfigTree, RouterConfig, ServeConfig, UpConfig, groups_of, settings_in
-from serinus.core.settings import KINDS, Setting
+from serinus.core.setting import KINDS, Setting
 
 __all__ = ["settings_markdown"]
 

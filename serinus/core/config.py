@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serinus.core.errors import ConfigError
+from serinus.core.setting import KINDS, Setting, settings_of
 from serinus.core.settings import (
-    KINDS,
     CacheSettings,
+    CanarySettings,
     KernelSettings,
     MemorySettings,
     ModelSettings,
@@ -25,9 +26,7 @@ from serinus.core.settings import (
     RouteSettings,
     ScheduleSettings,
     ServerSettings,
-    Setting,
     UpSettings,
-    settings_of,
 )
 
 __all__ = [
@@ -55,6 +54,7 @@ _GROUPS: dict[str, type] = {
     "MemorySettings": MemorySettings,
     "ScheduleSettings": ScheduleSettings,
     "CacheSettings": CacheSettings,
+    "CanarySettings": CanarySettings,
     "PdSettings": PdSettings,
     "KernelSettings": KernelSettings,
     "UpSettings": UpSettings,
@@ -119,6 +119,8 @@ class ServeConfig(ConfigTree):
     """Tiers below the device."""
     pd: PdSettings = field(default_factory=PdSettings)
     """Prefill and decode apart."""
+    canary: CanarySettings = field(default_factory=CanarySettings)
+    """Whether KV is checked on its way."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
     """What computes."""
 
@@ -151,6 +153,8 @@ class UpConfig(ConfigTree):
     """Tiers below the device, per engine."""
     pd: PdSettings = field(default_factory=PdSettings)
     """How handoffs are done."""
+    canary: CanarySettings = field(default_factory=CanarySettings)
+    """Whether KV is checked on its way, per engine."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
     """What computes."""
 
@@ -166,6 +170,7 @@ class UpConfig(ConfigTree):
             sched=self.sched,
             cache=self.cache,
             pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
+            canary=self.canary,
             kernels=replace(self.kernels, threads=threads),
         )
 

@@ -17,7 +17,8 @@ from serinus.core.config import (
     read_file,
 )
 from serinus.core.errors import ConfigError
-from serinus.core.settings import MemorySettings, ModelSettings, PdSettings, ServerSettings, settings_of
+from serinus.core.setting import settings_of
+from serinus.core.settings import MemorySettings, ModelSettings, PdSettings, ServerSettings
 
 
 @pytest.mark.parametrize("tree", [ServeConfig, UpConfig, RouterConfig])

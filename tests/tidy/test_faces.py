@@ -11,7 +11,7 @@ import pytest
 from serinus.cli import settings_markdown
 from serinus.core import errors
 from serinus.core.config import RouterConfig, ServeConfig, UpConfig, groups_of, settings_in
-from serinus.core.settings import KINDS, settings_of
+from serinus.core.setting import KINDS, settings_of
 from tests.tidy.house import FLOORS, REPO, package, room_of
 
 
