@@ -185,10 +185,14 @@ class Base:
             self.changed().only()
 
     def unhold(self, which: int) -> None:
-        """The transfer is over: what it held then, it must hold still (a request may have filled its last page on)."""
+        """The transfer is over: what it held then, it must hold still, unless the load that was to bring it failed.
+
+        A request may have filled its last page on.
+        """
         held = self.holds.pop(which % len(self.holds))
-        then = (held.content != 0) & (held.content < POISON)
-        assert (self.pool[held.part][held.pages][then] == held.content[then]).all(), f"I5 {held} changed under its hold"
+        now = self.pool[held.part][held.pages]
+        same = (now == held.content) | (held.content == 0) | (held.content >= POISON) | (now >= POISON)
+        assert same.all(), f"I5 {held} changed under its hold to {now}"
         self.cache.unhold(held.name, held.pages, held.part)
         self.changed().only()
 
@@ -209,7 +213,7 @@ class Base:
             self.check_eviction(change, enough if pool == DEVICE_FULL else 0)
         else:
             change.only(("lost", HOST_FULL), ("lost", HOST_SWA))
-            self.failures += eviction.freed > 0
+            self.failures += bool(change.lost[HOST_FULL] or change.lost[HOST_SWA])
 
     def check_eviction(
         self,
