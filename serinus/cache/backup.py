@@ -80,6 +80,10 @@ class Backups:
                 node.wanted = IF_ROOM
                 self._dirty.append(node)
 
+    def _worth(self, node: Node) -> bool:
+        """Whether a dirty node is copied before it leaves the device, rather than dropped."""
+        return self.tiered and (node.wanted == AT_ANY_COST or self._policy.worth(node))
+
     def park(self, anchor: Node) -> None:
         """Whatever is dirty on the path to `anchor` is queued, and duplicates make room for it."""
         for node in Span(anchor, 0).nodes():
@@ -111,7 +115,7 @@ class Backups:
         cold = self._tree.queue.take(COLD_LEAVES)
         for node in cold:
             self._tree.queue.push(node)
-            if not node.wanted and self._policy.worth(node) and not self.clean(node):
+            if not node.wanted and self._worth(node) and not self.clean(node):
                 node.wanted = IF_ROOM
                 self._dirty.append(node)
 
@@ -159,6 +163,7 @@ class Backups:
                     shelf.ledger.move(pages[low:high], copy.owner, FREE_OWNER, "backup failed")
             if ok and node.alive:
                 saved.append(node)
+                self.used((node,))  # a tombstone may have been filled meanwhile
         self._table.end(copy)
         return saved
 
@@ -176,7 +181,7 @@ class Backups:
             first = queue.first()
             if first is None:
                 break
-            if not first.busy and (self.clean(first) or not self.tiered or not self._policy.worth(first)):
+            if not first.busy and (self.clean(first) or not self._worth(first)):
                 queue.pop()
                 self._leave(self._tail(first, wanted))
                 continue
@@ -208,7 +213,7 @@ class Backups:
 
     def _secure(self, nodes: list[Node]) -> None:
         """Copy those of `nodes` that are worth it, and wait until no copy needs any of them."""
-        dirty = [n for n in nodes if self.tiered and not n.busy and not self.clean(n) and self._policy.worth(n)]
+        dirty = [node for node in nodes if self._worth(node) and not node.busy and not self.clean(node)]
         self.start(dirty)
         ops = self._table.over(nodes)
         if ops:
@@ -229,7 +234,7 @@ class Backups:
         if shelves.swa is not None:
             shelves.detach(shelves.swa, node, "evict")
         if not kept:
-            if self.tiered and self._policy.worth(node):
+            if self._worth(node):
                 self.dropped_tokens += node.end - node.start
             self._host.drop_below(node)
         pages = shelves.detach(shelves.device, node, "evict")

@@ -150,12 +150,17 @@ def _loose_swa(node: Node) -> bool:
 
 
 def _host_leaf(node: Node) -> bool:
-    return node.alive and not node.pins and not node.children and not len(node.pages) and node.parent is not None
+    return _spare(node) and len(node.host) > 0 and not (len(node.pages) or node.pins or node.children)
 
 
 def _duplicate(node: Node) -> bool:
-    return node.alive and not node.busy and len(node.host) > 0 and len(node.pages) > 0
+    return _spare(node) and len(node.host) > 0 and len(node.pages) > 0
 
 
 def _loose_host_swa(node: Node) -> bool:
-    return node.alive and not node.busy and len(node.host_swa) > 0 and (len(node.pages) > 0 or not node.pins)
+    return _spare(node) and len(node.host_swa) > 0 and (len(node.pages) > 0 or not node.pins)
+
+
+def _spare(node: Node) -> bool:
+    """No copy, no plan and no storage write needs its host pages."""
+    return node.alive and not node.busy and not node.storing

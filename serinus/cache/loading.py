@@ -12,27 +12,36 @@ import numpy as np
 
 from serinus.cache.copies import Copy, CopyTable
 from serinus.cache.coverage import lacking, window_start
-from serinus.cache.ledger import FREE_OWNER, STATE_BITS, Owner, Pages, PageState, copy_owner, tree_owner
-from serinus.cache.node import NO_PAGES, Lease, Node, Span
+from serinus.cache.ledger import FREE_OWNER, STATE_BITS, Owner, Pages, PageState, copy_owner
+from serinus.cache.node import NO_PAGES, Lease, Node, Span, Tier
 from serinus.cache.results import Loaded, LoadPlan
 from serinus.cache.shelves import Shelf, Shelves
 from serinus.cache.window import Windows
 from serinus.core.moves import MoveKind
+from serinus.core.parts import Part
 
 __all__ = ["Condemned", "Loads"]
 
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """A node whose KV never came: out of the tree, but rows may still name its pages."""
+    """What a node that left the tree had on one shelf: KV that never came, but rows may still name its pages."""
 
     node: Node
-    pages: tuple[tuple[Shelf, Pages], ...]
+    shelf: Shelf
+    pages: Pages
 
     @property
     def owner(self) -> Owner:
         """Whose its pages are meanwhile."""
         return self.node.id << STATE_BITS | PageState.QUARANTINED
+
+    @property
+    def needed(self) -> bool:
+        """Whether a copy is at it, or a lease reads it: of the window's pages those in a window, on the host none."""
+        if self.node.busy or self.shelf.tier is Tier.HOST:
+            return self.node.busy > 0
+        return (self.node.swa_pins if self.shelf.part is Part.SWA else self.node.pins) > 0
 
 
 class Loads:
@@ -45,6 +54,8 @@ class Loads:
         self._windows = windows
         self._window = window
         self.condemned: list[Condemned] = []
+        self.cut_off: list[Node] = []
+        """Topmost nodes that left the tree while leases stand on them."""
         self.failed: list[Lease] = []
         """Leases whose KV is bad since the last time somebody asked."""
 
@@ -173,14 +184,15 @@ class Loads:
             below.append(node)
             pending.extend(node.children.values())
         for node in reversed(below):
-            record = Condemned(node, tuple((shelf, shelf.of(node)) for shelf in self._shelves if len(shelf.of(node))))
-            for shelf, pages in record.pages:
-                owner = int(shelf.ledger.owner_P[pages[0]]) if node.loading else tree_owner(node.id)
-                self._shelves.unlink(shelf, node)
-                shelf.ledger.move(pages, owner, record.owner, "condemn")
+            for shelf in self._shelves:
+                record = Condemned(node, shelf, self._shelves.unlink(shelf, node))
+                if len(record.pages):
+                    owner = int(shelf.ledger.owner_P[record.pages[0]])
+                    shelf.ledger.move(record.pages, owner, record.owner, "condemn")
+                    self.condemned.append(record)
             node.loading = 0
-            self.condemned.append(record)
         self._tree.cut_off(top, below)
+        self.cut_off.append(top)
 
     def _tell_users(self, top: Node) -> None:
         for lease in self._tree.leases:
@@ -195,13 +207,13 @@ class Loads:
 
     def release_condemned(self) -> None:
         """Free the pages of condemned nodes that no lease and no copy needs any more."""
-        if not self.condemned:
+        if not self.condemned and not self.cut_off:
             return
         kept = []
         for record in self.condemned:
-            if record.node.pins or record.node.busy:
+            if record.needed:
                 kept.append(record)
-                continue
-            for shelf, pages in record.pages:
-                shelf.ledger.move(pages, record.owner, FREE_OWNER, "free condemned")
+            else:
+                record.shelf.ledger.move(record.pages, record.owner, FREE_OWNER, "free condemned")
         self.condemned = kept
+        self.cut_off = [top for top in self.cut_off if top.pins]

@@ -37,7 +37,7 @@ class Node:
     __slots__ = (
         "alive", "born", "busy", "children", "device_children", "end", "hashes", "held", "hit_count", "hits_given",
         "host", "host_swa", "id", "key", "last_use", "leases", "loading", "pages", "parent", "pins", "priority",
-        "queued", "start", "swa", "swa_held", "swa_pins", "swa_use", "tokens", "uses", "wanted",
+        "queued", "start", "storing", "swa", "swa_held", "swa_pins", "swa_use", "tokens", "uses", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,8 @@ class Node:
         """Leases whose window reaches this node: its device SWA stays."""
         self.busy = 0
         """Copies and load plans over this span: nothing of it goes before they end."""
+        self.storing = 0
+        """Storage writes that read its host pages: giving those up would free nothing."""
         self.loading = 0
         """Bit per part: its device pages are being filled, and still in state COPY."""
         self.held = 0

@@ -18,7 +18,7 @@ from serinus.cache.coverage import window_start
 from serinus.cache.host import HostTier
 from serinus.cache.keys import HASH_BYTES
 from serinus.cache.ledger import FREE_OWNER, Owner, Pages, copy_owner
-from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Node, Tier
+from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Node, Span, Tier
 from serinus.cache.ports import PageStorage
 from serinus.cache.results import PrefetchState
 from serinus.cache.shelves import Shelf, Shelves
@@ -325,7 +325,7 @@ class StorageWrites:
         self._pages_max = max(64, shelves.host.ledger.page_count // 8)
         self._pages = 0
         self._queue: deque[Node] = deque()
-        self._by_op: dict[int, tuple[Shelf, Pages, Node]] = {}
+        self._by_op: dict[int, tuple[Shelf, Pages, Span]] = {}
         self.tokens = 0
         """Counter: tokens stored."""
 
@@ -351,8 +351,10 @@ class StorageWrites:
                 if shelf is not None and len(pages):
                     op = self._table.take_op()
                     shelf.ledger.hold(HOLD, pages)
+                    span = Span(node, node.start)
+                    self._shelves.tree.set_storing(span, 1)
                     self._pages += len(pages)
-                    self._by_op[op] = (shelf, pages, node)
+                    self._by_op[op] = (shelf, pages, span)
                     self._storage.write(op, shelf.part, named, pages)
 
     def done(self, done: StorageDone) -> bool:
@@ -360,8 +362,10 @@ class StorageWrites:
         entry = self._by_op.pop(done.op, None)
         if entry is None:
             return False
-        shelf, pages, node = entry
+        shelf, pages, span = entry
         shelf.ledger.unhold(HOLD, pages)
+        self._shelves.tree.set_storing(span, -1)
+        node = span.anchor
         self._pages -= len(pages)
         if shelf.part is Part.FULL:
             size = self._shelves.tree.page_size

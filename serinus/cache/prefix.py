@@ -91,8 +91,8 @@ class PrefixCache(CacheBody):
         if full > self.available(Part.FULL) or swa > self.available(Part.SWA) or not lease.plan.anchor.alive:
             return None
         self._make_room(full, swa)
-        if not lease.plan.anchor.alive:  # another load failed while eviction waited
-            return None
+        if not lease.plan.anchor.alive or full > self.free(Part.FULL) or swa > self.free(Part.SWA):
+            return None  # another load failed while eviction waited for it
         return self.tiers.load(rid, lease)
 
     def drop_load(self, lease: Lease) -> None:
@@ -112,6 +112,8 @@ class PrefixCache(CacheBody):
             return None
         if full > ledger.free_pages or swa:
             self._make_room(full, swa)
+            if full > ledger.free_pages or swa > self.free(Part.SWA):  # a load failed while eviction waited for it
+                return None
         pages = ledger.take(ledger.request_owner(rid), full, "allocate")
         if not swa:
             return PartPages(full=pages)
@@ -228,8 +230,7 @@ class PrefixCache(CacheBody):
         if self._window is not None:
             self._windows.release(lease)
         self.tree.end_lease(lease)
-        if self.tiers.loads.condemned:
-            self.tiers.loads.release_condemned()
+        self.tiers.loads.release_condemned()
 
     # Holds
 

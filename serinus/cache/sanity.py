@@ -190,10 +190,9 @@ class SanityChecks:
 
     def _condemned_claims(self) -> _Claims:
         claims = _Claims()
-        for record in self._tiers.loads.condemned:
-            parent = record.node.parent
-            if parent is not None and parent.alive and record.node.pins:
-                claims.condemned_pins[id(parent)] += 1
+        for top in self._tiers.loads.cut_off:
+            if top.parent is not None and top.pins:
+                claims.condemned_pins[id(top.parent)] += 1
         return claims
 
     def _claims(self) -> _Claims:
@@ -218,7 +217,7 @@ class SanityChecks:
 
     def _check_totals(self, nodes: dict[int, Node]) -> None:
         tree = self._tree
-        loose = [n for n in nodes.values() if not n.busy and (len(n.pages) or not n.pins)]
+        loose = [n for n in nodes.values() if not (n.busy or n.storing) and (len(n.pages) or not n.pins)]
         counted = {
             "pages": (tree.cached_pages, tree.evictable_pages),
             "swa": (tree.cached_swa, tree.evictable_swa),

@@ -170,7 +170,7 @@ class RadixTree:
 
     def _split_rest(self, upper: Node, node: Node, pages_above: int) -> None:
         """What only caches with several tiers or parts have."""
-        upper.swa_pins, upper.busy, upper.loading = node.swa_pins, node.busy, node.loading
+        upper.swa_pins, upper.busy, upper.storing, upper.loading = node.swa_pins, node.busy, node.storing, node.loading
         upper.swa_use, upper.uses, upper.priority = node.swa_use, node.uses, node.priority
         upper.wanted = node.wanted
         upper.swa, node.swa = node.swa[:pages_above], node.swa[pages_above:]
@@ -220,7 +220,7 @@ class RadixTree:
             if above.pins > 1:
                 return
             self.evictable_pages -= len(above.pages) - above.held
-            if len(above.host) and not len(above.pages) and not above.busy:
+            if len(above.host) and not (len(above.pages) or above.busy or above.storing):
                 self.evictable_host -= len(above.host)
                 self.evictable_host_swa -= len(above.host_swa)
             above = above.parent
@@ -236,7 +236,7 @@ class RadixTree:
                 return
             self.evictable_pages += len(above.pages) - above.held
             if len(above.host):
-                if not len(above.pages) and not above.busy:
+                if not (len(above.pages) or above.busy or above.storing):
                     self.evictable_host += len(above.host)
                     self.evictable_host_swa += len(above.host_swa)
                 self.requeue(above)
@@ -252,6 +252,14 @@ class RadixTree:
             self._account(node, 1)
             if not node.busy:
                 self.requeue(node)
+
+    def set_storing(self, span: Span, change: int) -> None:
+        """A storage write over `span` begins (1) or ends (-1)."""
+        for node in span.nodes():
+            self._account(node, -1)
+            node.storing += change
+            self._account(node, 1)
+            self.requeue(node)
 
     def set_plan(self, span: Span, change: int) -> None:
         """A plan to load `span` is made (1) or ended (-1): its host pages stay, and what SWA it has on the device."""
@@ -304,7 +312,7 @@ class RadixTree:
             self.evictable_pages += sign * (len(node.pages) - node.held)
         if not node.swa_pins:
             self.evictable_swa += sign * (len(node.swa) - node.swa_held)
-        if not node.busy and (len(node.pages) or not node.pins):
+        if not (node.busy or node.storing) and (len(node.pages) or not node.pins):
             self.evictable_host += sign * len(node.host)
             self.evictable_host_swa += sign * len(node.host_swa)
 
