@@ -127,13 +127,17 @@ def _regions(stores: Stores, rank: int, name: str) -> list[Region]:
     for part in stores.layout.parts:
         if not stores.layout.page_bytes(rank, part):
             continue
-        region = getattr(stores.at(rank, part), "region", None)
-        if region is None:
-            raise ConfigError(f"pd: backend {name} needs pages at a fixed address, the store of {part.name} names none")
-        found.append(
-            Region(
-                part=part, address=region.address, lane_count=region.lane_count, lane_stride=region.lane_stride,
-                strip_bytes=region.strip_bytes, page_count=region.page_count,
-            )
-        )  # fmt: skip
+        store = stores.at(rank, part)
+        regions = getattr(store, "regions", None) or [getattr(store, "region", None)]
+        for region in regions:
+            if region is None:
+                raise ConfigError(
+                    f"pd: backend {name} needs pages at a fixed address, the store of {part.name} names none"
+                )
+            found.append(
+                Region(
+                    part=part, address=region.address, lane_count=region.lane_count, lane_stride=region.lane_stride,
+                    strip_bytes=region.strip_bytes, page_count=region.page_count,
+                )
+            )  # fmt: skip
     return found

@@ -3,7 +3,7 @@
 `cache` decides which page belongs to whom and lies where; this room only keeps and moves what it is told to.
 """
 
-from serinus.pool.device import STAMP_FIELDS, STAMP_LANES, DevicePool, PoolSpec
+from serinus.pool.device import STAMP_FIELDS, STAMP_LANES, DevicePool, PoolRegion, PoolSpec
 from serinus.pool.host import HostPool, host_page_counts
 from serinus.pool.mover import LayerGate, Mover
 from serinus.pool.request_table import RequestTable
@@ -15,6 +15,7 @@ __all__ = [
     "HostPool",
     "LayerGate",
     "Mover",
+    "PoolRegion",
     "PoolSpec",
     "RequestTable",
     "host_page_counts",

@@ -18,7 +18,7 @@ from torch import Tensor
 from serinus.core.errors import ConfigError
 from serinus.kernels import Kernels, prefer_huge_pages
 
-__all__ = ["STAMP_FIELDS", "STAMP_LANES", "DevicePool", "PoolSpec"]
+__all__ = ["STAMP_FIELDS", "STAMP_LANES", "DevicePool", "PoolRegion", "PoolSpec"]
 
 STAMP_LANES = 4
 """Lanes of stamps of one part: before and after the forward pass, for k and v."""
@@ -90,6 +90,18 @@ class PoolSpec:
         return self.layer_count * 2 * self.kv_head_count * self.head_size * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRegion:
+    """Where bytes of a pool lie: page p of lane l at address + l * lane_stride + p * strip_bytes."""
+
+    address: int
+    lane_count: int
+    lane_stride: int
+    strip_bytes: int
+    """Bytes of one page in one lane."""
+    page_count: int
+
+
 class DevicePool:
     """The keys and values of every slot.
 
@@ -125,6 +137,26 @@ class DevicePool:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers: the Y of read_pages and write_pages."""
         return self.spec.page_bytes
+
+    @property
+    def regions(self) -> tuple[PoolRegion, ...]:
+        """For those who reach these bytes from outside: KV, then stamps; strips of a page in `read_pages` order."""
+        spec, found = self.spec, []
+        lanes = (
+            (self.k[0] if self.k else None, 2 * spec.layer_count, spec.kv_bytes),
+            (self.stamps_LS4, STAMP_LANES, spec.stamp_bytes),
+        )
+        for start, lane_count, page_bytes in lanes:
+            if start is not None:
+                strip_bytes = page_bytes // lane_count
+                stride = strip_bytes * spec.page_count
+                found.append(
+                    PoolRegion(
+                        address=start.data_ptr(), lane_count=lane_count, lane_stride=stride, strip_bytes=strip_bytes,
+                        page_count=spec.page_count,
+                    )
+                )  # fmt: skip
+        return tuple(found)
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """The bytes of whole pages, [G, Y], page-first: [layer][k, then v][page_size, H, D], then the stamps,

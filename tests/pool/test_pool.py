@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from pathlib import Path
 
@@ -139,3 +140,20 @@ def test_a_write_that_leaves_the_table_breaks_a_promise(row: int, start: int) ->
 def test_a_table_without_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="table of 1 rows"):
         RequestTable(1, 8)
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_regions_say_where_the_strips_of_a_page_lie(stamped: bool) -> None:
+    spec = PoolSpec(
+        layer_count=3, kv_head_count=2, head_size=4, page_size=8, page_count=6, dtype=torch.float32, stamped=stamped
+    )
+    pool = DevicePool(spec, load("cpu", "ref"))
+    data = np.random.default_rng(1).integers(0, 256, (5, pool.page_bytes), dtype=np.uint8)
+    pool.write_pages(np.arange(1, 6), data)
+    for page in range(1, 6):
+        strips = [
+            ctypes.string_at(r.address + lane * r.lane_stride + page * r.strip_bytes, r.strip_bytes)
+            for r in pool.regions
+            for lane in range(r.lane_count)
+        ]
+        assert b"".join(strips) == data[page - 1].tobytes()

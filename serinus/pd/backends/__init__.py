@@ -21,6 +21,7 @@ from serinus.pd.backends.one_sided import (
     Strips,
     pack_endpoint,
     strips_between,
+    strips_of_part,
     unpack_endpoint,
 )
 from serinus.pd.backends.shm import ShmBackend, host_identity, shm_works
@@ -49,6 +50,7 @@ __all__ = [
     "pack_endpoint",
     "shm_works",
     "strips_between",
+    "strips_of_part",
     "unpack_endpoint",
 ]
 

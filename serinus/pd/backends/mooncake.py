@@ -27,7 +27,7 @@ from serinus.pd.backends.one_sided import (
     Region,
     Strips,
     pack_endpoint,
-    strips_between,
+    strips_of_part,
     unpack_endpoint,
 )
 from serinus.pd.modes import Capabilities, Fence, Mode
@@ -141,11 +141,7 @@ class MooncakeBackend:
         known = self._peers.get(peer)
         if known is None:
             raise TransferFailed(f"pd: {peer} is not connected")
-        theirs = next((region for region in known.endpoint.regions if region.part == part), None)
-        if theirs is None:
-            raise TransferFailed(f"pd: {peer} has no pages of part {part.name}")
-        ours = next(region for region in self._regions if region.part == part)
-        strips = strips_between(ours, theirs, pages, targets)
+        strips = strips_of_part(self._regions, known.endpoint.regions, part, pages, targets)
         self._last_op += 1
         self._ops[self._last_op] = (peer, known.writer.submit(_write, self._engine, known.session, strips))
         return self._last_op

@@ -24,7 +24,7 @@ from serinus.pd.backends.one_sided import (
     OpState,
     Region,
     pack_endpoint,
-    strips_between,
+    strips_of_part,
     unpack_endpoint,
 )
 from serinus.pd.modes import Capabilities, Mode
@@ -169,11 +169,7 @@ class NixlBackend:
         remote, endpoint = self._peers.get(peer, ("", None))
         if endpoint is None:
             raise TransferFailed(f"pd: {peer} is not connected")
-        theirs = next((region for region in endpoint.regions if region.part == part), None)
-        ours = next(region for region in self._regions if region.part == part)
-        if theirs is None:
-            raise TransferFailed(f"pd: {peer} has no pages of part {part.name}")
-        strips = strips_between(ours, theirs, pages, sources)
+        strips = strips_of_part(self._regions, endpoint.regions, part, pages, sources)
         zeros = np.zeros_like(strips.local)
         try:
             local = self._agent.get_xfer_descs(

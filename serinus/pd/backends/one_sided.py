@@ -29,6 +29,7 @@ __all__ = [
     "Strips",
     "pack_endpoint",
     "strips_between",
+    "strips_of_part",
     "unpack_endpoint",
 ]
 
@@ -62,9 +63,9 @@ class OpResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Where the bytes of one part's pool lie: page p of lane l at address + l * lane_stride + p * strip_bytes.
+    """Where bytes of one part's pool lie: page p of lane l at address + l * lane_stride + p * strip_bytes.
 
-    A page's bytes, in the order of `read_pages`, are its strips, lane after lane.
+    A page's bytes, in the order of `read_pages`, are its strips, lane after lane, region after region of its part.
     """
 
     part: Part
@@ -195,6 +196,21 @@ def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], other
 
     sizes = np.broadcast_to(counts * ours.strip_bytes, (ours.lane_count, len(counts)))
     return Strips(local=addresses(ours, pages), remote=addresses(theirs, others), byte_counts=sizes.reshape(-1))
+
+
+def strips_of_part(
+    ours: Sequence[Region], theirs: Sequence[Region], part: Part, pages: NDArray[np.int32], others: NDArray[np.int32]
+) -> Strips:
+    """`strips_between` over all regions of a part (KV, and what moves with it). Raises what that raises."""
+    mine, other = ([region for region in regions if region.part == part] for regions in (ours, theirs))
+    if len(mine) != len(other) or not mine:
+        raise TransferFailed(f"pd: part {part.name} lies in {len(mine)} regions here and {len(other)} there")
+    found = [strips_between(one, two, pages, others) for one, two in zip(mine, other, strict=True)]
+    return Strips(
+        local=np.concatenate([strips.local for strips in found]),
+        remote=np.concatenate([strips.remote for strips in found]),
+        byte_counts=np.concatenate([strips.byte_counts for strips in found]),
+    )
 
 
 def pack_endpoint(session: bytes, regions: Sequence[Region]) -> bytes:
