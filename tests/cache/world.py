@@ -224,6 +224,12 @@ class World(Base):
             req.lease, req.ids[start : req.computed], self.room.PartPages(full=req.row[low:], swa=own_swa), start,
             swa_low if self.shape.window is not None else None,
         )  # fmt: skip
+        if req.lease.sound_end is not None:
+            assert self.untold, f"{req.lease} is said to be bad, and no load failed"
+            assert insertion.end == start, f"{insertion} was published from {req.lease}, which is bad"
+            self.cache.commit_row(insertion)
+            self.changed().only()
+            return
         assert insertion.end == high * self.size == req.lease.end, f"{insertion}, expected the end {high * self.size}"
         given = (insertion.pages, insertion.duplicates)
         self.check_canonical(req, Part.FULL, before, path[low:high], req.row[low:high], given)
@@ -304,6 +310,7 @@ class World(Base):
     def leave(self, req: Req, *, retract: bool, park: bool = False, failed: bool = False) -> None:
         """The only exit; a retracted request waits again with all its tokens. `failed`: it publishes nothing."""
         before, start = self.seen, req.lease.end
+        failed = failed or req.lease.sound_end is not None
         tokens = req.tokens[: req.computed]
         self.cache.finish(
             req.rid, req.lease, np.array(tokens, np.int32), self.room.PartPages(full=req.row, swa=req.swa),
