@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from serinus.core.clock import Clock
-from serinus.core.errors import InvariantError
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import FinishReason, Request, TokenDelta
@@ -154,8 +153,10 @@ class DecodeRole:
                     self._landed(result)
                 case Recompute():
                     self._failed(result)
-                case Quarantine() | QuarantineOver():
-                    raise InvariantError(f"engine: {result} from a receiver-checked backend, expected none")
+                case Quarantine():
+                    self._scheduler.quarantine(result.spans)
+                case QuarantineOver():
+                    self._scheduler.quarantine_over(result.spans)
                 case PeerChanged():
                     _log.info(
                         "prefill engine %s at %s is %s%s",

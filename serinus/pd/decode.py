@@ -45,7 +45,7 @@ from serinus.pd.integrity import digest_seed
 from serinus.pd.landing import Landing, span_fault
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.quarantine import Quarantines, Ward
+from serinus.pd.quarantine import Quarantines, ward_of
 from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
 from serinus.pd.settings import PdSettings
 from serinus.wire.messages import (
@@ -70,7 +70,9 @@ from serinus.wire.messages import (
 __all__ = ["DecodeSide"]
 
 _REASON_CHARS: Final = 2000
-_CODES: Final = frozenset({"aborted", "deadline", "error", "expired", "mismatch", "peer_gone", "rejected", "shutdown"})
+_CODES: Final = frozenset(
+    {"aborted", "deadline", "error", "expired", "mismatch", "peer_gone", "rejected", "shutdown", "transfer"}
+)
 """Reasons a prefill engine may give; they become labels of a metric, so a peer does not invent new ones."""
 
 _About = Data | Done | Fail | Expired | ConfirmOk | Lease
@@ -123,8 +125,7 @@ class DecodeSide:
 
     def granted(self, rid: str) -> tuple[PageSpan, ...]:
         """Pages that a peer may fill for this request; empty = no open grant."""
-        handoff = self._handoffs.get(rid)
-        return handoff.spans if handoff is not None else ()
+        return self._handoffs[rid].spans if rid in self._handoffs else ()
 
     def landed_pages(self, rid: str) -> int:
         """Pages that came so far, summed over parts and source ranks."""
@@ -149,7 +150,9 @@ class DecodeSide:
             case PrepareHandoff():
                 self._prepare(event, now, out)
             case CancelHandoff():
-                self._cancel(event, now, out)
+                handoff = self._handoffs.get(event.rid)
+                if handoff is not None:
+                    self._close(handoff, "aborted", event.reason, now, out)
             case PeerLost():
                 self._peer_lost(event, now, out)
             case PeerFenced():
@@ -168,9 +171,8 @@ class DecodeSide:
         if event.rid in self._handoffs:
             raise InvariantError(f"pd: request {event.rid} is being handed over already, expected a new one")
         handoff = self._begin(event.rid, event.request, event.address, now, out)
-        peer = self._registry.at(event.address)
-        if handoff is not None and peer is not None and peer.state is PeerState.UP:
-            self._ask(handoff, peer, now, out)
+        if handoff is not None:
+            self._ask_if_up(handoff, now, out)
 
     def _start(self, event: StartHandoff, now: float, out: list[DecodeAction]) -> None:
         handoff = self._handoffs.get(event.rid)
@@ -181,11 +183,10 @@ class DecodeSide:
                 return
         handoff.held, handoff.started = event.held, now
         handoff.spans = tuple(PageSpan(part=s.part, first=s.first, pages=s.pages.copy()) for s in event.spans)
-        peer = self._registry.at(event.address)
         if handoff.peer:
             self._grant(handoff, out)
-        elif peer is not None and peer.state is PeerState.UP:
-            self._ask(handoff, peer, now, out)
+        else:
+            self._ask_if_up(handoff, now, out)
 
     def _begin(
         self, rid: str, request: Request, address: str, now: float, out: list[DecodeAction]
@@ -217,6 +218,11 @@ class DecodeSide:
         if wrong:
             raise InvariantError(f"pd: {event.rid} came with pages that do not fit: {wrong}")
 
+    def _ask_if_up(self, handoff: Asked, now: float, out: list[DecodeAction]) -> None:
+        peer = self._registry.at(handoff.address)
+        if peer is not None and peer.state is PeerState.UP:
+            self._ask(handoff, peer, now, out)
+
     def _ask(self, handoff: Asked, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
         out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max)))
@@ -230,11 +236,6 @@ class DecodeSide:
         length = len(handoff.request.prompt)
         landing = Landing.of(self._settings, peer.layout, self._layout, handoff.spans, handoff.held, length)
         out.append(Send(peer=handoff.peer, message=handoff.open(landing)))
-
-    def _cancel(self, event: CancelHandoff, now: float, out: list[DecodeAction]) -> None:
-        handoff = self._handoffs.get(event.rid)
-        if handoff is not None:
-            self._close(handoff, "aborted", event.reason, now, out)
 
     def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:
         self._stopped = event.reason
@@ -266,23 +267,14 @@ class DecodeSide:
 
     def _seclude(self, handoff: Asked, now: float, out: list[DecodeAction]) -> bool:
         """Quarantine what somebody may still write; whether that is we ourselves (reads under way)."""
-        landing, mode = handoff.landing, handoff.mode
-        if landing is None or mode is Mode.RECEIVER_CHECKED:
+        ward = ward_of(handoff, now)
+        if ward is None:
             return False
-        reads = handoff.copying if mode is Mode.PULL else 0
-        writers = {rank for _, rank in landing.due} if mode is Mode.PUSH else set()
-        if not reads and not writers:
-            return False
-        spans = tuple(landing.spans.values())
-        ward = Ward(
-            grant=handoff.grant, xid=handoff.xid, peer=handoff.peer, address=handoff.address, spans=spans, since=now,
-            writers=writers, reads=reads,
-        )  # fmt: skip
         self._quarantines.add(ward)
-        out.append(Quarantine(rid=handoff.rid, grant=handoff.grant, spans=spans))
-        if reads:
+        out.append(Quarantine(rid=handoff.rid, grant=handoff.grant, spans=ward.spans))
+        if ward.reads:
             out.append(CancelReads(peer=handoff.peer, xid=handoff.xid))
-        return bool(reads)
+        return bool(ward.reads)
 
     def _ask_to_stop(self, handoff: Asked, out: list[DecodeAction]) -> None:
         if handoff.mode is Mode.PUSH and handoff.landing is not None:
@@ -305,9 +297,7 @@ class DecodeSide:
         else:
             self._land(handoff, done, landing, now, out)
 
-    def _land(
-        self, handoff: Asked, done: Done, landing: Landing, now: float, out: list[DecodeAction]
-    ) -> None:  # fmt: skip
+    def _land(self, handoff: Asked, done: Done, landing: Landing, now: float, out: list[DecodeAction]) -> None:
         self._forget(handoff)
         peer = self._registry.named(handoff.peer)
         out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
@@ -317,17 +307,14 @@ class DecodeSide:
 
     def _peer_lost(self, event: PeerLost, now: float, out: list[DecodeAction]) -> None:
         peer = self._registry.named(event.peer)
-        if peer is None:
-            self.rejects["unknown_peer"] += 1
-            return
-        self._lose(peer, event.reason, "peer_gone", now, out, hang_up=False)
+        if peer is not None:
+            self._lose(peer, event.reason, now, out, hang_up=False)
+        self.rejects["unknown_peer"] += peer is None
 
-    def _lose(
-        self, peer: Peer, reason: str, code: str, now: float, out: list[DecodeAction], *, hang_up: bool
-    ) -> None:  # fmt: skip
+    def _lose(self, peer: Peer, reason: str, now: float, out: list[DecodeAction], *, hang_up: bool) -> None:
         """Its connection is of no use any more: its handoffs fail, and where it could write, it is cut off."""
         self._registry.lose(peer, reason, now, out, hang_up=hang_up)
-        self._recompute_all(peer, code, now, out)
+        self._recompute_all(peer, "peer_gone", now, out)
 
     def _recompute_all(self, peer: Peer, code: str, now: float, out: list[DecodeAction]) -> None:
         for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
@@ -354,9 +341,8 @@ class DecodeSide:
 
     def _floor(self, address: str) -> int:
         """Lowest grant of a peer that is open or in quarantine."""
-        otherwise = self._grants.last + 1
-        lowest = min((h.grant for h in self._handoffs.values() if h.address == address), default=otherwise)
-        return min(lowest, self._quarantines.floor(address, otherwise))
+        held = self._quarantines.floor(address, self._grants.last + 1)
+        return min((h.grant for h in self._handoffs.values() if h.address == address and h.grant < held), default=held)
 
     def _tick(self, event: Tick, now: float, out: list[DecodeAction]) -> None:
         if self._stopped:
@@ -371,7 +357,7 @@ class DecodeSide:
             named = self._registry.named(ward.peer)
             if named is not None and ward.writers and now - ward.since > self._settings.abort_s_max:
                 reason = f"pd: ABORT of grant {ward.grant} unanswered for {self._settings.abort_s_max} s"
-                self._lose(named, reason, "peer_gone", now, out, hang_up=True)
+                self._lose(named, reason, now, out, hang_up=True)
         for peer in [peer for peer in self._registry if peer.slow]:
             code, reason = peer.refusal
             for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
@@ -386,9 +372,9 @@ class DecodeSide:
         message = event.message
         match message:
             case HelloAgain() | HelloOk() | HelloNo() if peer.state is PeerState.CONNECTING:
-                self._greeted(peer, event, now, out)
+                self._greeted(peer, event, message, now, out)
             case HelloNo():
-                self._lose(peer, message.reason[:_REASON_CHARS], "peer_gone", now, out, hang_up=True)
+                self._lose(peer, message.reason[:_REASON_CHARS], now, out, hang_up=True)
             case Keepalive():
                 peer.load, peer.pulse.step_s = message.load, message.step_s_max
             case AbortAck() if peer.state is PeerState.UP:
@@ -399,8 +385,9 @@ class DecodeSide:
             case _:
                 self.rejects["unexpected"] += 1
 
-    def _greeted(self, peer: Peer, event: Received, now: float, out: list[DecodeAction]) -> None:
-        message = event.message
+    def _greeted(
+        self, peer: Peer, event: Received, message: HelloAgain | HelloOk | HelloNo, now: float, out: list[DecodeAction]
+    ) -> None:  # fmt: skip
         if isinstance(message, HelloOk):
             welcome = self._registry.welcome(peer, message, event.incarnation, now, out)
             for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
@@ -409,13 +396,9 @@ class DecodeSide:
                 else:
                     self._fail(handoff, "refused", peer.reason, now, out)
             return
-        if isinstance(message, HelloAgain):
-            reason = self._registry.prove(peer, message, out)
-        else:
-            assert isinstance(message, HelloNo), f"pd: {type(message).__name__} is no greeting"
-            reason = message.reason[:_REASON_CHARS]
+        reason = self._registry.prove(peer, message, out) if isinstance(message, HelloAgain) else message.reason
         if reason or isinstance(message, HelloNo):
-            self._registry.refuse(peer, reason, now, out)
+            self._registry.refuse(peer, reason[:_REASON_CHARS], now, out)
             self._recompute_all(peer, "refused", now, out)
 
     def _about_handoff(self, event: Received, message: _About, now: float, out: list[DecodeAction]) -> None:
@@ -482,16 +465,14 @@ class DecodeSide:
         elif handoff.mode is Mode.PULL:
             out.append(ReadIn(**common, pages=pages, target_first=first))
         else:
-            taken = DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank)
-            self._copying[data.xid, data.piece, data.rank] = event.peer, taken
+            self._copying[data.xid, data.piece, data.rank] = event.peer, _taken(data)
             out.append(CopyIn(**common, pages=pages, target_first=first, payload=event.payload))
 
     def _taken(self, peer: str, data: Data, out: list[DecodeAction]) -> None:
         """The sender may have its staging bytes back: nobody will read them."""
         named = self._registry.named(peer)
         if named is not None and named.mode is Mode.RECEIVER_CHECKED:
-            taken = DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank)
-            out.append(Send(peer=peer, message=taken))
+            out.append(Send(peer=peer, message=_taken(data)))
 
     def _copied(self, event: Copied, now: float, out: list[DecodeAction]) -> None:
         answer = self._copying.pop((event.xid, event.piece, event.rank), None)
@@ -511,3 +492,7 @@ class DecodeSide:
             self._fail(handoff, event.code or "transfer", event.error, now, out)
             return
         self._land_if_whole(handoff, now, out)
+
+
+def _taken(data: Data) -> DataOk:
+    return DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank)

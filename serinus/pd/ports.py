@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -249,7 +250,7 @@ class DecodePort(_Port[DecodeEvent, DecodeResult, ReadIn]):
                     case ReadIn():
                         self._read_in(action, events)
                     case CancelReads():
-                        self._reach.cancel(action.peer)
+                        self._reach.cancel(partial(_is_of, action.xid))
                     case FencePeer():
                         events.append(self._fence(action))
                     case OpenPeer():
@@ -475,6 +476,10 @@ class PrefillPort(_Port[PrefillEvent, PrefillResult, _Write]):
         dock = self._docks.pop(peer, None)
         if dock is not None:
             dock.sender.close()
+
+
+def _is_of(xid: str, read: ReadIn) -> bool:
+    return read.xid == xid
 
 
 def _moves_frames(backend: AnyBackend) -> bool:

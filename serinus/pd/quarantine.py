@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from serinus.core.parts import PageSpan
 from serinus.pd.actions import DecodeAction, QuarantineOver
+from serinus.pd.asked import Asked
+from serinus.pd.modes import Mode
 
-__all__ = ["Quarantines", "Ward"]
+__all__ = ["Quarantines", "Ward", "ward_of"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +32,21 @@ class Ward:
     """Source ranks that may still write; push."""
     reads: int = 0
     """Own reads under way; pull."""
+
+
+def ward_of(handoff: Asked, now: float) -> Ward | None:
+    """What must be held of a handoff that ends now; None = nothing: nobody can write its pages any more."""
+    landing = handoff.landing
+    if landing is None or handoff.mode is Mode.RECEIVER_CHECKED:
+        return None
+    reads = handoff.copying if handoff.mode is Mode.PULL else 0
+    writers = {rank for _, rank in landing.due} if handoff.mode is Mode.PUSH else set()
+    if not reads and not writers:
+        return None
+    return Ward(
+        grant=handoff.grant, xid=handoff.xid, peer=handoff.peer, address=handoff.address,
+        spans=tuple(landing.spans.values()), since=now, writers=writers, reads=reads,
+    )  # fmt: skip
 
 
 class Quarantines:

@@ -5,7 +5,7 @@ Shared by both ports. An operation is known by whatever its asker wants to hear 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -82,10 +82,10 @@ class Reach(Generic[T]):
         """Whether an operation is under way."""
         return bool(self._ops)
 
-    def cancel(self, peer: str) -> None:
-        """Nobody wants what this peer's operations bring any more."""
+    def cancel(self, is_unwanted: Callable[[T], bool]) -> None:
+        """Nobody wants what these operations bring any more."""
         for op in self._ops:
-            if op.peer == peer:
+            if is_unwanted(op.token):
                 op.backend.cancel(op.number)
 
     def poll(self) -> list[Ended[T]]:

@@ -1,0 +1,1 @@
+"""Harnesses for a fuzzer; not collected by pytest."""

@@ -1,0 +1,233 @@
+"""Scripts of arbitrary messages and events for both machines, told by a source of choices: hypothesis, or a fuzzer.
+
+Whatever is said: no exception leaves a machine, its books agree with each other, and after the peer is gone nothing is
+held. Values are drawn near what is legal, so that scripts come far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from serinus.core.errors import FrameError
+from serinus.pd import (
+    AddPrefill,
+    CancelHandoff,
+    Capabilities,
+    CheckIn,
+    ChunkComputed,
+    Copied,
+    CopyIn,
+    DecodeSide,
+    Fence,
+    FencePeer,
+    Mode,
+    OfferPiece,
+    PeerFenced,
+    PeerLost,
+    PieceStaged,
+    PieceWritten,
+    PrefillSide,
+    ReadIn,
+    Received,
+    Recompute,
+    StagePiece,
+    Tick,
+    WritePiece,
+)
+from serinus.wire import decode, encode
+from serinus.wire.messages import (
+    AbortAck,
+    AbortGrant,
+    Confirm,
+    ConfirmOk,
+    Data,
+    DataOk,
+    Done,
+    DoneOk,
+    Drained,
+    Expired,
+    Fail,
+    Grant,
+    Hello,
+    HelloAgain,
+    HelloNo,
+    HelloOk,
+    Keepalive,
+    Lease,
+    Message,
+    Prepare,
+    Sampling,
+    SpanPages,
+)
+from tests.pd.steps import start_event
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_settings
+
+MODES = tuple(Mode)
+HUGE = (1 << 63) - 1
+
+
+class Choices(Protocol):
+    """Where the script's choices come from."""
+
+    def pick(self, count: int) -> int:
+        """0 <= number < count."""
+        ...
+
+
+def _number(choices: Choices) -> int:
+    return (0, 1, 2, 3, 4, 7, HUGE)[choices.pick(7)]
+
+
+def message_of(choices: Choices, mode: Mode) -> Message:
+    """Any message, with values that are often right."""
+    xid, grant = f"x{choices.pick(3)}", 1 + choices.pick(3) if choices.pick(8) else _number(choices)
+    count = choices.pick(4)
+    spans = tuple(
+        SpanPages(
+            part=choices.pick(8) // 7, first=choices.pick(3), pages=[1 + (i * 5 + count) % 9 for i in range(count)]
+        )
+        for _ in range(choices.pick(8) // 4 + 1 if choices.pick(4) else 1)
+    )
+    right = {"xid": xid, "grant": grant}
+    size = count * PAGE_BYTES if choices.pick(8) else _number(choices)
+    kinds: tuple[Message, ...] = (
+        Hello(engine="d", role="decode", layout=LAYOUT, backends=("b", "shm"), host="here", mac=b"m" * choices.pick(2)),
+        HelloOk(engine="p", role="prefill", backend="b", mode=mode.value, layout=LAYOUT),
+        HelloNo(reason="no"),
+        HelloAgain(nonce=b"n"),
+        Keepalive(grant_floor=_number(choices) if not choices.pick(4) else 0, step_s_max=float(choices.pick(3))),
+        Prepare(
+            **right, rid="r", prompt=bytes(choices.pick(40)), sampling=Sampling(temperature=float(choices.pick(3) - 1)),
+            seed=1, held=4 * choices.pick(3), deadline_s=float(choices.pick(4) * 100 - 100),
+        ),
+        Grant(**right, spans=spans, digest_seed=_number(choices)),
+        Data(
+            **right, piece=_number(choices), rank=choices.pick(9) // 8, part=choices.pick(9) // 8,
+            first=choices.pick(4), digests=bytes(8 * count), byte_count=size,
+            pages=list(range(1, count + 1)) if mode is Mode.PULL and choices.pick(8) else [],
+        ),
+        DataOk(**right, piece=_number(choices), rank=choices.pick(3)),
+        Done(**right, token=_number(choices), piece_count=count, page_count=count, byte_count=size),
+        DoneOk(**right),
+        Fail(**right, code=("aborted", "made up")[choices.pick(2)], reading=bool(choices.pick(2))),
+        AbortGrant(grant=grant, floor=choices.pick(3), xid=xid),
+        AbortAck(grant=grant, ranks=(0,) * choices.pick(2)),
+        Lease(**right, lease_s=1.0),
+        Confirm(**right),
+        ConfirmOk(**right),
+        Expired(**right),
+        Drained(**right),
+    )  # fmt: skip
+    message = kinds[choices.pick(len(kinds))]
+    return decode(encode(message, 5, 1)).message
+
+
+def settings_for(mode: Mode, name: str, incarnation: int) -> Any:
+    """Of an engine whose only backend works in this mode."""
+    capabilities = Capabilities(mode=mode, fence=Fence.CLOSE if mode is Mode.PUSH else Fence.NONE)
+    return make_settings(name, incarnation, backends=("b",), capabilities={"b": capabilities}, lease_s=5.0)
+
+
+def run_decode(choices: Choices, steps: int) -> None:
+    """A decode side, some requests, and a peer that says anything."""
+    mode = MODES[choices.pick(3)]
+    side = DecodeSide(settings_for(mode, "d", 1), mint_xid=iter(f"x{i}" for i in range(10_000)).__next__)
+    now, asked, due = 0.0, set[str](), list[Any]()
+
+    def tell(event: Any) -> None:
+        for action in side.handle(event, now):
+            if isinstance(action, (CopyIn, CheckIn, ReadIn, FencePeer)):
+                due.append(action)
+            elif isinstance(action, Recompute):
+                asked.discard(action.rid)
+
+    def perform(action: Any) -> None:
+        if isinstance(action, FencePeer):
+            tell(PeerFenced(peer=action.peer, everybody=bool(choices.pick(2)), endpoints=(b"new",)))
+        else:
+            error = "bad" * (not choices.pick(4))
+            tell(Copied(xid=action.xid, piece=action.data.piece, rank=action.data.rank, error=error))
+
+    for step in range(steps):
+        roll = choices.pick(16)
+        if roll == 0 and not side.granted(f"r{step}"):
+            asked.add(f"r{step}")
+            tell(start_event(f"r{step}", length=1 + choices.pick(12)))
+        elif roll == 1 and asked:
+            tell(CancelHandoff(rid=sorted(asked)[choices.pick(len(asked))]))
+        elif roll == 2:
+            now += (0.3, 2.0, 400.0)[choices.pick(3)]
+            tell(Tick())
+        elif roll in (3, 4) and due:
+            perform(due.pop(choices.pick(len(due))))
+        elif roll == 5:
+            tell(PeerLost(peer=side.peers[0].name if side.peers else "p0#1", reason="gone"))
+        else:
+            name = side.peers[0].name if side.peers and choices.pick(8) else "p0#1"
+            tell(Received(peer=name, incarnation=2, message=message_of(choices, mode)))
+        assert side.quarantined_pages == 0 or mode is not Mode.RECEIVER_CHECKED
+    for peer in side.peers:
+        tell(PeerLost(peer=peer.name, reason="the end"))
+    while due:
+        perform(due.pop())
+    assert side.handoff_count == 0, "I7: every handoff ended"
+    assert side.quarantined_pages == 0, "I11: quarantine empties"
+    assert not side._copying
+
+
+def run_prefill(choices: Choices, steps: int) -> None:
+    """A prefill side with clients that say anything; its engine computes what it is asked for."""
+    mode = MODES[choices.pick(3)]
+    side = PrefillSide(settings_for(mode, "p", 2))
+    now, due, jobs = 0.0, list[Any](), dict[str, Any]()
+
+    def tell(event: Any) -> None:
+        for action in side.handle(event, now):
+            name = type(action).__name__
+            if isinstance(action, (StagePiece, OfferPiece, WritePiece)):
+                due.append(action)
+            elif isinstance(action, AddPrefill):
+                assert action.xid not in jobs, f"{action.xid} was added twice"
+                jobs[action.xid] = action
+            elif name in ("PrefillDrained", "AbortPrefill", "ForgetPrefill"):
+                jobs.pop(action.xid, None)
+
+    def perform(action: Any) -> None:
+        kind = PieceWritten if isinstance(action, WritePiece) else PieceStaged
+        tell(kind(peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank, digests=bytes(8)))
+
+    for _ in range(steps):
+        roll = choices.pick(16)
+        if roll in (0, 1) and jobs:
+            job = jobs.pop(sorted(jobs)[choices.pick(len(jobs))])
+            count = -(-len(job.request.prompt) // 4) - job.held // 4
+            pages = np.arange(1, count + 1, dtype=np.int32)
+            tell(ChunkComputed(xid=job.xid, spans=full(job.held // 4, pages), last=True, token=1))
+        elif roll == 2:
+            now += (0.3, 2.0, 400.0)[choices.pick(3)]
+            tell(Tick())
+        elif roll in (3, 4) and due:
+            perform(due.pop(choices.pick(len(due))))
+        elif roll == 5:
+            tell(PeerLost(peer=f"in-{choices.pick(2)}", reason="gone"))
+        else:
+            tell(Received(peer=f"in-{choices.pick(2)}", incarnation=5, message=message_of(choices, mode)))
+    for peer in ("in-0", "in-1"):
+        tell(PeerLost(peer=peer, reason="the end"))
+    while due:
+        perform(due.pop())
+    assert side.handoff_count == 0, "I12: every order ended"
+
+
+def run_codec(data: bytes, parts: Sequence[int]) -> str:
+    """Arbitrary bytes, cut anywhere: a frame ("") or a reject with its reason, never anything else (I15)."""
+    cuts = sorted({min(len(data), part) for part in parts})
+    pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    try:
+        decode(pieces)
+    except FrameError as error:
+        return error.reason
+    return ""

@@ -1,0 +1,160 @@
+"""Orders of a prefill engine: however PREPARE, GRANT, FAIL and ABORT overtake each other; and those that are parked."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from serinus.pd import (
+    AbortPrefill,
+    AddPrefill,
+    Capabilities,
+    ChunkComputed,
+    Fence,
+    ForgetPrefill,
+    Mode,
+    PieceWritten,
+    PrefillSide,
+    ReleaseChunk,
+    StagePiece,
+    StopPrefill,
+    Tick,
+    WritePiece,
+)
+from serinus.wire.messages import (
+    AbortAck,
+    AbortGrant,
+    Fail,
+    Grant,
+    Hello,
+    Keepalive,
+    Message,
+    Prepare,
+    Sampling,
+    SpanPages,
+)
+from tests.pd.steps import of_type, sent, tell
+from tests.pd.tiny import LAYOUT, full, make_settings
+
+PREPARE = Prepare(xid="x", rid="r", grant=7, prompt=bytes(36), sampling=Sampling(), seed=1, held=0)
+GRANT = Grant(xid="x", grant=7, spans=(SpanPages(part=0, first=0, pages=[5, 6, 7]),), digest_seed=1)
+FAIL = Fail(xid="x", grant=7, code="aborted")
+ABORT = AbortGrant(xid="x", grant=7, floor=1)
+
+
+def greeted_prefill(*, push: bool = False, **changes: object) -> PrefillSide:
+    """A prefill side that has greeted a decode engine as in-1."""
+    if push:
+        capabilities = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE)
+        changes = {"backends": ("b",), "capabilities": {"b": capabilities}, **changes}
+    side = PrefillSide(make_settings("p", 2, **changes))
+    names = ("b",) if push else ("shm",)
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=names, host="here"))
+    return side
+
+
+def chunk(xid: str = "x", pages: tuple[int, ...] = (1, 2, 3)) -> ChunkComputed:
+    """A whole prompt of 9 tokens, computed."""
+    return ChunkComputed(xid=xid, spans=full(0, np.array(pages, dtype=np.int32)), last=True, token=3)
+
+
+@pytest.mark.parametrize(
+    "order", list(permutations([PREPARE, GRANT, FAIL])), ids=lambda o: " ".join(type(m).__name__ for m in o)
+)
+def test_an_end_is_an_end_in_whatever_order_it_comes(order: tuple[Message, ...]) -> None:
+    side = greeted_prefill()
+    out: list[Any] = []
+    for message in order:
+        out += tell(side, "in-1", message)
+    assert len(of_type(out, AddPrefill)) == len(of_type(out, AbortPrefill)) <= 1
+    assert side.handoff_count == 0
+    assert not side.clients[0].live
+    assert not side.clients[0].early
+    for message in order:
+        assert not of_type(tell(side, "in-1", message), AddPrefill), "a number that has ended is never used again"
+    tell(side, "in-1", Keepalive(grant_floor=8))
+    assert not side.clients[0].closed, "tombstones go when the floor passes them"
+    assert not of_type(tell(side, "in-1", PREPARE), AddPrefill), "and below the floor nothing lives"
+
+
+@pytest.mark.parametrize(
+    "order", list(permutations([PREPARE, GRANT, ABORT])), ids=lambda o: " ".join(type(m).__name__ for m in o)
+)
+def test_an_abort_leaves_a_tombstone_for_a_grant_that_it_overtook(order: tuple[Message, ...]) -> None:
+    side = greeted_prefill(push=True)
+    out: list[Any] = []
+    for message in order:
+        out += tell(side, "in-1", message)
+        if isinstance(message, Prepare) and of_type(out, AddPrefill):
+            out += side.handle(chunk(), 0.0)
+    writes = of_type(out, WritePiece)
+    acks = [message for message in sent(out) if isinstance(message, AbortAck)]
+    assert len(acks) == (not writes), "nothing is acknowledged while something is outstanding"
+    for write in writes:
+        out += side.handle(PieceWritten(peer="in-1", xid="x", piece=write.piece, rank=write.rank), 1.0)
+    assert [m for m in sent(out) if isinstance(m, AbortAck)] == [AbortAck(grant=7, ranks=(0,))]
+    assert side.handoff_count == 0
+    assert not of_type(side.handle(Tick(), 2.0), WritePiece)
+
+
+def test_a_grant_before_its_prepare_waits_for_it() -> None:
+    side = greeted_prefill()
+    assert tell(side, "in-1", GRANT) == []
+    assert of_type(tell(side, "in-1", PREPARE), AddPrefill)
+    assert side.ungranted_count == 0
+    assert of_type(side.handle(chunk(), 0.0), StagePiece)
+
+
+def test_writing_stops_between_two_pieces_when_the_grant_is_closed() -> None:
+    side = greeted_prefill(push=True)
+    tell(side, "in-1", PREPARE)
+    tell(side, "in-1", GRANT)
+    (first,) = of_type(side.handle(chunk(), 0.0), WritePiece)
+    assert (first.pages.tolist(), first.targets.tolist()) == ([1, 2], [5, 6])
+    out = tell(side, "in-1", ABORT)
+    assert of_type(out, StopPrefill)
+    assert not of_type(out, AbortPrefill), "its pages are being read"
+    out = side.handle(PieceWritten(peer="in-1", xid="x", piece=0, rank=0, error="refused"), 0.0)
+    assert not of_type(out, WritePiece)
+    assert of_type(out, AbortPrefill)
+    assert sent(out) == [AbortAck(grant=7, ranks=(0,))]
+
+
+def test_finished_orders_without_a_grant_are_parked_up_to_a_budget_and_forgotten_beyond_it() -> None:
+    side = greeted_prefill(park_tokens=20)
+    for number in range(1, 4):
+        tell(side, "in-1", msgspec.structs.replace(PREPARE, xid=f"x{number}", grant=number))
+    outs = [side.handle(chunk(f"x{number}"), 0.0) for number in range(1, 4)]
+    assert [of_type(out, ForgetPrefill) for out in outs] == [[], [], [ForgetPrefill(xid="x3")]]
+    assert side.parked_tokens == 18
+    assert side.ungranted_count == 3
+    for number in (3, 1):
+        spans = (SpanPages(part=0, first=0, pages=[5, 6, 7]),)
+        out = tell(side, "in-1", Grant(xid=f"x{number}", grant=number, spans=spans))
+        assert [action.xid for action in of_type(out, AddPrefill)] == ["x3"] * (number == 3), "from cache"
+        assert bool(of_type(out, StagePiece)) == (number == 1)
+    assert of_type(side.handle(chunk("x3"), 0.0), ForgetPrefill) == []
+    assert side.parked_tokens == 9
+
+
+def test_a_later_grant_for_less_releases_what_decode_does_not_want() -> None:
+    side = greeted_prefill()
+    tell(side, "in-1", PREPARE)
+    side.handle(chunk(), 0.0)
+    out = tell(side, "in-1", Grant(xid="x", grant=7, spans=(SpanPages(part=0, first=2, pages=[9]),)))
+    (stage,) = of_type(out, StagePiece)
+    assert stage.pages.tolist() == [3]
+    assert not of_type(out, ReleaseChunk), "the chunk is held as a whole until its last page is read"
+
+
+@pytest.mark.slow
+def test_a_client_that_never_raises_its_floor_is_cut_off_at_a_bound() -> None:
+    side = greeted_prefill()
+    for number in range(2, (1 << 16) + 3):
+        tell(side, "in-1", Fail(xid=f"x{number}", grant=number, code="aborted"))
+    side.handle(Tick(), 0.1)
+    assert not side.clients
