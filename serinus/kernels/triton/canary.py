@@ -117,7 +117,7 @@ _ANCHOR = tl.constexpr(ANCHOR)
 
 
 @_jit
-def _splitmix(x):  # type: ignore[no-untyped-def]
+def _splitmix(x):
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -125,13 +125,13 @@ def _splitmix(x):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _mix(previous_hash, token, position):  # type: ignore[no-untyped-def]
+def _mix(previous_hash, token, position):
     """Of uint64 values."""
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
 
 
 @_jit
-def _digest(pools, slots, coefficients, out, count, layers, width, SLOTS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _digest(pools, slots, coefficients, out, count, layers, width, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
     half = tl.program_id(1)
     e = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     live = e < count
@@ -156,7 +156,7 @@ def _digest(pools, slots, coefficients, out, count, layers, width, SLOTS: tl.con
 
 
 @_jit
-def _plan(  # type: ignore[no-untyped-def]
+def _plan(
     table, columns, rows, lows, highs, first_pages, offsets, out, total, page_size, stride,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def _plan(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _verify(  # type: ignore[no-untyped-def]
+def _verify(
     stamps, slot_count, lane, slots, positions, previous, tokens, digests, sequences, ring, ring_rows, violations,
     checked, count, HAS_TOKENS: tl.constexpr, HAS_DIGESTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +239,7 @@ def _verify(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _write(  # type: ignore[no-untyped-def]
+def _write(
     stamps, slot_count, lane, slots, positions, tokens, starts, previous, digests, HAS_DIGESTS: tl.constexpr
 ):  # fmt: skip
     b, half = tl.program_id(0), tl.program_id(1)
