@@ -6,6 +6,7 @@ The only place where all rooms below meet. Times each phase, so that start-up ca
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,18 +22,18 @@ from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
-from serinus.engine.memory import available_bytes, trim
+from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
+from serinus.engine.memory import trim
+from serinus.engine.sizes import part_specs
+from serinus.engine.tiers import Tiers, build_tiers, namespace_of
 from serinus.engine.watch import StepWatch
 from serinus.kernels import load
 from serinus.models import ModelSpec, choose_dtype, load_model, load_spec, resolve
-from serinus.pool import DevicePool, PoolSpec, RequestTable
+from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.sched import SchedSettings, Scheduler
 
 __all__ = ["Built", "build_core"]
-
-_POOL_FRACTION = {"cpu": 0.2, "cuda": 0.85}
-"""Part of the free memory that KV takes when nobody says: a host has other guests, an accelerator has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,10 @@ class Built:
     spec: ModelSpec
     core: EngineCore
     cache: PrefixCache
-    pool: DevicePool
+    pools: Mapping[Part, DevicePool]
+    """KV of each part."""
+    tiers: Tiers | None
+    """Host tier and storage; None = none."""
     metrics: Metrics
     context_length: int
     """Tokens of one sequence at most."""
@@ -52,6 +56,11 @@ class Built:
     device: str
     seconds: dict[str, float]
     """Start-up phases: weights, pool, warm-up."""
+
+    @property
+    def pool(self) -> DevicePool:
+        """The pool of part FULL; its pages have no bytes where all layers slide."""
+        return self.pools[Part.FULL]
 
     @property
     def max_total_tokens(self) -> int:
@@ -102,24 +111,49 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         )
         trim()
         phases.mark("weights")
-        pool_spec = _pool_spec(config, spec, dtype, device, context)
-        pool = DevicePool(pool_spec, kernels)
-        sched_settings = _sched_settings(config, spec, pool_spec, context)
-        table = RequestTable(sched_settings.rows, context, device)
+        specs = part_specs(config, spec, dtype, device, context)
+        pools = {part: DevicePool(part_spec, kernels) for part, part_spec in specs.items()}
+        sched_settings = _sched_settings(config, spec, specs[Part.FULL], context)
+        tables = {part: RequestTable(sched_settings.rows, context, device) for part in specs}
+        namespace = namespace_of(config, spec, specs[Part.FULL], dtype)
+        tiers = build_tiers(config, spec, pools, namespace, clock)
         phases.mark("pool")
-        runner = Runner(model, {Part.FULL: pool}, {Part.FULL: table}, kernels)
-        _first_steps(runner, _scheduler(config, sched_settings, pool_spec)[0], clock)
+        hook = None if tiers is None else LayerGate(tiers.mover)
+        runner = Runner(model, pools, tables, kernels, hook=hook)
+        _first_steps(runner, _scheduler(sched_settings, specs, spec.window), clock)
         phases.mark("warm-up")
-    scheduler, cache = _scheduler(config, sched_settings, pool_spec)
+    told = config.cache.kv_events_config
+    events = KvEventSettings.from_json(told) if told else KvEventSettings(publisher="null")
+    cache = PrefixCache(
+        _geometry(specs, spec.window, tiers),
+        enable_prefix=not config.sched.disable_radix_cache,
+        policy=config.sched.radix_eviction_policy,
+        write_policy=config.cache.hicache_write_policy,
+        mover=None if tiers is None else tiers.mover,
+        storage=None if tiers is None else tiers.storage,
+        namespace=namespace,
+        kv_events=events.enabled,
+        clock=clock,
+    )
     metrics = Metrics(engine=config.engine_name, role=config.role)
     watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval)
-    core = EngineCore(scheduler=scheduler, runner=runner, watch=watch, clock=clock)
+    core = EngineCore(
+        scheduler=Scheduler(sched_settings, cache),
+        runner=runner,
+        watch=watch,
+        clock=clock,
+        cache=cache,
+        tiers=tiers,
+        events=KvEventPublisher(events, clock) if events.enabled else None,
+        sanity=config.cache.enable_sanity_check,
+    )
     return Built(
         config=config,
         spec=spec,
         core=core,
         cache=cache,
-        pool=pool,
+        pools=pools,
+        tiers=tiers,
         metrics=metrics,
         context_length=context,
         dtype=dtype,
@@ -128,13 +162,23 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
     )
 
 
-def _scheduler(config: ServeConfig, settings: SchedSettings, pool: PoolSpec) -> tuple[Scheduler, PrefixCache]:
-    cache = PrefixCache(
-        CacheGeometry(page_size=pool.page_size, full_pages=pool.page_count),
-        enable_prefix=not config.sched.disable_radix_cache,
-        policy=config.sched.radix_eviction_policy,
+def _geometry(specs: Mapping[Part, PoolSpec], window: int | None, tiers: Tiers | None) -> CacheGeometry:
+    host = {} if tiers is None else {part: pool.page_count for part, pool in tiers.host.items()}
+    full, swa = specs[Part.FULL], specs.get(Part.SWA)
+    return CacheGeometry(
+        page_size=full.page_size,
+        full_pages=full.page_count,
+        swa_pages=0 if swa is None else swa.page_count,
+        window=window,
+        host_full_pages=host.get(Part.FULL, 0),
+        host_swa_pages=host.get(Part.SWA, 0),
     )
-    return Scheduler(settings, cache), cache
+
+
+def _scheduler(settings: SchedSettings, specs: Mapping[Part, PoolSpec], window: int | None) -> Scheduler:
+    """One on a cache of its own, without tiers: for the first steps."""
+    alone = replace(settings, prefetch_policy="none")
+    return Scheduler(alone, PrefixCache(_geometry(specs, window, None)))
 
 
 def _first_steps(runner: Runner, scheduler: Scheduler, clock: Clock) -> None:
@@ -185,39 +229,6 @@ def context_of(config: ServeConfig, spec: ModelSpec) -> int:
     return asked
 
 
-def _pool_spec(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, device: str, context: int) -> PoolSpec:
-    """As many pages as asked for, or as memory allows and the largest batch could use."""
-    page_size = config.memory.page_size
-    sizes = PoolSpec(
-        layer_count=spec.layer_count,
-        kv_head_count=spec.kv_head_count,
-        head_size=spec.head_size,
-        page_size=page_size,
-        page_count=2,
-        dtype=dtype,
-        device=device,
-    )
-    have = available_bytes(device)
-    fraction = config.memory.mem_fraction_static or _POOL_FRACTION[torch.device(device).type]
-    if config.memory.max_total_tokens is not None:
-        pages = -(-config.memory.max_total_tokens // page_size)
-        needed = (pages + 1) * sizes.page_bytes
-        if needed > have:
-            raise ConfigError(
-                f"engine: max_total_tokens is {config.memory.max_total_tokens}, which takes {needed / 1e9:.1f} GB of "
-                f"KV; {have / 1e9:.1f} GB are free on {device}"
-            )
-    else:
-        largest = config.sched.max_running_requests * -(-context // page_size)
-        pages = min(int(have * fraction) // sizes.page_bytes - 1, largest)
-        if pages < 1:
-            raise ConfigError(
-                f"engine: mem_fraction_static is {fraction}, which leaves {have * fraction / 1e9:.2f} GB for KV;"
-                f" one page takes {sizes.page_bytes} bytes, expected room for at least one"
-            )
-    return replace(sizes, page_count=pages + 1)
-
-
 def _sched_settings(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int) -> SchedSettings:
     running = config.sched.max_running_requests
     return SchedSettings(
@@ -232,4 +243,8 @@ def _sched_settings(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, contex
         chunked_prefill_size=config.sched.chunked_prefill_size,
         schedule_policy=config.sched.schedule_policy,
         min_remote_tokens=config.pd.min_remote_tokens,
+        prefetch_policy=(
+            "none" if config.cache.hicache_storage_backend == "none" else config.cache.hicache_storage_prefetch_policy
+        ),
+        prefetch_s_max=config.cache.hicache_prefetch_s_max,
     )

@@ -5,34 +5,99 @@ Knows neither sockets nor processes: requests come in through `scheduler`, resul
 
 from __future__ import annotations
 
+from serinus.cache import PrefixCache
 from serinus.core.clock import Clock
+from serinus.core.log import get_logger
+from serinus.engine.kv_events import KvEventPublisher
+from serinus.engine.tiers import Tiers, pause
 from serinus.engine.watch import StepWatch
 from serinus.runner import Runner
 from serinus.sched import Outcome, Scheduler
 
 __all__ = ["EngineCore"]
 
+_SANITY_NODES = 16
+"""Nodes whose invariants are looked at in one step."""
+_QUIET_S = 5.0
+"""Seconds that copies and storage operations get to end before the engine goes."""
+_PAUSE_S = 0.001
+_log = get_logger("engine")
+
 
 class EngineCore:
     """Decide, do, commit."""
 
-    def __init__(self, *, scheduler: Scheduler, runner: Runner, watch: StepWatch, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        watch: StepWatch,
+        clock: Clock,
+        cache: PrefixCache,
+        tiers: Tiers | None = None,
+        events: KvEventPublisher | None = None,
+        sanity: bool = False,
+    ) -> None:
+        """`tiers` and `events` are closed with it; `sanity`: check the cache's invariants as it goes."""
         self.scheduler = scheduler
         self.runner = runner
         self.watch = watch
-        self._clock = clock
         self.turns = 0
         """Calls of `step`."""
+        self._clock = clock
+        self._cache = cache
+        self._tiers = tiers
+        self._events = events
+        self._sanity = sanity
+        self._unchecked = False
+        self._closed = False
 
     def step(self) -> Outcome | None:
-        """Run one step; None = nobody could be worked for (idle, or everybody waits for pages in transit)."""
+        """Run one step; None = nobody could be worked for: idle, or everybody waits for pages in transit."""
         self.turns += 1
         start = self._clock.now()
         plan = self.scheduler.plan(start)
         if plan is None:
+            self._look_around()
             return None
         result = self.runner.run(plan)
         end = self._clock.now()
         outcome = self.scheduler.commit(plan, result, end)
         self.watch.stepped(outcome, end - start, self.scheduler)
+        if self._sanity:
+            self._unchecked = True
+            self._cache.sanity_step(_SANITY_NODES)
+        self._publish()
         return outcome
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long a caller without other work may wait before the next step; None = until something arrives."""
+        return _PAUSE_S if self.scheduler.in_flight else None
+
+    def _look_around(self) -> None:
+        """Nothing runs: the time for what takes long."""
+        if self._unchecked and self.scheduler.idle:
+            self._unchecked = False
+            self.scheduler.sanity_check()
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._events is not None:
+            self._events.publish(self._cache.take_events())
+
+    def close(self) -> None:
+        """Let copies and storage writes end, then close what carries them. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._tiers is not None:
+            end = self._clock.now() + _QUIET_S
+            while (left := self._cache.poll().in_flight) and self._clock.now() < end:
+                pause(_PAUSE_S)
+            if left:
+                _log.warning("engine: %d copies and storage operations are given up", left)
+            self._tiers.close()
+        if self._events is not None:
+            self._events.close()

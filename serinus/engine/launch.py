@@ -10,12 +10,14 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
+from serinus.core.parts import Part
 from serinus.engine.build import Built, build_core
 from serinus.engine.decode_role import DecodeRole
 from serinus.engine.loop import EngineLoop
 from serinus.engine.prefill_role import PrefillRole
 from serinus.engine.roles import Handoffs, NoHandoffs
 from serinus.pd import DecodePort, PdSettings, PrefillPort, host_identity, make_backends
+from serinus.pool import PoolSpec
 from serinus.wire import Post, ZmqChannel
 from serinus.wire.messages import LayoutSignature, Ready
 
@@ -53,10 +55,10 @@ def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
     channel = ZmqChannel(bind, clock=clock)
     post = Post(channel, incarnation=incarnation, clock=clock)
     if config.role == "prefill":
-        prefill_port = PrefillPort(settings, post=post, backends=backends, store=built.pool, clock=clock)
+        prefill_port = PrefillPort(settings, post=post, backends=backends, store=built.pools, clock=clock)
         role = PrefillRole(scheduler=scheduler, port=prefill_port, channels=(channel,), metrics=metrics, clock=clock)
         return role, channel.address
-    port = DecodePort(settings, post=post, backends=backends, store=built.pool, clock=clock)
+    port = DecodePort(settings, post=post, backends=backends, store=built.pools, clock=clock)
     return (
         DecodeRole(
             scheduler=scheduler,
@@ -103,7 +105,7 @@ def layout_of(built: Built) -> LayoutSignature:
 
 
 def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, float]) -> Ready:
-    config, spec, pool = built.config, built.spec, built.pool.spec
+    config, spec, pool, swa = built.config, built.spec, built.pool.spec, built.pools.get(Part.SWA)
     return Ready(
         engine=config.engine_name,
         incarnation=incarnation,
@@ -122,21 +124,49 @@ def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, f
             "device": built.device,
             "threads": torch.get_num_threads(),
             "pid": os.getpid(),
-            "kv_bytes": pool.page_count * pool.page_bytes,
-            "page_bytes": pool.page_bytes,
+            "kv_bytes": sum(_bytes(each.spec) for each in built.pools.values()),
+            "page_bytes": sum(each.page_bytes for each in built.pools.values()),
+            "swa_tokens": 0 if swa is None else (swa.spec.page_count - 1) * swa.spec.page_size,
+            "window": spec.window or 0,
+            "host_tokens": _host_tokens(built),
+            "host_bytes": _host_bytes(built),
+            "storage": config.cache.hicache_storage_dir,
             "chunked_prefill_size": config.sched.chunked_prefill_size,
             "max_running_requests": config.sched.max_running_requests,
         },
     )
 
 
+def _bytes(pool: PoolSpec) -> int:
+    return pool.page_count * pool.page_bytes
+
+
+def _host_tokens(built: Built) -> int:
+    if built.tiers is None:
+        return 0
+    return (built.tiers.host[Part.FULL].page_count - 1) * built.pool.spec.page_size
+
+
+def _host_bytes(built: Built) -> int:
+    return 0 if built.tiers is None else sum(p.page_count * p.page_bytes for p in built.tiers.host.values())
+
+
 def _announce(built: Built, seconds: dict[str, float]) -> None:
-    pool, config = built.pool.spec, built.config
-    half_gb = pool.page_count * pool.page_bytes / 2 / 2**30
-    _log.info(
-        "KV Cache is allocated. dtype: %s, #tokens: %d, K size: %.2f GB, V size: %.2f GB",
-        built.dtype, built.max_total_tokens, half_gb, half_gb,
-    )  # fmt: skip
+    config = built.config
+    for part, each in built.pools.items():
+        half_gb = _bytes(each.spec) / 2 / 2**30
+        tokens = (each.spec.page_count - 1) * each.spec.page_size
+        name = "" if len(built.pools) == 1 else f" part: {part.name}, layers: {each.spec.layer_count},"
+        _log.info(
+            "KV Cache is allocated.%s dtype: %s, #tokens: %d, K size: %.2f GB, V size: %.2f GB",
+            name, built.dtype, tokens, half_gb, half_gb,
+        )  # fmt: skip
+    if built.tiers is not None:
+        _log.info(
+            "Host tier is allocated. #tokens: %d, size: %.2f GB, write policy: %s, storage: %s",
+            _host_tokens(built), _host_bytes(built) / 2**30, config.cache.hicache_write_policy,
+            config.cache.hicache_storage_dir or "none",
+        )  # fmt: skip
     _log.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",
         built.max_total_tokens, config.sched.chunked_prefill_size, config.sched.max_running_requests,

@@ -17,6 +17,7 @@ from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import build_core
 from serinus.engine.progress import Progress
+from serinus.engine.tiers import pause
 from serinus.front import OutputProcessor, Tokenizer, load_tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -149,8 +150,19 @@ class LLM:
         prompts = [tokenizer.encode(template.render(list(chat)), add_special_tokens=False) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def close(self) -> None:
+        """End the threads of the tiers, where there are any; storage writes under way get some seconds."""
+        self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
     def flush_cache(self) -> None:
-        """Forget all cached prefixes. Raises CapacityError while a call of `generate` is under way."""
+        """Forget all cached prefixes, on device and host; what is stored stays. Raises CapacityError while a call of
+        `generate` is under way."""
         self._cache.reset()
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -199,6 +211,9 @@ class LLM:
             try:
                 while owners:
                     outcome = self._core.step()
+                    if outcome is None and (wait_s := self._core.wait_s) is not None:
+                        pause(wait_s)  # somebody waits for the storage
+                        continue
                     if outcome is None:
                         raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
                     for delta in outcome.deltas:

@@ -85,7 +85,8 @@ class EngineLoop:
                 self._handoffs.computed(outcome.chunks, self._clock.now())
         self._send_outbox()
         if outcome is None and not self._ended():
-            wait_any([self._endpoint, *self._handoffs.channels], self._handoffs.wait_s(_IDLE_WAIT_S))
+            longest_s = self._core.wait_s or _IDLE_WAIT_S
+            wait_any([self._endpoint, *self._handoffs.channels], self._handoffs.wait_s(longest_s))
 
     def last_words(self, reason: str) -> None:
         """The engine broke: tell everybody who waits, as far as that still works."""
@@ -98,6 +99,7 @@ class EngineLoop:
         """Give the sockets back."""
         self._handoffs.close()
         self._endpoint.close()
+        self._core.close()
 
     # ---- letters ----------------------------------------------------------------------------------------------
 
@@ -203,7 +205,9 @@ class EngineLoop:
 
     def _cache_view(self, limit: int) -> dict[str, object]:
         config = self._built.config
-        return cache_view(self._built.cache, limit, engine=config.engine_name, role=config.role)
+        storage = None if self._built.tiers is None else self._built.tiers.storage
+        shelf = None if storage is None else storage.shelf
+        return cache_view(self._built.cache, limit, engine=config.engine_name, role=config.role, shelf=shelf)
 
     def _info(self) -> dict[str, object]:
         stats = self._core.scheduler.stats()

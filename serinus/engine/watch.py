@@ -158,11 +158,12 @@ class StepWatch:
     def _log_prefill(self, outcome: Outcome, seconds: float, scheduler: Scheduler) -> None:
         stats = scheduler.stats()
         _log.info(
-            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d,"
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d%s, token usage: %.2f, #running-req: %d,"
             " #queue-req: %d, input throughput (token/s): %.2f",
             outcome.new_requests,
             outcome.prompt_tokens,
             outcome.cached_tokens,
+            "".join(f", #{tier}-token: {count}" for tier, count in outcome.cached_by_tier.items() if tier != "device"),
             stats.token_usage,
             stats.num_running_reqs,
             stats.num_queue_reqs,

@@ -82,6 +82,8 @@ class ReqState:
     phase: Phase = Phase.WAITING
     doomed: bool = False
     """Ended while a step with it was under way; it leaves at the commit."""
+    condemned: bool = False
+    """Its KV is not to be trusted: none of it is published when it ends."""
     row: int = 0
     """Row of req_to_token while running, else 0."""
     lease: Lease | None = None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from serinus.cache import Lease, PrefixCache
 from serinus.core.errors import BadRequest, CapacityError, InvariantError
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
-from serinus.core.parts import PageSpan
+from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.sched.admission import Admission
@@ -28,7 +28,7 @@ from serinus.sched.queues import ReqQueue, admission_order
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
 from serinus.sched.settings import SchedSettings
-from serinus.sched.stats import Outcome, SchedStats, Totals, beyond, pool_use
+from serinus.sched.stats import Outcome, SchedStats, Totals, beyond, sched_stats
 
 __all__ = ["Scheduler"]
 
@@ -112,16 +112,20 @@ class Scheduler:
         if self.settings.prefetch_policy != "none":
             self._seats.prefetch(state)
 
-    def abort(self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT) -> TokenDelta | None:
+    def abort(
+        self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT, *, condemned: bool = False
+    ) -> TokenDelta | None:
         """End a request in whatever state it is; its last delta. None = unknown, or asked for by a peer.
 
         `finish` is what it counts as: STOP where a stop text was found in its answer, ERROR where that cannot be sent.
+        `condemned`: its KV is not to be trusted, nothing more of it is published.
         Its pages are free at once, except those that a transfer still reads: they stay held until `chunk_drained`,
         `handoff_drained` or `handoff_ended`. While a step with it is under way, they stay until its commit.
         """
         state = self._states.get(rid)
         if state is None or state.doomed:
             return None
+        state.condemned = condemned
         self._totals.aborted += finish is FinishReason.ABORT
         self._totals.finished += finish is FinishReason.STOP
         usage = state.usage()
@@ -471,24 +475,16 @@ class Scheduler:
 
     def stats(self) -> SchedStats:
         """Gauges and a copy of the counters. Cost: O(waiting)."""
-        pool = pool_use(self._seats.cache)
-        totals = replace(self._totals, cached_tokens=dict(self._totals.cached_tokens))
-        return SchedStats(
-            num_running_reqs=len(self._batch),
-            num_queue_reqs=len(self._waiting),
-            num_retracted_reqs=sum(state.retracted for state in self._waiting),
-            num_prefill_inflight_queue_reqs=len(self._outgoing.inflight),
-            num_decode_prealloc_queue_reqs=len(self._incoming.prealloc),
-            num_decode_transfer_queue_reqs=len(self._batch.transfer),
-            total_tokens=pool.total_tokens,
-            free_tokens=pool.free_tokens,
-            evictable_tokens=pool.evictable_tokens,
-            used_tokens=pool.used_tokens,
-            token_usage=pool.usage,
-            in_flight=self.in_flight,
-            totals=totals,
-            cached_tokens=totals.cached_tokens,
-        )
+        return sched_stats(
+            self._totals, self._seats.cache, running=len(self._batch), queued=len(self._waiting),
+            retracted=sum(state.retracted for state in self._waiting), inflight=len(self._outgoing.inflight),
+            prealloc=len(self._incoming.prealloc), transfer=len(self._batch.transfer), in_flight=self.in_flight,
+        )  # fmt: skip
+
+    def users_of(self, part: Part, page: int) -> tuple[str, ...]:
+        """Requests whose rows name a device page now, whoever owns it. Cost: all pages of all requests."""
+        rows = ((state.rid, state.full if part is Part.FULL else state.swa) for state in self._states.values())
+        return tuple(rid for rid, row in rows if row is not None and page in row.named())
 
     def sanity_check(self) -> None:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""

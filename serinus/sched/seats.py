@@ -263,14 +263,14 @@ class Seats:
 
     def leave(self, state: ReqState, *, park: bool = False) -> None:
         """Give everything back: the only exit for finish, abort, retract and recompute. `park`: it will come again,
-        so what it published goes to the host at once, where there is one."""
+        so what it published goes to the host at once, where there is one. A condemned one publishes nothing more."""
         if state.lease is not None:
             swa = state.swa
             if swa is None:
                 pages, swa_first = PartPages(full=state.full.named()), 0
             else:
                 pages, swa_first = PartPages(full=state.full.named(), swa=swa.named()), swa.first
-            tokens = state.tokens[: state.computed]
+            tokens = state.tokens[: state.published if state.condemned else state.computed]
             self.cache.finish(state.rid, state.lease, tokens, pages, swa_first, park=park)
         if state.row:
             self.give_row(state)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serinus.cache import PrefixCache
 from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
 from serinus.core.request import TokenDelta
 
-__all__ = ["Outcome", "PoolUse", "SchedStats", "Totals", "beyond", "pool_use"]
+__all__ = ["Outcome", "SchedStats", "Totals", "beyond", "sched_stats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +93,11 @@ class SchedStats:
     """totals.cached_tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolUse:
-    """How full the device is, in tokens of part FULL."""
-
-    total_tokens: int
-    free_tokens: int
-    evictable_tokens: int
-    used_tokens: int
-    usage: float
-    """Used part of the fuller part, 0 to 1."""
-
-
-def pool_use(cache: PrefixCache) -> PoolUse:
-    """Look at the pools of the device."""
+def sched_stats(
+    totals: Totals, cache: PrefixCache, *, running: int, queued: int, retracted: int, inflight: int, prealloc: int,
+    transfer: int, in_flight: int,
+) -> SchedStats:  # fmt: skip
+    """How things stand, from the lengths of the queues and a look at the pools of the device."""
     size = cache.page_size
     total = (cache.page_count - 1) * size
     free, evictable = cache.free_pages * size, cache.evictable_pages * size
@@ -115,7 +106,23 @@ def pool_use(cache: PrefixCache) -> PoolUse:
     swa_pages = cache.geometry.swa_pages - 1
     if swa_pages > 0:
         usage = max(usage, (swa_pages - cache.available(Part.SWA)) / swa_pages)
-    return PoolUse(total_tokens=total, free_tokens=free, evictable_tokens=evictable, used_tokens=used, usage=usage)
+    totals = replace(totals, cached_tokens=dict(totals.cached_tokens))
+    return SchedStats(
+        num_running_reqs=running,
+        num_queue_reqs=queued,
+        num_retracted_reqs=retracted,
+        num_prefill_inflight_queue_reqs=inflight,
+        num_decode_prealloc_queue_reqs=prealloc,
+        num_decode_transfer_queue_reqs=transfer,
+        total_tokens=total,
+        free_tokens=free,
+        evictable_tokens=evictable,
+        used_tokens=used,
+        token_usage=usage,
+        in_flight=in_flight,
+        totals=totals,
+        cached_tokens=totals.cached_tokens,
+    )
 
 
 def beyond(found: Mapping[str, int], held: int) -> dict[str, int]:

@@ -39,7 +39,7 @@ class EnginePair:
             pd_settings(self.prefill, 1, ("local",)),
             post=prefill_post,
             backends=(backend,),
-            store=self.prefill.pool,
+            store=self.prefill.pools,
             clock=self.clock,
         )
         self.prefill_role = PrefillRole(
@@ -55,7 +55,7 @@ class EnginePair:
                 pd_settings(self.decode, 2, ("local",)),
                 post=Post(hub.channel(), incarnation=2, clock=self.clock),
                 backends=(backend,),
-                store=self.decode.pool,
+                store=self.decode.pools,
                 clock=self.clock,
             ),
             channels=(),

@@ -1,0 +1,138 @@
+"""Engines with parts and tiers against the model's own rules: whatever was evicted, loaded back or read from files,
+answers are those of an engine that caches nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serinus.core.clock import ManualClock
+from serinus.core.config import ServeConfig, from_names
+from serinus.core.errors import ConfigError
+from serinus.core.sampling import SamplingParams
+from serinus.engine import LLM, build_core
+from serinus.models import load_spec
+from serinus.testing.builders import make_request
+from serinus.testing.checkpoints import make_checkpoint, make_toy
+from serinus.testing.oracle import toy_continue
+
+SHARED = [list(range(first, first + 41)) for first in (20, 70, 120)]
+"""Beginnings of prompts."""
+PROMPTS = [SHARED[turn // 2 % 3] + [200 + turn, 230 + turn] for turn in range(12)]
+"""Each beginning twice, then the next: the device holds two of them."""
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
+SMALL = {"skip_tokenizer_init": True, "page_size": 4, "max_total_tokens": 96, "max_running_requests": 2,
+         "chunked_prefill_size": 16, "decode_log_interval": 0, "enable_sanity_check": True}  # fmt: skip
+"""Two prompts fill the device: each beginning must leave before it comes again."""
+
+
+def tiered(**settings: Any) -> dict[str, Any]:
+    return {**SMALL, "enable_hierarchical_cache": True, "hicache_ratio": 4.0, **settings}
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """One prompt after the other, so that what the last one left is what the next one finds."""
+    found = []
+    for prompt in prompts:
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        found.append(list(output.outputs[0].token_ids))
+    return found
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("toys")
+    kinds: dict[str, dict[str, Any]] = {
+        "full": {}, "mixed": {"window": 6, "layer_types": "SFS"}, "sliding": {"window": 9},
+    }  # fmt: skip
+    return {name: make_toy(home / name, tokenizer=False, **kind) for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed", "sliding"])
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_answers_are_right_whatever_went_to_the_host_and_came_back(
+    toys: dict[str, Path], kind: str, policy: str
+) -> None:
+    with LLM(str(toys[kind]), **tiered(hicache_write_policy=policy)) as llm:
+        spec = load_spec(toys[kind])
+        assert answers(llm, PROMPTS) == [toy_continue(spec, prompt, 5) for prompt in PROMPTS]
+        stats = llm._cache.stats()
+        assert stats.loaded_tokens > 0, stats
+        llm._core.scheduler.sanity_check()
+        llm.flush_cache()
+        for pool in llm._cache.stats().pools.values():
+            assert pool.pages.free == pool.page_count, pool
+
+
+def test_a_second_engine_finds_what_the_first_one_stored(toys: dict[str, Path], tmp_path: Path) -> None:
+    stored = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path),
+              "hicache_storage_prefetch_policy": "wait_complete"}  # fmt: skip
+    for kind, toy in toys.items():
+        with LLM(str(toy), **tiered(**stored)) as first:
+            answers(first, PROMPTS[:1])
+        with LLM(str(toy), **tiered(**stored)) as second:
+            (output,) = second.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), PROMPTS[1], 5), kind
+        assert output.usage is not None
+        assert dict(output.usage.cached_tokens) == {"storage": 40}, kind
+
+
+def test_another_model_of_the_same_shape_finds_nothing_of_it(toys: dict[str, Path], tmp_path: Path) -> None:
+    stored = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "kv"),
+              "hicache_storage_prefetch_policy": "wait_complete"}  # fmt: skip
+    with LLM(str(toys["full"]), **tiered(**stored)) as first:
+        answers(first, PROMPTS[:1])
+    other = make_toy(tmp_path / "other", tokenizer=False, seed=1)
+    with LLM(str(other), **tiered(**stored)) as second:
+        (output,) = second.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert output.usage is not None
+    assert not output.usage.cached_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "mistral_swa"])
+def test_real_families_answer_alike_with_tiers_and_without_a_cache(family: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / family, family, layers=4, vocab=320, tokenizer=False)
+    bare = {**SMALL, "disable_radix_cache": True, "dtype": "float32"}
+    expected = answers(LLM(str(checkpoint), **bare), PROMPTS)
+    stored = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "kv"), "dtype": "float32"}
+    with LLM(str(checkpoint), **tiered(**stored)) as llm:
+        assert answers(llm, PROMPTS) == expected
+        assert llm._cache.stats().loaded_tokens > 0
+
+
+def test_a_long_request_holds_the_pages_of_its_window(toys: dict[str, Path]) -> None:
+    config = from_names(ServeConfig, {"model_path": str(toys["mixed"]), **SMALL, "max_total_tokens": 400})
+    built = build_core(config, ManualClock())
+    built.core.scheduler.add(make_request("long", PROMPTS[0], max_new_tokens=200, ignore_eos=True))
+    tokens: list[int] = []
+    while not built.core.scheduler.idle:
+        outcome = built.core.step()
+        assert outcome is not None
+        tokens += [token for delta in outcome.deltas for token in delta.token_ids]
+        state = built.core.scheduler._states.get("long")
+        if state is not None and state.swa is not None and state.generated:
+            assert state.swa.count <= 3  # a window of 6 spans 3 pages of 4 at most
+    assert tokens == toy_continue(built.spec, PROMPTS[0], 200)
+
+
+def test_memory_is_split_by_the_ratio_and_a_window_always_fits(toys: dict[str, Path]) -> None:
+    def tokens(kind: str, **settings: Any) -> dict[str, int]:
+        config = from_names(ServeConfig, {"model_path": str(toys[kind]), **SMALL, **settings})
+        pools = build_core(config, ManualClock()).pools
+        return {part.name: (pool.spec.page_count - 1) * pool.spec.page_size for part, pool in pools.items()}
+
+    assert tokens("full") == {"FULL": 96}
+    assert tokens("mixed", swa_full_tokens_ratio=0.5) == {"FULL": 96, "SWA": 48}
+    assert tokens("sliding", swa_full_tokens_ratio=0.01) == {"FULL": 96, "SWA": 16}
+
+
+def test_settings_of_tiers_without_tiers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--enable-hierarchical-cache"):
+        from_names(ServeConfig, {"model_path": "m", "hicache_ratio": 3.0})
+    with pytest.raises(ConfigError, match="--hicache-storage-dir"):
+        from_names(
+            ServeConfig, {"model_path": "m", "enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+        )
