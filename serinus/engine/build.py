@@ -122,19 +122,8 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         runner = Runner(model, pools, tables, kernels, hook=hook)
         _first_steps(runner, _scheduler(sched_settings, specs, spec.window), clock)
         phases.mark("warm-up")
-    told = config.cache.kv_events_config
-    events = KvEventSettings.from_json(told) if told else KvEventSettings(publisher="null")
-    cache = PrefixCache(
-        _geometry(specs, spec.window, tiers),
-        enable_prefix=not config.sched.disable_radix_cache,
-        policy=config.sched.radix_eviction_policy,
-        write_policy=config.cache.hicache_write_policy,
-        mover=None if tiers is None else tiers.mover,
-        storage=None if tiers is None else tiers.storage,
-        namespace=namespace,
-        kv_events=events.enabled,
-        clock=clock,
-    )
+    events = _events(config, clock)
+    cache = _cache(config, specs, spec.window, tiers, namespace, clock, events=events is not None)
     metrics = Metrics(engine=config.engine_name, role=config.role)
     watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval)
     core = EngineCore(
@@ -144,7 +133,7 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         clock=clock,
         cache=cache,
         tiers=tiers,
-        events=KvEventPublisher(events, clock) if events.enabled else None,
+        events=events,
         sanity=config.cache.enable_sanity_check,
     )
     return Built(
@@ -159,6 +148,37 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         dtype=dtype,
         device=device,
         seconds=phases.seconds,
+    )
+
+
+def _events(config: ServeConfig, clock: Clock) -> KvEventPublisher | None:
+    """Who is told what is cached; None = nobody. Raises ConfigError: the setting is wrong or its endpoint in use."""
+    if not config.cache.kv_events_config:
+        return None
+    settings = KvEventSettings.from_json(config.cache.kv_events_config)
+    return KvEventPublisher(settings, clock) if settings.enabled else None
+
+
+def _cache(
+    config: ServeConfig,
+    specs: Mapping[Part, PoolSpec],
+    window: int | None,
+    tiers: Tiers | None,
+    namespace: str,
+    clock: Clock,
+    *,
+    events: bool,
+) -> PrefixCache:
+    return PrefixCache(
+        _geometry(specs, window, tiers),
+        enable_prefix=not config.sched.disable_radix_cache,
+        policy=config.sched.radix_eviction_policy,
+        write_policy=config.cache.hicache_write_policy,
+        mover=None if tiers is None else tiers.mover,
+        storage=None if tiers is None else tiers.storage,
+        namespace=namespace,
+        kv_events=events,
+        clock=clock,
     )
 
 
