@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from serinus.cache.coverage import cover
 from serinus.cache.events import EventLog, KvEvent
 from serinus.cache.keys import PageKeys
-from serinus.cache.ledger import PageLedger
+from serinus.cache.ledger import STATE_MASK, PageLedger, Pages, PageState
 from serinus.cache.matching import Matcher
 from serinus.cache.node import Tier
 from serinus.cache.policy import WRITE_POLICIES, check_settings
@@ -185,6 +185,11 @@ class CacheBody:
         checked = self._checks.step(budget)
         self._counters.sanity_steps += checked
         return checked
+
+    def host_pages(self, part: Part = Part.FULL) -> Pages:
+        """Host pages of a part that are cached now. Cost: O(host pages)."""
+        owner_P = self.ledgers[Tier.HOST, part].owner_P
+        return np.flatnonzero((owner_P & STATE_MASK) == PageState.TREE).astype(np.int32)
 
     def stats(self) -> CacheStats:
         """Gauges and counters, for metrics and log lines. Cost: O(tiers and parts)."""

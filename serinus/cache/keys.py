@@ -51,6 +51,10 @@ class PageKeys:
             each.hashes = self.chain(self.before(each), each.tokens)
         return node.hashes or b""
 
+    def split(self, keys: bytes) -> set[bytes]:
+        """Each of some chained keys by itself."""
+        return {keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)}
+
     def before(self, node: Node) -> bytes:
         """The key of the page before a node's first one; its parent's keys are made."""
         parent = node.parent

@@ -6,58 +6,33 @@ fails, whatever hangs below them leaves the tree at once; its pages go when the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from serinus.cache.copies import Copy, CopyTable
 from serinus.cache.coverage import lacking, window_start
-from serinus.cache.ledger import FREE_OWNER, STATE_BITS, Owner, Pages, PageState, copy_owner
-from serinus.cache.node import NO_PAGES, Lease, Node, Span, Tier
+from serinus.cache.ledger import Pages, copy_owner
+from serinus.cache.node import NO_PAGES, Lease, Node, Span
+from serinus.cache.quarantine import Quarantine
 from serinus.cache.results import Loaded, LoadPlan
 from serinus.cache.shelves import Shelf, Shelves
 from serinus.cache.window import Windows
 from serinus.core.moves import MoveKind
-from serinus.core.parts import Part
 
-__all__ = ["Condemned", "Loads"]
-
-
-@dataclass(frozen=True, slots=True)
-class Condemned:
-    """What a node that left the tree had on one shelf: KV that never came, but rows may still name its pages."""
-
-    node: Node
-    shelf: Shelf
-    pages: Pages
-
-    @property
-    def owner(self) -> Owner:
-        """Whose its pages are meanwhile."""
-        return self.node.id << STATE_BITS | PageState.QUARANTINED
-
-    @property
-    def needed(self) -> bool:
-        """Whether a copy is at it, or a lease reads it: of the window's pages those in a window, on the host none."""
-        if self.node.busy or self.shelf.tier is Tier.HOST:
-            return self.node.busy > 0
-        return (self.node.swa_pins if self.shelf.part is Part.SWA else self.node.pins) > 0
+__all__ = ["Loads"]
 
 
 class Loads:
     """Plans, begins and ends loads."""
 
-    def __init__(self, shelves: Shelves, table: CopyTable, windows: Windows, window: int | None) -> None:
+    def __init__(
+        self, shelves: Shelves, table: CopyTable, quarantine: Quarantine, windows: Windows, window: int | None
+    ) -> None:
         self._shelves = shelves
         self._tree = shelves.tree
         self._table = table
         self._windows = windows
         self._window = window
-        self.condemned: list[Condemned] = []
-        self.cut_off: list[Node] = []
-        """Topmost nodes that left the tree while leases stand on them."""
-        self.failed: list[Lease] = []
-        """Leases whose KV is bad since the last time somebody asked."""
+        self._quarantine = quarantine
 
     # Plans
 
@@ -165,55 +140,10 @@ class Loads:
         else:
             top = nodes[-1]
             if top.alive:
-                self._condemn(top)
+                self._quarantine.cut(top, tell=True)
         self._table.end(copy)
-        self.release_condemned()
+        self._quarantine.release()
 
     def _fills(self, copy: Copy, shelf: Shelf, node: Node) -> bool:
         """Whether it is this copy that fills the node's pages."""
         return int(shelf.ledger.owner_P[shelf.of(node)[0]]) == copy.owner
-
-    # Failed loads
-
-    def _condemn(self, top: Node) -> None:
-        """Nothing at or below `top` can be trusted: nobody finds it any more, and those who use it are told."""
-        self._tell_users(top)
-        pending, below = [top], []
-        while pending:
-            node = pending.pop()
-            below.append(node)
-            pending.extend(node.children.values())
-        for node in reversed(below):
-            for shelf in self._shelves:
-                record = Condemned(node, shelf, self._shelves.unlink(shelf, node))
-                if len(record.pages):
-                    owner = int(shelf.ledger.owner_P[record.pages[0]])
-                    shelf.ledger.move(record.pages, owner, record.owner, "condemn")
-                    self.condemned.append(record)
-            node.loading = 0
-        self._tree.cut_off(top, below)
-        self.cut_off.append(top)
-
-    def _tell_users(self, top: Node) -> None:
-        for lease in self._tree.leases:
-            node: Node | None = lease.anchor
-            while node is not None and node is not top:
-                node = node.parent
-            if node is top:
-                if lease.sound_end is None:
-                    self.failed.append(lease)
-                    lease.sound_end = top.start
-                lease.sound_end = min(lease.sound_end, top.start)
-
-    def release_condemned(self) -> None:
-        """Free the pages of condemned nodes that no lease and no copy needs any more."""
-        if not self.condemned and not self.cut_off:
-            return
-        kept = []
-        for record in self.condemned:
-            if record.needed:
-                kept.append(record)
-            else:
-                record.shelf.ledger.move(record.pages, record.owner, FREE_OWNER, "free condemned")
-        self.condemned = kept
-        self.cut_off = [top for top in self.cut_off if top.pins]

@@ -80,7 +80,13 @@ class Prefetches:
     """The prefetches of waiting requests."""
 
     def __init__(
-        self, shelves: Shelves, table: CopyTable, host: HostTier, storage: PageStorage, window: int | None
+        self,
+        shelves: Shelves,
+        table: CopyTable,
+        host: HostTier,
+        storage: PageStorage,
+        window: int | None,
+        banned: set[bytes],
     ) -> None:
         self._shelves = shelves
         self._tree = shelves.tree
@@ -90,6 +96,8 @@ class Prefetches:
         self._window = window
         assert shelves.host is not None, "cache: storage without a host tier"
         self._host_shelf = shelves.host
+        self._banned = banned
+        """Keys that must not be read."""
         self._pages_max = max(1, shelves.host.ledger.page_count // 2)
         self._by_rid: dict[str, Prefetch] = {}
         self._by_op: dict[int, Prefetch] = {}
@@ -200,6 +208,8 @@ class Prefetches:
     def _found(self, prefetch: Prefetch, done: StorageDone) -> None:
         """The storage said what it has: take host pages for what is usable of it, as many as there are, and read."""
         count = _leading(done.present[0]) if done.present else 0
+        if self._banned:
+            count = next((at for at, key in enumerate(prefetch.keys[:count]) if key in self._banned), count)
         swa_present = done.present[1] if self._window is not None and len(done.present) > 1 else None
         count = self._usable(prefetch.first, count, swa_present)
         if count:

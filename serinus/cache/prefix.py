@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.body import CacheBody, words_of
-from serinus.cache.ledger import FREE_OWNER, STATE_MASK, Pages, PageState
+from serinus.cache.ledger import STATE_MASK, Pages, PageState
 from serinus.cache.node import NO_PAGES, Lease, Node, Tier
 from serinus.cache.publish import nothing, token_bytes
 from serinus.cache.results import (
@@ -230,7 +230,7 @@ class PrefixCache(CacheBody):
         if self._window is not None:
             self._windows.release(lease)
         self.tree.end_lease(lease)
-        self.tiers.loads.release_condemned()
+        self.tiers.quarantine.release()
 
     # Holds
 
@@ -298,6 +298,22 @@ class PrefixCache(CacheBody):
         if self.tiers.prefetches is not None:
             self.tiers.prefetches.forget(rid)
 
+    def condemn(self, part: Part, pages: Pages) -> int:
+        """These device pages hold wrong KV: they are never handed out before `pardon`.
+
+        Cached ones: their nodes from there on, and all below, are found by nobody any more, on no tier; who holds a
+        lease on them keeps it, but publishes nothing behind it (`lease.sound_end`). A request's own: its `finish`
+        publishes nothing from the first of them on. Free ones are left alone. Returns the tokens no longer found.
+        """
+        self._check_committed()
+        loading = [node for node in self.tiers.table.nodes() if node.loading]
+        return self.tiers.quarantine.condemn(part, pages, loading)
+
+    def pardon(self, part: Part, pages: Pages) -> None:
+        """Condemned pages may be handed out again, once nobody owns them. Harmless for others."""
+        self._check_committed()
+        self.tiers.quarantine.pardon(part, pages)
+
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 
@@ -346,8 +362,8 @@ class PrefixCache(CacheBody):
 
     def _free_own(self, rid: str, part: Part, pages: Pages, verb: str) -> None:
         if len(pages):
-            ledger = self.ledgers[Tier.DEVICE, part]
-            ledger.move(pages, ledger.request_owner(rid), FREE_OWNER, verb)
+            owner = self.ledgers[Tier.DEVICE, part].request_owner(rid)
+            self.tiers.quarantine.free_own(part, pages, owner, verb)
 
     def _make_room(self, full: int, swa: int) -> None:
         """Evict until so many device pages are free; the caller knows that there are as many."""

@@ -17,6 +17,7 @@ from serinus.cache.shelves import Shelves
 from serinus.cache.tiers import TierController
 from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
+from serinus.core.parts import Part
 
 __all__ = ["Publisher", "nothing", "token_bytes"]
 
@@ -75,6 +76,7 @@ class Publisher:
         count = len(tokens) // size
         if len(pages.full) < count:
             raise InvariantError(f"cache: {len(pages.full)} pages for {len(tokens)} tokens, expected {count} or more")
+        count = min(count, self._sound_count(pages, start // size, swa_first, count))
         if not count or lease.sound_end is not None:
             return nothing(lease, start, size), None
         if not lease.rid:
@@ -100,6 +102,16 @@ class Publisher:
             swa_first=first, swa_pages=done.swa_pages, swa_duplicates=done.swa_duplicates,
         )  # fmt: skip
         return insertion, bare
+
+    def _sound_count(self, pages: PartPages, low: int, swa_first: int, count: int) -> int:
+        """Of `count` pages, how many come before the first whose bytes were found wrong."""
+        quarantine = self._tiers.quarantine
+        sound = quarantine.sound_count(Part.FULL, pages.full[:count])
+        if self._shelves.swa is not None and quarantine.banned[Part.SWA]:
+            good = quarantine.sound_count(Part.SWA, pages.swa)
+            if good < len(pages.swa):
+                sound = min(sound, max(0, swa_first + good - low))
+        return sound
 
     def _place(self, lease: Lease, data: bytes, own: PartPages, start: int, swa_first: int) -> _Placed:
         """`data` (whole pages of ids as bytes, from the lease's end on) is in the tree afterwards."""

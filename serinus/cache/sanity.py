@@ -190,7 +190,7 @@ class SanityChecks:
 
     def _condemned_claims(self) -> _Claims:
         claims = _Claims()
-        for top in self._tiers.loads.cut_off:
+        for top in self._tiers.quarantine.cut_off:
             if top.parent is not None and top.pins:
                 claims.condemned_pins[id(top.parent)] += 1
         return claims

@@ -15,6 +15,7 @@ from serinus.cache.node import Lease
 from serinus.cache.policy import WritePolicy
 from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.prefetch import Prefetches, StorageWrites
+from serinus.cache.quarantine import Quarantine
 from serinus.cache.results import CacheNews, Loaded
 from serinus.cache.shelves import Shelves
 from serinus.cache.window import Windows
@@ -44,11 +45,12 @@ class TierController:
         self.table = CopyTable(shelves.tree)
         self.host = HostTier(shelves)
         self.backups = Backups(shelves, self.table, self.host, policy, window, self._submit, self.wait)
-        self.loads = Loads(shelves, self.table, windows, window)
+        self.quarantine = Quarantine(shelves)
+        self.loads = Loads(shelves, self.table, self.quarantine, windows, window)
         self.prefetches: Prefetches | None = None
         self.writes: StorageWrites | None = None
         if storage is not None:
-            self.prefetches = Prefetches(shelves, self.table, self.host, storage, window)
+            self.prefetches = Prefetches(shelves, self.table, self.host, storage, window, self.quarantine.keys)
             self.writes = StorageWrites(shelves, self.table, storage)
         self._early: list[MoveDone] = []
         """Completions that came while something else was waited for: they count at the next poll."""
@@ -85,17 +87,17 @@ class TierController:
         return self._news()
 
     def _news(self) -> CacheNews:
-        loads = self.loads
+        failed = self.quarantine.failed
         prefetched: tuple[str, ...] = ()
         if self.prefetches is not None:
             prefetched, self.prefetches.ended = tuple(self.prefetches.ended), []
         news = CacheNews(
-            failed_loads=tuple(lease for lease in loads.failed if lease.live),
+            failed_loads=tuple(lease for lease in failed if lease.live),
             ended_loads=tuple(self._ended_loads),
             prefetched=prefetched,
             in_flight=self.in_flight,
         )
-        loads.failed.clear()
+        failed.clear()
         self._ended_loads.clear()
         return news
 
@@ -145,7 +147,7 @@ class TierController:
             self.load_seconds += done.seconds
             return
         saved = self.backups.end(copy, ok=done.ok)
-        self.loads.release_condemned()
+        self.quarantine.release()
         self.backup_tokens += tokens if done.ok else 0
         self.backup_seconds += done.seconds
         if self.writes is not None:

@@ -1,0 +1,102 @@
+"""Pages whose bytes were found wrong: nobody finds them, nobody is given them, until they are pardoned."""
+
+from __future__ import annotations
+
+from serinus.cache import PrefetchState, Tier
+from serinus.core.parts import Part
+from tests.cache.shop import Shop, span
+
+
+def test_a_condemned_page_takes_all_behind_it_out_of_sight_and_nothing_before_it() -> None:
+    shop = Shop()
+    shop.serve("a", span(0, 16))
+    shop.serve("b", span(0, 24))
+    row = shop.cache.match_prefix("", span(0, 24), 24)
+    shop.cache.release(row.lease)
+    assert shop.cache.condemn(Part.FULL, row.pages[2:3]) == 16
+    assert shop.lengths(span(0, 24)) == (8, 8)
+    assert (shop.cache.ledger.counts().quarantined, shop.cache.free_pages) == (1, 29)
+    shop.check()
+    shop.cache.evict(99)
+    got = shop.cache.allocate("c", 31)
+    assert got is not None
+    assert row.pages[2] not in got.full
+    assert shop.cache.allocate("c", 1) is None
+    shop.cache.pardon(Part.FULL, row.pages)
+    again = shop.cache.allocate("c", 1)
+    assert again is not None
+    assert again.full.tolist() == [row.pages[2]]
+
+
+def test_those_who_hold_a_condemned_page_keep_it_and_publish_nothing_behind_it() -> None:
+    shop = Shop()
+    guest = shop.seat("a", span(0, 24))
+    shop.publish(guest, 12)
+    other = shop.seat("b", span(0, 8))
+    assert shop.cache.condemn(Part.FULL, guest.row[1:2]) == 8
+    assert (guest.lease.sound_end, other.lease.sound_end) == (4, None)
+    shop.check(guest, other)
+    shop.publish(guest, 24)
+    assert shop.lengths(span(0, 24)) == (4, 4)
+    assert shop.cache.poll().failed_loads == ()
+    shop.leave(guest)
+    shop.check(other)
+    assert shop.cache.ledger.counts().quarantined == 1
+    shop.leave(other)
+    assert shop.lengths(span(0, 8)) == (8, 8), "the other computed its own second page"
+
+
+def test_a_running_requests_own_condemned_page_is_not_published_and_not_handed_out() -> None:
+    shop = Shop()
+    guest = shop.seat("a", span(0, 24))
+    bad = guest.row[3:4].copy()
+    assert shop.cache.condemn(Part.FULL, bad) == 0
+    shop.publish(guest, 24)
+    assert guest.lease.end == 12
+    shop.check(guest)
+    shop.leave(guest)
+    assert shop.lengths(span(0, 24)) == (12, 12)
+    assert shop.cache.ledger.counts().quarantined == 1
+    shop.cache.pardon(Part.FULL, bad)
+    assert shop.cache.ledger.counts().quarantined == 0
+    shop.check()
+
+
+def test_a_condemned_window_page_ends_its_prefix_too() -> None:
+    shop = Shop(full=33, swa=33, window=8)
+    guest = shop.seat("a", span(0, 24))
+    shop.publish(guest, 16)
+    shop.cache.condemn(Part.SWA, guest.swa[5:6])
+    shop.leave(guest)
+    assert shop.lengths(span(0, 24)) == (20, 20)
+    assert shop.cache.ledgers[Tier.DEVICE, Part.SWA].counts().quarantined == 1
+    shop.check()
+
+
+def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
+    shop = Shop(full=33, host=65, storage=True)
+    shop.serve("a", span(0, 16))
+    shop.settle()
+    shop.storage.answer("write")
+    shop.cache.poll()
+    found = shop.cache.match_prefix("", span(0, 16), 16)
+    shop.cache.condemn(Part.FULL, found.pages[1:2])
+    shop.cache.release(found.lease)
+    assert shop.cache.ledger.counts().quarantined == 1
+    assert len(shop.cache.host_pages()) == 1
+    shop.cache.evict(99)
+    shop.cache.evict(99, Tier.HOST)
+    assert shop.cache.prefetch("b", "", span(0, 16))
+    shop.storage.answer("query")
+    shop.cache.poll()
+    shop.storage.answer("read")
+    shop.cache.poll()
+    assert (shop.cache.prefetch_state("b"), shop.cache.prefetched_tokens("b")) == (PrefetchState.GRAFT, 4)
+    shop.check()
+
+
+def test_what_is_free_cannot_be_condemned() -> None:
+    shop = Shop()
+    assert shop.cache.condemn(Part.FULL, span(1, 9)) == 0
+    assert shop.cache.free_pages == 32
+    assert shop.cache.allocate("a", 32) is not None
