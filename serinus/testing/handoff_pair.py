@@ -177,6 +177,8 @@ class HandoffPair:
                     self.ask(handoff)
                 elif handoff.chunks:
                     self.deliver(handoff)
+            for engine in (self.decode, self.prefill):
+                engine.end_copies()
             self.step_decode()
             self.step_prefill()
             self.check()
@@ -217,7 +219,10 @@ class HandoffPair:
     def check_drained(self) -> None:
         """Both ledgers are empty but for the tree; a flush makes every page free."""
         for engine in (self.decode, self.prefill):
+            engine.end_copies()
+            while engine.cache.poll().in_flight:
+                engine.end_copies()
             engine.check_drained()
             engine.cache.reset()
-            free = engine.cache.free_pages
-            assert free == engine.cache.page_count - 1, f"testing: {free} pages are free after the flush"
+            for place, ledger in engine.cache.ledgers.items():
+                assert ledger.free_pages == ledger.page_count - 1, f"testing: {place} is not free after the flush"

@@ -108,6 +108,15 @@ class TinyEngine:
                 return steps
         raise AssertionError(f"testing: still running after {steps_max} steps: {self.scheduler.stats()}")
 
+    def end_copies(self) -> None:
+        """Every copy and storage operation that is under way ends now, as far as nobody said that it fails."""
+        for op in list(self.mover.pending) if self.mover is not None else ():
+            assert self.mover is not None, "testing: copies without a mover"
+            self.mover.finish(op)
+        for op in list(self.storage.pending) if self.storage is not None else ():
+            assert self.storage is not None, "testing: storage operations without a storage"
+            self.storage.finish(op)
+
     def check_drained(self) -> None:
         """No request, no row taken, and no page that is neither free nor evictable."""
         self.scheduler.sanity_check()

@@ -1,4 +1,5 @@
-"""Hypothesis drives two schedulers over tiny pools: arrivals, aborts in every state, retractions, handoffs that fail.
+"""Hypothesis drives two schedulers over tiny pools: arrivals, aborts in every state, retractions, handoffs that fail;
+with one part or two, with and without a host tier and a storage, whose copies end in any order, well or badly.
 
 Oracles: the fake model's own answers (a wrong row or an early free is a wrong token), every invariant after every rule,
 and ledgers that drain to empty.
@@ -7,6 +8,7 @@ and ledgers that drain to empty.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from serinus.core.errors import PromptTooLong
 from serinus.testing.builders import make_request
+from serinus.testing.fake_mover import FakeMover, FakeStorage
 from serinus.testing.handoff_pair import Handoff, HandoffPair
 
 pytestmark = pytest.mark.slow
@@ -47,6 +50,13 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         prefix=st.sampled_from([True, True, True, False]),
         growth=st.sampled_from([0, 4, 64]),
         min_remote=st.sampled_from([0, 6]),
+        window=st.sampled_from([None, None, 2, 3, 5, 8]),
+        swa_spare=st.integers(0, 10),
+        host=st.sampled_from([0, 0, 4, 12, 30]),
+        storage=st.sampled_from(["none", "none", "best_effort", "timeout", "wait_complete"]),
+        write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
+        eviction=st.sampled_from(["lru", "lfu", "fifo", "priority"]),
+        auto=st.booleans(),
     )
     def start(
         self,
@@ -58,12 +68,23 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         prefix: bool,
         growth: int,
         min_remote: int,
+        window: int | None,
+        swa_spare: int,
+        host: int,
+        storage: str,
+        write_policy: str,
+        eviction: str,
+        auto: bool,
     ) -> None:
         self.serial = 0
+        swa = 0 if window is None else 2 + -(-window // page_size) + swa_spare
+        stored: dict[str, Any] = {"stored": {}, "prefetch_policy": storage} if host and storage != "none" else {}
         self.pair = HandoffPair(
             page_size=page_size, page_count=pages + 1, context_length=26, vocab_size=6, eos_ids=(0,),
             enable_prefix=prefix, max_running_requests=running, chunked_prefill_size=chunk, schedule_policy=policy,
-            growth_tokens=growth, min_remote_tokens=min_remote,
+            growth_tokens=growth, min_remote_tokens=min_remote, window=window, swa_page_count=swa,
+            host_pages=host, host_swa_pages=host if window else 0, write_policy=write_policy, policy=eviction,
+            auto=auto, **stored,
         )  # fmt: skip
 
     @rule(
@@ -89,6 +110,7 @@ class SchedulersUnderFire(RuleBasedStateMachine):
             self.serial += 1
             prompt = shared[:cut] + tail
             request = make_request(f"r{self.serial}", prompt, cache_salt=salt, **{"seed": self.serial, **sampling})
+            request = replace(request, priority=self.serial % 3)
             cache = self.pair.decode.cache
             if len(prompt) + 1 > min(26, (cache.page_count - 1) * cache.page_size):
                 with pytest.raises(PromptTooLong):
@@ -170,6 +192,34 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         for delta in engine.scheduler.commit(plan, engine.runner.run(plan), engine.clock.now()).deltas:
             engine.take(delta)
 
+    def _copies(self) -> list[tuple[FakeMover, int]]:
+        movers = [engine.mover for engine in (self.pair.decode, self.pair.prefill) if engine.mover is not None]
+        return [(mover, op) for mover in movers for op in mover.pending]
+
+    @precondition(lambda self: self._copies())
+    @rule(data=st.data(), fails=st.sampled_from([False, False, True]), ends=st.booleans())
+    def a_copy_ends(self, data: st.DataObject, fails: bool, ends: bool) -> None:
+        mover, op = data.draw(st.sampled_from(self._copies()))
+        if fails:
+            mover.fail(op)
+        if ends:
+            mover.finish(op)
+
+    def _reads(self) -> list[tuple[FakeStorage, int]]:
+        stores = [engine.storage for engine in (self.pair.decode, self.pair.prefill) if engine.storage is not None]
+        return [(store, op) for store in stores for op in store.pending]
+
+    @precondition(lambda self: self._reads())
+    @rule(data=st.data(), good=st.sampled_from([None, None, 0, 1]))
+    def a_storage_operation_ends(self, data: st.DataObject, good: int | None) -> None:
+        store, op = data.draw(st.sampled_from(self._reads()))
+        store.finish(op, good)
+
+    @rule(seconds=st.sampled_from([0.1, 2.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.pair.decode.clock.advance(seconds)
+        self.pair.prefill.clock.advance(seconds)
+
     @invariant()
     def everything_holds(self) -> None:
         if hasattr(self, "pair"):
@@ -184,5 +234,5 @@ class SchedulersUnderFire(RuleBasedStateMachine):
 
 TestSchedulersUnderFire = SchedulersUnderFire.TestCase
 TestSchedulersUnderFire.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -1,0 +1,248 @@
+"""Parts and tiers as the scheduler sees them: windows that are given back, hits from host and storage, loads that fail,
+requests that wait for a storage. The test ends copies; nothing here takes time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serinus.core.errors import ConfigError
+from serinus.core.handoff import HandoffSpec
+from serinus.core.parts import Part
+from serinus.testing.builders import make_request
+from serinus.testing.fake_mover import StoredPages
+from serinus.testing.fake_runner import fake_continue
+from serinus.testing.handoff_pair import HandoffPair
+from serinus.testing.tiny_engine import TinyEngine
+
+PROMPT = list(range(1, 23))
+SLIDING: dict[str, Any] = {"window": 6, "swa_page_count": 33}
+
+
+def host_hit(**settings: Any) -> TinyEngine:
+    """An engine whose host alone knows the beginning of PROMPT: 20 tokens."""
+    engine = TinyEngine(host_pages=65, **settings)
+    engine.add("warm", PROMPT, max_new_tokens=1)
+    engine.run()
+    engine.end_copies()
+    engine.run()
+    engine.cache.evict(32)
+    assert engine.cache.free_pages == 32, engine.cache.stats()
+    return engine
+
+
+def expected(engine: TinyEngine, rid: str, prompt: list[int], count: int) -> list[int]:
+    return fake_continue(make_request(rid, prompt), count, 1000, window=engine.runner.window)
+
+
+def test_a_request_runs_in_the_step_that_begins_its_load() -> None:
+    engine = host_hit(auto=False)
+    engine.add("a", [*PROMPT, 50], max_new_tokens=3)
+    outcome = engine.step()
+    assert outcome is not None
+    assert (outcome.prompt_tokens, dict(outcome.cached_by_tier)) == (3, {"device": 0, "host": 20, "storage": 0})
+    engine.run()
+    assert engine.answers["a"].tokens == expected(engine, "a", [*PROMPT, 50], 3)
+    last = engine.answers["a"].last
+    assert last is not None
+    assert last.usage is not None
+    assert last.usage.cached_tokens == {"host": 20}
+    assert engine.scheduler.stats().totals.cached_tokens == {"host": 20}
+
+
+def test_no_token_leaves_that_was_computed_on_a_load_that_failed() -> None:
+    engine = host_hit(auto=False)
+    engine.add("a", [*PROMPT, 50], max_new_tokens=3)
+    plan = engine.scheduler.plan(engine.clock.now())
+    assert plan is not None
+    assert engine.mover is not None
+    (op,) = engine.mover.pending
+    engine.mover.fail(op)
+    outcome = engine.scheduler.commit(plan, engine.runner.run(plan), engine.clock.now())
+    assert outcome.deltas == ()
+    assert engine.scheduler.stats().num_queue_reqs == 1
+    engine.run()
+    assert engine.answers["a"].tokens == expected(engine, "a", [*PROMPT, 50], 3)
+    engine.end_copies()
+    engine.check_drained()
+
+
+def test_an_aborted_request_whose_load_failed_is_gone_after_its_step() -> None:
+    engine = host_hit(auto=False)
+    engine.add("a", [*PROMPT, 50], max_new_tokens=3)
+    plan = engine.scheduler.plan(engine.clock.now())
+    assert plan is not None
+    assert engine.mover is not None
+    engine.mover.fail(next(iter(engine.mover.pending)))
+    assert engine.scheduler.abort("a", "client gone") is not None
+    engine.scheduler.commit(plan, engine.runner.run(plan), engine.clock.now())
+    assert engine.scheduler.idle
+    engine.check_drained()
+
+
+def test_decode_reserves_pages_when_its_host_hit_has_come_and_not_before() -> None:
+    pair = HandoffPair(host_pages=65, auto=False)
+    pair.decode = host_hit(auto=False)
+    pair.add(make_request("r", [*PROMPT, *range(50, 60)], max_new_tokens=4), remote=True)
+    pair.reserve()
+    assert not pair.handoffs
+    assert pair.decode.scheduler.stats().num_decode_transfer_queue_reqs == 1
+    pair.decode.end_copies()
+    pair.decode.step()
+    pair.reserve()
+    (handoff,) = pair.handoffs.values()
+    assert handoff.reservation.held == 20
+    pair.calm()
+    pair.check_answers()
+    pair.check_drained()
+
+
+def test_a_reservation_whose_load_failed_begins_once_more() -> None:
+    pair = HandoffPair(host_pages=65, auto=False)
+    pair.decode = host_hit(auto=False)
+    pair.add(make_request("r", [*PROMPT, *range(50, 60)], max_new_tokens=4), remote=True)
+    pair.reserve()
+    assert pair.decode.mover is not None
+    (op,) = pair.decode.mover.pending
+    pair.decode.mover.fail(op)
+    pair.decode.end_copies()
+    pair.decode.step()
+    pair.reserve()
+    assert [handoff.reservation.held for handoff in pair.handoffs.values()] == [0]
+    pair.calm()
+    pair.check_answers()
+    pair.check_drained()
+
+
+def stored(**settings: Any) -> TinyEngine:
+    """A fresh engine beside a storage that has 20 tokens of PROMPT."""
+    pages: StoredPages = {}
+    first = TinyEngine(host_pages=65, stored=pages)
+    first.add("warm", PROMPT, max_new_tokens=1)
+    first.run()
+    first.run()
+    assert len(pages) == 5, pages
+    return TinyEngine(host_pages=65, stored=pages, auto=False, **settings)
+
+
+def test_a_request_that_waits_for_the_storage_holds_nobody_up() -> None:
+    engine = stored(prefetch_policy="wait_complete")
+    engine.add("waits", PROMPT, max_new_tokens=2)
+    engine.add("other", [7, 8, 9], max_new_tokens=2)
+    for _ in range(3):
+        engine.step()
+    assert engine.answers["other"].finish is not None
+    assert "waits" not in engine.answers
+    assert engine.step() is None
+    assert engine.scheduler.in_flight > 0
+    for _ in range(4):
+        engine.end_copies()
+        engine.step()
+    assert engine.answers["waits"].tokens == expected(engine, "waits", PROMPT, 2)
+    last = engine.answers["waits"].last
+    assert last is not None
+    assert last.usage is not None
+    assert last.usage.cached_tokens == {"storage": 20}
+
+
+def test_the_deadline_of_a_prefetch_takes_what_has_come() -> None:
+    engine = stored(prefetch_policy="timeout", prefetch_s_max=1.0)
+    engine.add("a", PROMPT, max_new_tokens=2)
+    assert engine.step() is None
+    engine.clock.advance(1.5)
+    assert engine.step() is not None
+    engine.run()
+    assert engine.answers["a"].tokens == expected(engine, "a", PROMPT, 2)
+    assert engine.runner.token_count >= len(PROMPT)
+
+
+def test_best_effort_does_not_wait() -> None:
+    engine = stored(prefetch_policy="best_effort")
+    engine.add("a", PROMPT, max_new_tokens=1)
+    assert engine.step() is not None
+    assert engine.answers["a"].tokens == expected(engine, "a", PROMPT, 1)
+
+
+def test_an_aborted_request_lets_its_prefetch_go() -> None:
+    engine = stored(prefetch_policy="wait_complete")
+    engine.add("a", PROMPT, max_new_tokens=1)
+    engine.step()
+    engine.scheduler.abort("a", "client gone")
+    assert engine.scheduler.idle
+    for _ in range(3):
+        engine.end_copies()
+        engine.step()
+    assert engine.scheduler.in_flight == 0
+    engine.check_drained()
+
+
+def test_a_long_request_holds_its_window_and_no_more() -> None:
+    engine = TinyEngine(window=6, swa_page_count=4, page_count=33, context_length=128, chunked_prefill_size=-1)
+    engine.add("a", PROMPT, max_new_tokens=90)
+    held = []
+    while engine.step() is not None:
+        state = engine.scheduler._states.get("a")
+        if state is not None and state.swa is not None and state.generated:
+            held.append(state.swa.count)
+    assert engine.answers["a"].tokens == expected(engine, "a", PROMPT, 90)
+    assert max(held) <= 3  # three pages of four tokens: a window of six and the page that is written
+    engine.check_drained()
+
+
+def test_a_prefix_whose_window_is_gone_is_computed_again_as_far_as_needed() -> None:
+    engine = TinyEngine(**SLIDING)
+    engine.add("warm", PROMPT, max_new_tokens=1)
+    engine.run()
+    engine.cache.evict(32, part=Part.SWA)
+    engine.add("a", [*PROMPT, 50], max_new_tokens=2)
+    engine.run()
+    assert engine.answers["a"].tokens == expected(engine, "a", [*PROMPT, 50], 2)
+    assert engine.runner.token_count == len(PROMPT) + len(PROMPT) + 1 + 1  # all of it, and one token decoded
+    engine.check_drained()
+
+
+def test_only_the_window_behind_the_prompt_travels() -> None:
+    pair = HandoffPair(chunked_prefill_size=8, **SLIDING)
+    pair.add(make_request("r", PROMPT, max_new_tokens=9), remote=True)
+    pair.reserve()
+    (handoff,) = pair.handoffs.values()
+    assert [(span.part, span.first, len(span.pages)) for span in handoff.reservation.spans] == [
+        (Part.FULL, 0, 6), (Part.SWA, 4, 2),
+    ]  # fmt: skip
+    pair.ask(handoff)
+    pair.prefill.run()
+    told = [[(span.part.name, span.first, span.end) for span in chunk.spans] for chunk in pair.prefill.chunks]
+    assert told == [[("FULL", 0, 2)], [("FULL", 2, 4)], [("FULL", 4, 6), ("SWA", 4, 6)]]
+    pair.handoffs[handoff.xid].chunks.extend(pair.prefill.chunks)
+    pair.calm()
+    pair.check_answers()
+    pair.check_drained()
+
+
+def test_a_prefill_engine_announces_host_hits_when_they_are_on_its_device() -> None:
+    engine = host_hit(auto=False, chunked_prefill_size=8)
+    spec = HandoffSpec(xid="x", held=4)
+    engine.scheduler.add(make_request("h", PROMPT), handoff=spec)
+    engine.run()
+    (chunk,) = engine.chunks
+    assert [(span.first, span.end) for span in chunk.spans] == [(1, 6)]
+    assert chunk.cached_tokens == {"host": 16}  # of 20, decode held 4
+
+
+def test_a_retracted_request_finds_its_pages_on_the_host() -> None:
+    engine = TinyEngine(page_count=9, context_length=40, host_pages=33, growth_tokens=0, max_running_requests=2,
+                        write_policy="write_back")  # fmt: skip
+    for rid, first in (("old", 1), ("young", 100)):
+        engine.add(rid, list(range(first, first + 12)), max_new_tokens=16)
+    engine.run()
+    assert engine.scheduler.stats().totals.retracted > 0
+    for rid, first in (("old", 1), ("young", 100)):
+        assert engine.answers[rid].tokens == expected(engine, rid, list(range(first, first + 12)), 16)
+    assert engine.cache.stats().loaded_tokens > 0
+    engine.check_drained()
+
+
+def test_a_part_without_room_for_one_window_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="part SWA has 2 pages"):
+        TinyEngine(window=12, swa_page_count=3)
