@@ -47,7 +47,7 @@ class TieredWorld(World):
         assert failed or not news.failed_loads, f"{news.failed_loads} failed without a load that did"
         for op, moves in failed.items():
             gone = {
-                (move.part, page) for move in moves for page in move.target.tolist() if self.is_bad(move.part, page)
+                (move.part, page) for move in moves for page in move.target.tolist() if self.is_bad(move.part, page, op)
             }
             for req in self.running:
                 assert not self.leased(req) & gone or req in told, f"{req.rid} reads failed load {op}, and was not told"
@@ -65,9 +65,9 @@ class TieredWorld(World):
         self.note_room()
         return int(news.in_flight)
 
-    def is_bad(self, part: Part, page: int) -> bool:
-        """Whether a device page still has what a failed copy left in it: others may have taken it since."""
-        return bool((self.pool[part][page] >= POISON).any())
+    def is_bad(self, part: Part, page: int, op: int) -> bool:
+        """Whether a device page still has what failed copy `op` left in it: others may have taken it since."""
+        return bool((self.pool[part][page] == POISON | op).any())
 
     def leased(self, req: Req) -> set[tuple[Part, int]]:
         """The pages that a request has from the tree."""
@@ -76,9 +76,11 @@ class TieredWorld(World):
         return {(Part.FULL, p) for p in req.row[:count].tolist()} | {(Part.SWA, p) for p in swa.tolist()}
 
     def check_prefetched(self, rids: tuple[str, ...]) -> None:
-        """Who is said to be over, is."""
+        """Who is said to be over, is, and nobody who was aborted."""
+        state = self.room.PrefetchState
         for rid in rids:
-            assert self.cache.prefetch_state(rid).over, f"{rid} is told to be over, in {self.cache.prefetch_state(rid)}"
+            now = self.cache.prefetch_state(rid)
+            assert now in (state.GRAFT, state.CUT, state.MISS), f"{rid} is told to be over, in {now}"
 
     def note_room(self) -> None:
         """Remember how full the host was."""
