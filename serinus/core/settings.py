@@ -215,7 +215,7 @@ class PdSettings:
         "auto",
         "how KV travels; auto = shm on one machine, else tcp",
         flag="--disaggregation-transfer-backend",
-        choices=("auto", "shm", "tcp", "local"),
+        choices=("auto", "shm", "tcp", "local", "nixl", "mooncake"),
     )
     bootstrap_host: str = setting(
         "127.0.0.1", "address of the control port for other engines", flag="--disaggregation-bootstrap-host"
@@ -253,6 +253,21 @@ class PdSettings:
         "a peer that is silent for so many seconds, or for 4 of its longest steps, is gone (a killed one: at once)",
         flag="--disaggregation-peer-timeout",
         low=0.1,
+    )
+
+    optimistic_prefill: bool = setting(
+        False,
+        "ask for prompts before decode has pages for them; prefill then computes while decode waits",
+        flag="--disaggregation-optimistic-prefill",
+    )
+    park_tokens: int = setting(
+        65536,
+        "prefill: finished prompts that wait for decode may keep pages for so many tokens; beyond it, the cache only",
+        flag="--disaggregation-park-tokens",
+        low=0,
+    )
+    cluster_secret: str = setting(
+        "", "engines hand over only to those that know it too; better SERINUS_CLUSTER_SECRET than a flag that ps shows"
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +17,15 @@ from serinus.engine.decode_role import DecodeRole
 from serinus.engine.loop import EngineLoop
 from serinus.engine.prefill_role import PrefillRole
 from serinus.engine.roles import Handoffs, NoHandoffs
-from serinus.pd import DecodePort, PdSettings, PrefillPort, host_identity, make_backends
+from serinus.pd import (
+    AnyBackend,
+    DecodePort,
+    PdSettings,
+    PrefillPort,
+    host_identity,
+    make_backends,
+    make_one_sided,
+)
 from serinus.pool import PoolSpec
 from serinus.wire import Post, ZmqChannel
 from serinus.wire.messages import LayoutSignature, Ready
@@ -49,8 +58,11 @@ def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
     config, scheduler, metrics = built.config, built.core.scheduler, built.metrics
     if config.role == "unified":
         return NoHandoffs(scheduler), ""
-    backends = make_backends(config.pd.transfer_backend)
-    settings = pd_settings(built, incarnation, tuple(backend.name for backend in backends))
+    host = config.pd.bootstrap_host
+    backends = _backends(config, incarnation)
+    settings = pd_settings(built, incarnation, backends)
+    if host not in ("127.0.0.1", "localhost", "::1") and not config.pd.cluster_secret:
+        _log.warning("engines are greeted at %s without --cluster-secret: whoever reaches it may join", host)
     bind = f"tcp://{config.pd.bootstrap_host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
     channel = ZmqChannel(bind, clock=clock)
     post = Post(channel, incarnation=incarnation, clock=clock)
@@ -68,12 +80,19 @@ def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
             clock=clock,
             addresses=config.pd.prefill_addresses,
             on_failure=config.pd.on_failure,
+            optimistic=config.pd.optimistic_prefill,
         ),
         "",
     )
 
 
-def pd_settings(built: Built, incarnation: int, backends: tuple[str, ...]) -> PdSettings:
+def _backends(config: ServeConfig, incarnation: int) -> tuple[AnyBackend, ...]:
+    choice = config.pd.transfer_backend
+    one_sided = make_one_sided(choice, tag=f"{config.engine_name}-{incarnation}", host=config.pd.bootstrap_host)
+    return make_backends(choice) if one_sided is None else (one_sided,)
+
+
+def pd_settings(built: Built, incarnation: int, backends: Sequence[AnyBackend]) -> PdSettings:
     """What the handoff machines of this engine are told at birth."""
     config = built.config
     return PdSettings(
@@ -81,7 +100,10 @@ def pd_settings(built: Built, incarnation: int, backends: tuple[str, ...]) -> Pd
         incarnation=incarnation,
         layout=layout_of(built),
         vocab_size=built.spec.vocab_size,
-        backends=backends,
+        backends=tuple(backend.name for backend in backends),
+        capabilities={backend.name: backend.capabilities for backend in backends},
+        cluster_secret=config.pd.cluster_secret,
+        park_tokens=config.pd.park_tokens,
         host=host_identity(),
         handoff_s_max=config.pd.handoff_s_max,
         keepalive_s=config.pd.keepalive_s,
@@ -101,6 +123,7 @@ def layout_of(built: Built) -> LayoutSignature:
         head_size=pool.head_size,
         layer_parts=bytes(spec.layer_parts),
         window=spec.window or 0,
+        stamp_bytes=max(each.spec.stamp_bytes for each in built.pools.values()) // pool.page_size,
     )
 
 

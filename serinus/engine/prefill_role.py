@@ -13,8 +13,9 @@ from serinus.core.errors import CapacityError, RequestError
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
-from serinus.engine.wire_counts import WireCounts
+from serinus.engine.wire_counts import Rarely, WireCounts
 from serinus.pd import (
+    MOVING_S,
     TICK_S,
     AbortPrefill,
     AddPrefill,
@@ -28,6 +29,7 @@ from serinus.pd import (
     PrefillResult,
     ReleaseChunk,
     Shutdown,
+    Squeeze,
     StopPrefill,
 )
 from serinus.sched import ChunkReady, HandoffSpec, Scheduler
@@ -50,6 +52,8 @@ class PrefillRole:
         self._clock = clock
         self._xids: set[str] = set()
         self._wire_counts = WireCounts()
+        self._rarely = Rarely()
+        self._stuck_turns = 0
         self.channels = channels
 
     def admit(self, request: Request) -> None:
@@ -57,6 +61,9 @@ class PrefillRole:
 
     def turn(self, now: float, turns: int) -> list[TokenDelta]:
         stats = self._scheduler.stats()
+        self._stuck_turns = self._stuck_turns + 1 if stats.num_queue_reqs and not stats.num_running_reqs else 0
+        if self._stuck_turns > 1:  # whoever came during the last turn has been tried by now
+            self._act(self._port.handle(Squeeze()))
         self._act(self._port.poll(0.0, load=stats.num_running_reqs + stats.num_queue_reqs, turn=turns))
         return []
 
@@ -85,7 +92,7 @@ class PrefillRole:
         return list(self._xids)
 
     def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, TICK_S)
+        return min(longest_s, MOVING_S if self._port.is_moving else TICK_S)
 
     def peers(self) -> list[dict[str, Any]]:
         return [
@@ -95,6 +102,7 @@ class PrefillRole:
 
     def refresh(self, metrics: Metrics) -> None:
         metrics.set("num_prefill_bootstrap_queue_reqs", self._port.machine.ungranted_count)
+        metrics.set("kv_transfer_parked_tokens", self._port.machine.parked_tokens)
         self._wire_counts.refresh(metrics, rejects=self._port.rejects, resent_count=self._port.resent_count)
 
     def drain(self) -> None:
@@ -120,7 +128,9 @@ class PrefillRole:
                 case StopPrefill():
                     self._scheduler.abort(result.xid, result.reason)
                 case ForgetPrefill():
+                    self._xids.discard(result.xid)
                     self._scheduler.handoff_ended(result.xid)
+                    self._metrics.add("kv_transfer_forgotten")
                 case AbortPrefill():
                     self._ended(result)
                 case PeerChanged():
@@ -142,9 +152,13 @@ class PrefillRole:
         self._scheduler.handoff_drained(result.xid)
         self._metrics.add("kv_transfer_pages", result.page_count, "sent")
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
+        self._metrics.observe("kv_transfer_grant_wait_ms", 1e3 * result.grant_wait_seconds)
 
     def _ended(self, result: AbortPrefill) -> None:
         self._xids.discard(result.xid)
-        if self._scheduler.handoff_ended(result.xid):
-            self._metrics.add("num_transfer_failed_reqs", 1, result.code)
-        _log.warning("handoff %s ended (%s): %s", result.xid, result.code, result.reason)
+        known = self._scheduler.handoff_ended(result.xid)
+        if known or result.code != "rejected":  # a rejected one was counted when it was
+            name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
+            self._metrics.add(name, 1, result.code)
+        if self._rarely.says(result.code, self._clock.now()):
+            _log.warning("handoff %s ended (%s): %s", result.xid, result.code, result.reason)

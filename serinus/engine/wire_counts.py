@@ -1,4 +1,4 @@
-"""What went wrong on the way to peers, for the metrics. The loop counts frames of fronts into the same series."""
+"""What went wrong on the way to peers, for the metrics and the log. The loop counts frames of fronts there too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from serinus.core.metrics import Metrics
 
-__all__ = ["WireCounts"]
+__all__ = ["Rarely", "WireCounts"]
 
 _ELSEWHERE = "closed_grant"
 """Late data is no bad frame, and has a series of its own (kv_transfer_late_frames)."""
@@ -26,3 +26,21 @@ class WireCounts:
                 metrics.add("wire_bad_frames", count - self._told[reason], reason)
                 self._told[reason] = count
         metrics.set("wire_retransmits", resent_count)
+
+
+class Rarely:
+    """Keeps a bad peer from filling the log: so many lines of a kind per stretch of time, the rest is only counted."""
+
+    def __init__(self, lines_max: int = 10, every_s: float = 10.0) -> None:
+        """At most `lines_max` lines of each kind per `every_s` seconds."""
+        self._lines_max = lines_max
+        self._every_s = every_s
+        self._said: dict[str, tuple[float, int]] = {}
+
+    def says(self, kind: str, now: float) -> bool:
+        """Whether a line of this kind may be written now. Kinds are few: codes, never words of a peer."""
+        since, count = self._said.get(kind, (now, 0))
+        if now - since >= self._every_s:
+            since, count = now, 0
+        self._said[kind] = since, count + 1
+        return count < self._lines_max

@@ -124,6 +124,7 @@ from serinus.pd.events import (
     PrepareHandoff,
     Received,
     Shutdown,
+    Squeeze,
     StageFull,
     StartHandoff,
     Tick,
@@ -150,6 +151,7 @@ from serinus.pd.modes import (
     Mode,
 )
 from serinus.pd.ports import (
+    MOVING_S,
     TICK_S,
     AnyBackend,
     DecodePort,
@@ -174,6 +176,7 @@ from serinus.pd.stores import (
 )
 
 __all__ = [
+    "MOVING_S",
     "TICK_S",
     "AbortPrefill",
     "AddPrefill",
@@ -238,6 +241,7 @@ __all__ = [
     "Shard",
     "ShmBackend",
     "Shutdown",
+    "Squeeze",
     "StageFull",
     "StagePiece",
     "StartHandoff",

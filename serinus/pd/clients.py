@@ -88,6 +88,11 @@ class Client:
     early: dict[int, Grant] = field(default_factory=dict)
     """Grants that came before their PREPARE."""
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Source ranks that move pages for it."""
+        return tuple(lane.rank for lane in self.lanes)
+
     def is_over(self, grant: int) -> bool:
         """Whether a grant has ended, however its messages arrive: it is never used again."""
         return grant < self.floor or grant in self.closed

@@ -28,6 +28,7 @@ __all__ = [
     "PrepareHandoff",
     "Received",
     "Shutdown",
+    "Squeeze",
     "StageFull",
     "StartHandoff",
     "Tick",
@@ -242,6 +243,13 @@ class Drain:
     reason: str = "the engine is stopping"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squeeze:
+    """Requests wait here and none can run for want of pages: the youngest order without a grant that has pages computed
+    gives them up (ForgetPrefill). Without it, orders that wait for decode could starve those that decode waits for."""
+
+
 PrefillEvent = (
-    Received | PeerLost | Tick | Shutdown | Drain | ChunkComputed | EndPrefill | PieceStaged | StageFull | PieceWritten
-)
+    Received | PeerLost | Tick | Shutdown | Drain | Squeeze | ChunkComputed | EndPrefill | PieceStaged | StageFull
+    | PieceWritten
+)  # fmt: skip

@@ -68,7 +68,7 @@ from serinus.pd.settings import PdSettings
 from serinus.pd.stores import Intake, Stores, StoresOf
 from serinus.wire import Letter, Post
 
-__all__ = ["TICK_S", "AnyBackend", "DecodePort", "DecodeResult", "PrefillPort", "PrefillResult"]
+__all__ = ["MOVING_S", "TICK_S", "AnyBackend", "DecodePort", "DecodeResult", "PrefillPort", "PrefillResult"]
 
 TICK_S = 0.25
 """An idle loop polls at least this often."""

@@ -41,6 +41,7 @@ from serinus.pd.events import (
     PrefillEvent,
     Received,
     Shutdown,
+    Squeeze,
     StageFull,
     Tick,
 )
@@ -136,12 +137,18 @@ class PrefillSide:
             case ChunkComputed():
                 self._computed(event, now, out)
             case EndPrefill():
-                self._end_by_engine(event, now, out)
+                ended = self._orders.get(event.xid)
+                if ended is not None:
+                    self._fail(ended, event.code, event.reason, now, out)
             case PeerLost():
                 self._clients.forget_stranger(event.peer)
                 self._lose(event.peer, event.reason, now, out)
             case Tick():
                 self._tick(event, now, out)
+            case Squeeze():
+                early = [order for order in self._orders.values() if order.early]
+                if early:
+                    self._give_up_pages(max(early, key=lambda order: order.prepared_at), out)
             case Drain():
                 self._closed = self._closed or event.reason
             case Shutdown():
@@ -165,15 +172,14 @@ class PrefillSide:
             return
         order.early.append(event)
         if order.is_parked and self.parked_tokens > self._settings.park_tokens:
-            order.early.clear()
-            order.last, order.is_forgotten = None, True
-            order.due = self._dispatch.first_pages(order.held, order.tokens)
-            out.append(ForgetPrefill(xid=order.xid))
+            self._give_up_pages(order, out)
 
-    def _end_by_engine(self, event: EndPrefill, now: float, out: list[PrefillAction]) -> None:
-        order = self._orders.get(event.xid)
-        if order is not None:
-            self._fail(order, event.code, event.reason, now, out)
+    def _give_up_pages(self, order: Order, out: list[PrefillAction]) -> None:
+        """Its KV stays in the cache; it is computed again, from there, when the grant comes."""
+        order.early.clear()
+        order.last, order.is_forgotten = None, True
+        order.due = self._dispatch.first_pages(order.held, order.tokens)
+        out.append(ForgetPrefill(xid=order.xid))
 
     def _stop(self, event: Shutdown, now: float, out: list[PrefillAction]) -> None:
         self._closed = event.reason
@@ -264,11 +270,7 @@ class PrefillSide:
         self._abort(order, order.end_code, order.end_reason, out)
         client = self._clients.get(order.peer)
         if order.must_ack and client is not None:
-            self._acknowledge(client, order.grant, out)
-
-    def _acknowledge(self, client: Client, grant: int, out: list[PrefillAction]) -> None:
-        ranks = tuple(lane.rank for lane in client.lanes)
-        out.append(Send(peer=client.peer, message=AbortAck(grant=grant, ranks=ranks)))
+            out.append(Send(peer=client.peer, message=AbortAck(grant=order.grant, ranks=client.ranks)))
 
     def _forget(self, order: Order) -> None:
         del self._orders[order.xid]
@@ -478,13 +480,11 @@ class PrefillSide:
             self._end(order, "aborted", "decode closed the grant", now, out)
         else:
             client.bury(message.grant)
-        ended = next(
-            (o for o in self._draining.values() if o.peer == client.peer and o.grant == message.grant), None
-        )  # fmt: skip
+        ended = next((o for o in self._draining.values() if (o.peer, o.grant) == (client.peer, message.grant)), None)
         if ended is not None and ended.outstanding:
             ended.must_ack = True
         else:
-            self._acknowledge(client, message.grant, out)
+            out.append(Send(peer=client.peer, message=AbortAck(grant=message.grant, ranks=client.ranks)))
         self._below_floor(client, message.floor, now, out)
 
     def _below_floor(self, client: Client, floor: int, now: float, out: list[PrefillAction]) -> None:

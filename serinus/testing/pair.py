@@ -36,7 +36,7 @@ class EnginePair:
         self.prefill = self._build(checkpoint, "prefill", settings)
         prefill_post = Post(hub.channel(_ADDRESS), incarnation=1, clock=self.clock)
         self.prefill_port = PrefillPort(
-            pd_settings(self.prefill, 1, ("local",)),
+            pd_settings(self.prefill, 1, (backend,)),
             post=prefill_post,
             backends=(backend,),
             store=self.prefill.pools,
@@ -52,7 +52,7 @@ class EnginePair:
         self.decode_role = DecodeRole(
             scheduler=self.decode.core.scheduler,
             port=DecodePort(
-                pd_settings(self.decode, 2, ("local",)),
+                pd_settings(self.decode, 2, (backend,)),
                 post=Post(hub.channel(), incarnation=2, clock=self.clock),
                 backends=(backend,),
                 store=self.decode.pools,
@@ -63,6 +63,7 @@ class EnginePair:
             clock=self.clock,
             addresses=(_ADDRESS,),
             on_failure="recompute",
+            optimistic=self.decode.config.pd.optimistic_prefill,
         )
 
     def _build(self, checkpoint: Path, role: str, settings: dict[str, Any]) -> Built:

@@ -260,7 +260,7 @@ def test_the_end_of_prefill_is_a_recompute_and_its_staging_goes(make_pair: MakeP
     pair.turn()
     pair.prefill.close()
     pair.turn()
-    assert pair.results == {"r4": "peer_gone"}
+    assert pair.results["r4"] in ("peer_gone", "transfer"), "the end, or a piece whose bytes went with it, comes first"
     assert isinstance(backends[0], LocalBackend)
     assert backends[0].staged_count == 0
 

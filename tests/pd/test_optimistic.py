@@ -1,0 +1,113 @@
+"""Optimistic prefill between two real engines: prompts are computed before decode has pages for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serinus.core.request import Request
+from serinus.core.rng import Rng
+from serinus.core.sampling import SamplingParams
+from serinus.models import load_spec
+from serinus.testing.checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+from serinus.testing.pair import EnginePair
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
+
+
+def request(rid: str, prompt: list[int], count: int = 6) -> Request:
+    sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
+    return Request(
+        rid=rid, prompt=np.asarray(prompt, np.int32), sampling=sampling, seed=0, prefill_address="local://prefill"
+    )
+
+
+def pair(toy: Path, **settings: object) -> EnginePair:
+    values = {"page_size": 4, "max_total_tokens": 64, "chunked_prefill_size": 32, "optimistic_prefill": True}
+    return EnginePair(toy, **{**values, **settings})
+
+
+def test_a_prompt_is_finished_before_decode_has_pages_and_lands_at_once_when_it_has(toy: Path) -> None:
+    both = pair(toy)
+    first, second = list(range(1, 41)), list(range(3, 43))
+    both.add(request("a", first, 20))
+    both.add(request("b", second))
+    for _ in range(12):
+        both.turn_decode()
+        both.turn_prefill()
+    assert both.prefill_port.machine.parked_tokens == 40, "b is computed, and a has all the pages of decode"
+    both.run_until_idle()
+    for rid, prompt, count in (("a", first, 20), ("b", second, 6)):
+        assert both.tokens(rid) == toy_continue(load_spec(toy), prompt, count)
+        usage = both.deltas[rid][-1].usage
+        assert usage is not None
+        assert usage.prefill_engine == "prefill-0"
+    assert both.prefill_port.machine.handoff_count == 0
+    assert both.prefill.metrics.count("kv_transfer_grant_wait_ms") == 2
+    both.check()
+
+
+def test_what_is_parked_beyond_the_budget_is_forgotten_and_computed_again_from_the_cache(toy: Path) -> None:
+    both = pair(toy, park_tokens=30)
+    first, second = list(range(1, 41)), list(range(3, 43))
+    both.add(request("a", first, 20))
+    both.add(request("b", second))
+    both.run_until_idle()
+    assert both.prefill.metrics.get("kv_transfer_forgotten") == 1
+    usage = both.deltas["b"][-1].usage
+    assert usage is not None
+    assert dict(usage.cached_tokens) == {"device": 36}, "of the second computation"
+    assert both.tokens("b") == toy_continue(load_spec(toy), second, 6)
+    both.check()
+
+
+def test_a_prompt_that_turns_out_to_be_cached_is_taken_back(toy: Path) -> None:
+    both = pair(toy, min_remote_tokens=8)
+    prompt = list(range(1, 41))
+    both.add(request("a", prompt, 12))
+    both.add(request("b", prompt, 12))
+    both.run_until_idle()
+    assert both.decode.metrics.get("num_local_prompts", "short") == 1
+    assert both.tokens("b") == toy_continue(load_spec(toy), prompt, 12)
+    assert both.prefill_port.machine.handoff_count == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mix_of_arrivals_turns_and_aborts_with_early_orders_leaves_nothing(toy: Path, seed: int) -> None:
+    rng = Rng(seed)
+    both = pair(toy, park_tokens=rng.choice([0, 30, 1000]), min_remote_tokens=rng.choice([1, 12]))
+    asked: dict[str, tuple[list[int], int]] = {}
+    aborted: set[str] = set()
+    for step in range(120):
+        roll = rng.random()
+        if roll < 0.12:
+            rid, start = f"r{step}", rng.randrange(3)
+            prompt = list(range(1 + start, 1 + start + rng.randint(1, 50)))
+            asked[rid] = prompt, rng.randint(1, 12)
+            both.add(request(rid, *asked[rid]))
+        elif roll < 0.55:
+            both.turn_decode()
+        elif roll < 0.95:
+            both.turn_prefill()
+        elif asked:
+            rid = rng.choice(sorted(asked))
+            if not any(delta.finish for delta in both.deltas[rid]):
+                aborted.add(rid)
+                both.abort(rid)
+    both.run_until_idle()
+    for rid, (prompt, count) in asked.items():
+        if rid not in aborted:
+            assert both.tokens(rid) == toy_continue(load_spec(toy), prompt, count), f"seed {seed}: {rid}"
+    both.check()
+    for _ in range(4):
+        both.turn_decode()
+        both.turn_prefill()
+    assert both.prefill_port.machine.handoff_count == 0
+    assert both.decode_role._port.machine.handoff_count == 0
