@@ -1,0 +1,121 @@
+"""From a seed to a scenario: which work, which faults, how bad the network is."""
+
+from __future__ import annotations
+
+from serinus.core.rng import Rng
+from serinus.testing.world.options import (
+    Cancel,
+    Crash,
+    EngineShape,
+    Fault,
+    Options,
+    Partition,
+    Pause,
+    Scenario,
+    Shape,
+    Work,
+)
+
+__all__ = ["draw"]
+
+_SPAN_S = 1.5
+"""Work and faults begin within this time."""
+
+
+def draw(seed: int, *, backend: str = "") -> Scenario:
+    """The scenario of a seed. `backend` fixes how pages travel."""
+    rng = Rng(seed).split("scenario")
+    shape = _shape(rng, backend)
+    decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
+    prefills = [engine.name for engine in shape.engines if engine.role == "prefill"]
+    works = _works(rng, shape, decodes, prefills)
+    return Scenario(
+        seed=seed, shape=shape, options=_options(rng, shape), works=works, faults=_faults(rng, works, decodes, prefills)
+    )
+
+
+def _shape(rng: Rng, backend: str) -> Shape:
+    backend = backend or rng.choice(("local", "tcp", "push", "pull"))
+    pages = rng.choice((8, 10, 13, 17))
+    if backend in ("push", "pull"):  # whole pages go from rank to rank: equal layouts
+        tp, pp = rng.choice(((1, 1), (2, 1), (1, 2)))
+        ranks = dict.fromkeys(("p0", "p1", "d0", "d1"), (tp, pp))
+        sizes = dict.fromkeys(ranks, 4)
+    else:
+        ranks = {"p0": (2, 2), "p1": rng.choice(((2, 2), (1, 1))), "d0": (1, 1), "d1": (2, 1)}
+        other = rng.choice((4, 4, 2, 8))
+        sizes = {"p0": rng.choice((4, other)), "p1": other, "d0": 4, "d1": rng.choice((4, other))}
+    chunk = rng.choice((8, 16, 40))
+    engines = tuple(
+        EngineShape(
+            name=name, role="prefill" if name[0] == "p" else "decode", tp=tp, pp=pp, page_size=sizes[name], chunk=chunk,
+            pages=1 + (pages - 1) * (2 if name == "p0" else 1) * 4 // sizes[name],
+        )
+        for name, (tp, pp) in ranks.items()
+    )  # fmt: skip
+    secret = rng.choice(("", "", "", "open sesame"))
+    return Shape(engines=engines, backend=backend, secret=secret)
+
+
+def _works(rng: Rng, shape: Shape, decodes: list[str], prefills: list[str]) -> tuple[Work, ...]:
+    """Prompts that share beginnings, so that caches matter."""
+    stem = [rng.randrange(shape.vocab_size) for _ in range(12)]
+    works: list[Work] = []
+    burst = rng.choice((0.0, 0.1, 1.0))
+    for index in range(rng.randint(2, 7)):
+        shared = stem[: rng.choice((0, 4, 8, 10))]
+        own = [rng.randrange(shape.vocab_size) for _ in range(rng.randint(1, 12))]
+        works.append(
+            Work(
+                rid=f"r{index}",
+                at=round(rng.random() * _SPAN_S * burst, 3),
+                prompt=tuple(shared + own),
+                new_tokens=rng.randint(1, 6),
+                decode=rng.choice(decodes),
+                prefill=rng.choice(prefills) if rng.random() < 0.9 else "",
+                salt=rng.choice(("", "", "", "s")),
+            )
+        )
+    return tuple(works)
+
+
+def _options(rng: Rng, shape: Shape) -> Options:
+    def maybe(chance: float, most: float) -> float:
+        return round(rng.random() * most, 4) if rng.random() < chance else 0.0
+
+    return Options(
+        delay_s=maybe(0.8, 0.05),
+        late_s=maybe(0.7, 2.0),
+        drop=maybe(0.4, 0.2),
+        duplicate=maybe(0.4, 0.2),
+        reorder=maybe(0.4, 0.3),
+        corrupt=maybe(0.25, 0.05),
+        overtake=maybe(0.3, 0.3),
+        lose_piece=maybe(0.1, 0.2),
+        allocation=maybe(0.2, 0.2),
+        rank_delay_s=maybe(0.5, 0.05),
+        write_late_s=maybe(0.7, rng.choice((0.3, 3.0))),
+    )
+
+
+def _faults(rng: Rng, works: tuple[Work, ...], decodes: list[str], prefills: list[str]) -> tuple[Fault, ...]:
+    faults: list[Fault] = []
+    engines = decodes + prefills
+
+    def when() -> float:
+        return round(rng.random() * _SPAN_S, 3)
+
+    for work in works:
+        if rng.random() < 0.3:
+            faults.append(Cancel(rid=work.rid, at=round(work.at + rng.random() * rng.choice((0.05, 0.2, 1.0)), 4)))
+    if rng.random() < 0.35:
+        faults.append(Crash(engine=rng.choice(prefills), at=when(), down_s=rng.choice((0.1, 1.0))))
+    if rng.random() < 0.15:
+        faults.append(Crash(engine=rng.choice(decodes), at=when(), down_s=rng.choice((0.1, 1.0))))
+    if rng.random() < 0.3:
+        faults.append(Pause(engine=rng.choice(engines), at=when(), for_s=rng.choice((0.2, 1.0, 40.0))))
+    if rng.random() < 0.3:
+        pair = [rng.choice(decodes), rng.choice(prefills)]
+        rng.shuffle(pair)
+        faults.append(Partition(source=pair[0], target=pair[1], at=when(), for_s=rng.choice((0.5, 3.0, 12.0))))
+    return tuple(faults)

@@ -1,0 +1,307 @@
+"""One engine of the world: the real scheduler, cache, role and handoff machine, on simulated ranks and wires.
+
+A life begins with `boot` and ends with `kill`; the next one has a new incarnation and remembers nothing. Every turn
+is what the real loop does in one: letters, handoffs, plan; the step takes its time, then it is committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from serinus.cache import CacheGeometry, PartPages, PrefixCache
+from serinus.core.errors import CapacityError, RequestError
+from serinus.core.metrics import Metrics
+from serinus.core.plan import SeqResult, StepPlan, StepResult
+from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.core.rng import Rng
+from serinus.engine.decode_role import DecodeRole
+from serinus.engine.prefill_role import PrefillRole
+from serinus.parallel import DecisionKind, DecisionLog, StepHeader
+from serinus.sched import SchedSettings, Scheduler
+from serinus.sched.request_state import Phase
+from serinus.testing.world.guard import GuardedStore
+from serinus.testing.world.network import Network, SimChannel
+from serinus.testing.world.options import EngineShape, Options, Shape
+from serinus.testing.world.ports import Shared, SimDecodePort, SimPost, SimPrefillPort
+from serinus.testing.world.ranks import Rank
+from serinus.testing.world.timeline import Timeline
+from serinus.testing.world.toy import Lanes, next_token
+
+__all__ = ["ROWS", "Engine", "FlakyCache"]
+
+ROWS = 5
+_STEP_S = 0.004
+_IDLE_S = 0.5
+"""An idle engine looks around this often."""
+_QUEUE = {
+    Phase.WAITING: "waiting",
+    Phase.PREFILL: "running",
+    Phase.DECODE: "running",
+    Phase.PREALLOC: "prealloc",
+    Phase.TRANSFER: "transfer",
+    Phase.INFLIGHT: "inflight",
+}
+
+
+class FlakyCache(PrefixCache):
+    """A cache that sometimes has no room, though it has."""
+
+    refuse: Callable[[], bool] = staticmethod(lambda: False)
+
+    def allocate(self, rid: str, *args: Any, **more: Any) -> PartPages | None:
+        return None if self.refuse() else super().allocate(rid, *args, **more)
+
+
+class Engine:
+    """A decode or prefill engine that can die and come back."""
+
+    def __init__(
+        self, shape: EngineShape, world: Shape, *, timeline: Timeline, network: Network, shared: Shared,
+        options: Options, rng: Rng, answer: Callable[[TokenDelta], None],
+    ) -> None:  # fmt: skip
+        self.shape = shape
+        self.name = shape.name
+        self.world = world
+        self.address = f"sim://{shape.name}"
+        self.timeline = timeline
+        self.network = network
+        self._shared = shared
+        self.options = options
+        self.rng = rng
+        self._answer = answer
+        self.life = 0
+        self.alive = False
+        self.paused_until = 0.0
+        self.boot()
+
+    # ---- life and death ---------------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """A new process."""
+        self.life += 1
+        self.alive = True
+        shape, world = self.shape, self.world
+        self.incarnation = self._shared.incarnation(self.name, self.life)
+        self.cache = FlakyCache(CacheGeometry(page_size=shape.page_size, full_pages=shape.pages))
+        self.cache.refuse = self._refuses
+        self.scheduler = Scheduler(
+            SchedSettings(
+                page_size=shape.page_size, context_length=world.context_length, rows=ROWS, vocab_size=world.vocab_size,
+                max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, growth_tokens=4,
+                min_remote_tokens=2, eos_ids=(0,),
+            ),
+            self.cache,
+        )  # fmt: skip
+        lanes = Lanes.of(world.layers, world.heads, world.context_length)
+        self.ranks = [
+            Rank(
+                number, lanes=lanes, tp=shape.tp, pp=shape.pp, pages=shape.pages, page_size=shape.page_size, rows=ROWS,
+                context=world.context_length,
+            )
+            for number in range(shape.tp * shape.pp)
+        ]  # fmt: skip
+        self.stores = [GuardedStore(self, rank) for rank in self.ranks]
+        self.epoch = 0
+        """Times that everybody was cut off from our memory."""
+        self.log = DecisionLog()
+        self._queue_of: dict[str, str] = {}
+        self._headers = 0
+        self.metrics = Metrics(self.name, shape.role)
+        self.inbox: deque[Request | str] = deque()
+        self.turns = 0
+        self._plan: StepPlan | None = None
+        self._partials: dict[int, list[int]] = {}
+        self._line_at: dict[int, float] = {}
+        """When the last header reaches each rank: none overtakes another."""
+        self._wake_at = float("inf")
+        listens = self.address if shape.role == "prefill" else ""
+        self.channel = SimChannel(self.network, self.name, listens, self.wake)
+        post = SimPost(self, self.channel)
+        self.role: DecodeRole | PrefillRole
+        self.port: SimDecodePort | SimPrefillPort
+        if shape.role == "decode":
+            port = SimDecodePort(self, post, self._shared)
+            self.port = port
+            self.role = DecodeRole(
+                scheduler=self.scheduler, port=port, channels=(), metrics=self.metrics, clock=self.timeline,
+                addresses=(), on_failure=world.on_failure,
+            )  # fmt: skip
+        else:
+            prefill = SimPrefillPort(self, post, self._shared)
+            self.port = prefill
+            self.role = PrefillRole(
+                scheduler=self.scheduler, port=prefill, channels=(), metrics=self.metrics, clock=self.timeline
+            )
+        self.wake()
+
+    def kill(self) -> None:
+        """kill -9: nothing is said to anybody; the operating system closes the connections."""
+        self.alive = False
+        self.channel.close()
+        self.port.close()
+
+    def _refuses(self) -> bool:
+        chance = self.options.allocation
+        return bool(chance) and not self.network.calm and self.rng.random() < chance
+
+    @property
+    def calm(self) -> bool:
+        """The adversary has stopped."""
+        return self.network.calm
+
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Look around soon."""
+        self._wake(self.timeline.now_s)
+
+    def _wake(self, at: float) -> None:
+        at = max(at, self.paused_until)
+        if at < self._wake_at and self.alive:
+            self._wake_at = at
+            self.timeline.at(at, self._woken, self.life, at)
+
+    def _woken(self, life: int, at: float) -> None:
+        if life != self.life or not self.alive or at != self._wake_at:
+            return
+        if self.timeline.now_s < self.paused_until:
+            self._wake_at = float("inf")
+            self._wake(self.paused_until)
+            return
+        self._wake_at = float("inf")
+        self._take_inbox()
+        if self._plan is None:
+            self._turn()
+
+    def _take_inbox(self) -> None:
+        while self.inbox:
+            item = self.inbox.popleft()
+            if isinstance(item, Request):
+                self._admit(item)
+            else:
+                self.role.aborted(item, self.timeline.now_s)
+                delta = self.scheduler.abort(item, "the client left")
+                if delta is not None:
+                    self._answer(delta)
+
+    def _admit(self, request: Request) -> None:
+        try:
+            self.role.admit(request)
+        except (RequestError, CapacityError) as error:
+            self._answer(TokenDelta(rid=request.rid, finish=FinishReason.ERROR, error=str(error), error_status=503))
+
+    def _turn(self) -> None:
+        now = self.timeline.now_s
+        self.turns += 1
+        for delta in self.role.turn(now, self.turns):
+            self._answer(delta)
+        plan = self.scheduler.plan(now)
+        self._decide(plan)
+        if plan is None:
+            self._wake(now + _IDLE_S)
+            return
+        self._plan = plan
+
+    # ---- ranks ------------------------------------------------------------------------------------------------------
+
+    def _queues(self) -> dict[str, str]:
+        states = self.scheduler._states
+        queues = {rid: _QUEUE[state.phase] for rid, state in states.items()}
+        if self.shape.role == "prefill":
+            for xid in self.port.ungranted():
+                queues[xid] = "bootstrap"
+        return queues
+
+    def _decide(self, plan: StepPlan | None) -> None:
+        """Write what changed into the log and send it to all ranks, with the plan."""
+        queues = self._queues()
+        if queues != self._queue_of:
+            for rid in self._queue_of:
+                if rid not in queues:
+                    self.log.decide(DecisionKind.DROP, rid)
+            for rid, queue in queues.items():
+                if self._queue_of.get(rid) != queue:
+                    self.log.decide(DecisionKind.PLACE, rid, queue=queue)
+            self._queue_of = queues
+        if plan is not None:
+            self.log.decide(DecisionKind.RUN, batch=[work.rid for work in plan.work])
+        if not self.log.pending:
+            return
+        self._headers += 1
+        header = self.log.header(self._headers)
+        if plan is not None:
+            self._partials = {}
+        slow = self.options.rank_delay_s if not self.network.calm else 0.0
+        for rank in self.ranks:
+            delay = self.rng.random() * slow if slow and rank.number else 0.0
+            cost = _STEP_S if plan is not None else 0.0
+            self._line_at[rank.number] = at = max(self._line_at.get(rank.number, 0.0), self.timeline.now_s + delay)
+            self.timeline.at(at + cost, self._heard, self.life, rank, header, plan)
+
+    def _heard(self, life: int, rank: Rank, header: StepHeader, plan: StepPlan | None) -> None:
+        if life != self.life or not self.alive:
+            return
+        if self.timeline.now_s < self.paused_until:
+            self.timeline.at(self.paused_until, self._heard, life, rank, header, plan)
+            return
+        rank.hear(header)
+        if plan is not None:
+            self._partials[rank.number] = rank.run(plan)
+            if len(self._partials) == len(self.ranks):
+                self._commit(plan)
+
+    def _commit(self, plan: StepPlan) -> None:
+        seqs = []
+        for index, work in enumerate(plan.work):
+            fold = 0
+            for partial in self._partials.values():
+                fold ^= partial[index]
+            token = next_token(fold, self.world.vocab_size) if work.sample is not None else None
+            seqs.append(SeqResult(token=token))
+        self._plan = None
+        now = self.timeline.now_s
+        outcome = self.scheduler.commit(plan, StepResult(step=plan.step, seqs=tuple(seqs)), now)
+        for delta in outcome.deltas:
+            self._answer(delta)
+        if outcome.chunks:
+            self.role.computed(outcome.chunks, now)
+        self.wake()
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing under way, as far as it knows."""
+        machine = self.port.machine
+        quarantined = getattr(machine, "quarantined_pages", 0)
+        return (
+            not self.inbox
+            and self._plan is None
+            and self.scheduler.idle
+            and not machine.handoff_count
+            and not quarantined
+        )
+
+    def gauges(self) -> dict[str, int]:
+        """Those of all ranks, added up."""
+        total: dict[str, int] = {}
+        for rank in self.ranks:
+            for name, value in rank.table.gauges().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def counts(self) -> dict[str, int]:
+        """What happened in this life, for statistics."""
+        stats = self.scheduler.stats()
+        totals = stats.totals
+        counts = {f"rejected {reason}": count for reason, count in self.port.rejects.items()}
+        counts["recomputed"] = totals.recomputed
+        counts["retracted"] = totals.retracted
+        counts["computed tokens"] = totals.computed_tokens
+        counts["frames sent again"] = self.port.resent_count
+        counts["landed"] = self.metrics.count("kv_transfer_latency_ms")
+        for (code,), count in self.metrics._values["num_transfer_failed_reqs"].items():
+            counts[f"{self.shape.role} failed: {code}"] = int(count)
+        return counts

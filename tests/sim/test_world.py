@@ -1,0 +1,60 @@
+"""Clusters in one thread, seed by seed: whatever the adversary does, every answer is right or ends by name, and nothing
+is left anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from serinus.testing.world import Scenario, draw, run
+
+SEEDS = 2000
+SHARE = 250
+
+
+def _failures(seeds: range) -> str:
+    found = []
+    for seed in seeds:
+        finding = run(draw(seed)).finding
+        if finding is not None:
+            found.append(f"serinus sim --seed {seed}    {finding.kind} at {finding.at:.3f} s: {finding.text[:300]}")
+    return "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+def test_two_thousand_clusters_come_to_rest_with_every_answer_right(first: int) -> None:
+    found = _failures(range(first, first + SHARE))
+    assert not found, f"\n{found}"
+
+
+@pytest.mark.slow
+def test_a_seed_is_always_the_same_run() -> None:
+    for seed in range(24):
+        once, again = run(draw(seed)), run(draw(seed))
+        assert once == again, f"seed {seed} had two lives"
+
+
+@pytest.mark.slow
+def test_the_worlds_are_what_they_claim_to_be() -> None:
+    """Otherwise two thousand clean seeds would prove nothing: everything that may happen does, somewhere."""
+    counts: dict[str, int] = {}
+    for seed in range(120):
+        result = run(draw(seed))
+        for name, count in [*result.counts.items(), *(("end " + end, n) for end, n in result.ends.items())]:
+            counts[name] = counts.get(name, 0) + count
+    expected = (
+        "landed", "recomputed", "retracted", "cancel", "crash", "pause", "partition", "pieces lost",
+        "frames sent again", "rejected crc",
+        "rejected closed_grant", "decode failed: peer_gone", "prefill failed: aborted", "quarantined",
+        "end length", "end stop", "end abort", "end lost",
+    )  # fmt: skip
+    missing = [name for name in expected if not counts.get(name)]
+    assert not missing, f"never happened: {missing}, in {counts}"
+    assert counts["landed"] > 120
+
+
+def test_a_scenario_survives_being_written_down() -> None:
+    for seed in range(40):
+        scenario = draw(seed)
+        assert Scenario.from_json(scenario.to_json()) == scenario
+        assert any("r0" in line for line in scenario.describe())
