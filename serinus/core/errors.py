@@ -8,7 +8,6 @@
           PromptTooLong      the prompt does not fit the context or the KV pool
         UnknownModel       no such served model (404)
         Unauthorized       missing or wrong API key (401)
-        Aborted            the client, or an operator, ended the request (499)
       PeerError          another process is at fault; retry, reroute, recompute
         PeerGone           the other process ended or stopped answering
         TransferFailed     pages did not arrive whole
@@ -27,7 +26,6 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "Aborted",
     "BadRequest",
     "BadSampling",
     "CapacityError",
@@ -99,13 +97,6 @@ class Unauthorized(RequestError):
 
     status = 401
     kind = "authentication_error"
-
-
-class Aborted(RequestError):
-    """The client, or an operator, ended the request before its answer was complete."""
-
-    status = 499
-    kind = "aborted"
 
 
 class PeerError(SerinusError):
