@@ -49,6 +49,7 @@ class ReliableLink(Generic[S, R]):
         window_max: int = 1 << 16,
         ahead_max: int = 4096,
         ahead_bytes_max: int = 256 << 20,
+        ack_s: float = 0.02,
     ) -> None:
         """Nothing sent, nothing received.
 
@@ -59,6 +60,7 @@ class ReliableLink(Generic[S, R]):
             window_max: frames kept for resending; one more raises CapacityError.
             ahead_max: frames kept that came before their turn; those further ahead are dropped (and come again).
             ahead_bytes_max: likewise, for the sum of their sizes.
+            ack_s: an acknowledgement waits so long for a frame that takes it along; one for a repeated frame does not.
         """
         self._resend_s = resend_s
         self._resend_s_max = resend_s_max
@@ -71,7 +73,10 @@ class ReliableLink(Generic[S, R]):
         self._ahead: dict[int, tuple[R, int]] = {}
         """Items that came before their turn, and their sizes."""
         self._ahead_bytes = 0
+        self._ack_s = ack_s
         self._ack_owed = False
+        self._ack_at = -math.inf
+        """When it is due; inf = `due` has not been asked since it is owed."""
         self._look_at = math.inf
         """No frame can be due before: saves looking at every one of them in every turn."""
         self.resent_count = 0
@@ -105,9 +110,11 @@ class ReliableLink(Generic[S, R]):
         self._acknowledged(ack)
         if seq == 0:
             return []
-        self._ack_owed = True
+        if not self._ack_owed:
+            self._ack_owed, self._ack_at = True, math.inf
         if seq <= self._received or seq in self._ahead:
             self.repeated_count += 1
+            self._ack_at = -math.inf  # the other side does not know
             return []
         if seq != self._received + 1:
             if len(self._ahead) < self._ahead_max and self._ahead_bytes + byte_count <= self._ahead_bytes_max:
@@ -126,9 +133,13 @@ class ReliableLink(Generic[S, R]):
     def due(self, now: float, limit: int = 64) -> list[Outgoing[S]]:
         """Frames to send now: those unacknowledged for too long, and an acknowledgement if one is owed."""
         out = self._overdue(now, limit) if now >= self._look_at else []
-        if self._ack_owed and not out:
+        if out:
+            self._ack_owed = False
+        elif self._ack_owed and now >= self._ack_at:
             out.append(Outgoing(seq=0, ack=self._received, item=None))
-        self._ack_owed = False
+            self._ack_owed = False
+        elif self._ack_owed and self._ack_at == math.inf:
+            self._ack_at = now + self._ack_s
         return out
 
     def _overdue(self, now: float, limit: int) -> list[Outgoing[S]]:

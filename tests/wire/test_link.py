@@ -134,3 +134,16 @@ def test_a_peer_that_acknowledges_nothing_is_noticed() -> None:
         link.send(item, 0.0)
     with pytest.raises(CapacityError, match="unacknowledged"):
         link.send(3, 0.0)
+
+
+def test_an_acknowledgement_waits_a_little_for_a_frame_that_takes_it_along() -> None:
+    link: ReliableLink[int, int] = ReliableLink(ack_s=0.02)
+    link.receive(1, 0, 7)
+    assert link.due(1.0) == []
+    assert link.send(5, 1.01).ack == 1
+    assert link.due(2.0) == [], "it went with the frame"
+    link.receive(2, 0, 8)
+    assert link.due(3.0) == []
+    assert [(out.seq, out.ack) for out in link.due(3.02)] == [(0, 2)]
+    link.receive(2, 0, 8)
+    assert [out.ack for out in link.due(3.03)] == [2], "who repeats a frame does not know that it came"
