@@ -195,6 +195,15 @@ class Canary:
             f"launch_tags_active={len(active)}/{len(tags)}"
         )
 
+    def divergence_line(self) -> str:
+        """How many slots each part had to verify so far: sliding layers see only their window. One parsable line."""
+        full, swa = (self.due_slots.get(part, 0) for part in (Part.FULL, Part.SWA))
+        return f"[canary] step={self.steps} full_slots={full} swa_slots={swa} difference={full - swa}"
+
+    def checked_slots(self) -> int:
+        """Slots whose keys were verified so far around forward passes and at arrival. Waits for a device."""
+        return sum(int(lanes.running.checked_L[StampLane.TAIL_K]) for lanes in self.parts.values())
+
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _span(self, work: SeqWork, part: Part) -> Span:

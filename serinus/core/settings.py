@@ -283,54 +283,45 @@ class PdSettings:
 class CanarySettings:
     """The KV canary: what is checked, how often, and which faults are planted to prove that it is."""
 
-    mode: str = setting(
+    kv_canary: str = setting(
         "none",
         "what a violation does: log it, or raise: fail the requests it touches; none = no canary",
-        flag="--kv-canary",
         choices=("none", "log", "raise"),
     )
-    real_data: str = setting(
+    kv_canary_real_data: str = setting(
         "none",
         "KV bytes that are digested: none, the first 16 of each layer's row, or all",
-        flag="--kv-canary-real-data",
         choices=("none", "partial", "all"),
     )
-    coverage: str = setting(
+    kv_canary_coverage: str = setting(
         "rotating:16",
         "full = every slot of a running request in every step; rotating:N = each at least once in N steps",
-        flag="--kv-canary-coverage",
         metavar="full|rotating:N",
     )
-    sweep_interval: int = setting(
+    kv_canary_sweep_interval: int = setting(
         0,
         "steps between two sweeps of cached pages that nobody uses; 0 = never",
-        flag="--kv-canary-sweep-interval",
         low=0,
     )
-    stats_interval: int = setting(
-        100, "steps between two lines of statistics; 0 = none", flag="--kv-canary-stats-interval", low=0
-    )
-    swa_divergence_interval: int = setting(
+    kv_canary_stats_interval: int = setting(100, "steps between two lines of statistics; 0 = none", low=0)
+    kv_canary_swa_divergence_interval: int = setting(
         0,
         "steps between two lines on how far sliding-window checks differ from full ones; 0 = none",
-        flag="--kv-canary-swa-divergence-interval",
         low=0,
     )
-    perturb: str = setting(
-        "", "plant faults: NAME=PROBABILITY,... per step (a self-test, never in production)", flag="--kv-canary-perturb"
+    kv_canary_perturb: str = setting(
+        "", "plant faults: NAME=PROBABILITY,... per step (a self-test, never in production)"
     )
-    perturb_target: str = setting(
-        "", "the part that is damaged; needed where a model has both", flag="--kv-canary-perturb-target",
+    kv_canary_perturb_target: str = setting(
+        "", "the part that is damaged; needed where a model has both",
         choices=("", "full", "swa"),
     )  # fmt: skip
-    perturb_warmup_steps: int = setting(
-        50, "steps before the first fault", flag="--kv-canary-perturb-warmup-steps", low=0
-    )
-    perturb_seed: int = setting(0, "the same seed, the same faults", flag="--kv-canary-perturb-seed", low=0)
+    kv_canary_perturb_warmup_steps: int = setting(50, "steps before the first fault", low=0)
+    kv_canary_perturb_seed: int = setting(0, "the same seed, the same faults", low=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.mode == "none":
+        if self.kv_canary == "none":
             for item in settings_of(type(self)):
                 if getattr(self, item.name) != item.default:
                     raise ConfigError(
@@ -342,12 +333,14 @@ class CanarySettings:
     @property
     def stride(self) -> int:
         """N of the coverage; 1 = full. Raises ConfigError for other words."""
-        if self.coverage == "full":
+        if self.kv_canary_coverage == "full":
             return 1
-        word, _, number = self.coverage.partition(":")
+        word, _, number = self.kv_canary_coverage.partition(":")
         if word == "rotating" and number.isdecimal() and int(number) > 0:
             return int(number)
-        raise ConfigError(f"config: --kv-canary-coverage is {self.coverage!r}, expected full or rotating:N with N > 0")
+        raise ConfigError(
+            f"config: --kv-canary-coverage is {self.kv_canary_coverage!r}, expected full or rotating:N with N > 0"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,14 @@ from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
+from serinus.engine.guard import make_guard
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.memory import trim
 from serinus.engine.sizes import part_specs
 from serinus.engine.tiers import Tiers, build_tiers, namespace_of
 from serinus.engine.watch import StepWatch
 from serinus.kernels import load
-from serinus.models import ModelSpec, choose_dtype, load_model, load_spec, resolve
+from serinus.models import ForwardHook, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
 from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.sched import SchedSettings, Scheduler
@@ -118,22 +119,29 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         namespace = namespace_of(config, spec, specs[Part.FULL], dtype)
         tiers = build_tiers(config, spec, pools, namespace, clock)
         phases.mark("pool")
-        hook = None if tiers is None else LayerGate(tiers.mover)
-        runner = Runner(model, pools, tables, kernels, hook=hook)
+        guard = make_guard(config, spec, pools, tables, device, {} if tiers is None else tiers.host)
+        hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
+        hooks += [] if guard is None else [guard.hook]
+        oracle = config.kernels.sampling_backend == "token_oracle"
+        runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle)
         _first_steps(runner, _scheduler(sched_settings, specs, spec.window), clock)
         phases.mark("warm-up")
     events = _events(config, clock)
     cache = _cache(config, specs, spec.window, tiers, namespace, clock, events=events is not None)
     metrics = Metrics(engine=config.engine_name, role=config.role)
     watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval)
+    scheduler = Scheduler(sched_settings, cache)
+    if guard is not None:
+        guard.bind(cache, scheduler)
     core = EngineCore(
-        scheduler=Scheduler(sched_settings, cache),
+        scheduler=scheduler,
         runner=runner,
         watch=watch,
         clock=clock,
         cache=cache,
         tiers=tiers,
         events=events,
+        guard=guard,
         sanity=config.cache.enable_sanity_check,
     )
     return Built(

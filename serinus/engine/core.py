@@ -5,9 +5,14 @@ Knows neither sockets nor processes: requests come in through `scheduler`, resul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from serinus.cache import PrefixCache
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
+from serinus.core.request import FinishReason, TokenDelta
+from serinus.engine.guard import Guard, NoGuard, Verdict
 from serinus.engine.kv_events import KvEventPublisher
 from serinus.engine.tiers import Tiers, pause
 from serinus.engine.watch import StepWatch
@@ -37,9 +42,10 @@ class EngineCore:
         cache: PrefixCache,
         tiers: Tiers | None = None,
         events: KvEventPublisher | None = None,
+        guard: Guard | None = None,
         sanity: bool = False,
     ) -> None:
-        """`tiers` and `events` are closed with it; `sanity`: check the cache's invariants as it goes."""
+        """`tiers` and `events` are closed with it; `guard`: the canary; `sanity`: check the cache's invariants."""
         self.scheduler = scheduler
         self.runner = runner
         self.watch = watch
@@ -49,6 +55,10 @@ class EngineCore:
         self._cache = cache
         self._tiers = tiers
         self._events = events
+        self.guard: Guard = guard or NoGuard()
+        """The canary, or nobody."""
+        self.convicted: list[str] = []
+        """Requests that the guard ended; whoever hands KV over forgets them too, and clears this."""
         self._sanity = sanity
         self._unchecked = False
         self._closed = False
@@ -61,9 +71,13 @@ class EngineCore:
         if plan is None:
             self._look_around()
             return None
-        result = self.runner.run(plan)
+        self.guard.begin(plan)
+        result = self.guard.returned(self.runner.run(plan))
+        ended = self._convict(self.guard.judge())
         end = self._clock.now()
         outcome = self.scheduler.commit(plan, result, end)
+        if ended:
+            outcome = replace(outcome, deltas=(*ended, *outcome.deltas))
         self.watch.stepped(outcome, end - start, self.scheduler)
         if self._sanity:
             self._unchecked = True
@@ -75,6 +89,16 @@ class EngineCore:
     def wait_s(self) -> float | None:
         """How long a caller without other work may wait before the next step; None = until something arrives."""
         return _PAUSE_S if self.scheduler.in_flight else None
+
+    def _convict(self, verdicts: Sequence[Verdict]) -> list[TokenDelta]:
+        """End these requests before anything that came of their KV leaves; their last deltas."""
+        ended: list[TokenDelta] = []
+        for verdict in verdicts:
+            delta = self.scheduler.abort(verdict.rid, verdict.reason, FinishReason.ERROR, condemned=True)
+            self.convicted.append(verdict.rid)
+            if delta is not None:
+                ended.append(replace(delta, error_status=500))
+        return ended
 
     def _look_around(self) -> None:
         """Nothing runs: the time for what takes long."""

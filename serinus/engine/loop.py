@@ -78,6 +78,9 @@ class EngineLoop:
         for delta in self._handoffs.turn(now, self._core.turns):
             self._answer(delta)
         outcome = self._core.step()
+        for rid in self._core.convicted:
+            self._handoffs.aborted(rid, self._clock.now())
+        self._core.convicted.clear()
         if outcome is not None:
             for delta in outcome.deltas:
                 self._outbox.put(delta)
@@ -182,15 +185,18 @@ class EngineLoop:
         if message.what == "metrics":
             self._core.watch.refresh(self._core.scheduler, self._built.cache, self._core.turns)
             self._handoffs.refresh(self._built.metrics)
+            self._core.guard.refresh(self._built.metrics)
             body = self._built.metrics.render()
         elif message.what in ("info", "load"):
             body = json.dumps(self._info()).encode()
         elif message.what == "flush_cache":
             ok, body = self._flush()
+        elif message.what == "canary":
+            body = json.dumps(self._core.guard.view()).encode()
         elif message.what == "cache":
             body = json.dumps(self._cache_view(message.limit)).encode()
         else:
-            expected = "metrics, info, load, cache or flush_cache"
+            expected = "metrics, info, load, cache, canary or flush_cache"
             ok, body = False, f"engine: call {message.what!r}, expected {expected}".encode()
         self._send(peer, EngineReply(call=message.call, ok=ok, body=body))
 

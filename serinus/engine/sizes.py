@@ -37,6 +37,7 @@ def part_specs(
             page_count=2,
             dtype=dtype,
             device=device,
+            stamped=config.canary.kv_canary != "none",
         )
         for part in spec.parts
     }

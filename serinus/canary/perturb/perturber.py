@@ -103,7 +103,11 @@ class Perturber:
 
     def _due(self, name: str) -> bool:
         rng = self._rngs.get(name)
-        return rng is not None and self._open and rng.random() < self.plan.probabilities[name]
+        if rng is None or not self._open:
+            return False
+        if self.plan.count_max and sum(done.mode == name for done in self.injections) >= self.plan.count_max:
+            return False
+        return rng.random() < self.plan.probabilities[name]
 
     def _note(self, injection: Injection | None) -> None:
         if injection is not None:

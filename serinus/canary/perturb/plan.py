@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
@@ -82,6 +83,8 @@ class PerturbPlan:
     warmup_steps: int = 50
     """Steps before the first fault."""
     seed: int = 0
+    count_max: int = 0
+    """Faults of each mode at most; 0 = no bound."""
 
     def __post_init__(self) -> None:
         for name, probability in self.probabilities.items():
@@ -140,6 +143,10 @@ class Injection:
             f"kv_canary injected: mode={self.mode} step={self.step} part={self.part or '-'} slot_idx={self.slot}"
             f" position={self.position} req={self.rid or '-'} before={self.before} after={self.after}"
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """For `GET /canary`."""
+        return asdict(self)
 
 
 def parse_perturb(text: str) -> dict[str, float]:

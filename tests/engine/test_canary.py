@@ -1,0 +1,190 @@
+"""A whole engine under its canary: silent through eviction, tiers and retraction; what is wrong never leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serinus.core.clock import ManualClock
+from serinus.core.config import ServeConfig, from_names
+from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
+from serinus.core.request import FinishReason, TokenDelta
+from serinus.engine import Built, build_core
+from serinus.engine.guard import KvGuard
+from serinus.testing.builders import make_request
+from serinus.testing.checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {}, "mixed": {"window": 6, "layer_types": "SFS"}, "sliding": {"window": 9},
+}  # fmt: skip
+SHARED = [list(range(first, first + 41)) for first in (20, 70, 120)]
+SMALL = {"page_size": 4, "max_total_tokens": 120, "max_running_requests": 3, "chunked_prefill_size": 16,
+         "decode_log_interval": 0, "kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_coverage": "full",
+         "kv_canary_sweep_interval": 3}  # fmt: skip
+TIERED = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("toys")
+    return {name: make_toy(home / name, tokenizer=False, **kind) for name, kind in KINDS.items()}
+
+
+class Watched:
+    """One engine, driven by hand; deltas by request."""
+
+    def __init__(self, toy: Path, **settings: Any) -> None:
+        self.built: Built = build_core(
+            from_names(ServeConfig, {"model_path": str(toy), **SMALL, **settings}), ManualClock()
+        )
+        assert isinstance(self.built.core.guard, KvGuard)
+        self.guard = self.built.core.guard
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def add(self, rid: str, prompt: list[int], tokens: int = 8) -> None:
+        self.deltas[rid] = []
+        self.built.core.scheduler.add(make_request(rid, prompt, max_new_tokens=tokens, ignore_eos=True))
+
+    def step(self) -> None:
+        outcome = self.built.core.step()
+        for delta in outcome.deltas if outcome is not None else ():
+            self.deltas[delta.rid].append(delta)
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if self.built.core.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError(f"still running: {self.built.core.scheduler.stats()}")
+
+    def answer(self, rid: str) -> list[int]:
+        return [token for delta in self.deltas[rid] for token in delta.token_ids]
+
+    def end_of(self, rid: str) -> TokenDelta:
+        return self.deltas[rid][-1]
+
+    @property
+    def part(self) -> Part:
+        return Part.SWA if Part.SWA in self.guard.canary.parts else Part.FULL
+
+    def flip(self, rid: str, back: int = 2) -> int:
+        """Damage the keys of a running request's position so far from its end; the slot."""
+        state = self.built.core.scheduler._states[rid]
+        row = self.built.core.runner._tables[self.part].table[state.row]
+        slot = int(row[state.computed - back])
+        lane = self.built.pools[self.part].k[0]
+        lane.view(len(lane), -1).view(torch.uint8)[slot, 0] ^= 1
+        return slot
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_eviction_tiers_and_retraction_are_no_violations(toys: dict[str, Path], kind: str, policy: str) -> None:
+    engine = Watched(toys[kind], **TIERED, hicache_write_policy=policy)
+    for turn in range(12):
+        engine.add(f"r{turn}", [*SHARED[turn // 2 % 3], 200 + turn], tokens=20)
+        engine.add(f"s{turn}", [*SHARED[(turn + 1) % 3], 230 + turn], tokens=6)
+        engine.run()
+        assert engine.answer(f"r{turn}") == toy_continue(engine.built.spec, [*SHARED[turn // 2 % 3], 200 + turn], 20)
+    assert engine.built.cache.stats().loaded_tokens > 0
+    view = engine.guard.view()
+    assert view["violations"] == 0
+    assert view["slots_due"] == view["slots_checked"] > 0
+    assert view["sweep_passes"] > 0
+    engine.built.core.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_mode_raise_the_damaged_request_ends_and_nothing_wrong_leaves(toys: dict[str, Path], kind: str) -> None:
+    engine = Watched(toys[kind], kv_canary="raise")
+    first, other = [*SHARED[0], 201], [*SHARED[1][:20], 202]
+    engine.add("first", first, tokens=30)
+    engine.add("other", other, tokens=30)
+    while len(engine.answer("first")) < 4:
+        engine.step()
+    before = engine.answer("first")
+    slot = engine.flip("first")
+    engine.run()
+    end = engine.end_of("first")
+    assert (end.finish, end.error_status) == (FinishReason.ERROR, 500)
+    assert f"verify_real_kv_hash at slot {slot}" in end.error
+    assert engine.answer("first") == before == toy_continue(engine.built.spec, first, len(before))
+    assert engine.answer("other") == toy_continue(engine.built.spec, other, 30)
+    engine.add("again", first, tokens=10)
+    engine.run()
+    assert engine.answer("again") == toy_continue(engine.built.spec, first, 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_mode_log_everybody_goes_on_and_the_view_says_who_it_was(toys: dict[str, Path], kind: str) -> None:
+    engine = Watched(toys[kind])
+    engine.add("mine", [*SHARED[0], 201], tokens=20)
+    while len(engine.answer("mine")) < 4:
+        engine.step()
+    slot = engine.flip("mine")
+    engine.run()
+    assert len(engine.answer("mine")) == 20
+    latest = engine.guard.view()["latest"][0]
+    assert (latest["slot"], latest["rid"], latest["users"]) == (slot, "mine", ["mine"])
+    assert latest["reasons"] == ["verify_real_kv_hash"]
+    assert "mine" in latest["owner"] or "TREE" in latest["owner"].upper()
+    engine.built.core.guard.refresh(engine.built.metrics)
+    counted = engine.built.metrics.get("kv_canary_violations", "verify_real_kv_hash", f"TAIL_K_{engine.part.name}")
+    assert counted >= 1
+
+
+def test_what_was_damaged_in_the_host_tier_is_found_when_it_comes_back(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], **TIERED, kv_canary="raise", kv_canary_sweep_interval=0)
+    prompt = [*SHARED[0], 201]
+    engine.add("one", prompt)
+    engine.run()
+    for turn in range(3):
+        engine.add(f"fill{turn}", [*SHARED[1 + turn % 2], 220 + turn], tokens=30)
+        engine.run()
+    tiers, cache = engine.built.tiers, engine.built.cache
+    assert tiers is not None
+    for page in cache.host_pages(Part.FULL):
+        tiers.host[Part.FULL].data_PY[int(page), 0] ^= 1
+    engine.add("two", prompt)
+    engine.run()
+    assert engine.end_of("two").finish is FinishReason.ERROR
+    engine.add("three", prompt)
+    engine.run()
+    assert engine.answer("three") == toy_continue(engine.built.spec, prompt, 8)
+    engine.built.core.close()
+
+
+def test_a_canary_that_cannot_be_is_refused_at_start(toys: dict[str, Path]) -> None:
+    for words, settings in (
+        ("without --kv-canary", {"kv_canary": "none"}),
+        ("real-data is none", {"kv_canary_real_data": "none", "kv_canary_perturb": "real_kv_used=1"}),
+        ("expected full or rotating:N", {"kv_canary_coverage": "some"}),
+        ("no layers of", {"kv_canary_perturb": "req_to_token=1", "kv_canary_perturb_target": "swa"}),
+        ("without --enable-hierarchical-cache", {"kv_canary_perturb": "tier_bytes=1"}),
+        ("expected one of", {"kv_canary_perturb": "bits=1"}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Watched(toys["full"], **settings)
+    with pytest.raises(ConfigError, match="expected --kv-canary-perturb-target"):
+        Watched(toys["mixed"], kv_canary_perturb="req_to_token=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward"])
+def test_faults_planted_by_the_settings_are_found_by_the_engine(toys: dict[str, Path], kind: str, name: str) -> None:
+    target = {"kv_canary_perturb_target": "full" if kind == "full" else "swa"}
+    engine = Watched(toys[kind], kv_canary_perturb=f"{name}=0.2", kv_canary_perturb_warmup_steps=5, **target)
+    for turn in range(3):
+        engine.add(f"r{turn}", [*SHARED[turn], 200], tokens=30)
+        engine.add(f"s{turn}", [*SHARED[turn][:9], 201], tokens=30)
+        engine.run()
+    view = engine.guard.view()
+    assert view["injected"]
+    assert view["violations"]
