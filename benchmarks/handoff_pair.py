@@ -1,0 +1,215 @@
+"""Two processes with real ports and pools, for benchmarks of the handoff: one computes nothing and sends, one asks.
+
+The prompt's KV is there beforehand, so what is left is the handoff: gather, digest, move, scatter, digest again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from serinus.core.clock import WallClock
+from serinus.core.ids import new_incarnation
+from serinus.core.parts import PageSpan, Part
+from serinus.core.request import Request
+from serinus.core.sampling import SamplingParams
+from serinus.kernels import load
+from serinus.pd import (
+    AddPrefill,
+    CancelHandoff,
+    ChunkComputed,
+    DecodePort,
+    Landed,
+    PdSettings,
+    PrefillPort,
+    StartHandoff,
+    host_identity,
+    make_backends,
+)
+from serinus.pd.backends import Backend, OneSided, make_one_sided
+from serinus.pool import DevicePool, PoolSpec
+from serinus.wire import Arrived, ChannelEvent, Post, ZmqChannel
+from serinus.wire.codec import Parts
+from serinus.wire.messages import LayoutSignature
+
+__all__ = ["CLOCK", "Pair", "Shape", "prefill_process"]
+
+CLOCK = WallClock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of the KV."""
+
+    layers: int
+    heads: int
+    head_size: int
+    page_size: int = 16
+
+    @property
+    def page_bytes(self) -> int:
+        """bfloat16, k and v."""
+        return self.layers * 2 * self.page_size * self.heads * self.head_size * 2
+
+    def pool(self, pages: int) -> DevicePool:
+        """A pool for so many pages, every one touched."""
+        spec = PoolSpec(
+            layer_count=self.layers, kv_head_count=self.heads, head_size=self.head_size, page_size=self.page_size,
+            page_count=pages + 1, dtype=torch.bfloat16, device="cpu",
+        )  # fmt: skip
+        pool = DevicePool(spec, load("cpu"))
+        rows = np.random.default_rng(1).integers(0, 256, (pages, pool.page_bytes), dtype=np.uint8)
+        pool.write_pages(np.arange(1, pages + 1), rows)
+        return pool
+
+    def settings(self, name: str, incarnation: int, backend: Backend | OneSided) -> PdSettings:
+        """Equal on both sides but for the name."""
+        layout = LayoutSignature(
+            model="bench", kv_dtype="bfloat16", page_size=self.page_size, layer_count=self.layers,
+            kv_head_count=self.heads, head_size=self.head_size,
+        )  # fmt: skip
+        return PdSettings(
+            engine=name, incarnation=incarnation, layout=layout, vocab_size=32_000, backends=(backend.name,),
+            capabilities={backend.name: backend.capabilities}, host=host_identity(),
+        )  # fmt: skip
+
+
+def backends_of(name: str, incarnation: int) -> Sequence[Backend | OneSided]:
+    """The one that is measured."""
+    one_sided = make_one_sided(name, tag=f"bench-{incarnation}")
+    return (one_sided,) if one_sided is not None else make_backends(name)
+
+
+def spans_of(pages: NDArray[np.int32]) -> tuple[PageSpan, ...]:
+    """The pages of a whole prompt."""
+    return (PageSpan(part=Part.FULL, first=0, pages=pages),)
+
+
+def prefill_process(words: Sequence[str]) -> None:
+    """Serves prompts whose KV is there already, until it is killed: BACKEND PAGES LAYERS HEADS HEAD_SIZE PAGE_SIZE."""
+    backend, (pages, layers, heads, head_size, page_size) = words[0], map(int, words[1:])
+    torch.set_num_threads(1)
+    shape = Shape(layers=layers, heads=heads, head_size=head_size, page_size=page_size)
+    pool, incarnation, channel = shape.pool(pages), new_incarnation(), ZmqChannel("tcp://127.0.0.1:0")
+    backends = backends_of(backend, incarnation)
+    port = PrefillPort(
+        shape.settings("prefill", incarnation, backends[0]), post=Post(channel, incarnation=incarnation, clock=CLOCK),
+        backends=backends, store=pool, clock=CLOCK,
+    )  # fmt: skip
+    print(f"\nADDRESS {channel.address}", flush=True)
+    while True:
+        for result in port.poll(0.1):
+            if isinstance(result, AddPrefill):
+                count = -(-len(result.request.prompt) // page_size)
+                ids = np.arange(1, count + 1, dtype=np.int32)
+                port.handle(ChunkComputed(xid=result.xid, spans=spans_of(ids), last=True, token=7))
+
+
+class CountingChannel(ZmqChannel):
+    """Counts frames, both ways."""
+
+    frames = 0
+
+    def send(self, peer: str, parts: Parts) -> None:
+        self.frames += 1
+        super().send(peer, parts)
+
+    def poll(self, timeout_s: float) -> list[ChannelEvent]:
+        events = super().poll(timeout_s)
+        self.frames += sum(isinstance(event, Arrived) for event in events)
+        return events
+
+
+class Pair:
+    """The asking side, and the process of the other one."""
+
+    def __init__(self, backend: str, shape: Shape, pages: int, *, script: str) -> None:
+        """`script`: a file that calls `prefill_process` with the words after --prefill-process."""
+        words = [backend, *map(str, (pages, shape.layers, shape.heads, shape.head_size, shape.page_size))]
+        self.child = subprocess.Popen(
+            [sys.executable, script, "--prefill-process", *words], stdout=subprocess.PIPE, text=True
+        )
+        assert self.child.stdout is not None
+        self.shape, self.pages = shape, pages
+        self.address = next(line for line in self.child.stdout if line.startswith("ADDRESS ")).split()[1]
+        incarnation = new_incarnation()
+        self.channel = CountingChannel()
+        backends = backends_of(backend, incarnation)
+        self.port = DecodePort(
+            shape.settings("decode", incarnation, backends[0]),
+            post=Post(self.channel, incarnation=incarnation, clock=CLOCK), backends=backends,
+            store=shape.pool(pages), clock=CLOCK,
+        )  # fmt: skip
+        self.copy_seconds = 0.0
+
+    def start(self, rid: str, pages: NDArray[np.int32]) -> None:
+        """Ask for a prompt that fills these pages."""
+        prompt = np.zeros(len(pages) * self.shape.page_size, dtype=np.int32)
+        request = Request(rid=rid, prompt=prompt, sampling=SamplingParams(), seed=0)
+        self.port.handle(StartHandoff(rid=rid, request=request, address=self.address, held=0, spans=spans_of(pages)))
+
+    def landed(self, timeout_s: float) -> int:
+        """Handoffs that landed within one poll. A failed one raises."""
+        count = 0
+        for result in self.port.poll(timeout_s):
+            if isinstance(result, Landed):
+                self.copy_seconds = result.copy_seconds
+                count += 1
+            elif hasattr(result, "code"):
+                raise AssertionError(f"the handoff failed: {result}")
+        return count
+
+    def handoff(self) -> float:
+        """Seconds of one handoff of all pages."""
+        begin = CLOCK.now()
+        self.start("r", np.arange(1, self.pages + 1, dtype=np.int32))
+        while not self.landed(1.0):
+            pass
+        return CLOCK.now() - begin
+
+    def messages(self, rounds: int) -> float:
+        """Frames of all kinds for one handoff of one page, both ways together, acknowledgements included."""
+        page = np.array([1], dtype=np.int32)
+        begin = self.channel.frames
+        for number in range(rounds):
+            self.start(f"m{number}", page)
+            while not self.landed(1.0):
+                pass
+        return (self.channel.frames - begin) / rounds
+
+    def rate(self, seconds: float, in_flight: int = 64) -> float:
+        """Handoffs of one page in a second, with so many under way."""
+        begin, done, asked = CLOCK.now(), 0, 0
+        while CLOCK.now() - begin < seconds:
+            while asked - done < in_flight:
+                asked += 1
+                self.start(f"q{asked}", np.array([1 + asked % self.pages], dtype=np.int32))
+            done += self.landed(1.0)
+        rate = done / (CLOCK.now() - begin)
+        while done < asked:
+            done += self.landed(1.0)
+        return rate
+
+    def abort(self) -> float:
+        """Seconds from the wish to abort a handoff whose pages are being filled until all of them are free."""
+        self.start("a", np.arange(1, self.pages + 1, dtype=np.int32))
+        before = self.channel.frames
+        while self.channel.frames < before + 2:  # something of it has come
+            self.port.poll(1.0)
+        begin = CLOCK.now()
+        self.port.handle(CancelHandoff(rid="a"))
+        seconds = CLOCK.now() - begin
+        assert not self.port.machine.handoff_count, "the pages are not free"
+        return seconds
+
+    def close(self) -> None:
+        """End both."""
+        self.port.close()
+        self.child.kill()
+        self.child.wait()
