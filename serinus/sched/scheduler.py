@@ -252,12 +252,13 @@ class Scheduler:
         chunks: list[ChunkReady] = []
         slides = self._seats.window is not None
         for state, work, seq in zip(planned, plan.work, result.seqs, strict=True):
-            if not state.running:
+            phase = state.phase
+            if phase is not Phase.DECODE and phase is not Phase.PREFILL:
                 continue  # what it computed on never came from the host
             state.computed = work.start + len(work.tokens)
             if state.doomed:
                 self._end(state)
-            elif state.phase is Phase.DECODE:
+            elif phase is Phase.DECODE:
                 if slides:
                     self._seats.advance(state, state.computed)
                 deltas.append(self._take_token(state, seq.token, seq.logprobs, now))
