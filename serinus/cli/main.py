@@ -100,11 +100,11 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="sim",
         summary="a whole cluster in one thread, with faults, from a seed",
-        about="""Simulate a cluster: prefill and decode engines with the real scheduler, cache, wire and handoff code, in one
-thread and virtual time, while an adversary delays, loses, repeats and corrupts frames, cuts links, and pauses, kills
-and restarts engines. Every answer is held against an oracle, and afterwards nothing may be left anywhere. A seed is
-always the same run; a failing one is shrunk to the smallest schedule that still fails. Exit code 1 = something was
-found. See docs/SIMULATION.md.""",
+        about="""Simulate a cluster: engines with the real scheduler, cache, wire and handoff code, all in
+one thread and virtual time, while an adversary delays, loses, repeats and corrupts frames, cuts links, and pauses,
+kills and restarts engines. Every answer is held against an oracle, and afterwards nothing may be left anywhere.
+A seed is always the same run; a failing one is shrunk to the smallest schedule that still fails.
+Exit code 1 = something was found. See docs/SIMULATION.md.""",
         examples=(
             ("serinus sim --seeds 0..2000 --workers 2", "two thousand clusters"),
             ("serinus sim --minutes 10 --json result.json", "as many as ten minutes allow, result to a file"),

@@ -23,7 +23,7 @@ from serinus.core.clock import WallClock
 from serinus.pd import DecodeSide, PrefillSide
 from serinus.pd.clients import Client
 from serinus.pd.dispatch import Dispatch
-from serinus.pd.events import PeerFenced
+from serinus.pd.events import CancelHandoff, PeerFenced
 from serinus.pd.landing import Landing
 from serinus.pd.modes import Mode
 from serinus.pd.ports import DecodePort
@@ -339,7 +339,12 @@ def nothing_sent_again() -> Iterator[None]:
 @mutant("late data is copied", "local")
 def late_data_copied() -> Iterator[None]:
     """A handoff that was cancelled is not closed."""
-    with replaced(DecodeSide, "_cancel", lambda self, event, now, out: None):
+    original = DecodeSide.handle
+
+    def handle(self: DecodeSide, event: Any, now: float) -> list[Any]:
+        return [] if isinstance(event, CancelHandoff) else original(self, event, now)
+
+    with replaced(DecodeSide, "handle", handle):
         yield
 
 

@@ -36,7 +36,7 @@ def draw(seed: int, *, backend: str = "") -> Scenario:
 
 def _shape(rng: Rng, backend: str) -> Shape:
     backend = backend or rng.choice(("local", "tcp", "push", "pull"))
-    pages = rng.choice((8, 10, 13, 17))
+    pages = rng.choice((8, 9, 10, 13))
     if backend in ("push", "pull"):  # whole pages go from rank to rank: equal layouts
         tp, pp = rng.choice(((1, 1), (2, 1), (1, 2)))
         ranks = dict.fromkeys(("p0", "p1", "d0", "d1"), (tp, pp))
@@ -45,10 +45,12 @@ def _shape(rng: Rng, backend: str) -> Shape:
         ranks = {"p0": (2, 2), "p1": rng.choice(((2, 2), (1, 1))), "d0": (1, 1), "d1": (2, 1)}
         other = rng.choice((4, 4, 2, 8))
         sizes = {"p0": rng.choice((4, other)), "p1": other, "d0": 4, "d1": rng.choice((4, other))}
-    chunk = rng.choice((8, 16, 40))
+    chunk, host = rng.choice((8, 16, 40)), rng.choice((0, 0, 9, 25))
+    policy = rng.choice(("write_through", "write_through_selective", "write_back"))
     engines = tuple(
         EngineShape(
             name=name, role="prefill" if name[0] == "p" else "decode", tp=tp, pp=pp, page_size=sizes[name], chunk=chunk,
+            host_pages=host, write_policy=policy,
             pages=1 + (pages - 1) * (2 if name == "p0" else 1) * 4 // sizes[name],
         )
         for name, (tp, pp) in ranks.items()
@@ -62,14 +64,16 @@ def _works(rng: Rng, shape: Shape, decodes: list[str], prefills: list[str]) -> t
     stem = [rng.randrange(shape.vocab_size) for _ in range(12)]
     works: list[Work] = []
     burst = rng.choice((0.0, 0.1, 1.0))
-    for index in range(rng.randint(2, 7)):
+    for index in range(rng.randint(2, 8)):
         shared = stem[: rng.choice((0, 4, 8, 10))]
         own = [rng.randrange(shape.vocab_size) for _ in range(rng.randint(1, 12))]
+        again = works and rng.random() < 0.3
+        tokens = rng.choice(works).prompt if again else tuple(shared + own)
         works.append(
             Work(
                 rid=f"r{index}",
                 at=round(rng.random() * _SPAN_S * burst, 3),
-                prompt=tuple(shared + own),
+                prompt=tokens,
                 new_tokens=rng.randint(1, 6),
                 decode=rng.choice(decodes),
                 prefill=rng.choice(prefills) if rng.random() < 0.9 else "",
@@ -93,6 +97,7 @@ def _options(rng: Rng, shape: Shape) -> Options:
         overtake=maybe(0.3, 0.3),
         lose_piece=maybe(0.1, 0.2),
         allocation=maybe(0.2, 0.2),
+        restore=maybe(0.2, 0.3),
         rank_delay_s=maybe(0.5, 0.05),
         write_late_s=maybe(0.7, rng.choice((0.3, 3.0))),
     )

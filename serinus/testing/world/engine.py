@@ -22,6 +22,7 @@ from serinus.parallel import DecisionKind, DecisionLog, StepHeader
 from serinus.sched import SchedSettings, Scheduler
 from serinus.sched.request_state import Phase
 from serinus.testing.world.guard import GuardedStore
+from serinus.testing.world.mover import SimMover
 from serinus.testing.world.network import Network, SimChannel
 from serinus.testing.world.options import EngineShape, Options, Shape
 from serinus.testing.world.ports import Shared, SimDecodePort, SimPost, SimPrefillPort
@@ -84,7 +85,19 @@ class Engine:
         self.alive = True
         shape, world = self.shape, self.world
         self.incarnation = self._shared.incarnation(self.name, self.life)
-        self.cache = FlakyCache(CacheGeometry(page_size=shape.page_size, full_pages=shape.pages))
+        lanes = Lanes.of(world.layers, world.heads, world.context_length)
+        self.ranks = [
+            Rank(
+                number, lanes=lanes, tp=shape.tp, pp=shape.pp, pages=shape.pages, page_size=shape.page_size, rows=ROWS,
+                context=world.context_length,
+            )
+            for number in range(shape.tp * shape.pp)
+        ]  # fmt: skip
+        self.mover = SimMover(self, shape.host_pages, self._copy_fails) if shape.host_pages else None
+        self.cache = FlakyCache(
+            CacheGeometry(page_size=shape.page_size, full_pages=shape.pages, host_full_pages=shape.host_pages),
+            mover=self.mover, write_policy=shape.write_policy,
+        )  # fmt: skip
         self.cache.refuse = self._refuses
         self.scheduler = Scheduler(
             SchedSettings(
@@ -94,14 +107,6 @@ class Engine:
             ),
             self.cache,
         )  # fmt: skip
-        lanes = Lanes.of(world.layers, world.heads, world.context_length)
-        self.ranks = [
-            Rank(
-                number, lanes=lanes, tp=shape.tp, pp=shape.pp, pages=shape.pages, page_size=shape.page_size, rows=ROWS,
-                context=world.context_length,
-            )
-            for number in range(shape.tp * shape.pp)
-        ]  # fmt: skip
         self.stores = [GuardedStore(self, rank) for rank in self.ranks]
         self.epoch = 0
         """Times that everybody was cut off from our memory."""
@@ -144,6 +149,10 @@ class Engine:
 
     def _refuses(self) -> bool:
         chance = self.options.allocation
+        return bool(chance) and not self.network.calm and self.rng.random() < chance
+
+    def _copy_fails(self) -> bool:
+        chance = self.options.restore
         return bool(chance) and not self.network.calm and self.rng.random() < chance
 
     @property
@@ -248,6 +257,8 @@ class Engine:
             return
         rank.hear(header)
         if plan is not None:
+            if self.mover is not None:
+                self.mover.gate()
             self._partials[rank.number] = rank.run(plan)
             if len(self._partials) == len(self.ranks):
                 self._commit(plan)
@@ -282,6 +293,7 @@ class Engine:
             and self.scheduler.idle
             and not machine.handoff_count
             and not quarantined
+            and not self.cache.busy()
         )
 
     def gauges(self) -> dict[str, int]:
@@ -297,6 +309,9 @@ class Engine:
         stats = self.scheduler.stats()
         totals = stats.totals
         counts = {f"rejected {reason}": count for reason, count in self.port.rejects.items()}
+        cache = self.cache.stats()
+        counts["loaded tokens"], counts["failed copies"] = cache.loaded_tokens, cache.failed_copies
+        counts["backed up tokens"] = cache.backup_tokens
         counts["recomputed"] = totals.recomputed
         counts["retracted"] = totals.retracted
         counts["computed tokens"] = totals.computed_tokens

@@ -27,6 +27,10 @@ class EngineShape:
     pages: int = 17
     """Pages of its pool, the padding page included."""
     page_size: int = 4
+    host_pages: int = 0
+    """Pages of its host pool, the padding page included; 0 = there is none."""
+    write_policy: str = "write_through"
+    """When pages are copied to the host."""
     chunk: int = 8
     """Prompt tokens of one step at most."""
 
@@ -69,6 +73,8 @@ class Options:
     """A piece that came is mislaid."""
     allocation: float = 0.0
     """The cache has no room, though it has."""
+    restore: float = 0.0
+    """A copy between device and host fails."""
     rank_delay_s: float = 0.0
     """A rank takes up to so much longer than the leader to do its part."""
     write_late_s: float = 0.0
