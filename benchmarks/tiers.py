@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine import Built, build_core
+from serinus.engine.tiers import pause
 from serinus.kernels import load
 from serinus.pool import DevicePool, HostPool, Mover
 from serinus.pool.storage import FileStorage
@@ -57,15 +58,10 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(5, 32000) for _ in range(length)]
 
 
-def rest() -> None:
-    """Let the threads that copy have the processor for a moment."""
-    threading.Event().wait(0.0005)
-
-
 def settle(built: Built) -> None:
     """Until no copy and no file operation is under way."""
     while built.cache.poll().in_flight:
-        rest()
+        pause(0.0005)
 
 
 def first_token_s(built: Built, prompt: list[int], rid: str) -> float:
@@ -78,7 +74,7 @@ def first_token_s(built: Built, prompt: list[int], rid: str) -> float:
     while not scheduler.idle:
         outcome = built.core.step()
         if outcome is None:
-            rest()
+            pause(0.0005)
         elif outcome.deltas and not seconds:
             seconds = CLOCK.now() - begin
     return seconds
@@ -249,6 +245,7 @@ def main() -> None:
         settle(engines["file"])
         seconds = first_tokens(engines["file"], rounds)
         times = {kind: seconds["cold"] / seconds[kind] for kind in GOALS}
+        print(f"first tokens: {seconds}", file=sys.stderr, flush=True)
         costs = job_costs(engines, rounds)
         kernels = load("cpu")
         pool = DevicePool(engines["off"].pool.spec, kernels)
