@@ -69,7 +69,8 @@ def _counts(config: ServeConfig, spec: ModelSpec, context: int, full: int) -> di
     if spec.window is None:
         return {Part.FULL: full}
     page_size = config.memory.page_size
-    least = min(-(-spec.window // page_size) + 1, -(-context // page_size))
+    window = -(-spec.window // page_size)
+    least = min(window + max(1, window // 8) + 1, -(-context // page_size))  # as sched and cache count
     return {Part.FULL: full, Part.SWA: max(int(full * config.memory.swa_full_tokens_ratio), least)}
 
 

@@ -42,8 +42,8 @@ class Seats:
         """Positions that a token of part SWA sees, itself included; None = there is no such part."""
         self.tiered = geometry.host_full_pages > 0
         """Whether there is a host tier."""
-        self.window_pages = 0 if self.window is None else -(-self.window // self.page_size) + 1
-        """SWA pages that one request needs at most, page by page: its window, and the page it writes."""
+        self.window_pages = 0 if self.window is None else cache.swa_pin_pages_max + 1
+        """SWA pages that one request needs at most: what its lease may pin for a window, and the page it writes."""
         self.open_loads: set[int] = set()
         """Copies from the host that nobody has seen the end of: what was computed on them is not sure yet."""
         if self.window is not None and geometry.swa_pages - 1 < min(

@@ -126,7 +126,7 @@ def test_memory_is_split_by_the_ratio_and_a_window_always_fits(toys: dict[str, P
 
     assert tokens("full") == {"FULL": 96}
     assert tokens("mixed", swa_full_tokens_ratio=0.5) == {"FULL": 96, "SWA": 48}
-    assert tokens("sliding", swa_full_tokens_ratio=0.01) == {"FULL": 96, "SWA": 16}
+    assert tokens("sliding", swa_full_tokens_ratio=0.01) == {"FULL": 96, "SWA": 20}
 
 
 def test_settings_of_tiers_without_tiers_are_refused() -> None:

@@ -77,7 +77,7 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         auto: bool,
     ) -> None:
         self.serial = 0
-        swa = 0 if window is None else 2 + -(-window // page_size) + swa_spare
+        swa = 0 if window is None else 3 + -(-window // page_size) + swa_spare
         stored: dict[str, Any] = {"stored": {}, "prefetch_policy": storage} if host and storage != "none" else {}
         self.pair = HandoffPair(
             page_size=page_size, page_count=pages + 1, context_length=26, vocab_size=6, eos_ids=(0,),

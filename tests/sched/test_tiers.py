@@ -178,7 +178,7 @@ def test_an_aborted_request_lets_its_prefetch_go() -> None:
 
 
 def test_a_long_request_holds_its_window_and_no_more() -> None:
-    engine = TinyEngine(window=6, swa_page_count=4, page_count=33, context_length=128, chunked_prefill_size=-1)
+    engine = TinyEngine(window=6, swa_page_count=5, page_count=33, context_length=128, chunked_prefill_size=-1)
     engine.add("a", PROMPT, max_new_tokens=90)
     held = []
     while engine.step() is not None:
