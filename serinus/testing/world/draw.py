@@ -93,9 +93,9 @@ def _options(rng: Rng, shape: Shape) -> Options:
         drop=maybe(0.4, 0.2),
         duplicate=maybe(0.4, 0.2),
         reorder=maybe(0.4, 0.3),
-        corrupt=maybe(0.25, 0.05),
-        overtake=maybe(0.3, 0.3),
-        lose_piece=maybe(0.1, 0.2),
+        corrupt=maybe(0.3, 0.08),
+        overtake=maybe(0.4, 0.5),
+        lose_piece=maybe(0.2, 0.3),
         allocation=maybe(0.2, 0.2),
         restore=maybe(0.2, 0.3),
         rank_delay_s=maybe(0.5, 0.05),
@@ -112,11 +112,11 @@ def _faults(rng: Rng, works: tuple[Work, ...], decodes: list[str], prefills: lis
 
     for work in works:
         if rng.random() < 0.3:
-            faults.append(Cancel(rid=work.rid, at=round(work.at + rng.random() * rng.choice((0.05, 0.2, 1.0)), 4)))
+            faults.append(Cancel(rid=work.rid, at=round(work.at + rng.random() * rng.choice((0.03, 0.1, 0.3, 1.0)), 4)))
     if rng.random() < 0.35:
         faults.append(Crash(engine=rng.choice(prefills), at=when(), down_s=rng.choice((0.1, 1.0))))
-    if rng.random() < 0.15:
-        faults.append(Crash(engine=rng.choice(decodes), at=when(), down_s=rng.choice((0.1, 1.0))))
+    if rng.random() < 0.25:
+        faults.append(Crash(engine=rng.choice(decodes), at=when(), down_s=rng.choice((0.05, 0.3, 1.0))))
     if rng.random() < 0.3:
         faults.append(Pause(engine=rng.choice(engines), at=when(), for_s=rng.choice((0.2, 1.0, 40.0))))
     if rng.random() < 0.3:

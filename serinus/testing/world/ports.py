@@ -100,6 +100,8 @@ class SimPost(Post):
         self._engine = engine
         self._sim = channel
         self._held: list[tuple[float, Letter]] = []
+        self._late_xids: set[str] = set()
+        """Handoffs whose PREPARE was overtaken."""
 
     def poll(self, timeout_s: float) -> list[Letter | Gone]:
         engine, now = self._engine, self._engine.timeline.now_s
@@ -111,9 +113,8 @@ class SimPost(Post):
         for item in found:
             if isinstance(item, Letter) and isinstance(item.message, Data) and self._loses(item.peer, item.message):
                 continue
-            waits = late and isinstance(item, Letter) and isinstance(item.message, _MAY_OVERTAKE)
-            if isinstance(item, Letter) and waits and engine.rng.random() < late:
-                at = now + engine.rng.random() * engine.options.late_s
+            if late and isinstance(item, Letter) and self._waits(item, late):
+                at = now + engine.rng.random() * max(engine.options.late_s, 0.3)
                 self._held.append((at, item))
                 engine.timeline.at(at, engine.wake)
                 continue
@@ -123,6 +124,18 @@ class SimPost(Post):
             self._held = [(at, item) for at, item in self._held if at > now and late]
             out.extend(due)
         return out
+
+    def _waits(self, letter: Letter, chance: float) -> bool:
+        """Whether a letter is overtaken; the GRANT often together with its PREPARE."""
+        message = letter.message
+        if not isinstance(message, _MAY_OVERTAKE):
+            return False
+        if isinstance(message, Grant) and message.xid in self._late_xids:
+            chance = max(chance, 0.7)
+        waits = self._engine.rng.random() < chance
+        if waits and isinstance(message, Prepare):
+            self._late_xids.add(message.xid)
+        return waits
 
     def _loses(self, peer: str, data: Data) -> bool:
         """A piece that came is mislaid here, as if it had been dealt with."""

@@ -1,0 +1,45 @@
+"""`serinus sim`: seeds in, findings out, as exit code, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serinus.cli.main import main
+from serinus.testing.world import calm_scenario, draw
+
+
+@pytest.mark.slow
+def test_seeds_without_findings_end_with_0_and_a_result(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    assert main(["sim", "--seeds", "5..8", "--json", str(result)]) == 0
+    found = json.loads(result.read_text())
+    assert found["seeds"] == 3
+    assert found["failed"] == []
+    assert found["counts"]["landed"] > 0
+
+
+def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(calm_scenario(draw(3, backend="local"), works=1).to_json())
+    assert main(["sim", "--scenario", str(file)]) == 0
+    text = capsys.readouterr().err
+    assert "r0:" in text
+    assert "nothing was found" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seeds", "5"], "--seeds is '5', expected A..B"),
+        (["--backend", "pigeon"], "expected local, tcp, push or pull"),
+        (["--workers", "0"], "--workers is 0, expected at least 1"),
+        (["--sedes", "1..2"], "did you mean --seeds?"),
+        (["--scenario", "/nowhere/at/all"], "cannot read the scenario"),
+    ],
+)
+def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", *words]) == 2
+    assert said in capsys.readouterr().err
