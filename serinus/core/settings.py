@@ -23,6 +23,7 @@ __all__ = [
     "ScheduleSettings",
     "ServerSettings",
     "UpSettings",
+    "coverage_stride",
 ]
 
 
@@ -328,19 +329,17 @@ class CanarySettings:
                         f"config: {item.flag} is {getattr(self, item.name)!r} without --kv-canary, expected"
                         f" --kv-canary log or raise"
                     )
-        assert self.stride > 0
+        coverage_stride(self.kv_canary_coverage)
 
-    @property
-    def stride(self) -> int:
-        """N of the coverage; 1 = full. Raises ConfigError for other words."""
-        if self.kv_canary_coverage == "full":
-            return 1
-        word, _, number = self.kv_canary_coverage.partition(":")
-        if word == "rotating" and number.isdecimal() and int(number) > 0:
-            return int(number)
-        raise ConfigError(
-            f"config: --kv-canary-coverage is {self.kv_canary_coverage!r}, expected full or rotating:N with N > 0"
-        )
+
+def coverage_stride(coverage: str) -> int:
+    """In how many steps each slot is checked at least once: 1 for `full`, N for `rotating:N`. Raises ConfigError."""
+    if coverage == "full":
+        return 1
+    word, _, number = coverage.partition(":")
+    if word == "rotating" and number.isdecimal() and int(number) > 0:
+        return int(number)
+    raise ConfigError(f"config: --kv-canary-coverage is {coverage!r}, expected full or rotating:N with N > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
-from serinus.engine.guard import make_guard
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
+from serinus.engine.kv_guard import make_guard
 from serinus.engine.memory import trim
 from serinus.engine.sizes import part_specs
 from serinus.engine.tiers import Tiers, build_tiers, namespace_of

@@ -14,6 +14,7 @@ from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.engine.guard import Guard, NoGuard
 from serinus.engine.wire_counts import Rarely, WireCounts
 from serinus.pd import (
     MOVING_S,
@@ -56,6 +57,7 @@ class DecodeRole:
         addresses: Sequence[str],
         on_failure: str,
         optimistic: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         """`addresses`: prefill engines to use for requests that name none; `on_failure`: recompute or error;
         `optimistic`: ask for a prompt before there are pages for it."""
@@ -66,6 +68,7 @@ class DecodeRole:
         self._addresses = tuple(addresses)
         self._fails = on_failure == "error"
         self._optimistic = optimistic
+        self._guard = guard or NoGuard()
         self._waiting: set[str] = set()
         """Remote requests without pages, as far as nobody said otherwise."""
         self._deltas: list[TokenDelta] = []
@@ -193,6 +196,10 @@ class DecodeRole:
                     )  # fmt: skip
 
     def _landed(self, result: Landed) -> None:
+        wrong = self._guard.arrived(result.rid, self._scheduler.pages_of(result.rid))
+        if wrong:
+            self._failed(Recompute(rid=result.rid, code="kv_canary", reason=wrong))
+            return
         delta = self._scheduler.landed(
             result.rid,
             result.token,

@@ -67,7 +67,8 @@ def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
     channel = ZmqChannel(bind, clock=clock)
     post = Post(channel, incarnation=incarnation, clock=clock)
     if config.role == "prefill":
-        prefill_port = PrefillPort(settings, post=post, backends=backends, store=built.pools, clock=clock)
+        store = built.core.guard.outgoing(built.pools)
+        prefill_port = PrefillPort(settings, post=post, backends=backends, store=store, clock=clock)
         role = PrefillRole(scheduler=scheduler, port=prefill_port, channels=(channel,), metrics=metrics, clock=clock)
         return role, channel.address
     port = DecodePort(settings, post=post, backends=backends, store=built.pools, clock=clock)
@@ -81,6 +82,7 @@ def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
             addresses=config.pd.prefill_addresses,
             on_failure=config.pd.on_failure,
             optimistic=config.pd.optimistic_prefill,
+            guard=built.core.guard,
         ),
         "",
     )

@@ -67,6 +67,7 @@ _DOORS = (
     _Door(path="/get_model_info", methods=_GET, handler=info.model_info),
     _Door(path="/flush_cache", methods=_BOTH, handler=info.flush_cache, keys="admin"),
     _Door(path="/cache", methods=_GET, handler=info.cache_tree, keys="admin"),
+    _Door(path="/canary", methods=_GET, handler=info.canary, keys="admin"),
     _Door(path="/abort_request", methods=_POST, handler=info.abort_request, keys="admin"),
     _Door(path="/openapi.json", methods=_GET, handler=_schema, keys="none"),
 )

@@ -26,6 +26,7 @@ __all__ = [
     "abort_request",
     "cache_limit",
     "cache_tree",
+    "canary",
     "detokenize",
     "flush_cache",
     "health",
@@ -188,6 +189,14 @@ async def cache_tree(front: Front, exchange: Exchange) -> None:
     reply = await front.client.call("cache", s_max=front.settings.call_s_max, limit=cache_limit(exchange))
     if not reply.ok:
         raise EngineDown(f"cache: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
+    await exchange.json(reply.body)
+
+
+async def canary(front: Front, exchange: Exchange) -> None:
+    """What the KV canary checked and found, and the latest violations."""
+    reply = await front.client.call("canary", s_max=front.settings.call_s_max)
+    if not reply.ok:
+        raise EngineDown(f"canary: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
     await exchange.json(reply.body)
 
 

@@ -68,6 +68,7 @@ _GETS: tuple[tuple[str, str, str], ...] = (
     ("/get_model_info", "Where the model lies", "application/json"),
     ("/flush_cache", "The same as with POST", "text/plain"),
     ("/cache", "What is cached where; ?limit= nodes of the tree", "application/json"),
+    ("/canary", "What the KV canary checked and found, and the latest violations", "application/json"),
     ("/openapi.json", "This description", "application/json"),
 )
 _PLAIN = ("/flush_cache",)

@@ -193,13 +193,20 @@ class Router:
 
     async def cache_trees(self, exchange: Exchange) -> None:
         """What every engine that lives has cached where."""
-        path = f"/cache?limit={cache_limit(exchange)}"
+        await self._of_all(exchange, f"/cache?limit={cache_limit(exchange)}", "cache")
+
+    async def canaries(self, exchange: Exchange) -> None:
+        """What the canary of every engine that lives found."""
+        await self._of_all(exchange, "/canary", "canary")
+
+    async def _of_all(self, exchange: Exchange, path: str, name: str) -> None:
+        """The same question to every engine; an answer each, or why there is none."""
         answers = await self.fleet.ask_all("GET", path, key=self.admin_key, s_max=_ALL_S_MAX)
         engines: list[dict[str, Any]] = []
         for member, status, body in answers:
             about = {"url": member.url, "kind": member.kind}
             if status == 200:
-                engines.append({**about, "cache": msgspec.Raw(body)})
+                engines.append({**about, name: msgspec.Raw(body)})
             else:
                 engines.append({**about, "error": f"{status}: {body.decode(errors='replace')[:300]}"})
         await exchange.json({"engines": engines})
@@ -270,6 +277,7 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
         ("/metrics", ["GET"], router.metrics_text, nobody),
         ("/flush_cache", ["GET", "POST"], router.flush_cache, admin),
         ("/cache", ["GET"], router.cache_trees, admin),
+        ("/canary", ["GET"], router.canaries, admin),
         ("/abort_request", ["POST"], router.abort_request, admin),
         ("/openapi.json", ["GET"], router.schema, nobody),
     ]

@@ -4,6 +4,7 @@ Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, token
 """
 
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.sched.page_row import OwnPages
 from serinus.sched.scheduler import Scheduler
 from serinus.sched.settings import POLICIES, SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals
@@ -13,6 +14,7 @@ __all__ = [
     "ChunkReady",
     "HandoffSpec",
     "Outcome",
+    "OwnPages",
     "Reservation",
     "SchedSettings",
     "SchedStats",

@@ -3,12 +3,24 @@ page i is for positions i * page_size on, whatever was given back before it. Dec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PageRow"]
+from serinus.core.parts import PageSpan, Part
+
+__all__ = ["OwnPages", "PageRow"]
 
 _GROWTH_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPages:
+    """A request's tokens, and the pages it has, by part."""
+
+    tokens: NDArray[np.int32]
+    spans: tuple[PageSpan, ...]
 
 
 class PageRow:
@@ -31,6 +43,10 @@ class PageRow:
     def count(self) -> int:
         """Pages it has."""
         return self.end - self.first
+
+    def span(self, part: Part) -> PageSpan:
+        """Its pages, as others are told of them; a copy."""
+        return PageSpan(part=part, first=self.first, pages=self.named().copy())
 
     def named(self) -> NDArray[np.int32]:
         """Its pages, in order; a view."""

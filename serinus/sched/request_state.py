@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from serinus.cache import Lease, LoadPlan
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffSpec
-from serinus.core.parts import PageSpan
+from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import SampleSpec
 from serinus.core.request import Request, TokenLogprobs, Usage
-from serinus.sched.page_row import PageRow
+from serinus.sched.page_row import OwnPages, PageRow
 
 __all__ = ["NEXT_PHASES", "Phase", "ReqState"]
 
@@ -201,6 +201,11 @@ class ReqState:
             self.swa.begin_at(0)
         self.found = {}
         self.awaited, self.granted = frozenset(), False
+
+    def own_pages(self) -> OwnPages:
+        """Its tokens, and the pages it has now."""
+        spans = (self.full.span(Part.FULL), *(() if self.swa is None else (self.swa.span(Part.SWA),)))
+        return OwnPages(tokens=self.tokens[: self.known], spans=spans)
 
     def sample_spec(self) -> SampleSpec:
         """How to choose the token behind the last known one."""

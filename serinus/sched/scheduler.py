@@ -24,6 +24,7 @@ from serinus.sched.endings import check_handoff, check_request, ending_of, stop_
 from serinus.sched.incoming import Incoming
 from serinus.sched.loads import begin_again
 from serinus.sched.outgoing import Outgoing
+from serinus.sched.page_row import OwnPages
 from serinus.sched.queues import ReqQueue, admission_order
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
@@ -472,8 +473,6 @@ class Scheduler:
         state.move(Phase.ENDED)
         del self._states[state.rid]
 
-    # How things stand
-
     def stats(self) -> SchedStats:
         """Gauges and a copy of the counters. Cost: O(waiting)."""
         return sched_stats(
@@ -486,6 +485,10 @@ class Scheduler:
         """Requests whose rows name a device page now, whoever owns it. Cost: all pages of all requests."""
         rows = ((state.rid, state.full if part is Part.FULL else state.swa) for state in self._states.values())
         return tuple(rid for rid, row in rows if row is not None and page in row.named())
+
+    def pages_of(self, rid: str) -> OwnPages | None:
+        """A request's tokens and pages; None = unknown."""
+        return self._states[rid].own_pages() if rid in self._states else None
 
     def sanity_check(self) -> None:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""

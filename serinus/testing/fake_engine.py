@@ -204,6 +204,8 @@ class FakeEngine:
                 "# HELP serinus:num_running_reqs Requests running\n# TYPE serinus:num_running_reqs gauge\n"
                 f"serinus:num_running_reqs{{{where}}} {len(self.running)}\n"
             ).encode()
+        elif call.what == "canary":
+            body = json.dumps({"mode": "none", "engine": self.engine}).encode()
         elif call.what == "cache":
             tree = {"total": len(self.running), "nodes": [], "limit": call.limit}
             body = json.dumps({"engine": self.engine, "role": self.role, "pools": [], "tree": tree}).encode()

@@ -6,6 +6,7 @@ next. The toy model makes every wrong page a wrong token (testing/oracle.py know
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from serinus.engine.build import Built, build_core
 from serinus.engine.decode_role import DecodeRole
 from serinus.engine.launch import pd_settings
 from serinus.engine.prefill_role import PrefillRole
+from serinus.engine.roles import Handoffs
 from serinus.pd import DecodePort, LocalBackend, PrefillPort
 from serinus.wire import LocalHub, Post
 
@@ -27,19 +29,26 @@ _ADDRESS = "local://prefill"
 class EnginePair:
     """`decode` owns requests, `prefill` helps. `deltas` holds what clients would have got, by request."""
 
-    def __init__(self, checkpoint: Path, **settings: Any) -> None:
-        """`settings`: of both engines, by their names (docs/settings.md)."""
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        decode_settings: Mapping[str, Any] | None = None,
+        prefill_settings: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings`: of both engines, by their names (docs/settings.md); the other two of one of them."""
         self.clock = ManualClock()
         self.deltas: dict[str, list[TokenDelta]] = {}
         backend, hub = LocalBackend(), LocalHub()
-        self.decode = self._build(checkpoint, "decode", settings)
-        self.prefill = self._build(checkpoint, "prefill", settings)
+        self.decode = self._build(checkpoint, "decode", {**settings, **(decode_settings or {})})
+        self.prefill = self._build(checkpoint, "prefill", {**settings, **(prefill_settings or {})})
         prefill_post = Post(hub.channel(_ADDRESS), incarnation=1, clock=self.clock)
         self.prefill_port = PrefillPort(
             pd_settings(self.prefill, 1, (backend,)),
             post=prefill_post,
             backends=(backend,),
-            store=self.prefill.pools,
+            store=self.prefill.core.guard.outgoing(self.prefill.pools),
             clock=self.clock,
         )
         self.prefill_role = PrefillRole(
@@ -64,6 +73,7 @@ class EnginePair:
             addresses=(_ADDRESS,),
             on_failure="recompute",
             optimistic=self.decode.config.pd.optimistic_prefill,
+            guard=self.decode.core.guard,
         )
 
     def _build(self, checkpoint: Path, role: str, settings: dict[str, Any]) -> Built:
@@ -86,6 +96,7 @@ class EnginePair:
         for delta in self.decode_role.turn(self.clock.now(), self.decode.core.turns):
             self._keep(delta)
         outcome = self.decode.core.step()
+        self._forget_convicted(self.decode, self.decode_role)
         for delta in outcome.deltas if outcome is not None else ():
             self._keep(delta)
 
@@ -94,8 +105,15 @@ class EnginePair:
         self.clock.advance(0.01)
         self.prefill_role.turn(self.clock.now(), self.prefill.core.turns)
         outcome = self.prefill.core.step()
+        self._forget_convicted(self.prefill, self.prefill_role)
         if outcome is not None:
             self.prefill_role.computed(outcome.chunks, self.clock.now())
+
+    def _forget_convicted(self, built: Built, role: Handoffs) -> None:
+        """What the canary ended, its handoff ends too: as the engine's loop does."""
+        for rid in built.core.convicted:
+            role.aborted(rid, self.clock.now())
+        built.core.convicted.clear()
 
     def run_until_idle(self, turns_max: int = 10_000) -> None:
         """Turns, one of each, until both engines hold nothing. Raises AssertionError after turns_max."""

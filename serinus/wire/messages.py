@@ -179,7 +179,7 @@ class EngineCall(MessageBase, frozen=True, kw_only=True):
 
     call: Count
     what: Name
-    """flush_cache | metrics | info | load | cache"""
+    """flush_cache | metrics | info | load | cache | canary"""
     limit: Count = 0
     """Of `cache`: nodes of the tree at most."""
 

@@ -14,7 +14,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason, TokenDelta
 from serinus.engine import Built, build_core
-from serinus.engine.guard import KvGuard
+from serinus.engine.kv_guard import KvGuard
 from serinus.testing.builders import make_request
 from serinus.testing.checkpoints import make_toy
 from serinus.testing.oracle import toy_continue

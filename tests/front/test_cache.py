@@ -1,4 +1,4 @@
-"""/cache: what is cached where, of one engine and of all behind a router."""
+"""/cache and /canary: what is cached where, and whether it is sound, of one engine and of all behind a router."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def test_the_engine_is_asked_for_as_many_nodes_as_the_query_says(front: RunningF
     assert (view["engine"], view["tree"]["limit"]) == ("fake-0", 7)
 
 
+def test_the_canarys_word_is_passed_on(front: RunningFront) -> None:
+    assert front.http.get("/canary").json() == {"mode": "none", "engine": "fake-0"}
+
+
 @pytest.mark.parametrize("limit", ["0", "-1", "x", "10001", "", "1e3", "²"])
 def test_a_limit_that_makes_no_sense_is_refused(front: RunningFront, limit: str) -> None:
     answer = front.http.get("/cache", params={"limit": limit})
@@ -32,9 +36,10 @@ def test_only_the_admin_may_look_where_keys_are_set(byte_folder: Path, new_endpo
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267)
     settings = FrontSettings(model_path=str(byte_folder), api_key="user", admin_api_key="admin")
     with running_front(settings, engine) as front:
-        for key, status in (("user", 401), ("admin", 200)):
-            assert front.http.get("/cache", headers={"authorization": f"Bearer {key}"}).status_code == status
-        assert front.http.get("/cache").status_code == 401
+        for path in ("/cache", "/canary"):
+            for key, status in (("user", 401), ("admin", 200)):
+                assert front.http.get(path, headers={"authorization": f"Bearer {key}"}).status_code == status
+            assert front.http.get(path).status_code == 401
 
 
 @pytest.mark.slow
@@ -62,3 +67,5 @@ def test_a_router_shows_the_trees_of_all_engines(byte_folder: Path, new_endpoint
         assert [member["url"] for member in answer["engines"]] == [front.url for front in fronts]
         assert [member["cache"]["engine"] for member in answer["engines"]] == ["decode-0", "decode-1"]
         assert {member["cache"]["tree"]["limit"] for member in answer["engines"]} == {3}
+        canaries = httpx.get(f"{url}/canary", headers={"authorization": "Bearer a"}).json()
+        assert [member["canary"]["engine"] for member in canaries["engines"]] == ["decode-0", "decode-1"]

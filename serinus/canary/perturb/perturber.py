@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +23,12 @@ from serinus.core.plan import StepResult
 from serinus.core.rng import Rng
 from serinus.models import ForwardBatch
 
-__all__ = ["HostPages", "PageStore", "Perturber"]
+__all__ = ["HostPages", "Perturber"]
 
 _log = get_logger("canary")
 
 HostPages = Callable[[Part], tuple[NDArray[np.uint8], NDArray[np.integer]]]
 """Of a part: the host tier's buffer [P, Y] and the pages of it that hold cached KV now."""
-
-
-class PageStore(Protocol):
-    """What a handoff reads pages from (pd's, of one part)."""
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """The bytes of whole pages."""
-        ...
 
 
 class Perturber:
