@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from serinus.core.rng import Rng
-from tests.cache.model import DEVICE_FULL, Shape
+from tests.cache.model import DEVICE_FULL, HOST_FULL, Shape
 from tests.cache.tiers import TieredWorld
 
 POLICIES = ("lru", "lfu", "fifo", "priority")
@@ -18,7 +18,7 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
 def draw_shape(rng: Rng) -> Shape:
     """Page sizes, parts, tiers and policies, each as often as the others; pools of a few dozen pages."""
-    tiers = rng.choice(["none", "host", "host", "storage"])
+    tiers = rng.choice(["none", "host", "host", "storage", "storage"])
     size = rng.choice([1, 2, 16])
     swa = rng.random() < 0.5
     full = rng.randint(6, 40)
@@ -56,7 +56,21 @@ def arrive(world: TieredWorld, rng: Rng) -> None:
         world.arrive(namespace, tokens, priority=rng.randrange(3), lazy=rng.random() < 0.5)
 
 
+def _revive(world: TieredWorld, rng: Rng) -> None:
+    """A prompt whose beginning was stored once and is here no more asks the storage for it."""
+    there = world.seen.where[HOST_FULL].keys() | world.seen.where[DEVICE_FULL].keys()
+    gone = sorted(world.archive - there)
+    namespace, data = rng.choice(gone or sorted(world.archive))
+    world.arrive(namespace, [*np.frombuffer(data, np.int32).tolist(), 1, 2], lazy=rng.random() < 0.5)
+    world.prefetch(len(world.waiting) - 1)
+
+
 def _admit(world: TieredWorld, rng: Rng) -> None:
+    if world.storage is not None and world.prefetching() and rng.random() < 0.8:
+        if world.storage.pending:  # as a scheduler that waits for its prefetches
+            world.end_storage(0)
+        world.poll()
+        return
     world.admit(rng.choice([rng.randrange(6), -1, -2]), load=rng.random() < 0.8, drop=rng.random() < 0.5)
 
 
@@ -104,11 +118,13 @@ RULES: tuple[tuple[int, Ready, Act], ...] = (
     (2, lambda w: w.mover.pending, lambda w, r: w.doom_copy(r.randrange(6))),
     (2, lambda w: w.shape.host_full, lambda w, r: w.settle()),
     (15, lambda w: w.storage and w.waiting, lambda w, r: w.prefetch(r.randrange(6))),
+    (15, lambda w: w.storage and w.archive, _revive),
     (25, lambda w: w.storage and w.storage.pending, _end_storage),
     (3, lambda w: w.storage and w.waiting, lambda w, r: w.cut(r.randrange(6))),
     (2, lambda w: w.storage and w.waiting, lambda w, r: w.abort_prefetch(r.randrange(6))),
     (1, lambda w: w.storage, lambda w, r: w.lose(r.randrange(50))),
-    (2, lambda w: w.storage, lambda w, r: w.crash(r.choice([None, None, None, "bf16", "fp8"]))),
+    (4, lambda w: w.storage, lambda w, r: w.crash(r.choice([None, None, None, None, "bf16", "fp8"]))),
+    (6, lambda w: w.storage, lambda w, r: w.evict(r.choice([4, 30]), HOST_FULL)),
 )
 
 

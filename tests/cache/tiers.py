@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from serinus.core.parts import Part
 from serinus.testing.fake_mover import POISON
 from tests.cache.base import Req
-from tests.cache.model import DEVICE_FULL, DEVICE_SWA, HOST_FULL, HOST_SWA, POOLS, words
+from tests.cache.model import DEVICE_FULL, DEVICE_SWA, HOST_FULL, HOST_SWA, POOLS, Prefix, words
 from tests.cache.world import World
 
 GAINS = (("gained", HOST_FULL), ("gained", HOST_SWA))
 LOSSES = (("lost", HOST_FULL), ("lost", HOST_SWA))
 STEPS_MAX = 400
+COUNTERS = (
+    "evicted_pages", "duplicate_pages", "hit_tokens", "demoted_pages", "backup_tokens", "loaded_tokens",
+    "failed_copies", "dropped_tokens", "swa_evicted_pages", "host_evicted_pages", "prefetched_tokens", "stored_tokens",
+)  # fmt: skip
+"""Counters of the cache that tell whether a driver reaches what it should."""
 
 
 class TieredWorld(World):
     """Adds what happens between the tiers."""
 
+    def boot(self) -> None:
+        """See Base; the counters of the one before are kept."""
+        super().boot()
+        self.totals = getattr(self, "totals", Counter())
+        self.archive = getattr(self, "archive", set())
+
     steps = 0
     """Rules that ran."""
+    totals: Counter[str]
+    """What the caches counted that have died in this world."""
+    archive: set[Prefix]
+    """What the host had when a storage operation ended: worth asking the storage for."""
     host_low = 1 << 30
     """The fewest host pages that were free at any look: while they suffice for all, write_through lacks nothing."""
 
@@ -122,6 +139,7 @@ class TieredWorld(World):
         assert self.storage is not None
         pending = list(self.storage.pending)
         self.failures += good_max is not None
+        self.archive |= self.seen.where[HOST_FULL].keys()
         self.storage.finish(pending[which % len(pending)], good_max)
         self.changed().only()
 
@@ -132,6 +150,10 @@ class TieredWorld(World):
         if keys:
             self.failures += 1
             self.storage.lose([keys[which % len(keys)]])
+
+    def prefetching(self) -> bool:
+        """Whether a waiting request has a prefetch that is not over."""
+        return any(not self.cache.prefetch_state(req.rid).over for req in self.waiting)
 
     def prefetch(self, which: int) -> None:
         """A waiting request asks the storage for what it lacks."""
@@ -187,9 +209,15 @@ class TieredWorld(World):
             self.waiting.append(_again(req))
         self.running.clear()
         self.holds.clear()
+        self.totals = self.counted()
         self.engine = self.engine if engine is None else engine
         self.host_low = 1 << 30
         self.boot()
+
+    def counted(self) -> Counter[str]:
+        """Counters over all caches of this world."""
+        stats = self.cache.stats()
+        return self.totals + Counter({name: getattr(stats, name) for name in COUNTERS})
 
     def drain(self) -> None:
         """End everything: tier by tier all comes back."""

@@ -146,6 +146,9 @@ class World(Base):
             change.only(*(EVICTION if self.untold else ()))
             return None
         self.check_eviction(change, max(0, full - free[Part.FULL]), pins, window_pins)
+        if swa <= free.get(Part.SWA, 0):
+            alone = change.lost[DEVICE_SWA].keys() - change.lost[DEVICE_FULL].keys()
+            assert not alone, f"SWA went although {free} pages were free for {wanted}: {words(alone)}"
         for part, pages in ((Part.FULL, given.full), (Part.SWA, given.swa)):
             assert len(pages) == wanted[part], f"{len(pages)} pages of {part.name}, expected {wanted[part]}"
             if not len(pages):
