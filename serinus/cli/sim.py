@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +32,6 @@ _BATCH = 25
 def run(command: Command, words: Sequence[str]) -> int:
     """Run the seeds that are asked for. 0 = nothing was found, 1 = something was."""
     arguments = _arguments(command, words)
-    logging.getLogger("serinus").setLevel(logging.CRITICAL)  # the engines of the world fail all the time, on purpose
     out = console(stderr=True)
     if arguments.scenario:
         return _replay(_read(arguments.scenario), arguments, out)
@@ -156,7 +154,6 @@ def run_batch(seeds: Sequence[int], backend: str) -> list[tuple[int, str, int, d
     from serinus.testing.world import draw
     from serinus.testing.world import run as run_world
 
-    logging.getLogger("serinus").setLevel(logging.CRITICAL)
     found = []
     for seed in seeds:
         result = run_world(draw(seed, backend=backend))

@@ -10,7 +10,6 @@ it under the mutant with --seed) and the finding.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -376,7 +375,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help=f"seeds for each (default: {SEEDS_MAX})")
     parser.add_argument("--seed", type=int, help="one seed only")
     arguments = parser.parse_args(words)
-    logging.getLogger("serinus").setLevel(logging.CRITICAL)
     chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
     seeds = range(arguments.seeds) if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
     clock, survived = WallClock(), []

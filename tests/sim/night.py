@@ -8,7 +8,6 @@ Prints each finding as a scenario (save it, `serinus sim --scenario FILE`); exit
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterable
 
@@ -38,7 +37,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="only these (default: all)")
     parser.add_argument("--seed", type=int, default=3, help="whose requests (default: 3)")
     arguments = parser.parse_args(words)
-    logging.getLogger("serinus").setLevel(logging.CRITICAL)
     found = 0
     for backend in arguments.backend or BACKENDS:
         scenario = draw(arguments.seed, backend=backend)

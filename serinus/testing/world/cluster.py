@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -332,8 +335,26 @@ class Cluster:
                     raise Broken(f"I12: rank {rank.number} of {engine.name} keeps {rank.begun} {rank.table.batches}")
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The engines of a world fail all the time, on purpose: nobody wants to read that."""
+    logger = logging.getLogger("serinus")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def run(scenario: Scenario) -> Run:
-    """One scenario from beginning to end."""
+    """One scenario from beginning to end; without the log lines of its engines (for those: `Cluster(scenario).run()`,
+    which raises what it finds)."""
+    with _silence():
+        return _run(scenario)
+
+
+def _run(scenario: Scenario) -> Run:
     finding: Finding | None = None
     cluster = Cluster(scenario)
     try:
