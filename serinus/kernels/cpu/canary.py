@@ -6,22 +6,23 @@ L = layers, W = 16-bit lanes of one layer's row of one half, Q = ring rows.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, intrinsic, ir
+from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
 from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, UNKNOWN, check_digest
 
 __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "warm"]
 
-_Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step")
+_Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead")
 _Plan = fields(
     "ticket table rows lows highs first_pages offsets slots positions previous sequences sequence_count columns"
     " page_size stride"
@@ -31,7 +32,10 @@ _Verify = fields(
     " checked count step"
 )
 _Write = fields("ticket stamps slot_count lane slots positions tokens starts previous digests sequence_count")
-_DIGEST_STEP_BYTES = 1 << 18
+_AHEAD_BYTES = 8192
+"""How far before its use a row is asked for."""
+_DIGEST_STEP = 16
+_DIGEST_ALONE_BYTES = 1 << 18
 _VERIFY_STEP = 2048
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -40,21 +44,21 @@ _ANCHOR = np.uint64(ANCHOR)
 
 
 def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
-    """Digests [E, 2] of K and V. Lanes whose coefficients are zero beyond the first 16 bytes are not read."""
+    """Digests [E, 2] of K and V of all layers' rows in some slots."""
     check_digest(layers_kv, coefficients_L22W)
     slots_E, coefficients_L22W = slots_E.contiguous(), coefficients_L22W.contiguous()
-    out_E2 = torch.empty((len(slots_E), 2), dtype=torch.int64)
-    pool = layers_kv[0][0]
-    slot_bytes = pool[0].numel() * pool.element_size()
-    pools = torch.tensor([half.data_ptr() for pair in layers_kv for half in pair], dtype=torch.int64)
-    width = coefficients_L22W.shape[-1]
-    lanes = width if width <= 8 or bool(coefficients_L22W[..., 8:].any()) else 8
-    step = max(1, _DIGEST_STEP_BYTES // (2 * lanes * 2 * len(layers_kv)))
+    count, strips = len(slots_E), 2 * len(layers_kv)
+    out_E2 = torch.empty((count, 2), dtype=torch.int64)
+    pools = (ctypes.c_int64 * strips)(*[half.data_ptr() for pair in layers_kv for half in pair])
+    lanes, pool = coefficients_L22W.shape[-1], layers_kv[0][0]
+    slot_bytes = pool.stride(0) * pool.element_size()
+    threads = 1 if count * lanes * 2 * strips <= _DIGEST_ALONE_BYTES else thread_count()
+    step = min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS)
     arguments = _Digest(
-        0, pools.data_ptr(), slots_E.data_ptr(), coefficients_L22W.data_ptr(), out_E2.data_ptr(), len(slots_E),
-        len(layers_kv), lanes, slot_bytes, step,
+        0, ctypes.addressof(pools), slots_E.data_ptr(), coefficients_L22W.data_ptr(), out_E2.data_ptr(), count,
+        len(layers_kv), lanes, slot_bytes, step, min(step, -(-_AHEAD_BYTES // (lanes * 2 * ROWS)) * ROWS),
     )  # fmt: skip
-    _digest_body(VERSION)(arguments, 1 if len(slots_E) <= step else thread_count())
+    _digest_body(VERSION)(arguments, threads)
     return out_E2
 
 
@@ -135,29 +139,6 @@ def warm() -> None:
         body(VERSION)
 
 
-@intrinsic
-def _multiply_add(typingctx: Any, total: Any, lane: Any, factor: Any) -> Any:
-    """total + lane * factor in 32 bits, which wrap; numba's own product of 32-bit numbers has 64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.add(args[0], builder.mul(builder.zext(args[1], ir.IntType(32)), args[2]))
-
-    return types.uint32(types.uint32, types.uint16, types.uint32), codegen
-
-
-@intrinsic
-def _added(typingctx: Any, digest: Any, low: Any, high: Any) -> Any:
-    """The digest with two sums more, each in its own 32 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide, narrow = ir.IntType(64), ir.IntType(32)
-        low = builder.add(builder.trunc(args[0], narrow), args[1])
-        high = builder.add(builder.trunc(builder.lshr(args[0], wide(32)), narrow), args[2])
-        return builder.or_(builder.zext(low, wide), builder.shl(builder.zext(high, wide), wide(32)))
-
-    return types.int64(types.int64, types.uint32, types.uint32), codegen
-
-
 @inlined(fastmath=set())
 def _splitmix(x: Any) -> Any:
     x = x + _GAMMA
@@ -176,31 +157,49 @@ def _digest_body(version: int) -> Body:
     def digest_slots(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 10, np.int64)
-        count, layers, lanes, slot_bytes, step = a[5], a[6], a[7], a[8], a[9]
-        width = slot_bytes // 2
-        pools = carray(at(a[1]), layers * 2, np.int64)
+        a = carray(args, 11, np.int64)
+        count, strips, lanes, slot_bytes, step, ahead = a[5], a[6] * 2, a[7], a[8], a[9], a[10]
+        blocks, whole = lanes // BLOCK, lanes // 8
+        pools = carray(at(a[1]), strips, np.int64)
         slots = carray(at(a[2]), count, np.int64)
         out = carray(at(a[4]), count * 2, np.int64)
+        rows = np.empty(2 * ROWS, np.int64)
+        sums = np.empty(ROWS, np.int64)
         while True:
             first = fetch_add(a.ctypes.data, step)
             if first >= count:
                 break
             end = min(first + step, count)
-            for e in range(first, end):
-                out[e * 2] = 0
-                out[e * 2 + 1] = 0
+            for e in range(first * 2, end * 2):
+                out[e] = 0
             # Strip by strip: the slots of a page lie side by side there, and the factors stay in the first cache.
-            for strip in range(layers * 2):
-                factors = carray(at(a[3] + strip * width * 8), lanes, np.uint32)
-                others = carray(at(a[3] + strip * width * 8 + width * 4), lanes, np.uint32)
-                for e in range(first, end):
-                    row = carray(at(pools[strip] + slots[e] * slot_bytes), lanes, np.uint16)
-                    low, high = np.uint32(0), np.uint32(0)
-                    for i in range(lanes):
-                        low = _multiply_add(low, row[i], factors[i])
-                        high = _multiply_add(high, row[i], others[i])
-                    out[e * 2 + strip % 2] = _added(out[e * 2 + strip % 2], low, high)
+            for strip in range(strips):
+                factors = a[3] + strip * lanes * 8
+                others = factors + lanes * 4
+                following = pools[min(strip + 1, strips - 1)]
+                if lanes == 8:
+                    # One line of each row: nothing but latency, so those of the next strip are asked for meanwhile.
+                    for e in range(first, end):
+                        at_slot = slots[e] * slot_bytes
+                        ask_for(following + at_slot)
+                        total = digest_8(pools[strip] + at_slot, factors, others)
+                        out[e * 2 + strip % 2] = add_packed(out[e * 2 + strip % 2], total)
+                    continue
+                for e in range(first, end, ROWS):
+                    for r in range(ROWS):
+                        rows[r] = pools[strip] + slots[min(e + r, end - 1)] * slot_bytes
+                        later, base = e + ahead + r, pools[strip]
+                        if e + ahead >= end:
+                            later, base = first + e + ahead + r - end, following
+                        rows[ROWS + r] = base + slots[min(later, end - 1)] * slot_bytes
+                    digest_rows(rows.ctypes.data, factors, others, blocks, sums.ctypes.data)
+                    for r in range(min(ROWS, end - e)):
+                        total = sums[r]
+                        for i in range(blocks * (BLOCK // 8), whole):
+                            total = add_packed(total, digest_8(rows[r] + i * 16, factors + i * 32, others + i * 32))
+                        for i in range(whole * 8, lanes):
+                            total = add_packed(total, digest_1(rows[r] + i * 2, factors + i * 4, others + i * 4))
+                        out[(e + r) * 2 + strip % 2] = add_packed(out[(e + r) * 2 + strip % 2], total)
 
     return compile_body(digest_slots)
 

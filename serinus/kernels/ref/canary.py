@@ -2,7 +2,8 @@
 
 A stamp is four int64 per slot and lane: token, position, hash of all before it, digest of its KV. Lanes of one part:
 HEAD_K, HEAD_V, TAIL_K, TAIL_V (0 .. 3). Shapes: S = slots, R, C = rows and columns of req_to_token, B = sequences,
-T = tokens written, E = entries verified, L = layers, W = 16-bit lanes of one layer's row of one half, Q = ring rows.
+T = tokens written, E = entries verified, L = layers, W = 16-bit lanes that are digested of one layer's row of one half
+(all, or the first 8), Q = ring rows.
 
 The chain: next.previous_hash = mix(previous_hash, token, position); at position 0 it is ANCHOR. Content only: it holds
 wherever the page lies and whoever shares it.
@@ -64,10 +65,12 @@ def digest_coefficients(
 ) -> NDArray[np.int32]:
     """Odd coefficients [L, 2 halves, 2 sums, W] for the layers and KV heads that a rank holds, by their global numbers.
 
-    Each is a function of (layer, half, head, lane within the head, sum) alone, so that shards add up. `partial`: zero
-    beyond the first 16 bytes of global head 0 of each layer.
+    Each is a function of (layer, half, head, lane within the head, sum) alone, so that shards add up. `partial`: W is
+    8, the first 16 bytes of a row, and all are zero where that is not global head 0.
     """
     lanes = head_size * itemsize // 2
+    if partial:
+        lanes, head_ids = min(lanes, _PARTIAL_LANES), head_ids[:1]
     layer, half, which, head, lane = np.meshgrid(
         np.asarray(layer_ids, np.uint64),
         np.arange(2, dtype=np.uint64),
@@ -82,7 +85,7 @@ def digest_coefficients(
         word = (word ^ (word >> np.uint64(shift))) * np.uint64(factor)
     odd = (word | np.uint64(1)).astype(np.uint32)
     if partial:
-        odd = np.where((head == 0) & (lane < _PARTIAL_LANES), odd, np.uint32(0))
+        odd = np.where(head == 0, odd, np.uint32(0))
     return np.ascontiguousarray(odd.reshape(len(layer_ids), 2, 2, -1)).view(np.int32)
 
 
@@ -92,7 +95,7 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     Args:
         layers_kv: (k, v) pools [S, H, D], contiguous, in the order of the coefficients.
         slots_E: int64.
-        coefficients_L22W: of `digest_coefficients`, on the pools' device.
+        coefficients_L22W: of `digest_coefficients`, on the pools' device. Lanes of a row behind W are not read.
     Raises:
         ValueError: sizes disagree.
     Cost: E * L * 2 * W * 2 bytes read.
@@ -101,7 +104,7 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     sums_E22 = torch.zeros((len(slots_E), 2, 2), dtype=torch.int64, device=slots_E.device)
     for layer, pair in enumerate(layers_kv):
         for half, pool in enumerate(pair):
-            rows_SW = pool.view(len(pool), -1).view(torch.int16)
+            rows_SW = pool.view(len(pool), -1).view(torch.int16)[:, : coefficients_L22W.shape[-1]]
             factors_2W = coefficients_L22W[layer, half].long() & _MASK32
             for at in range(0, len(slots_E), _PIECE_SLOTS):
                 lanes_EW = rows_SW[slots_E[at : at + _PIECE_SLOTS]].long() & 0xFFFF
@@ -114,12 +117,11 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
 def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:
     """Raise ValueError where the coefficients are not those of these pools."""
     pool = layers_kv[0][0]
-    expected = (len(layers_kv), 2, 2, pool[0].numel() * pool.element_size() // 2)
-    if tuple(coefficients_L22W.shape) != expected or coefficients_L22W.dtype != torch.int32:
-        raise ValueError(
-            f"kernels: digest coefficients {coefficients_L22W.dtype} {tuple(coefficients_L22W.shape)},"
-            f" expected int32 {expected}"
-        )
+    whole = pool[0].numel() * pool.element_size() // 2
+    found = tuple(coefficients_L22W.shape)
+    expected = (len(layers_kv), 2, 2, whole)
+    if found not in (expected, (*expected[:3], min(whole, _PARTIAL_LANES))) or coefficients_L22W.dtype != torch.int32:
+        raise ValueError(f"kernels: digest coefficients {coefficients_L22W.dtype} {found}, expected int32 {expected}")
 
 
 def add_digests(one: Tensor, other: Tensor) -> Tensor:

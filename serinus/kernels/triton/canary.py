@@ -20,7 +20,13 @@ __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write"]
 
 _BLOCK = 256
 _PLAN_SPLITS = 8
-_DIGEST_SLOTS = 4
+_WRITE_BLOCK = 128
+_DIGEST_SLOTS = 16
+"""Slots of one program: they share the loads of the factors."""
+_DIGEST_LANES = 256
+_DIGEST_MANY = 4096
+_DIGEST_PROGRAMS = 1024
+"""Few slots are split by layers, up to so many programs; their sums are added atomically."""
 
 
 def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
@@ -30,13 +36,21 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     out_E2 = torch.empty((count, 2), dtype=torch.int64, device=device)
     if not count:
         return out_E2
-    pools = torch.tensor([half.data_ptr() for pair in layers_kv for half in pair], dtype=torch.int64).to(
-        device, non_blocking=True
-    )
-    width = coefficients_L22W.shape[-1]
-    _digest[(triton.cdiv(count, _DIGEST_SLOTS), 2)](
-        pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2, count, len(layers_kv), width,
-        SLOTS=_DIGEST_SLOTS, WIDTH=triton.next_power_of_2(width),
+    addresses = [half.data_ptr() for pair in layers_kv for half in pair]
+    if any(address % 16 for address in addresses):
+        raise ValueError("kernels: a pool begins between two 16 bytes, expected whole ones")
+    pools = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    row_lanes = layers_kv[0][0].stride(0) * layers_kv[0][0].element_size() // 2
+    width, layers = coefficients_L22W.shape[-1], len(layers_kv)
+    slots = _DIGEST_SLOTS if count >= _DIGEST_MANY else 1
+    groups = triton.cdiv(count, slots)
+    splits = max(1, min(layers, _DIGEST_PROGRAMS // (2 * groups)))
+    if splits > 1:
+        out_E2.zero_()
+    _digest[(groups, 2, splits)](
+        pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2, out_E2.view(torch.int32), count, layers,
+        row_lanes, width, SPLIT=splits > 1, SLOTS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
+        num_warps=4 if slots > 1 else 1,
     )  # fmt: skip
     return out_E2
 
@@ -105,10 +119,11 @@ def canary_write(
     if not len(previous_B):
         return
     slots_T = slots_T.contiguous()
+    words_2T = torch.empty((2, len(slots_T)), dtype=torch.int64, device=slots_T.device)
     _write[(len(previous_B), 2)](
         stamps_LS4, stamps_LS4.shape[1], lane, slots_T, positions_T.contiguous(), tokens_T.contiguous(),
         q_starts_B1.contiguous(), previous_B.contiguous(), slots_T if digests_T2 is None else digests_T2.contiguous(),
-        HAS_DIGESTS=digests_T2 is not None, num_warps=1,
+        words_2T, len(slots_T), HAS_DIGESTS=digests_T2 is not None, BLOCK=_WRITE_BLOCK, num_warps=1,
     )  # fmt: skip
 
 
@@ -131,28 +146,41 @@ def _mix(previous_hash, token, position):
 
 
 @_jit
-def _digest(pools, slots, coefficients, out, count, layers, width, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
-    half = tl.program_id(1)
+def _digest(
+    pools, slots, coefficients, out, out_words, count, layers, row_lanes, width,
+    SPLIT: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    half, split = tl.program_id(1), tl.program_id(2)
     e = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     live = e < count
-    slot = tl.load(slots + e, mask=live, other=0)
+    rows = tl.load(slots + e, mask=live, other=0) * row_lanes
     w = tl.arange(0, WIDTH)
-    inside = live[:, None] & (w < width)[None, :]
     low = tl.zeros((SLOTS, WIDTH), tl.uint32)
     high = tl.zeros((SLOTS, WIDTH), tl.uint32)
-    for layer in range(layers):
+    for layer in range(split, layers, tl.num_programs(2)):
         strip = layer * 2 + half
-        pool = tl.load(pools + strip).to(tl.pointer_type(tl.uint16))
+        # Every pool begins on a whole 16 bytes: only so are 8 lanes one load.
+        pool = tl.multiple_of(tl.load(pools + strip).to(tl.pointer_type(tl.uint16)), 16)
         factors = coefficients + strip.to(tl.int64) * 2 * width
-        lanes = tl.load(pool + slot[:, None] * width + w[None, :], mask=inside, other=0).to(tl.uint32)
-        one = tl.load(factors + w, mask=w < width, other=0).to(tl.uint32, bitcast=True)
-        other = tl.load(factors + width + w, mask=w < width, other=0).to(tl.uint32, bitcast=True)
-        low += lanes * one[None, :]
-        high += lanes * other[None, :]
+        for first in range(0, width, WIDTH):
+            at = first + w
+            inside = live[:, None] & (at < width)[None, :]
+            lanes = tl.load(pool + rows[:, None] + at[None, :], mask=inside, other=0, eviction_policy="evict_first").to(
+                tl.uint32
+            )
+            one = tl.load(factors + at, mask=at < width, other=0).to(tl.uint32, bitcast=True)
+            other = tl.load(factors + width + at, mask=at < width, other=0).to(tl.uint32, bitcast=True)
+            low += lanes * one[None, :]
+            high += lanes * other[None, :]
     # Sums in 64 bits, then cut: how wide a reduction of 32-bit numbers is differs between compiler and interpreter.
     low_sum = tl.sum(low.to(tl.uint64), 1) & 0xFFFFFFFF
     high_sum = tl.sum(high.to(tl.uint64), 1) & 0xFFFFFFFF
-    tl.store(out + e * 2 + half, (low_sum | (high_sum << 32)).to(tl.int64, bitcast=True), mask=live)
+    if SPLIT:
+        words = out_words + (e * 2 + half) * 2
+        tl.atomic_add(words, low_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
+        tl.atomic_add(words + 1, high_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
+    else:
+        tl.store(out + e * 2 + half, (low_sum | (high_sum << 32)).to(tl.int64, bitcast=True), mask=live)
 
 
 @_jit
@@ -240,10 +268,29 @@ def _verify(
 
 @_jit
 def _write(
-    stamps, slot_count, lane, slots, positions, tokens, starts, previous, digests, HAS_DIGESTS: tl.constexpr
+    stamps, slot_count, lane, slots, positions, tokens, starts, previous, digests, words, total,
+    HAS_DIGESTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, half = tl.program_id(0), tl.program_id(1)
     base = stamps + (lane + half).to(tl.int64) * slot_count * 4
+    words += half * total
+    begin, end = tl.load(starts + b), tl.load(starts + b + 1)
+    # All but the chain is done side by side; its words wait in a buffer.
+    for first in range(begin, end, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        live = t < end
+        token, position = tl.load(tokens + t, mask=live, other=0), tl.load(positions + t, mask=live, other=0)
+        word = _splitmix(token.to(tl.uint64, bitcast=True) ^ (position.to(tl.uint64, bitcast=True) << 32))
+        tl.store(words + t, word.to(tl.int64, bitcast=True), mask=live)
+        slot = tl.load(slots + t, mask=live, other=0)
+        real = slot != 0
+        tl.store(base + slot * 4, token, mask=real)
+        tl.store(base + slot * 4 + 1, position, mask=real)
+        digest = slot * 0
+        if HAS_DIGESTS:
+            digest = tl.load(digests + t * 2 + half, mask=live, other=0)
+        tl.store(base + slot * 4 + 3, digest, mask=real)
+    tl.debug_barrier()
     before = base + tl.load(previous + b) * 4
     chain = _mix(
         tl.load(before + 2).to(tl.uint64, bitcast=True),
@@ -251,15 +298,12 @@ def _write(
         tl.load(before + 1).to(tl.uint64, bitcast=True),
     )
     chain = tl.where(tl.load(previous + b) == 0, tl.full((), _ANCHOR, tl.uint64), chain)
-    for t in range(tl.load(starts + b), tl.load(starts + b + 1)):
-        slot = tl.load(slots + t)
-        token, position = tl.load(tokens + t), tl.load(positions + t)
-        real = slot != 0
-        tl.store(base + slot * 4, token, mask=real)
-        tl.store(base + slot * 4 + 1, position, mask=real)
-        tl.store(base + slot * 4 + 2, chain.to(tl.int64, bitcast=True), mask=real)
-        if HAS_DIGESTS:
-            tl.store(base + slot * 4 + 3, tl.load(digests + t * 2 + half), mask=real)
-        else:
-            tl.store(base + slot * 4 + 3, slot * 0, mask=real)
-        chain = _mix(chain, token.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True))
+    # The next word is on its way while this one is mixed in.
+    slot = tl.load(slots + begin, mask=begin < end, other=0)
+    word = tl.load(words + begin, mask=begin < end, other=0)
+    for t in range(begin, end):
+        next_slot = tl.load(slots + t + 1, mask=t + 1 < end, other=0)
+        next_word = tl.load(words + t + 1, mask=t + 1 < end, other=0)
+        tl.store(base + slot * 4 + 2, chain.to(tl.int64, bitcast=True), mask=slot != 0)
+        chain = _splitmix(chain ^ word.to(tl.uint64, bitcast=True))
+        slot, word = next_slot, next_word

@@ -1,0 +1,128 @@
+"""The inner loops of the canary's digest as LLVM vectors: two 32-bit sums of (16-bit lane * factor), packed in 64 bits.
+
+Addresses are int64. Sums wrap. Packed means low sum | high sum << 32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+
+from serinus.kernels.cpu.scalar import cgutils, intrinsic, ir
+
+__all__ = ["BLOCK", "ROWS", "add_packed", "ask_for", "digest_1", "digest_8", "digest_rows"]
+
+ROWS = 4
+"""Rows digested together: they share the loads of the factors."""
+BLOCK = 32
+"""Lanes of one turn of the inner loop: 64 bytes of each row."""
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VECTOR = 16
+
+
+def _load(builder: Any, address: Any, byte_count: int, kind: Any, align: int) -> Any:
+    spot = builder.add(address, _I64(byte_count)) if byte_count else address
+    loaded = builder.load(builder.inttoptr(spot, kind.as_pointer()))
+    loaded.align = align
+    return loaded
+
+
+def _folded(builder: Any, vector: Any) -> Any:
+    name = f"llvm.vector.reduce.add.v{vector.type.count}i32"
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [vector.type]), name), [vector]
+    )
+
+
+def _packed(builder: Any, low: Any, high: Any) -> Any:
+    return builder.or_(builder.zext(low, _I64), builder.shl(builder.zext(high, _I64), _I64(32)))
+
+
+def _ask_for(builder: Any, address: Any) -> None:
+    """Into the second level."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fn, [builder.inttoptr(address, pointer), _I32(0), _I32(2), _I32(1)])
+
+
+@intrinsic
+def digest_rows(typingctx: Any, rows: Any, factors: Any, others: Any, blocks: Any, out: Any) -> Any:
+    """out[r] = packed sums of the first `blocks` * BLOCK lanes of row r, for r < ROWS.
+
+    rows: int64 addresses of ROWS rows, then of ROWS rows of which the same lanes are asked for ahead of their use.
+    factors, others: int32 of the first and of the second sum. out: int64 [ROWS].
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows_at, factors_at, others_at, count, out_at = args
+        words, shorts = ir.VectorType(_I32, _VECTOR), ir.VectorType(_I16, _VECTOR)
+        spots = [_load(builder, rows_at, 8 * i, _I64, 8) for i in range(2 * ROWS)]
+        sums = [[cgutils.alloca_once(builder, words) for _ in range(2)] for _ in range(ROWS)]
+        for total in (total for pair in sums for total in pair):
+            builder.store(ir.Constant(words, [0] * _VECTOR), total)
+        with cgutils.for_range(builder, count, intp=_I64) as loop:
+            here, there = (builder.mul(loop.index, _I64(BLOCK * size)) for size in (2, 4))
+            for spot in spots[ROWS:]:
+                _ask_for(builder, builder.add(spot, here))
+            for first in range(0, BLOCK, _VECTOR):
+                pair = [_load(builder, builder.add(at, there), first * 4, words, 4) for at in (factors_at, others_at)]
+                for spot, totals in zip(spots[:ROWS], sums, strict=True):
+                    lanes = builder.zext(_load(builder, builder.add(spot, here), first * 2, shorts, 2), words)
+                    for factor, total in zip(pair, totals, strict=True):
+                        builder.store(builder.add(builder.load(total), builder.mul(lanes, factor)), total)
+        for r, (low, high) in enumerate(sums):
+            both = _packed(builder, *(_folded(builder, builder.load(total)) for total in (low, high)))
+            builder.store(both, builder.inttoptr(builder.add(out_at, _I64(8 * r)), _I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(rows, factors, others, blocks, out), codegen
+
+
+@intrinsic
+def digest_8(typingctx: Any, row: Any, factors: Any, others: Any) -> Any:
+    """Packed sums of the 8 lanes at an address: 16 bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = ir.VectorType(_I32, 8)
+        lanes = builder.zext(_load(builder, args[0], 0, ir.VectorType(_I16, 8), 2), words)
+        sums = [_folded(builder, builder.mul(lanes, _load(builder, at, 0, words, 4))) for at in args[1:]]
+        return _packed(builder, *sums)
+
+    return types.int64(row, factors, others), codegen
+
+
+@intrinsic
+def ask_for(typingctx: Any, address: Any) -> Any:
+    """The cache line at an address is needed soon. Any address will do: a wrong one is ignored."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _ask_for(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(address), codegen
+
+
+@intrinsic
+def digest_1(typingctx: Any, row: Any, factors: Any, others: Any) -> Any:
+    """Packed sums of the one lane at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lane = builder.zext(_load(builder, args[0], 0, _I16, 2), _I32)
+        return _packed(builder, *(builder.mul(lane, _load(builder, at, 0, _I32, 4)) for at in args[1:]))
+
+    return types.int64(row, factors, others), codegen
+
+
+@intrinsic
+def add_packed(typingctx: Any, one: Any, other: Any) -> Any:
+    """Each sum in its own 32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low = builder.add(*(builder.trunc(word, _I32) for word in args))
+        high = builder.add(*(builder.trunc(builder.lshr(word, _I64(32)), _I32) for word in args))
+        return _packed(builder, low, high)
+
+    return types.int64(one, other), codegen
