@@ -130,6 +130,8 @@ class SimPost(Post):
         message = letter.message
         if not isinstance(message, _MAY_OVERTAKE):
             return False
+        if isinstance(message, Fail) and message.reading:
+            return False  # its DRAINED follows, and must find it there
         if isinstance(message, Grant) and message.xid in self._late_xids:
             chance = max(chance, 0.7)
         waits = self._engine.rng.random() < chance
