@@ -26,6 +26,7 @@ from serinus.wire.messages import Generate, TokenLp, TokenOut, UsageOut, ids_to_
 __all__ = ["Ask", "Call", "Event", "RequestFailed", "SequenceState"]
 
 _NAME_MAX = 256
+_PRIORITY_END = 1 << 31
 
 
 class RequestFailed(RequestError):
@@ -147,10 +148,14 @@ class Call:
             raise BadRequest("rid", [s.rid for s in self.sequences], "different ids")
         self.mailbox: Mailbox | None = None
 
-    def submit(self, *, seeds: Sequence[int], cache_salt: str = "", prefill_address: str = "") -> Mailbox:
+    def submit(
+        self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, prefill_address: str = ""
+    ) -> Mailbox:
         """Send the sequences to the engine; `seeds`: one per prompt. Raises EngineDown, CapacityError."""
         if len(cache_salt) > _NAME_MAX:
             raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
+        if not -_PRIORITY_END <= priority < _PRIORITY_END:
+            raise BadRequest("priority", priority, "an integer of 32 bits, higher = kept longer")
         if len(prefill_address) > _NAME_MAX:
             raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
         messages: list[Generate] = []
@@ -169,6 +174,7 @@ class Call:
                     sampling=sampling_to_wire(replace(ask.sampling, n=1)),
                     seed=seed,
                     cache_salt=cache_salt,
+                    priority=priority,
                     prefill_address=prefill_address,
                 )
             )

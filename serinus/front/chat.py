@@ -98,7 +98,9 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     special = bool(body.add_special_tokens)  # templates write their own
     ask = await front.ask("messages", text, params, limit_field=limit_field, add_special_tokens=special)
     request_id = body.rid or new_rid("chatcmpl")
-    async with front.calling(exchange, [ask], request_id=request_id, cache_salt=body.cache_salt, start=start) as call:
+    async with front.calling(
+        exchange, [ask], request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
+    ) as call:
         show = _ChatShow(front, call, body, tokenizer, start)
         if body.stream:
             await show.stream(exchange)

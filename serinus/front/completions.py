@@ -40,7 +40,9 @@ async def completions(front: Front, exchange: Exchange) -> None:
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]
     request_id = body.rid or new_rid("cmpl")
-    async with front.calling(exchange, asks, request_id=request_id, cache_salt=body.cache_salt, start=start) as call:
+    async with front.calling(
+        exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
+    ) as call:
         show = _CompletionShow(front, call, body, await front.tokenizer_or_none(), start)
         if body.stream:
             await show.stream(exchange)

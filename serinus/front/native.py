@@ -66,7 +66,9 @@ async def generate(front: Front, exchange: Exchange) -> None:
         if wish.prompt_from > len(ask.prompt):
             raise BadRequest("logprob_start_len", wish.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")
     salt = body.cache_salt or body.extra_key
-    async with front.calling(exchange, asks, request_id=request_id, cache_salt=salt, start=start) as call:
+    async with front.calling(
+        exchange, asks, request_id=request_id, start=start, cache_salt=salt, priority=body.priority
+    ) as call:
         single = single and total == 1
         show = _NativeShow(front, call, wishes, body, await front.tokenizer_or_none(), start, single)
         if body.stream:

@@ -61,6 +61,8 @@ class OpenAiBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    """Higher = its cached prefix stays longer (--radix-eviction-policy priority)."""
     rid: str | None = None
     return_meta_info: bool | None = None
     """Add what /generate calls `meta_info`, one per choice: cached tokens by tier, where each part ran."""
@@ -163,6 +165,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+    priority: int | None = None
+    """Higher = its cached prefix stays longer (--radix-eviction-policy priority)."""
     model: str | None = None
     input_embeds: Any = None
     image_data: Any = None

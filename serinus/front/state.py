@@ -178,7 +178,14 @@ class Front:
 
     @asynccontextmanager
     async def calling(
-        self, exchange: Exchange, asks: Sequence[Ask], *, request_id: str, cache_salt: str | None, start: float
+        self,
+        exchange: Exchange,
+        asks: Sequence[Ask],
+        *,
+        request_id: str,
+        start: float,
+        cache_salt: str | None = None,
+        priority: int | None = None,
     ) -> AsyncIterator[Call]:
         """Run these prompts for this client; whatever ends it, nothing is left running in the engine."""
         count = sum(ask.sampling.n for ask in asks)
@@ -196,6 +203,7 @@ class Front:
         mailbox = call.submit(
             seeds=[self.seed(ask.sampling) for ask in asks],
             cache_salt=cache_salt or "",
+            priority=priority or 0,
             prefill_address=self._suggested_prefill(exchange),
         )
         exchange.watch(mailbox.leave)

@@ -62,6 +62,7 @@ class Asked:
             seed=request.seed,
             held=self.held,
             cache_salt=request.cache_salt,
+            priority=request.priority,
             deadline_s=deadline_s,
         )
 

@@ -96,6 +96,7 @@ class Order:
             sampling=sampling,
             seed=message.seed,
             cache_salt=message.cache_salt,
+            priority=message.priority,
             arrival=now,
         )
         return cls(

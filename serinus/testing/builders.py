@@ -15,12 +15,21 @@ __all__ = ["Answer", "make_request"]
 
 
 def make_request(
-    rid: str, prompt: Sequence[int], *, seed: int = 0, cache_salt: str = "", arrival: float = 0.0, **sampling: Any
+    rid: str,
+    prompt: Sequence[int],
+    *,
+    seed: int = 0,
+    cache_salt: str = "",
+    priority: int = 0,
+    arrival: float = 0.0,
+    **sampling: Any,
 ) -> Request:
     """A request with greedy sampling unless told otherwise."""
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     ids = np.array(prompt, np.int32)
-    return Request(rid=rid, prompt=ids, sampling=params, seed=seed, cache_salt=cache_salt, arrival=arrival)
+    return Request(
+        rid=rid, prompt=ids, sampling=params, seed=seed, cache_salt=cache_salt, priority=priority, arrival=arrival
+    )
 
 
 @dataclass(slots=True)

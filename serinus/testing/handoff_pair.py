@@ -79,7 +79,7 @@ class HandoffPair:
         request = handoff.reservation.request
         copy = Request(
             rid=handoff.xid, prompt=request.prompt, sampling=request.sampling, seed=request.seed,
-            cache_salt=request.cache_salt, arrival=self.prefill.clock.now(),
+            cache_salt=request.cache_salt, priority=request.priority, arrival=self.prefill.clock.now(),
         )  # fmt: skip
         spec = HandoffSpec(xid=handoff.xid, held=handoff.reservation.held)
         self.prefill.scheduler.add(copy, handoff=spec)

@@ -66,6 +66,7 @@ def request_to_wire(request: Request) -> Generate:
         sampling=sampling_to_wire(request.sampling),
         seed=request.seed,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         prefill_address=request.prefill_address,
     )
 
@@ -78,6 +79,7 @@ def request_from_wire(message: Generate, now: float) -> Request:
         sampling=sampling_from_wire(message.sampling),
         seed=message.seed,
         cache_salt=message.cache_salt,
+        priority=message.priority,
         prefill_address=message.prefill_address,
         arrival=now,
     )

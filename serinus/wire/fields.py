@@ -16,6 +16,7 @@ __all__ = [
     "Names",
     "Pages",
     "PartBase",
+    "Priority",
     "Sampling",
     "Seconds",
     "Text",
@@ -30,6 +31,7 @@ __all__ = [
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=16_384)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Pages = Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]
 # Containers are bounded one by one: their length is checked before anything of that length is allocated.

@@ -15,6 +15,7 @@ from serinus.wire.fields import (
     Names,
     Pages,
     PartBase,
+    Priority,
     Sampling,
     Seconds,
     Text,
@@ -140,6 +141,8 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
     held: Count
     """Page-aligned (by decode's pages), at most prompt length - 1."""
     cache_salt: Name = ""
+    priority: Priority = 0
+    """Of the cached prefix, in prefill's cache too."""
     deadline_s: float = 300.0
     """Seconds from receipt after which prefill may end it with FAIL."""
 

@@ -19,6 +19,7 @@ from serinus.wire.fields import (
     MessageBase,
     Name,
     PartBase,
+    Priority,
     Sampling,
     Text,
     TokenLp,
@@ -138,6 +139,7 @@ class Generate(MessageBase, frozen=True, kw_only=True):
     sampling: Sampling
     seed: int
     cache_salt: Name = ""
+    priority: Priority = 0
     prefill_address: Name = ""
 
 

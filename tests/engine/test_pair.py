@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def request(rid: str, prompt: list[int], count: int = 6, *, remote: bool = True)
     return Request(rid=rid, prompt=np.asarray(prompt, np.int32), sampling=sampling, seed=0, prefill_address=address)
 
 
-def pair(toy: Path, **settings: int) -> EnginePair:
+def pair(toy: Path, **settings: int | str) -> EnginePair:
     return EnginePair(toy, **{"page_size": 4, "max_total_tokens": 256, "chunked_prefill_size": 16, **settings})
 
 
@@ -53,6 +54,19 @@ def test_the_second_request_brings_only_what_decode_lacks(toy: Path) -> None:
     assert usage is not None
     assert (usage.handoff_tokens, dict(usage.cached_tokens)) == (1, {"device": 40})
     assert both.tokens("b") == toy_continue(load_spec(toy), prompt, 6)
+
+
+def test_the_priority_of_a_request_is_known_to_the_caches_of_both_sides(toy: Path) -> None:
+    both = pair(toy, max_total_tokens=64, radix_eviction_policy="priority")
+    kept = list(range(1, 22))
+    both.add(replace(request("kept", kept), priority=7))
+    both.run_until_idle()
+    for first in range(2, 6):
+        both.add(request(f"later-{first}", list(range(first, first + 21))))
+        both.run_until_idle()
+    for built in (both.decode, both.prefill):
+        assert built.cache.stats().evicted_pages > 0
+        assert built.cache.probe("", np.asarray(kept, np.int32)).device == 20
 
 
 def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:

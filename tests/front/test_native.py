@@ -10,6 +10,7 @@ import pytest
 from serinus.front import Tokenizer
 from serinus.testing.fake_engine import fake_continue
 from serinus.testing.running_front import RunningFront
+from serinus.wire.messages import Generate
 
 VOCAB = 267
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -103,6 +104,26 @@ def test_cached_tokens_are_shown_by_tier(front: RunningFront) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}}),
+        ("/v1/completions", {"model": "canary", "prompt": "x", "max_tokens": 1}),
+        ("/v1/chat/completions", {"model": "canary", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+    ],
+)
+def test_a_priority_reaches_the_engine_from_every_endpoint(
+    front: RunningFront, path: str, body: dict[str, Any]
+) -> None:
+    for asked, expected in ((-5, -5), (None, 0)):
+        assert front.post(path, {**body, "priority": asked}).status_code == 200
+        message = front.engine.of(Generate)[-1]
+        assert isinstance(message, Generate)
+        assert message.priority == expected
+    refused = front.post(path, {**body, "priority": 1.5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+
+
+@pytest.mark.parametrize(
     ("body", "field"),
     [
         ({}, "text"),
@@ -134,6 +155,8 @@ def test_cached_tokens_are_shown_by_tier(front: RunningFront) -> None:
         ({"text": "x", "logprob_start_len": -2}, "logprob_start_len"),
         ({"text": "x", "image_data": "y"}, "image_data"),
         ({"text": "x", "cache_salt": "s" * 300}, "cache_salt"),
+        ({"text": "x", "priority": 1 << 31}, "priority"),
+        ({"text": "x", "priority": "high"}, "priority"),
     ],
 )
 def test_a_wrong_request_is_refused_by_field(front: RunningFront, body: dict[str, Any], field: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serinus.core.errors import FrameError
+from serinus.testing.builders import make_request
 from serinus.wire import decode, encode
 from serinus.wire.codec import BODY_BYTES_MAX, HEAD_BYTES
+from serinus.wire.convert import request_from_wire, request_to_wire
 from serinus.wire.messages import (
     Abort,
     AbortAck,
@@ -54,13 +57,17 @@ MESSAGES: tuple[Message, ...] = (
     Abort(rid="r", reason="gone"),
     EngineCall(call=3, what="metrics"),
     Generate(
-        rid="r", prompt=ids_to_bytes(np.arange(5, dtype=np.int32)), sampling=Sampling(logit_bias={7: 1.5}), seed=-4
+        rid="r",
+        prompt=ids_to_bytes(np.arange(5, dtype=np.int32)),
+        sampling=Sampling(logit_bias={7: 1.5}),
+        seed=-4,
+        priority=-(1 << 31),
     ),
     Tokens(out=(TokenOut(rid="r", ids=(1, 2), logprobs=(TokenLp(logprob=-0.5, top_ids=(3,), top_logprobs=(-0.1,)),)),)),
     Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm", "tcp")),
     HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT),
     Keepalive(grant_floor=9, load=1, turn=2),
-    Prepare(xid="x.0", rid="r", grant=1, prompt=b"\0\0\0\0", sampling=Sampling(), seed=1, held=0),
+    Prepare(xid="x.0", rid="r", grant=1, prompt=b"\0\0\0\0", sampling=Sampling(), seed=1, held=0, priority=3),
     Grant(xid="x.0", grant=1, spans=(SpanPages(part=0, first=2, pages=[4, 5, 6]),), digest_seed=(1 << 63) - 1),
     Data(xid="x.0", grant=1, piece=0, first=0, digests=b"\xff" * 16, byte_count=64),
     DataOk(xid="x.0", grant=1, piece=0),
@@ -206,3 +213,12 @@ def test_a_message_too_big_to_send_is_refused_at_home() -> None:
 
 def test_the_head_is_as_long_as_the_docs_say() -> None:
     assert HEAD_BYTES == 4 + 1 + 1 + 2 + 4 + 8 + 8 + 8 + 8 + 4
+
+
+def test_a_request_that_travelled_is_the_same_request() -> None:
+    request = make_request("r", [1, 2, 3], seed=4, cache_salt="tenant", priority=-7, arrival=5.0, top_k=3)
+    message = decode(encode(request_to_wire(request))).message
+    assert isinstance(message, Generate)
+    come = request_from_wire(message, 5.0)
+    assert come.prompt.tolist() == [1, 2, 3]
+    assert replace(come, prompt=request.prompt) == request
