@@ -7,6 +7,7 @@ E = entries verified, L = layers, W = 16-bit lanes of one layer's row of one hal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write"]
 _BLOCK = 256
 _PLAN_SPLITS = 8
 _WRITE_BLOCK = 128
-_DIGEST_SLOTS = 16
-"""Slots of one program: they share the loads of the factors."""
+_DIGEST_SLOTS = ((4096, 16), (256, 4), (0, 1))
+"""From so many slots on, so many a program: they share the loads of the factors."""
 _DIGEST_LANES = 256
-_DIGEST_MANY = 4096
-_DIGEST_PROGRAMS = 1024
+_DIGEST_PROGRAMS = 4096
 """Few slots are split by layers, up to so many programs; their sums are added atomically."""
 
 
@@ -36,13 +36,10 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     out_E2 = torch.empty((count, 2), dtype=torch.int64, device=device)
     if not count:
         return out_E2
-    addresses = [half.data_ptr() for pair in layers_kv for half in pair]
-    if any(address % 16 for address in addresses):
-        raise ValueError("kernels: a pool begins between two 16 bytes, expected whole ones")
-    pools = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    pools = _addresses(tuple(half.data_ptr() for pair in layers_kv for half in pair), device)
     row_lanes = layers_kv[0][0].stride(0) * layers_kv[0][0].element_size() // 2
     width, layers = coefficients_L22W.shape[-1], len(layers_kv)
-    slots = _DIGEST_SLOTS if count >= _DIGEST_MANY else 1
+    slots = next(slots for least, slots in _DIGEST_SLOTS if count >= least)
     groups = triton.cdiv(count, slots)
     splits = max(1, min(layers, _DIGEST_PROGRAMS // (2 * groups)))
     if splits > 1:
@@ -53,6 +50,14 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
         num_warps=4 if slots > 1 else 1,
     )  # fmt: skip
     return out_E2
+
+
+@lru_cache(maxsize=64)
+def _addresses(pools: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device; copied once."""
+    if any(address % 16 for address in pools):
+        raise ValueError(f"kernels: pools at {pools}, expected addresses of whole 16 bytes")
+    return torch.tensor(pools, dtype=torch.int64).to(device)
 
 
 def canary_plan(

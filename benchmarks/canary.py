@@ -1,0 +1,214 @@
+"""What the canary costs: the 221M model with and without it, decode at batch 16 and a prefill chunk, in one run.
+
+Goals, of decode time: `partial` + rotating:16 <= 1 %, `all` + rotating:16 <= 2 %, `all` + full <= 15 %; digests of
+pages that arrive >= 15 GB/s. Ceiling of a digest: a plain sum over as many bytes. Every mode has an engine of its own;
+they take turns step by step, and each of 16 phases of the rotation counts with its best step.
+
+    python benchmarks/canary.py [--rounds 6] [--threads 2] [--checkpoint DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+
+import torch
+from model import checkpoint_221m
+from report import bandwidth, emit
+from torch import Tensor
+
+from serinus.cache import ResidentSlots
+from serinus.canary import Canary, CanarySettings
+from serinus.core.clock import WallClock
+from serinus.core.parts import Part
+from serinus.core.rng import Rng
+from serinus.core.sampling import SamplingParams
+from serinus.kernels import Kernels, load, prefer_huge_pages
+from serinus.kernels.canary import CanaryKernels, load_canary
+from serinus.kernels.ref.canary import digest_coefficients
+from serinus.models import Model, load_model, load_spec
+from serinus.testing.direct import DirectEngine, DirectSeq
+
+BATCH, PROMPT, CHUNK, PAGE, STRIDE = 16, 256, 512, 16, 16
+MODES = {
+    "none": None,
+    "partial_rotating": ("partial", STRIDE),
+    "all_rotating": ("all", STRIDE),
+    "all_full": ("all", 1),
+}
+GOALS = {"partial_rotating": 0.01, "all_rotating": 0.02, "all_full": 0.15}
+GOAL_GB_S = 15.0
+DIGEST_SHAPES = ((1024, 12), (256, 24))
+"""16-bit lanes of a row, layers."""
+CLOCK = WallClock()
+
+
+class NoFacts:
+    """Nobody asks: nothing is wrong here, and nothing is swept."""
+
+    def owner(self, part: Part, page: int) -> str:
+        raise NotImplementedError
+
+    def users(self, part: Part, page: int) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def history(self, part: Part, page: int) -> str:
+        raise NotImplementedError
+
+    def walk(self, cursor: int, budget: int, part: Part) -> ResidentSlots:
+        raise NotImplementedError
+
+
+def engine_of(model: Model, kernels: Kernels, mode: str, steps: int) -> DirectEngine:
+    """An engine under the canary of that mode, with pages for the batch and one chunk."""
+    pages = BATCH * -(-(PROMPT + steps + 1) // PAGE) + CHUNK // PAGE + 2
+    choice = MODES[mode]
+
+    def canary(engine: DirectEngine) -> Canary:
+        assert choice is not None
+        settings = CanarySettings(page_size=PAGE, real_data=choice[0], stride=choice[1])
+        layers = {part: model.spec.layers_of(part) for part in model.spec.parts}
+        return Canary(settings, engine.pools, engine.tables, layers, load_canary("cpu"), NoFacts())
+
+    return DirectEngine(model, kernels, page_size=PAGE, page_count=pages, canary=None if choice is None else canary)
+
+
+def start(engine: DirectEngine, length: int, tokens: int, seed: int) -> DirectSeq:
+    rng = Rng(seed)
+    prompt = [rng.randrange(5, 32000) for _ in range(length)]
+    return engine.start(prompt, SamplingParams(temperature=0.0), tokens=tokens, seed=seed)
+
+
+def seconds(job: Callable[[], object]) -> float:
+    begin = CLOCK.now()
+    job()
+    return CLOCK.now() - begin
+
+
+def decode_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, float]:
+    """One decode step of the batch, mean over the phases of the rotation."""
+    batches: dict[str, list[DirectSeq]] = {}
+    for mode, engine in engines.items():
+        batches[mode] = [start(engine, PROMPT, (rounds + 1) * STRIDE, i) for i in range(BATCH)]
+        for seq in batches[mode]:
+            engine.step([(seq, PROMPT)])
+    best = {mode: [float("inf")] * STRIDE for mode in engines}
+    order = list(engines)
+    for step in range((rounds + 1) * STRIDE - 1):
+        order.append(order.pop(0))
+        for mode in order:
+            work = [(seq, 1) for seq in batches[mode]]
+            spent = seconds(lambda e=engines[mode], w=work: e.step(w))  # type: ignore[misc]
+            if step >= STRIDE - 1:
+                best[mode][step % STRIDE] = min(best[mode][step % STRIDE], spent)
+    return {mode: sum(phases) / STRIDE for mode, phases in best.items()}
+
+
+def prefill_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, float]:
+    """One chunk of a new prompt."""
+    best = dict.fromkeys(engines, float("inf"))
+    for turn in range(rounds):
+        for mode, engine in engines.items():
+            seq = start(engine, CHUNK + 1, 0, 1000 + turn)
+            best[mode] = min(best[mode], seconds(lambda e=engine, s=seq: e.step([(s, CHUNK)])))  # type: ignore[misc]
+            engine.finish(seq)
+    return best
+
+
+class Pages:
+    """Pools far larger than the caches, with slots on shuffled pages: a piece of 6 MB of them at each turn."""
+
+    def __init__(self, lanes: int, layers: int) -> None:
+        count = (512 << 20) // (layers * 4 * lanes) // PAGE * PAGE
+        words = torch.empty((layers * 2, count * lanes), dtype=torch.int16)
+        prefer_huge_pages(words.data_ptr(), words.nbytes)
+        noise = torch.randint(-30000, 30000, (count * lanes,), dtype=torch.int16)
+        for i in range(layers * 2):
+            words[i] = noise
+        pools = [row.view(torch.bfloat16).view(count, 1, lanes) for row in words]
+        self.kv = list(zip(pools[::2], pools[1::2], strict=True))
+        order = torch.randperm(count // PAGE - 1) + 1
+        self.slots = (order[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
+        self.size = (6 << 20) // (layers * 4 * lanes) // PAGE * PAGE
+        self.bytes = self.size * layers * 4 * lanes
+        self._turn = itertools.count()
+
+    def piece(self) -> Tensor:
+        at = next(self._turn) % (len(self.slots) // self.size)
+        return self.slots[at * self.size : (at + 1) * self.size]
+
+
+def digest_rates(ops: CanaryKernels, lanes: int, layers: int, threads: int, rounds: int) -> dict[str, float]:
+    """GB/s of a digest and of a plain sum, by turns; ns a line of a partial digest."""
+    torch.set_num_threads(threads)
+    pages = Pages(lanes, layers)
+    plain = torch.ones(100_000_000)
+    step, turn = pages.bytes // 4, itertools.count()
+    factors, few = (
+        torch.from_numpy(digest_coefficients(range(layers), range(1), lanes, 2, partial=p)) for p in (False, True)
+    )
+
+    def add() -> None:
+        at = next(turn) % (len(plain) // step)
+        plain[at * step : (at + 1) * step].sum()
+
+    jobs = {
+        "sum": add,
+        "all": lambda: ops.digest(pages.kv, pages.piece(), factors),
+        "partial": lambda: ops.digest(pages.kv, pages.piece(), few),
+    }
+    best = dict.fromkeys(jobs, float("inf"))
+    for _ in range(20 * rounds):
+        for name, job in jobs.items():
+            best[name] = min(best[name], seconds(job))
+    return {
+        "digest_gb_s": round(pages.bytes / best["all"] / 1e9, 1),
+        "sum_gb_s": round(pages.bytes / best["sum"] / 1e9, 1),
+        "of_sum": round(best["sum"] / best["all"], 2),
+        "partial_ns_a_line": round(best["partial"] / (pages.size * layers * 2) * 1e9, 1),
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=6)
+    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
+    args = arguments.parse_args()
+    torch.set_num_threads(args.threads)
+    kernels, ops = load("cpu"), load_canary("cpu")
+    path = checkpoint_221m(args.checkpoint)
+    model = load_model(load_spec(path), path, torch.bfloat16, kernels)
+    engines = {mode: engine_of(model, kernels, mode, (args.rounds + 1) * STRIDE) for mode in MODES}
+    decode = decode_seconds(engines, args.rounds)
+    prefill = prefill_seconds(engines, args.rounds)
+    assert not any(engine.violations for engine in engines.values()), "a violation, expected none"
+    modes = {
+        mode: {
+            "decode_overhead": round(decode[mode] / decode["none"] - 1, 4),
+            "goal": goal,
+            "prefill_overhead": round(prefill[mode] / prefill["none"] - 1, 4),
+        }
+        for mode, goal in GOALS.items()
+    }
+    shapes = {
+        f"{lanes}x{layers}": {
+            f"threads_{count}": digest_rates(ops, lanes, layers, count, args.rounds) for count in (1, args.threads)
+        }
+        for lanes, layers in DIGEST_SHAPES
+    }
+    emit(
+        "canary",
+        decode_step_ms=round(decode["none"] * 1e3, 2),
+        prefill_chunk_ms=round(prefill["none"] * 1e3, 1),
+        modes=modes,
+        digest=shapes["1024x12"][f"threads_{args.threads}"],
+        shapes=shapes,
+        goal_gb_s=GOAL_GB_S,
+        bandwidth_gb_s=round(bandwidth(kernels, torch.bfloat16) / 1e9, 1),
+    )
+
+
+if __name__ == "__main__":
+    main()
