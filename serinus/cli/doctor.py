@@ -8,15 +8,16 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serinus.cli.parser import Command, make_parser, unknown_flag
+from serinus.cli.parser import Command, add_settings, make_parser, read_config
 from serinus.cli.processes import cores
 from serinus.cli.settings_doc import settings_markdown
 from serinus.cli.version import serinus_version
-from serinus.core.config import environment
+from serinus.core.config import ServeConfig, environment
 from serinus.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ _PACKAGES = ("torch", "transformers", "numba", "numpy", "safetensors", "msgspec"
 _PORTS = {30000: "serinus serve", 8000: "serinus up and router"}
 _SHM_BYTES_MIN = 256 << 20
 _MEMORY_BYTES_MIN = 2 << 30
+_EXTRAS = {
+    "nixl": ("nixl._api", "pip install 'serinus[nixl]'"),
+    "mooncake": ("mooncake.engine", "pip install 'serinus[mooncake]', and libibverbs (apt-get install libibverbs1)"),
+}
+"""Optional ways of a handoff: what must load, and how it is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +52,19 @@ class Finding:
 
 def run(command: Command, words: Sequence[str]) -> int:
     """Look and report. Exit code 1 when something is bad."""
-    parser = make_parser(command, settings=False)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint to check: directory or hub id")
+    parser = make_parser(command)
     parser.add_argument("--settings-doc", action="store_true", help="print docs/settings.md and nothing else")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    add_settings(parser, ServeConfig, positional_model=True)
+    config, arguments = read_config(ServeConfig, parser, words)
     if arguments.settings_doc:
         print(settings_markdown(), end="")
         return 0
     from serinus.cli.show import console
 
-    looks: list[Callable[[], Iterator[Finding]]] = [machine, packages, threads, kernels, ports, shared_memory]
+    looks: list[Callable[[], Iterator[Finding]]] = [machine, packages, extras, threads, kernels, ports, shared_memory]
     findings = [finding for look in looks for finding in look()]
-    if arguments.model:
-        findings += checkpoint(arguments.model)
+    if config.model.model_path:
+        findings += checkpoint(config)
     console().print(findings_table(findings, f"serinus {serinus_version()} on {platform.node()}"))
     return 1 if any(finding.grade == "bad" for finding in findings) else 0
 
@@ -111,6 +115,17 @@ def packages() -> Iterator[Finding]:
     yield Finding(what="packages", seen=", ".join(seen))
 
 
+def extras() -> Iterator[Finding]:
+    """What handoffs may use besides shared memory and TCP."""
+    for name, (module, install) in _EXTRAS.items():
+        try:
+            import_module(module)
+        except ImportError as error:
+            yield Finding(what=f"extra {name}", seen=f"not installed ({error}): {install}")
+        else:
+            yield Finding(what=f"extra {name}", seen=f"installed (--disaggregation-transfer-backend {name})")
+
+
 def threads() -> Iterator[Finding]:
     """Thread counts that the environment asks for."""
     asked = {name: environment()[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environment()}
@@ -127,6 +142,7 @@ def kernels() -> Iterator[Finding]:
     import torch
 
     from serinus.kernels import load
+    from serinus.kernels.canary import load_canary
 
     try:
         load("cpu")
@@ -134,12 +150,15 @@ def kernels() -> Iterator[Finding]:
         yield Finding(what="kernels", seen=str(error), grade="bad", advice="serinus serve --attention-backend ref")
         return
     bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    cuda = torch.cuda.is_available()
     yield Finding(
         what="kernels",
-        seen=f"cpu column; bfloat16 {'yes' if bf16 else 'no'}; CUDA {'yes' if torch.cuda.is_available() else 'no'}",
+        seen=f"cpu column; bfloat16 {'yes' if bf16 else 'no'}; CUDA {'yes' if cuda else 'no'}",
         grade="ok" if bf16 else "note",
         advice="" if bf16 else "float32 is used: twice the memory, half the speed",
     )
+    columns = [f"{load_canary(device).column} column on {device}" for device in ("cpu", *(["cuda"] if cuda else []))]
+    yield Finding(what="canary", seen=f"{', '.join(columns)} (--kv-canary)")
 
 
 def ports() -> Iterator[Finding]:
@@ -191,39 +210,69 @@ def _weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def checkpoint(path: str) -> list[Finding]:
-    """Config, weights, tokenizer, size."""
-    from serinus.front import load_tokenizer
-    from serinus.models import load_spec, resolve
-
+def checkpoint(config: ServeConfig) -> list[Finding]:
+    """Config, weights, tokenizer, and the room for KV under these settings."""
     findings: list[Finding] = []
     try:
-        folder = resolve(path)
-        spec = load_spec(folder)
-        findings.append(
-            Finding(
-                what="model",
-                seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of"
-                f" {spec.head_size}, context {spec.context_length}, signature {spec.signature[:12]}",
-            )
-        )
-        tokenizer = load_tokenizer(folder)
-        chat = "with" if tokenizer.template is not None else "without"
-        findings.append(Finding(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template"))
-        weights = _weight_bytes(folder)
-        free = _memory().get("MemAvailable", weights * 2)
-        fits = weights < free
-        findings.append(
-            Finding(
-                what="weights",
-                seen=f"{_gb(weights)}; {_gb(free)} of memory free",
-                grade="ok" if fits else "bad",
-                advice="" if fits else "a machine with more memory, or a smaller model",
-            )
-        )
+        for finding in _model(config):
+            findings.append(finding)  # one by one: what was found before an error stays
     except ConfigError as error:
         findings.append(Finding(what="checkpoint", seen=str(error), grade="bad", advice="see the message"))
     return findings
+
+
+def _model(config: ServeConfig) -> Iterator[Finding]:
+    from serinus.front import load_tokenizer
+    from serinus.models import load_spec, resolve
+
+    folder = resolve(config.model.model_path, config.model.revision)
+    spec = load_spec(folder)
+    window = "" if spec.window is None else f", window {spec.window}"
+    yield Finding(
+        what="model",
+        seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of {spec.head_size},"
+        f" context {spec.context_length}{window}, signature {spec.signature[:12]}",
+    )
+    tokenizer = load_tokenizer(folder)
+    chat = "with" if tokenizer.template is not None else "without"
+    yield Finding(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
+    weights = _weight_bytes(folder)
+    free = _memory().get("MemAvailable", weights * 2)
+    fits = weights < free
+    yield Finding(
+        what="weights",
+        seen=f"{_gb(weights)}; {_gb(free)} of memory free",
+        grade="ok" if fits else "bad",
+        advice="" if fits else "a machine with more memory, or a smaller model",
+    )
+    if fits:
+        yield from _kv(config, weights)
+
+
+def _kv(config: ServeConfig, weights: int) -> Iterator[Finding]:
+    """Room for KV by part and tier, as an engine that starts now would take it."""
+    from serinus.engine import kv_sizes
+
+    sizes = kv_sizes(config, weights)
+    for part, pool in sizes.pools.items():
+        room = _room(pool.page_count, pool.page_size, pool.page_bytes)
+        yield Finding(what=f"KV {part.name.lower()}", seen=f"{room} on {pool.device}")
+    for part, count in sizes.host.items():
+        pool = sizes.pools[part]
+        yield Finding(what=f"host {part.name.lower()}", seen=_room(count, pool.page_size, pool.page_bytes))
+    if not sizes.host:
+        yield Finding(what="host tier", seen="off (--enable-hierarchical-cache)")
+    settings = config.cache
+    if settings.hicache_storage_backend == "file":
+        bound = f"at most {settings.hicache_storage_size:g} GB" if settings.hicache_storage_size else "no bound"
+        yield Finding(what="storage", seen=f"{settings.hicache_storage_dir}, {bound}")
+
+
+def _room(page_count: int, page_size: int, page_bytes: int) -> str:
+    tokens = (page_count - 1) * page_size
+    return (
+        f"{tokens:,} tokens, {page_count * page_bytes / 1e9:.2f} GB ({page_bytes / page_size / 1e3:.1f} KB per token)"
+    )
 
 
 _GRADES = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}

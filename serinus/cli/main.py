@@ -82,10 +82,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="doctor",
         summary="look at this machine and a checkpoint, say what is wrong",
-        about="Show machine, versions, threads, kernels, ports and shared memory; check a checkpoint if one is named.",
+        about="""Show machine, versions, extras, threads, kernels, ports and shared memory. Where a
+checkpoint is named: check it, and say how much KV an engine of these settings could hold, by part and tier.""",
         examples=(
             ("serinus doctor", "can this machine serve?"),
             ("serinus doctor ./model", "is this checkpoint whole, and does it fit?"),
+            ("serinus doctor ./model --enable-hierarchical-cache --hicache-size 16", "and with a host tier?"),
             ("serinus doctor --settings-doc > docs/settings.md", "every setting as a table"),
         ),
         target="serinus.cli.doctor:run",

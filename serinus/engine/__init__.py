@@ -9,17 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serinus.engine.build import Built, build_core
+    from serinus.engine.build import Built, KvSizes, build_core, kv_sizes
     from serinus.engine.core import EngineCore
     from serinus.engine.launch import launch
     from serinus.engine.llm import LLM, CompletionOutput, RequestOutput
     from serinus.engine.loop import EngineLoop
 
-__all__ = ["LLM", "Built", "CompletionOutput", "EngineCore", "EngineLoop", "RequestOutput", "build_core", "launch"]
+__all__ = [
+    "LLM",
+    "Built",
+    "CompletionOutput",
+    "EngineCore",
+    "EngineLoop",
+    "KvSizes",
+    "RequestOutput",
+    "build_core",
+    "kv_sizes",
+    "launch",
+]
 
 _FILE_OF = {
     "Built": "build",
+    "KvSizes": "build",
     "build_core": "build",
+    "kv_sizes": "build",
     "EngineCore": "core",
     "EngineLoop": "loop",
     "launch": "launch",

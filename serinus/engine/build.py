@@ -26,7 +26,7 @@ from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.kv_guard import make_guard
 from serinus.engine.memory import trim
 from serinus.engine.sizes import part_specs
-from serinus.engine.tiers import Tiers, build_tiers, namespace_of
+from serinus.engine.tiers import Tiers, build_tiers, host_counts, namespace_of
 from serinus.engine.watch import StepWatch
 from serinus.kernels import load
 from serinus.models import ForwardHook, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
@@ -34,7 +34,7 @@ from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.sched import SchedSettings, Scheduler
 
-__all__ = ["Built", "build_core"]
+__all__ = ["Built", "KvSizes", "build_core", "kv_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,29 @@ class _Phases:
         now = self._clock.now()
         self.seconds[name] = now - self._last
         self._last = now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSizes:
+    """Room for KV that an engine of these settings has."""
+
+    pools: Mapping[Part, PoolSpec]
+    """On the device, by part."""
+    host: Mapping[Part, int]
+    """Host pages by part, page 0 included; empty = no host tier."""
+
+
+def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
+    """What `build_core` would make of the memory that is free now, once weights of so many bytes are loaded.
+
+    Allocates nothing. Raises ConfigError as `build_core` does.
+    """
+    device = choose_device(config.model.device)
+    folder = resolve(config.model.model_path, config.model.revision)
+    spec = load_spec(folder, overrides=_overrides(config), load_format=config.model.load_format)
+    dtype = choose_dtype(spec, config.model.dtype, device)
+    pools = part_specs(config, spec, dtype, device, context_of(config, spec), taken=weight_bytes)
+    return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
 
 
 def build_core(config: ServeConfig, clock: Clock) -> Built:

@@ -20,12 +20,12 @@ _POOL_FRACTION = {"cpu": 0.2, "cuda": 0.85}
 
 
 def part_specs(
-    config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, device: str, context: int
+    config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, device: str, context: int, taken: int = 0
 ) -> dict[Part, PoolSpec]:
     """The pool of each part: as many pages as asked for, or as memory allows and the largest batch could use.
 
     FULL counts tokens of sequences (where all layers slide its pages have no bytes); SWA gets `swa_full_tokens_ratio`
-    of them, and never less than one window.
+    of them, and never less than one window. `taken`: bytes of the device that are spoken for.
     Raises ConfigError: more than there is, or not one page.
     """
     sizes = {
@@ -41,7 +41,7 @@ def part_specs(
         )
         for part in spec.parts
     }
-    have = available_bytes(device)
+    have = max(available_bytes(device) - taken, 0)
     fraction = config.memory.mem_fraction_static or _POOL_FRACTION[torch.device(device).type]
     page_size = config.memory.page_size
     if config.memory.max_total_tokens is not None:

@@ -20,7 +20,7 @@ from serinus.models import ModelSpec
 from serinus.pool import DevicePool, HostPool, Mover, PoolSpec, host_page_counts
 from serinus.pool.storage import FileStorage
 
-__all__ = ["Tiers", "build_tiers", "namespace_of", "pause"]
+__all__ = ["Tiers", "build_tiers", "host_counts", "namespace_of", "pause"]
 
 _LAYOUT = "page-first layer kv slot head 1"
 """How a page's bytes are laid out; another layout is another name, and another number."""
@@ -57,13 +57,7 @@ def build_tiers(
     if not settings.enable_hierarchical_cache:
         return None
     specs = {part: pool.spec for part, pool in pools.items()}
-    mapped = sum(s.page_bytes * s.page_count for s in specs.values() if s.device == "cpu")  # lazily: still to come
-    counts = host_page_counts(
-        specs,
-        ratio=settings.hicache_ratio,
-        size_gb=settings.hicache_size,
-        available_bytes=available_bytes("cpu") - mapped,
-    )
+    counts = host_counts(config, specs)
     host = {part: HostPool(specs[part], counts[part]) for part in specs}
     storage = None
     if settings.hicache_storage_backend == "file":
@@ -75,6 +69,23 @@ def build_tiers(
             clock=clock,
         )
     return Tiers(host=host, mover=Mover(dict(pools), host, spec.layer_parts, clock), storage=storage)
+
+
+def host_counts(config: ServeConfig, specs: Mapping[Part, PoolSpec], taken: int = 0) -> dict[Part, int]:
+    """Host pages of each part (page 0 included) behind such device pools; none without --enable-hierarchical-cache.
+
+    `taken`: bytes of host memory that are spoken for. Raises ConfigError: more than there is.
+    """
+    settings = config.cache
+    if not settings.enable_hierarchical_cache:
+        return {}
+    mapped = sum(s.page_bytes * s.page_count for s in specs.values() if s.device == "cpu")  # lazily: still to come
+    return host_page_counts(
+        specs,
+        ratio=settings.hicache_ratio,
+        size_gb=settings.hicache_size,
+        available_bytes=available_bytes("cpu") - mapped - taken,
+    )
 
 
 def namespace_of(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, dtype: torch.dtype) -> str:

@@ -210,6 +210,8 @@ def test_the_doctor_finds_nothing_wrong_with_a_whole_checkpoint(toy: Path, tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SerinusToyForCausalLM" in done.stdout
+    for row in ("extra nixl", "extra mooncake", "cpu column on cpu (--kv-canary)", "off (--enable-hierarchical-cache)"):
+        assert row in done.stdout
     sick = subprocess.run(
         [sys.executable, "-m", "serinus", "doctor", str(tmp_path)], capture_output=True, text=True, check=False
     )

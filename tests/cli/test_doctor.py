@@ -1,0 +1,73 @@
+"""What `serinus doctor` says of the room for KV, of the extras and of the canary's kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from serinus.cli.doctor import Finding, checkpoint, extras, kernels
+from serinus.core.config import ServeConfig, from_names
+from serinus.testing.checkpoints import make_toy
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, two of which slide: 2 KV heads of 16, as bfloat16 or float32."""
+    return make_toy(tmp_path_factory.mktemp("sliding"), window=6, layer_types="SFS")
+
+
+def look(folder: Path, **settings: object) -> dict[str, Finding]:
+    names = {"model_path": str(folder), "page_size": 4, "max_total_tokens": 64, "swa_full_tokens_ratio": 0.5}
+    return {finding.what: finding for finding in checkpoint(from_names(ServeConfig, {**names, **settings}))}
+
+
+def seen(found: dict[str, Finding], rows: Sequence[str]) -> list[str]:
+    return [found[row].seen.split(",")[0] for row in rows]
+
+
+@pytest.mark.slow
+def test_the_room_for_kv_is_said_by_part_and_tier(sliding: Path) -> None:
+    found = look(sliding, enable_hierarchical_cache=True, hicache_ratio=3.0)
+    assert seen(found, ["KV full", "KV swa"]) == ["64 tokens", "32 tokens"]
+    assert seen(found, ["host full", "host swa"]) == ["192 tokens", "96 tokens"]
+    per_token = [float(found[row].seen.split("(")[1].split(" KB")[0]) for row in ("KV full", "KV swa")]
+    assert per_token[1] == pytest.approx(2 * per_token[0], abs=0.15)  # two layers slide, one does not
+    assert "window 6" in found["model"].seen
+    assert "host tier" not in found
+
+
+def test_tiers_that_are_off_are_said_to_be_off_and_storage_is_named(sliding: Path, tmp_path: Path) -> None:
+    assert "off" in look(sliding)["host tier"].seen
+    found = look(
+        sliding,
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="file",
+        hicache_storage_dir=str(tmp_path / "kv"),
+    )
+    assert found["storage"].seen == f"{tmp_path}/kv, no bound"
+    assert not (tmp_path / "kv").exists()  # looking makes nothing
+
+
+def test_a_host_tier_that_does_not_fit_is_bad_and_what_fits_is_said(sliding: Path) -> None:
+    found = look(sliding, enable_hierarchical_cache=True, hicache_size=1e6)
+    assert found["checkpoint"].grade == "bad"
+    assert "expected --hicache-size at most" in found["checkpoint"].seen
+    assert "model" in found
+
+
+def test_an_extra_that_is_missing_is_no_fault_and_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    found = {finding.what: finding for finding in extras()}
+    assert "pip install 'serinus[nixl]'" in found["extra nixl"].seen
+    assert "libibverbs" in found["extra mooncake"].seen
+    assert {finding.grade for finding in found.values()} == {"ok"}
+
+
+@pytest.mark.slow
+def test_the_kernels_of_the_canary_are_named() -> None:
+    found = {finding.what: finding for finding in kernels()}
+    assert found["canary"].seen.startswith("cpu column on cpu")
