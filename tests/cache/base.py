@@ -39,6 +39,8 @@ NONE: NDArray[np.int32] = np.empty(0, np.int32)
 EVICTION = (("lost", DEVICE_FULL), ("lost", DEVICE_SWA), ("gained", HOST_FULL), ("gained", HOST_SWA),
             ("lost", HOST_FULL), ("lost", HOST_SWA))  # fmt: skip
 """What making room on the device may change."""
+READ_BATCH_PAGES = 2
+"""So few that a prefetch reads in several batches although the pools are small."""
 SWEEP_EVERY = 4
 """Checks between two complete sweeps of a pool; they take the pools in turn."""
 
@@ -99,6 +101,7 @@ class Base:
         engine: str = "bf16",
     ) -> None:
         self.room = cache_room
+        cache_room.prefetch.READ_BATCH_PAGES = READ_BATCH_PAGES
         self.shape = shape
         self.size = shape.page_size
         self.rewrite_rows = rewrite_rows

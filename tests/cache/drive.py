@@ -18,11 +18,11 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
 def draw_shape(rng: Rng) -> Shape:
     """Page sizes, parts, tiers and policies, each as often as the others; pools of a few dozen pages."""
-    tiers = rng.choice(["none", "host", "host", "storage", "storage"])
+    tiers = rng.choice(["none", "host", "storage"])
     size = rng.choice([1, 2, 16])
     swa = rng.random() < 0.5
     full = rng.randint(6, 40)
-    host = 0 if tiers == "none" else rng.choice([rng.randint(4, 12), rng.randint(10, 40), 200])
+    host = 0 if tiers == "none" else rng.choice([rng.randint(4, 12), rng.randint(10, 40), 200, 200])
     window = rng.choice([1, 2, 3, size + 1, 2 * size, 3 * size + rng.randrange(size)]) if swa else None
     return Shape(
         page_size=size,
@@ -67,7 +67,7 @@ def _revive(world: TieredWorld, rng: Rng) -> None:
 
 def _admit(world: TieredWorld, rng: Rng) -> None:
     if world.storage is not None and world.prefetching() and rng.random() < 0.8:
-        if world.storage.pending:  # as a scheduler that waits for its prefetches
+        for _ in list(world.storage.pending)[:4]:  # as a scheduler that waits for its prefetches
             world.end_storage(0)
         world.poll()
         return
@@ -90,11 +90,36 @@ def _hold(world: TieredWorld, rng: Rng) -> None:
 
 
 def _evict(world: TieredWorld, rng: Rng) -> None:
-    world.evict(rng.choice([1, 1, 2, 3, 8]), rng.choice([DEVICE_FULL, *world.shape.pools]))
+    pools = [pool for pool in world.shape.pools if pool[0] == "device" or not world.calm]
+    world.evict(rng.choice([1, 1, 2, 3, 8]), rng.choice([DEVICE_FULL, *pools]))
 
 
 def _end_storage(world: TieredWorld, rng: Rng) -> None:
-    world.end_storage(rng.randrange(6), rng.choice([None, None, None, 0, rng.randrange(6)]))
+    good_max = rng.choice([None, None, None, 0, rng.randrange(6)])
+    world.end_storage(rng.randrange(6), None if world.calm else good_max)
+
+
+def _end_copy(world: TieredWorld, rng: Rng) -> None:
+    world.end_copy(rng.randrange(6), ok=rng.random() < 0.85 or world.calm)
+
+
+def _doom_copy(world: TieredWorld, rng: Rng) -> None:
+    loads = world.loads_pending()
+    world.doom_copy(rng.choice(loads) if loads else rng.randrange(6))
+
+
+def _lose(world: TieredWorld, rng: Rng) -> None:
+    world.lose(rng.randrange(50))
+
+
+def _sweep_out(world: TieredWorld, rng: Rng) -> None:
+    """What a prefetch wants to go on from leaves both tiers while the storage reads."""
+    for pool in (DEVICE_FULL, HOST_FULL):
+        world.evict(30, pool)
+
+
+def _evict_host(world: TieredWorld, rng: Rng) -> None:
+    world.evict(rng.choice([4, 30]), HOST_FULL)
 
 
 Ready = Callable[[TieredWorld], Any]
@@ -107,30 +132,35 @@ RULES: tuple[tuple[int, Ready, Act], ...] = (
     (30, lambda w: w.running, _chunk),
     (20, lambda w: w.running, lambda w, r: w.decode(r.randrange(6), r.randrange(3), advance=r.random() < 0.8)),
     (15, lambda w: w.running, _end),
-    (4, lambda w: w.running, _hold),
+    (10, lambda w: w.running, _hold),
     (8, lambda w: w.holds, lambda w, r: w.unhold(r.randrange(6))),
     (8, lambda w: True, _evict),
     (1, lambda w: True, lambda w, r: w.flush()),
     (3, lambda w: w.waiting, lambda w, r: w.look(r.randrange(6), drop=r.random() < 0.5)),
     (2, lambda w: w.waiting, lambda w, r: w.give_up(r.randrange(6))),
     (20, lambda w: w.shape.host_full, lambda w, r: w.poll()),
-    (20, lambda w: w.mover.pending, lambda w, r: w.end_copy(r.randrange(6), ok=r.random() < 0.85)),
-    (2, lambda w: w.mover.pending, lambda w, r: w.doom_copy(r.randrange(6))),
+    (20, lambda w: w.mover.pending, _end_copy),
+    (8, lambda w: w.mover.pending, _doom_copy),
     (2, lambda w: w.shape.host_full, lambda w, r: w.settle()),
     (15, lambda w: w.storage and w.waiting, lambda w, r: w.prefetch(r.randrange(6))),
-    (15, lambda w: w.storage and w.archive, _revive),
+    (30, lambda w: w.storage and w.archive, _revive),
     (25, lambda w: w.storage and w.storage.pending, _end_storage),
     (3, lambda w: w.storage and w.waiting, lambda w, r: w.cut(r.randrange(6))),
     (2, lambda w: w.storage and w.waiting, lambda w, r: w.abort_prefetch(r.randrange(6))),
-    (1, lambda w: w.storage, lambda w, r: w.lose(r.randrange(50))),
+    (1, lambda w: w.storage, _lose),
     (4, lambda w: w.storage, lambda w, r: w.crash(r.choice([None, None, None, None, "bf16", "fp8"]))),
-    (6, lambda w: w.storage, lambda w, r: w.evict(r.choice([4, 30]), HOST_FULL)),
+    (6, lambda w: w.storage, _evict_host),
+    (3, lambda w: w.storage and w.prefetching(), _sweep_out),
 )
+FAULTS = (_doom_copy, _lose, _evict_host, _sweep_out)
+"""What does not happen in a calm world, where the host must have all that its write policy promises."""
 
 
 def step(world: TieredWorld, rng: Rng, *, transfers: bool = True) -> None:
     """One random rule of those that can happen, then all oracles."""
     ready = [rule for rule in RULES if rule[1](world) and (transfers or rule[2] is not _hold)]
+    if world.calm:
+        ready = [rule for rule in ready if rule[2] not in FAULTS]
     rng.choices(ready, [rule[0] for rule in ready])[0][2](world, rng)
     world.steps += 1
     world.check()
@@ -158,7 +188,7 @@ def drive(
         rewrite_rows=rewrite_rows,
         early=hasty if early is None else early,
     )
-    transfers = rng.random() < 0.5
+    transfers, world.calm = rng.random() < 0.5, rng.random() < 0.3
     for _ in range(steps):
         step(world, rng, transfers=transfers)
         if after is not None:

@@ -121,7 +121,6 @@ MUTANTS: tuple[Mutant, ...] = (
     # Host tier
     _m("a host page is given up while a copy reads it", "    return node.alive and not node.busy and not node.storing", "    return node.alive"),
     _m("a duplicate is given up while a load reads it", "def _duplicate(node: Node) -> bool:", "def _duplicate(node: Node) -> bool:\n    if node.alive and len(node.host) > 0 and len(node.pages) > 0:\n        return True"),
-    _m("host leaves go in spite of their leases", "not (len(node.pages) or node.pins or node.children)", "not (len(node.pages) or node.children)"),
     _m("a demoted node is dropped", "        kept = len(node.host) > 0", "        kept = False"),
     _m("host pages of a failed backup are lost", '                    shelf.ledger.move(pages[low:high], copy.owner, FREE_OWNER, "backup failed")', "                    pass"),
     _m("a backup over a split gives both halves the same pages", "low, high = (node.start - copy.span.start) // size, (node.end - copy.span.start) // size", "low, high = 0, (node.end - node.start) // size"),

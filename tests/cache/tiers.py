@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
 from serinus.testing.fake_mover import POISON
 from tests.cache.base import Req
@@ -29,6 +30,8 @@ class TieredWorld(World):
         self.totals = getattr(self, "totals", Counter())
         self.archive = getattr(self, "archive", set())
 
+    calm = False
+    """No faults: copies do not fail, nothing is lost, the host is told to give up nothing."""
     steps = 0
     """Rules that ran."""
     totals: Counter[str]
@@ -47,6 +50,10 @@ class TieredWorld(World):
             self.doom_copy(which)
         self.mover.finish(op)
         self.changed().only()
+
+    def loads_pending(self) -> list[int]:
+        """Which of the pending copies are loads."""
+        return [at for at, copy in enumerate(self.mover.pending.values()) if copy.moves[0].kind is MoveKind.LOAD]
 
     def doom_copy(self, which: int) -> None:
         """Some copy will fail, whenever it ends."""
