@@ -19,7 +19,7 @@ from serinus.sched import Scheduler
 from serinus.testing.checkpoints import make_toy
 from serinus.wire import Arrived, ZmqChannel, decode, encode, wait_any
 from serinus.wire.convert import request_to_wire
-from serinus.wire.messages import Abort, Message, Ready, TokenOut, Tokens
+from serinus.wire.messages import Abort, EngineCall, EngineReply, Message, Ready, TokenOut, Tokens
 
 
 class Handoffs(NoHandoffs):
@@ -41,10 +41,10 @@ class Handoffs(NoHandoffs):
 class World:
     """One loop, and the front's end of its endpoint."""
 
-    def __init__(self, checkpoint: Path, address: str) -> None:
+    def __init__(self, checkpoint: Path, address: str, **settings: object) -> None:
         self.clock = ManualClock()
         names = {"model_path": str(checkpoint), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0}
-        self.built: Built = build_core(from_names(ServeConfig, names), self.clock)
+        self.built: Built = build_core(from_names(ServeConfig, {**names, **settings}), self.clock)
         self.handoffs = Handoffs(self.built.core.scheduler)
         self.endpoint = ZmqChannel(address)
         ready = Ready(
@@ -57,6 +57,7 @@ class World:
         self.front = ZmqChannel()
         self.front.connect("engine", address)
         self.outs: list[TokenOut] = []
+        self.replies: list[EngineReply] = []
 
     def say(self, message: Message) -> None:
         """Send it, and let the loop take it now: not some steps later, as the threads of the sockets like."""
@@ -79,7 +80,16 @@ class World:
                 message = decode(event.parts).message if isinstance(event, Arrived) else None
                 if isinstance(message, Tokens):
                     self.outs.extend(message.out)
+                elif isinstance(message, EngineReply):
+                    self.replies.append(message)
         raise AssertionError(f"never came to be; the front got {len(self.outs)} deltas")
+
+    def call(self, what: str) -> EngineReply:
+        """Ask the engine itself, and wait for its reply."""
+        count = len(self.replies)
+        self.say(EngineCall(call=count + 1, what=what))
+        self.until(lambda: len(self.replies) > count)
+        return self.replies[-1]
 
     def of(self, rid: str) -> list[TokenOut]:
         return [out for out in self.outs if out.rid == rid]
@@ -149,3 +159,21 @@ def test_the_handoffs_are_told_once_that_the_engine_drains(world: World) -> None
     world.loop.request_stop(drain=True)
     world.until(lambda: len(world.of("one")) == 20)
     assert world.handoffs.drains == 1
+
+
+def test_a_flush_with_tiers_names_who_is_busy_and_empties_device_and_host(toy: Path, tmp_path: Path) -> None:
+    world = World(toy, f"ipc://{tmp_path}/e", enable_hierarchical_cache=True)
+    cache = world.built.cache
+    world.ask("guest", 40)
+    refused = world.call("flush_cache")
+    assert not refused.ok
+    assert b"busy with 1 leases" in refused.body
+    assert b"requests guest" in refused.body
+    world.until(lambda: bool(world.of("guest")) and bool(world.of("guest")[-1].finish))
+    world.until(lambda: cache.stats().backup_tokens > 0)
+    flushed = world.call("flush_cache")
+    assert (flushed.ok, flushed.body) == (True, b"cache flushed")
+    for place, pool in cache.stats().pools.items():
+        assert pool.pages.free == pool.page_count, place
+    world.front.close()
+    world.loop.close()

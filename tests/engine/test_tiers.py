@@ -3,6 +3,7 @@ answers are those of an engine that caches nothing."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
-from serinus.core.errors import ConfigError
+from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM, build_core
 from serinus.models import load_spec
@@ -64,6 +65,32 @@ def test_answers_are_right_whatever_went_to_the_host_and_came_back(
         llm.flush_cache()
         for pool in llm._cache.stats().pools.values():
             assert pool.pages.free == pool.page_count, pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_idle_engine_checks_itself_once_after_it_worked_if_asked_to(toys: dict[str, Path], enabled: bool) -> None:
+    names = {**tiered(enable_sanity_check=enabled), "model_path": str(toys["mixed"])}
+    built = build_core(from_names(ServeConfig, names), ManualClock())
+    core, cache = built.core, built.cache
+
+    def work(rid: str) -> None:
+        core.scheduler.add(make_request(rid, PROMPTS[0], max_new_tokens=3))
+        while not core.scheduler.idle:
+            core.step()
+
+    work("a")
+    assert cache.stats().sanity_checks == 0  # not while there is work
+    assert (cache.stats().sanity_steps > 0) is enabled
+    for _ in range(3):
+        assert core.step() is None
+    assert cache.stats().sanity_checks == (1 if enabled else 0)
+    work("b")
+    leaf = [node for node in cache.tree.nodes() if node.parent is not None][-1]
+    leaf.pins += 1  # a lease that nobody has
+    with pytest.raises(InvariantError) if enabled else nullcontext():
+        core.step()
+    core.close()
 
 
 def test_a_second_engine_finds_what_the_first_one_stored(toys: dict[str, Path], tmp_path: Path) -> None:

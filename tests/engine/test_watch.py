@@ -10,6 +10,7 @@ from serinus.core.clock import ManualClock
 from serinus.core.metrics import METRICS, Metrics
 from serinus.engine.watch import StepWatch
 from serinus.sched import Outcome
+from serinus.testing.fake_mover import StoredPages
 from serinus.testing.tiny_engine import TinyEngine
 
 STEP = Outcome(decode_tokens=5)
@@ -51,6 +52,33 @@ def test_the_log_line_counts_from_the_last_one_whoever_scrapes(caplog: pytest.Lo
         world.steps(5)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Decode batch")]
     assert "gen throughput (token/s): 40.00" in line  # 100 tokens in 2.5 s
+
+
+def test_a_prefill_line_says_what_each_tier_below_the_device_saved(caplog: pytest.LogCaptureFixture) -> None:
+    prompt = list(range(10, 30))
+    stored: StoredPages = {}
+    engine = TinyEngine(page_count=9, host_pages=33, stored=stored)
+    watch = StepWatch(Metrics("e", "unified"), engine.clock, every_steps=1)
+
+    def line(rid: str, prompt: list[int]) -> str:
+        engine.add(rid, prompt, max_new_tokens=1)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="serinus"):
+            while not engine.scheduler.idle:
+                outcome = engine.step()
+                if outcome is not None:
+                    watch.stepped(outcome, 0.1, engine.scheduler)
+        engine.run()
+        (said,) = [record.getMessage() for record in caplog.records]
+        return said.split(", token usage")[0]
+
+    first = "Prefill batch, #new-seq: 1, #new-token: 20, #cached-token: 0"
+    assert line("cold", prompt).startswith(first)
+    line("fills", [*range(40, 66)])  # pushes it to the host
+    assert line("host", [*prompt, 1]).endswith("#new-token: 1, #cached-token: 20, #host-token: 20, #storage-token: 0")
+    engine.run()
+    engine.cache.reset()
+    assert line("files", [*prompt, 2]).endswith("#new-token: 1, #cached-token: 20, #host-token: 0, #storage-token: 20")
 
 
 def test_a_pause_is_not_counted_and_after_one_nothing_is_generated() -> None:
