@@ -140,6 +140,7 @@ class CanaryHook:
         self._checks: StepChecks | None = None
         self._batch: ForwardBatch | None = None
         self._entries: dict[Part, list[Entries]] = {}
+        self._previous: dict[Part, Tensor] = {}
 
     def arm(self, checks: StepChecks) -> None:
         """Say what the next forward pass verifies. A pass that was not armed (a warm-up) is left alone."""
@@ -159,6 +160,7 @@ class CanaryHook:
             self._entries[part] = [self._expand(lanes, checks, due) for due in self._pieces(checks, part)]
             for entries in self._entries[part]:
                 self._verify(lanes, StampLane.HEAD_K, entries, None)
+            self._previous[part] = _slots_before(lanes.table_RC, batch)
             self._write(lanes, StampLane.HEAD_K, batch, None)
             if checks.write_check is not None:
                 self._check_written(lanes, batch, checks.write_check, checks.first_sequence)
@@ -213,12 +215,9 @@ class CanaryHook:
         )  # fmt: skip
 
     def _write(self, lanes: PartLanes, lane: StampLane, batch: ForwardBatch, digests_T2: Tensor | None) -> None:
-        attention = batch.attention
-        starts_B = attention.context_B - (attention.q_starts_B1[1:] - attention.q_starts_B1[:-1])
-        before_B = lanes.table_RC[attention.rows_B, (starts_B - 1).clamp_min(0)].long()
         self._kernels.write(
             lanes.stamps_LS4, lane, batch.slots_of(lanes.part), batch.positions_T, batch.tokens_T,
-            attention.q_starts_B1, torch.where(starts_B > 0, before_B, 0), digests_T2,
+            batch.attention.q_starts_B1, self._previous[lanes.part], digests_T2,
         )  # fmt: skip
 
     def _check_written(self, lanes: PartLanes, batch: ForwardBatch, expected: WriteCheck, first_sequence: int) -> None:
@@ -237,3 +236,11 @@ class CanaryHook:
         if lanes.coefficients_L22W is None:
             return None
         return self._kernels.digest(lanes.layers_kv, slots_E, lanes.coefficients_L22W)
+
+
+def _slots_before(table_RC: Tensor, batch: ForwardBatch) -> Tensor:
+    """The slot before each sequence's first new token, [B]; 0 where that is position 0."""
+    attention = batch.attention
+    starts_B = attention.context_B - (attention.q_starts_B1[1:] - attention.q_starts_B1[:-1])
+    before_B = table_RC[attention.rows_B, (starts_B - 1).clamp_min(0)].long()
+    return torch.where(starts_B > 0, before_B, 0)
