@@ -80,6 +80,31 @@ COMMANDS: tuple[Command, ...] = (
         target="serinus.cli.cache:run",
     ),
     Command(
+        name="canary selftest",
+        summary="prove that the canary of this machine finds damaged KV",
+        about="""Plant every fault that the canary promises to find, one at a time, in both engines of a
+prefill/decode pair on this machine, and say who reported it, how soon, and what else was reported. Run it before you
+trust a deployment, with the settings you deploy. Without MODEL: toy models of full, sliding-window and mixed layers.
+Exit code 1 = a fault was missed, found late, or something sound was accused. See docs/CANARY.md.""",
+        examples=(
+            ("serinus canary selftest", "three toy models, a quarter of a minute"),
+            ("serinus canary selftest ./model --json matrix.json", "your model; two copies of it must fit in memory"),
+            ("serinus canary selftest --kv-canary-real-data partial --faults 20", "cheaper digests, more faults"),
+        ),
+        target="serinus.cli.canary:selftest",
+    ),
+    Command(
+        name="canary show",
+        summary="what the canaries of running engines have found",
+        about="""Print the latest violations of a running engine, or of every engine behind a router: what was wrong
+where, who owns the page, who uses it. Exit code 1 = there are some.""",
+        examples=(
+            ("serinus canary show http://127.0.0.1:30000", "one engine"),
+            ("serinus canary show http://127.0.0.1:8000 --json", "every engine behind a router, as JSON"),
+        ),
+        target="serinus.cli.canary:show",
+    ),
+    Command(
         name="doctor",
         summary="look at this machine and a checkpoint, say what is wrong",
         about="""Show machine, versions, extras, threads, kernels, ports and shared memory. Where a
@@ -133,6 +158,8 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
             return command, list(words[len(parts) :])
     if words[0] == "bench":
         raise UsageProblem("bench: expected `serinus bench serve`")
+    if words[0] == "canary":
+        raise UsageProblem("canary: expected `serinus canary selftest` or `serinus canary show`")
     near = get_close_matches(words[0], [command.name.split()[0] for command in COMMANDS], n=1, cutoff=0.5)
     hint = f"did you mean `serinus {near[0]}`?" if near else "expected one of those that `serinus --help` lists"
     raise UsageProblem(f"unknown command {words[0]!r}: {hint}")
@@ -146,7 +173,7 @@ def help_text() -> str:
         "usage: serinus COMMAND [flags]        serinus COMMAND --help",
         "",
         "commands:",
-        *(f"  {command.name:<14} {command.summary}" for command in COMMANDS),
+        *(f"  {command.name:<15} {command.summary}" for command in COMMANDS),
         "",
         "examples:",
         "  $ serinus demo                                     see it work, from nothing",

@@ -107,7 +107,8 @@ class KvGuard:
         self._host = host
         parts = {part for part in spec.parts if spec.layers_of(part)}
         has_oracle = config.kernels.sampling_backend == "token_oracle"
-        self._perturber = _perturber(config, parts, self._host_pages if host else None, has_oracle=has_oracle)
+        self.perturber = _perturber(config, parts, self._host_pages if host else None, has_oracle=has_oracle)
+        """Who plants faults, or nobody."""
         self.canary = Canary(
             CanarySettings(
                 page_size=config.memory.page_size,
@@ -121,11 +122,11 @@ class KvGuard:
             {part: spec.layers_of(part) for part in parts},
             load_canary(device),
             self._facts,
-            faults=self._perturber or NoFaults(),
+            faults=self.perturber or NoFaults(),
             oracle=partial(oracle_token, vocab_size=spec.vocab_size) if has_oracle else None,
         )
-        if self._perturber is not None:
-            self._perturber.attach(self.canary.parts)
+        if self.perturber is not None:
+            self.perturber.attach(self.canary.parts)
         self.hook: ForwardHook = self.canary.hook
 
     def bind(self, cache: PrefixCache, scheduler: Scheduler) -> None:
@@ -155,7 +156,7 @@ class KvGuard:
         return _words(violations[0]) if violations and self._raises else ""
 
     def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:
-        perturber = self._perturber
+        perturber = self.perturber
         if perturber is None or "transfer_bytes" not in perturber.plan.probabilities:
             return pools
         return {part: _TamperedStore(pool, part, perturber) for part, pool in pools.items()}
@@ -176,7 +177,7 @@ class KvGuard:
                 for (reason, tag), count in sorted(canary.violations.counts.items())
             ],
             "latest": [violation.as_json() for violation in canary.violations],
-            "injected": [injection.as_json() for injection in self._perturber.injections] if self._perturber else [],
+            "injected": [injection.as_json() for injection in self.perturber.injections] if self.perturber else [],
         }
 
     def refresh(self, metrics: Metrics) -> None:
@@ -186,9 +187,9 @@ class KvGuard:
         metrics.set("kv_canary_slots", sum(canary.due_slots.values()), "due")
         metrics.set("kv_canary_slots", canary.checked_slots(), "checked")
         metrics.set("kv_canary_sweep_passes", canary.sweep_passes)
-        if self._perturber is not None:
+        if self.perturber is not None:
             for name in MODES:
-                planted = sum(injection.mode == name for injection in self._perturber.injections)
+                planted = sum(injection.mode == name for injection in self.perturber.injections)
                 if planted:
                     metrics.set("kv_faults_injected", planted, name)
 

@@ -1,0 +1,258 @@
+"""`serinus canary selftest`: does the canary of this machine find what it promises? `serinus canary show`: has one?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
+from serinus.core.config import environment
+from serinus.core.errors import ConfigError, SerinusError
+
+if TYPE_CHECKING:
+    from serinus.testing.canary_matrix import Cell, Subject
+
+__all__ = ["selftest", "show"]
+
+_URL = "http://127.0.0.1:30000"
+_ASK_S_MAX = 30.0
+_ALARMS_SHOWN = 5
+
+
+# ---- selftest -------------------------------------------------------------------------------------------------------
+
+
+def selftest(command: Command, words: Sequence[str]) -> int:
+    """Run the matrix. 0 = perfect, 1 = not."""
+    arguments = _arguments(command, words)
+    from serinus.core.log import get_logger
+
+    if not arguments.verbose:
+        get_logger("canary").setLevel("CRITICAL")  # a line for each fault and each report: the table has them
+        get_logger("engine").setLevel("ERROR")
+    with TemporaryDirectory(prefix="serinus-canary-") as home:
+        cells = _run_all(_subjects(arguments, Path(home)), arguments)
+    _print_table(cells)
+    perfect = all(cell.perfect for cell in cells)
+    if arguments.json:
+        result = {"perfect": perfect, "settings": _settings(arguments), "cells": [cell.as_json() for cell in cells]}
+        _write(arguments.json, json.dumps(result, indent=1))
+    return 0 if perfect else 1
+
+
+def _arguments(command: Command, words: Sequence[str]) -> Any:
+    parser = make_parser(command, settings=False)
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory of a checkpoint, or a hub id; default: three toys"
+    )
+    what = parser.add_argument_group("The canary under test (as for `serinus serve`)")
+    what.add_argument("--kv-canary-real-data", default="all", metavar="{partial,all}", help="default: all")
+    what.add_argument("--kv-canary-coverage", default="full", metavar="full|rotating:N", help="default: full")
+    what.add_argument("--page-size", type=int, default=0, metavar="N", help="default: 4 for toys, 16 for a MODEL")
+    what.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda; default: auto")
+    what.add_argument("--dtype", default="auto", metavar="NAME", help="auto, bfloat16 or float32; default: auto")
+    how = parser.add_argument_group("How to test it")
+    how.add_argument("--faults", type=int, default=3, metavar="N", help="faults of each kind in each place; default: 3")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same faults; default: 0")
+    how.add_argument("--json", metavar="FILE", help="write the result there (- is standard output)")
+    how.add_argument("--verbose", action="store_true", help="log every fault and every report")
+    arguments, rest = parser.parse_known_args(list(words))
+    if rest:
+        raise unknown_flag(parser, rest[0])
+    if arguments.faults < 1:
+        raise UsageProblem(f"--faults is {arguments.faults}, expected at least 1")
+    if arguments.kv_canary_real_data not in ("partial", "all"):
+        raise UsageProblem(
+            f"--kv-canary-real-data is {arguments.kv_canary_real_data!r}, expected partial or all: without digests"
+            f" most faults cannot be found"
+        )
+    return arguments
+
+
+def _settings(arguments: Any) -> dict[str, Any]:
+    page = arguments.page_size or (16 if arguments.model else 4)
+    return {
+        "kv_canary_real_data": arguments.kv_canary_real_data,
+        "kv_canary_coverage": arguments.kv_canary_coverage,
+        "page_size": page,
+        "max_total_tokens": 128 * page,
+        "chunked_prefill_size": 16 * page,
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+    }
+
+
+def _subjects(arguments: Any, home: Path) -> list[Subject]:
+    from serinus.models import resolve
+    from serinus.testing.canary_matrix import Subject
+    from serinus.testing.canary_pd import CANARY_SHAPES, make_canary_toy
+
+    settings = _settings(arguments)
+    if arguments.model:
+        folder = Path(resolve(arguments.model))
+        return [Subject(name=folder.name or str(folder), checkpoint=folder, settings=settings)]
+    page = settings["page_size"]
+    return [
+        Subject(
+            name=f"toy {shape}",
+            checkpoint=make_canary_toy(home / shape, shape, **({"window": 2 * page + 1} if shape != "full" else {})),
+            settings=settings,
+        )
+        for shape in CANARY_SHAPES
+    ]
+
+
+def _run_all(subjects: Sequence[Subject], arguments: Any) -> list[Cell]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from serinus.cli.show import console
+    from serinus.testing.canary_matrix import plan_matrix, run_cell
+
+    work = [(cell, subject) for subject in subjects for cell in plan_matrix(subject)]
+    out = console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=len(work))
+        for cell, subject in work:
+            progress.update(task, description=f"{cell.model}: {cell.mode} {cell.part.lower()} in {cell.side}")
+            try:
+                run_cell(cell, subject, faults=arguments.faults, seed=arguments.seed)
+            except ConfigError:
+                raise
+            except SerinusError as error:  # a canary that does not sing, a cache that broke: the cell failed, not we
+                cell.error = f"{type(error).__name__}: {error}"
+            progress.advance(task)
+    return [cell for cell, _ in work]
+
+
+def _print_table(cells: Sequence[Cell]) -> None:
+    from rich.table import Table
+
+    from serinus.cli.show import console
+
+    table = Table(title="The canary's detector matrix", title_justify="left")
+    for name in ("model", "fault", "part", "planted in"):
+        table.add_column(name)
+    for name in ("injected", "detected"):
+        table.add_column(name, justify="right")
+    table.add_column("by whom")
+    for name in ("latency", "false alarms"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for cell in cells:
+        promise = "" if cell.promise is None else f" of {cell.promise}"
+        clean = cell.mode == "none"
+        table.add_row(
+            cell.model, "none: clean run" if clean else cell.mode, cell.part.lower(), cell.side,
+            "" if clean else str(cell.injected), "" if clean else str(cell.detected), _who(cell),
+            f"{cell.latency}{promise}" if cell.detected else "", str(len(cell.alarms)),
+            "[green]ok[/]" if cell.perfect else "[bold red]WRONG[/]",
+        )  # fmt: skip
+    out = console()
+    out.print(table)
+    out.print("latency: steps of the engine that reports, from planting to report, the longest (of those promised)")
+    for cell in (cell for cell in cells if not cell.perfect):
+        out.print(f"\n{cell.model}, {cell.mode} {cell.part} in {cell.side}: expected {cell.expected}", style="red")
+        for line in [*([cell.error] if cell.error else []), *cell.alarms[:_ALARMS_SHOWN]]:
+            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    wrong = sum(not cell.perfect for cell in cells)
+    injected, detected = sum(cell.injected for cell in cells), sum(cell.detected for cell in cells)
+    out.print(
+        f"\n{injected} faults injected, {detected} detected, {sum(len(c.alarms) for c in cells)} false alarms: "
+        + ("the matrix is perfect" if not wrong else f"{wrong} of {len(cells)} lines are not as they must be"),
+        style="bold green" if not wrong else "bold red", highlight=False,
+    )  # fmt: skip
+
+
+def _who(cell: Cell) -> str:
+    """Reports with the halves put together: HEAD_K_FULL and HEAD_V_FULL as HEAD_KV_FULL."""
+    halves: dict[tuple[str, str, str], str] = {}
+    for who in cell.by:
+        side, tag = who.split()
+        when, half, part = tag.split("_")
+        halves[side, when, part] = halves.get((side, when, part), "") + half
+    return ", ".join(f"{side} {when}_{half}_{part}" for (side, when, part), half in halves.items())
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cli: cannot write {path}: {error.strerror}") from None
+
+
+# ---- show -----------------------------------------------------------------------------------------------------------
+
+
+def show(command: Command, words: Sequence[str]) -> int:
+    """Print what the canaries of running engines have found. 0 = nothing, 1 = something, or no answer."""
+    parser = make_parser(command, settings=False)
+    parser.add_argument("url", nargs="?", default=_URL, metavar="URL", help=f"engine or router; default: {_URL}")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="violations at most; default: 20")
+    parser.add_argument("--api-key", default="", help="admin key; default: SERINUS_ADMIN_API_KEY")
+    parser.add_argument("--json", action="store_true", help="print the JSON of GET /canary instead")
+    arguments, rest = parser.parse_known_args(list(words))
+    if rest:
+        raise unknown_flag(parser, rest[0])
+    if arguments.limit < 1:
+        raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")
+    view = _ask(arguments.url.rstrip("/"), arguments.api_key)
+    if arguments.json:
+        print(json.dumps(view, indent=2))
+    members = view.get("engines", [{"canary": view, "url": arguments.url}])
+    found = False
+    for member in members:
+        canary = member.get("canary")
+        found |= canary is None or bool(canary.get("violations"))
+        if not arguments.json:
+            for line in _canary_lines(member, arguments.limit):
+                print(line)
+    return 1 if found else 0
+
+
+def _ask(url: str, key: str) -> dict[str, Any]:
+    import httpx
+
+    found = key or environment().get("SERINUS_ADMIN_API_KEY", "") or environment().get("SERINUS_API_KEY", "")
+    headers = {"authorization": f"Bearer {found}"} if found else {}
+    try:
+        answer = httpx.get(f"{url}/canary", headers=headers, timeout=_ASK_S_MAX)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"canary: {url} does not answer ({error}), expected a running engine or router") from error
+    if answer.status_code != 200:
+        hint = "; give the admin key with --api-key" if answer.status_code == 401 else ""
+        raise ConfigError(f"canary: {url}/canary answered {answer.status_code}: {answer.text[:300]}{hint}")
+    view = answer.json()
+    if not isinstance(view, dict) or not ("engines" in view or "mode" in view):
+        raise ConfigError(f"canary: {url}/canary answered something else, expected a Serinus engine or router")
+    return view
+
+
+def _canary_lines(member: dict[str, Any], limit: int) -> list[str]:
+    where, view = member.get("url", ""), member.get("canary")
+    if view is None:
+        return [f"{where} did not answer: {member.get('error', '')!a}"]
+    if view["mode"] == "none":
+        return [f"{where}: no canary (start it with --kv-canary log or raise)"]
+    lines = [
+        f"{where}: mode {view['mode']}, real data {view['real_data']}, each slot once in {view['stride']} steps; "
+        f"{view['steps']:,} steps, {view['slots_checked']:,} of {view['slots_due']:,} slots checked, "
+        f"{view['sweep_passes']:,} sweeps, {view['violations']:,} violations"
+    ]
+    lines += [f"  {item['count']:>8,}  {item['reason']} by {item['tag']}" for item in view["counts"]]
+    if view["injected"]:
+        lines.append(f"  {len(view['injected']):>8,}  faults planted on purpose (--kv-canary-perturb)")
+    for item in view["latest"][-limit:]:
+        users = ",".join(item["users"])
+        lines.append(
+            f"  step {item['step']}: {'|'.join(item['reasons'])} by {item['tag']}: slot {item['slot']}, page"
+            f" {item['page']}, position {item['position']}, request {item['rid'] or '-'!a}, owner {item['owner']!a},"
+            f" users {users!a}, history {item['history']!a}"
+        )
+    return lines

@@ -1,0 +1,228 @@
+"""The canary in two engines that hand KV over: sound KV is never accused, damage is told by its next reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serinus.core.parts import Part
+from serinus.core.request import FinishReason
+from serinus.kernels.canary import Reason
+from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
+from serinus.testing.oracle import toy_continue
+
+CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
+"""(model, the part that is damaged)."""
+TIERED = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+MINE = {
+    "req_to_token": Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION,
+    "real_kv_used": Reason.VERIFY_REAL_KV_HASH,
+    "real_kv_post_forward": Reason.VERIFY_REAL_KV_HASH,
+}
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("toys")
+    return {shape: make_canary_toy(home / shape, shape) for shape in CANARY_SHAPES}
+
+
+@pytest.mark.parametrize("shape", CANARY_SHAPES)
+def test_a_shared_prompt_whose_duplicates_are_freed_is_clean_on_both_sides(toys: dict[str, Path], shape: str) -> None:
+    pair = CanaryPDFixture(toys[shape], kv_canary_sweep_interval=2)
+    pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    before = pair.built("prefill").cache.stats().pages.tree
+    rids = pair.send_parallel_short_requests(4, distinct_prompts=False, prompt_tokens=16)
+    pair.run()
+    pair.assert_no_violation()
+    spec = pair.pair.decode.spec
+    assert {tuple(pair.tokens(rid)) for rid in rids} == {tuple(toy_continue(spec, pair.prompts[rids[0]], 8))}
+    tree = pair.built("prefill").cache.stats().pages.tree
+    assert tree - before == 16 // 4, "expected one copy of the prompt in prefill's tree: its duplicates are freed"
+
+
+@pytest.mark.parametrize(("shape", "part"), CASES)
+def test_what_prefill_damages_after_stamping_is_reported_by_decode_alone(
+    toys: dict[str, Path], shape: str, part: Part
+) -> None:
+    pair = CanaryPDFixture(toys[shape], perturb_prefill="real_kv_post_forward=1.0", target=part)
+    pair.send_parallel_short_requests(3, distinct_prompts=True)
+    pair.run()
+    planted = pair.injections("prefill")
+    assert planted
+    found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
+    assert {v.position for v in found} == {injection.position for injection in planted}
+    assert {v.reasons for v in pair.violations("decode")} == {Reason.VERIFY_REAL_KV_HASH}
+    assert {v.tag for v in pair.violations("decode")} == {f"TAIL_K_{part.name}"}
+    pair.assert_no_violation(side="prefill")
+
+
+@pytest.mark.parametrize(("shape", "part"), CASES)
+def test_in_mode_raise_a_damaged_handoff_is_computed_again_and_the_answer_is_right(
+    toys: dict[str, Path], shape: str, part: Part
+) -> None:
+    pair = CanaryPDFixture(toys[shape], perturb_prefill="transfer_bytes=1.0", target=part, kv_canary="raise")
+    rids = pair.send_parallel_short_requests(3, distinct_prompts=True)
+    pair.run()
+    assert pair.injections("prefill")
+    found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
+    assert {v.position % 4 for v in found} == {0}
+    pair.assert_no_violation(side="prefill")
+    for rid in rids:
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 8)
+
+
+@pytest.mark.parametrize(("shape", "part"), CASES)
+@pytest.mark.parametrize("mode", MINE)
+def test_what_is_damaged_in_decode_is_reported_there_by_its_detector_and_by_no_other(
+    toys: dict[str, Path], shape: str, part: Part, mode: str
+) -> None:
+    pair = CanaryPDFixture(
+        toys[shape], perturb_decode=f"{mode}=1.0", target=part, armed=False, kv_canary="raise",
+        kv_canary_sweep_interval=3,
+    )  # fmt: skip
+    rids = pair.send_parallel_short_requests(3, distinct_prompts=True, new_tokens=24)
+    assert pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
+    pair.arm("decode")
+    pair.run()
+    (injection,) = pair.injections("decode")
+    found = pair.violations("decode")
+    assert found
+    assert not [v.line() for v in found if v.reasons & ~MINE[mode] or v.rid != injection.rid or v.part is not part]
+    assert not [v.line() for v in found if v.tag.startswith("SWEEP")]
+    assert min(v.step for v in found) - injection.step == (mode == "real_kv_post_forward")
+    pair.assert_no_violation(side="prefill")
+    assert [rid for rid in rids if pair.finish(rid) is FinishReason.ERROR] == [injection.rid]
+    for rid in rids:
+        answer = pair.tokens(rid)
+        assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 24)[: len(answer)]
+
+
+@pytest.mark.parametrize(("shape", "part"), CASES)
+def test_what_sleeps_in_the_cache_is_reported_by_the_sweep_alone(toys: dict[str, Path], shape: str, part: Part) -> None:
+    pair = CanaryPDFixture(
+        toys[shape], perturb_decode="real_kv_unused_cache=1.0", target=part, armed=False,
+        decode_settings={"kv_canary_sweep_interval": 2},
+    )  # fmt: skip
+    pair.send_parallel_short_requests(3, distinct_prompts=True)
+    pair.run()
+    pair.arm("decode")
+    pair.send_parallel_short_requests(1, distinct_prompts=True, new_tokens=12)
+    pair.run()
+    (injection,) = pair.injections("decode")
+    found = pair.violations("decode")
+    assert {(v.tag, v.slot) for v in found} == {(f"SWEEP_K_{part.name}", injection.slot)}
+    assert min(v.step for v in found) == injection.step
+    pair.assert_no_violation(side="prefill")
+
+
+@pytest.mark.parametrize("shape", CANARY_SHAPES)
+def test_exchanged_tokens_are_reported_by_the_oracle_alone(toys: dict[str, Path], shape: str) -> None:
+    pair = CanaryPDFixture(
+        toys[shape], perturb_decode="next_token_swap=1.0", armed=False, sampling_backend="token_oracle",
+        target=Part.FULL if shape == "full" else Part.SWA,
+    )  # fmt: skip
+    rids = pair.send_parallel_short_requests(3, distinct_prompts=True, new_tokens=20)
+    assert pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
+    pair.arm("decode")
+    pair.run()
+    (injection,) = pair.injections("decode")
+    found = pair.violations("decode")
+    assert {v.tag.split("_")[0] for v in found} == {"HEAD"}
+    assert {v.reasons for v in found} == {Reason.WRITE_TOKEN}
+    assert {v.step for v in found} == {injection.step + 1}
+    assert len({v.rid for v in found}) == 2
+    pair.assert_no_violation(side="prefill")
+
+
+@pytest.mark.parametrize("victim", ["kept", "freed"])
+@pytest.mark.parametrize("shape", CANARY_SHAPES)
+def test_a_duplicate_that_is_freed_before_the_handoff_may_be_wrong_and_nobody_hears_of_it(
+    toys: dict[str, Path], shape: str, victim: str
+) -> None:
+    """Of two equal prompts the second computes their last page once more, and gives it back for the first one's."""
+    part = Part.FULL if shape == "full" else Part.SWA
+    pair = CanaryPDFixture(toys[shape], perturb_prefill="real_kv_post_forward=1.0", target=part, armed=False)
+    pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()  # the engines know each other now: what is sent together is asked for together
+    before = pair.canary("prefill").steps
+    if victim == "kept":
+        pair.arm("prefill")
+    first, second = pair.send_parallel_short_requests(2, distinct_prompts=False, prompt_tokens=16)
+    assert pair.run_until(lambda: pair.canary("prefill").steps == before + 1)
+    if victim == "freed":
+        pair.arm("prefill")
+    pair.run()
+    (injection,) = pair.injections("prefill")
+    assert injection.position == 15
+    if victim == "freed":
+        pair.assert_no_violation()
+        assert pair.tokens(first) == pair.tokens(second) == toy_continue(pair.pair.decode.spec, pair.prompts[first], 8)
+    else:
+        found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
+        assert {v.rid for v in found} == {first, second}
+        pair.assert_no_violation(side="prefill")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "part"), CASES)
+def test_bytes_damaged_in_the_host_tier_are_reported_when_they_come_back(
+    toys: dict[str, Path], shape: str, part: Part
+) -> None:
+    pair = CanaryPDFixture(
+        toys[shape], perturb_decode="tier_bytes=1.0", target=part, armed=False, kv_canary="raise",
+        decode_settings={**TIERED, "max_total_tokens": 96, "max_running_requests": 2},
+    )  # fmt: skip
+    prompts = [pair.random_prompt(41) for _ in range(4)]
+    for prompt in prompts:
+        pair.send(prompt, new_tokens=2)
+        pair.run()
+    pair.arm("decode")
+    for prompt in 2 * prompts:  # what was loaded a moment before the damage comes back in the second round
+        pair.send(prompt, new_tokens=2)
+        pair.run()
+        if pair.canary("decode").violations.total:
+            break
+    assert len(pair.injections("decode")) == 1
+    found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
+    assert len({v.position for v in found}) == 1
+    assert {v.tag for v in found} == {f"TAIL_K_{part.name}"}
+    pair.assert_no_violation(side="prefill")
+    pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", CANARY_SHAPES)
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_aborts_retraction_eviction_and_reload_are_clean_on_both_sides(
+    toys: dict[str, Path], shape: str, policy: str
+) -> None:
+    small: dict[str, Any] = {**TIERED, "hicache_ratio": 8.0, "hicache_write_policy": policy, "max_total_tokens": 120}
+    pair = CanaryPDFixture(
+        toys[shape], prefill_settings=small, decode_settings=small, kv_canary_sweep_interval=3,
+        max_running_requests=4,
+    )  # fmt: skip
+    shared = [pair.random_prompt(33) for _ in range(3)]
+    for turn in range(8):
+        rids = [pair.send([*shared[turn % 3], *pair.random_prompt(3)], new_tokens=30) for _ in range(3)]
+        rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, new_tokens=6)
+        for _ in range(3 + turn * 3):
+            pair.turn()
+        for rid in rids[turn % 2 :: 2]:
+            if pair.finish(rid) is None:
+                pair.pair.abort(rid)
+        pair.run()
+        for again in shared:
+            rids.append(pair.send(again, new_tokens=2))
+            pair.run()
+        for rid in rids:
+            answer = pair.tokens(rid)
+            assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 30)[: len(answer)]
+    pair.assert_no_violation()
+    stats = pair.built("decode").cache.stats()
+    assert stats.evicted_pages > 0
+    assert stats.loaded_tokens > 0
+    pair.close()
