@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from serinus.cache.node import Node
 from serinus.cache.tree import Descent
 
-__all__ = ["Coverage", "cover", "window_start"]
+__all__ = ["Coverage", "cover", "lacking", "window_start"]
 
 
 @dataclass(slots=True)

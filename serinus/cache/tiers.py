@@ -64,7 +64,7 @@ class TierController:
     @property
     def in_flight(self) -> int:
         """Copies and storage operations that have not ended, or not begun."""
-        storing = 0 if self.writes is None or self.prefetches is None else self.writes.in_flight
+        storing = 0 if self.writes is None else self.writes.in_flight
         reading = 0 if self.prefetches is None else self.prefetches.in_flight
         return len(self.table) + self.backups.queued + storing + reading
 

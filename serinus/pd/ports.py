@@ -185,16 +185,18 @@ class _Port(ABC, Generic[Event, Result, Token]):
         self._post.disconnect(peer)
         self._run(PeerLost(peer=peer, reason=reason), out)
 
-    def _attach(self, action: AttachPeer) -> str:
-        """Join the data backend of a peer; returns why that failed, in words."""
+    def _attach(self, action: AttachPeer) -> tuple[PeerLost, ...]:
+        """Join the data backend of a peer; where that fails the peer is given up, and said to be lost."""
         self._peers[action.peer] = action
         if action.backend in self._backends:
-            return ""
+            return ()
         try:
             self._reach.join(action.peer, action.backend, action.endpoints)
         except TransferFailed as error:
-            return str(error)
-        return ""
+            self._leave(action.peer)
+            self._post.disconnect(action.peer)
+            return (PeerLost(peer=action.peer, reason=str(error)),)
+        return ()
 
     def _leave(self, peer: str) -> None:
         if self._peers.pop(peer, None) is not None:
@@ -256,22 +258,15 @@ class DecodePort(_Port[DecodeEvent, DecodeResult, ReadIn]):
                     case OpenPeer():
                         self._post.connect(action.peer, action.address)
                     case AttachPeer():
-                        self._join(action, events)
+                        source = RankLayout(action.layout)
+                        self._intakes[action.peer] = Intake(source, self._stores)
+                        self._fences[action.peer] = len(source.shards)
+                        events.extend(self._attach(action))
                     case ClosePeer():
                         self._leave(action.peer)
                         self._post.disconnect(action.peer)
                     case Landed() | Recompute() | Quarantine() | QuarantineOver() | PeerChanged():
                         out.append(action)
-
-    def _join(self, action: AttachPeer, events: deque[DecodeEvent]) -> None:
-        source = RankLayout(action.layout)
-        self._intakes[action.peer] = Intake(source, self._stores)
-        self._fences[action.peer] = len(source.shards)
-        wrong = self._attach(action)
-        if wrong:
-            self._leave(action.peer)
-            self._post.disconnect(action.peer)
-            events.append(PeerLost(peer=action.peer, reason=wrong))
 
     def _copy_in(self, action: CopyIn) -> Copied:
         """Copy first, then digest the source: bytes that changed under our hands cannot pass."""
@@ -404,11 +399,7 @@ class PrefillPort(_Port[PrefillEvent, PrefillResult, _Write]):
                     case Unstage():
                         self._unstage(action)
                     case AttachPeer():
-                        wrong = self._attach(action)
-                        if wrong:
-                            self._leave(action.peer)
-                            self._post.disconnect(action.peer)
-                            events.append(PeerLost(peer=action.peer, reason=wrong))
+                        events.extend(self._attach(action))
                     case ClosePeer():
                         self._leave(action.peer)
                         self._post.disconnect(action.peer)

@@ -70,7 +70,7 @@ class Seats:
     def window_start(self, position: int) -> int:
         """Index of the first SWA page that computing `position` reads."""
         assert self.window is not None, "sched: a window without part SWA"
-        return max(0, position - self.window + 1) // self.page_size
+        return self.cache.swa_first_page(position)
 
     def room(self, part: Part = Part.FULL) -> int:
         """Pages that could be handed out now: free, or cached and used by nobody."""

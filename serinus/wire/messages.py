@@ -103,9 +103,6 @@ def bytes_to_ids(data: bytes) -> NDArray[np.int32]:
 # ---- front <-> engine ---------------------------------------------------------------------------------------------
 
 
-Facts = Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=1024)]
-
-
 class Ready(MessageBase, frozen=True, kw_only=True):
     """Engine -> front, once it can serve: what it serves, and where the start-up time went."""
 
