@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serinus.canary.perturb import MODES
-from serinus.cli import canary as command
+from serinus.cli.canary import canary_lines
 from serinus.cli.main import main
 from serinus.core.parts import Part
-from serinus.testing.canary_matrix import CLEAN, Cell, Subject, plan_matrix, run_cell
-from serinus.testing.canary_pd import CANARY_SHAPES, make_canary_toy
+from serinus.front import FrontSettings
+from serinus.testing.canary_matrix import CLEAN, Subject, plan_matrix, run_cell
+from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
+from serinus.testing.fake_engine import FakeEngine
+from serinus.testing.running_front import running_front
+from serinus.testing.small_tokenizers import make_byte_tokenizer
 
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """The commands make these rooms quiet."""
+    rooms = [logging.getLogger(f"serinus.{name}") for name in ("canary", "engine")]
+    levels = [room.level for room in rooms]
+    yield
+    for room, level in zip(rooms, levels, strict=True):
+        room.setLevel(level)
 
 
 def subject(folder: Path, shape: str, **settings: Any) -> Subject:
@@ -36,3 +51,72 @@ def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, coverage: str) -> N
     model = subject(tmp_path, "full", kv_canary_coverage=coverage, kv_canary_real_data="partial")
     for cell in plan_matrix(model):
         assert run_cell(cell, model, faults=2, seed=5).perfect, cell
+
+
+@pytest.mark.slow
+def test_a_perfect_matrix_is_exit_code_0_and_is_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy, result = make_canary_toy(tmp_path / "toy", "swa"), tmp_path / "result.json"
+    words = ["canary", "selftest", str(toy), "--page-size", "4", "--faults", "1", "--json", str(result)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "8 faults injected, 8 detected, 0 false alarms: the matrix is perfect" in text
+    found = json.loads(result.read_text())
+    assert found["perfect"]
+    assert found["settings"]["kv_canary_coverage"] == "full"
+    assert {cell["mode"] for cell in found["cells"]} == {CLEAN, *MODES}
+    assert all(cell["slots_checked"] for cell in found["cells"])
+
+
+@pytest.mark.slow
+def test_a_canary_that_misses_something_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Turns so long that a slot leaves the window before it has its turn."""
+    toy = make_canary_toy(tmp_path / "toy", "swa")
+    words = ["canary", "selftest", str(toy), "--page-size", "4", "--faults", "2"]
+    assert main([*words, "--kv-canary-coverage", "rotating:40"]) == 1
+    text = capsys.readouterr().out
+    assert "are not as they must be" in text
+    assert "WRONG" in text
+
+
+def test_what_makes_no_sense_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["selftest", "--faults", "0"], "--faults is 0, expected at least 1"),
+        (["selftest", "--kv-canary-real-data", "none"], "expected partial or all"),
+        (["selftest", "--fault", "1"], "did you mean --faults?"),
+        (["show", "--limit", "0"], "--limit is 0, expected at least 1"),
+        (["show", "http://127.0.0.1:9"], "expected a running engine or router"),
+        (["test"], "expected `serinus canary selftest`"),
+    ):
+        assert main(["canary", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_latest_violations_of_a_running_engine_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, engine="fake-0")
+    settings = FrontSettings(model_path=str(make_byte_tokenizer(tmp_path)), admin_api_key="secret")
+    with running_front(settings, engine) as front:
+        assert main(["canary", "show", front.url, "--api-key", "secret"]) == 0
+        assert "no canary (start it with --kv-canary log or raise)" in capsys.readouterr().out
+        assert main(["canary", "show", front.url]) == 2
+        assert "give the admin key" in capsys.readouterr().err
+
+
+def test_violations_are_told_with_who_had_to_do_with_them(tmp_path: Path) -> None:
+    model = subject(tmp_path, "full")
+    pair = CanaryPDFixture(model.checkpoint, perturb_decode="real_kv_used=1.0", armed=False)
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
+    assert pair.run_until(lambda: len(pair.tokens(rid)) > 2)
+    pair.arm("decode")
+    pair.run()
+    view = json.loads(json.dumps(pair.guard("decode").view()))
+    lines = canary_lines({"url": "http://there", "canary": view}, limit=1)
+    assert lines[0].startswith("http://there: mode log, real data all, each slot once in 1 steps; ")
+    assert "verify_real_kv_hash by TAIL_K_FULL" in lines[1]
+    assert "1  faults planted on purpose" in lines[2]
+    assert f"request '{rid}'" in lines[3]
+    assert len(lines) == 4

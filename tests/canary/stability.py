@@ -1,0 +1,122 @@
+"""Run the perturbation stories of two engines again and again, each time with another seed: not one may fail.
+
+    python -m tests.canary.stability --runs 200
+    python -m tests.canary.stability --soak-minutes 30      (nothing planted: nothing may be reported)
+
+A run is: for models of full, sliding and both kinds of layers, in each part, prefill damages KV after it was stamped
+(decode reports it, prefill is silent), bytes change in flight, and a running request of decode is damaged. Prints what
+it did; exit code 1 with the story and the seed that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from serinus.core.parts import Part
+from serinus.testing.canary_pd import CANARY_SHAPES, SIDES, CanaryPDFixture, make_canary_toy
+from serinus.testing.oracle import toy_continue
+
+CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
+STORIES = ("real_kv_post_forward", "transfer_bytes", "real_kv_used")
+
+
+def story(toys: dict[str, Path], shape: str, part: Part, mode: str, seed: int) -> None:
+    """Raises AssertionError."""
+    side = "decode" if mode == "real_kv_used" else "prefill"
+    pair = CanaryPDFixture(toys[shape], **{f"perturb_{side}": f"{mode}=1.0"}, target=part, seed=seed, armed=False)  # type: ignore[arg-type]
+    pair.arm(side, count=2)
+    pair.send_parallel_short_requests(3, distinct_prompts=True, new_tokens=6)
+    pair.run()
+    assert pair.injections(side), "nothing was planted"
+    found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
+    assert len(found) == len(pair.violations("decode")), [v.line() for v in pair.violations("decode")]
+    pair.assert_no_violation(side="prefill")
+    if side == "decode":
+        planted = {(i.slot, i.position) for i in pair.injections(side)}
+        assert {(v.slot, v.position) for v in found} <= planted
+    elif mode == "real_kv_post_forward":
+        assert {v.position for v in found} == {i.position for i in pair.injections(side)}
+
+
+def soak(toys: dict[str, Path], minutes: float) -> int:
+    """Clean traffic with aborts, retraction, eviction, write-back, load-back and handoffs; violations found."""
+    until = time.monotonic() + 60 * minutes
+    rounds = slots = loaded = evicted = requests = aborts = alarms = 0
+    while time.monotonic() < until:
+        for shape in CANARY_SHAPES:
+            for policy in ("write_through", "write_back"):
+                small = {
+                    "enable_hierarchical_cache": True, "hicache_ratio": 8.0, "hicache_write_policy": policy,
+                    "max_total_tokens": 120, "max_running_requests": 4,
+                }  # fmt: skip
+                pair = CanaryPDFixture(
+                    toys[shape], seed=rounds, kv_canary_sweep_interval=3, prefill_settings=small, decode_settings=small,
+                    kv_canary_coverage="full" if rounds % 2 else "rotating:4",
+                )  # fmt: skip
+                shared = [pair.random_prompt(33) for _ in range(4)]
+                for turn in range(20):
+                    rids = [pair.send([*shared[turn % 4], *pair.random_prompt(3)], new_tokens=30) for _ in range(3)]
+                    rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, new_tokens=6)
+                    for _ in range(3 + turn * 3 % 40):
+                        pair.turn()
+                    for rid in rids[turn % 2 :: 2]:
+                        if pair.finish(rid) is None:
+                            pair.pair.abort(rid)
+                            aborts += 1
+                    pair.run()
+                    for again in shared:
+                        rids.append(pair.send(again, new_tokens=2))
+                        pair.run()
+                    for rid in rids:
+                        answer = pair.tokens(rid)
+                        assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 30)[: len(answer)]
+                    requests += len(rids)
+                alarms += sum(pair.canary(side).violations.total for side in SIDES)
+                pair.assert_no_violation()
+                slots += sum(pair.canary(side).checked_slots() for side in SIDES)
+                stats = pair.built("decode").cache.stats()
+                loaded, evicted = loaded + stats.loaded_tokens, evicted + stats.evicted_pages
+                pair.close()
+        rounds += 1
+        print(
+            f"soak: {rounds} rounds, {requests} requests, {aborts} aborted, {slots} slots checked, {evicted} pages "
+            f"evicted and {loaded} tokens loaded back in decode, {alarms} false alarms",
+            flush=True,
+        )
+    return alarms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--soak-minutes", type=float, default=0.0)
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    home = Path(tempfile.mkdtemp(prefix="canary-stability-"))
+    toys = {shape: make_canary_toy(home / shape, shape) for shape in CANARY_SHAPES}
+    if arguments.soak_minutes:
+        return 1 if soak(toys, arguments.soak_minutes) else 0
+    start = time.monotonic()
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.runs):
+        for shape, part in CASES:
+            for mode in STORIES:
+                try:
+                    story(toys, shape, part, mode, seed)
+                except AssertionError as error:
+                    print(f"FAILED: seed {seed}, {shape}, part {part.name}, {mode}: {error}")
+                    return 1
+        if seed % 20 == 19:
+            print(f"{seed + 1 - arguments.first_seed} runs, {time.monotonic() - start:.0f} s", flush=True)
+    count = arguments.runs * len(CASES) * len(STORIES)
+    print(f"{arguments.runs} runs of {len(CASES) * len(STORIES)} stories ({count} in all), none failed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
