@@ -15,7 +15,7 @@ from serinus.core.errors import ConfigError, SerinusError
 if TYPE_CHECKING:
     from serinus.testing.canary_matrix import Cell, Subject
 
-__all__ = ["selftest", "show"]
+__all__ = ["canary_lines", "selftest", "show"]
 
 _URL = "http://127.0.0.1:30000"
 _ASK_S_MAX = 30.0
@@ -122,7 +122,7 @@ def _run_all(subjects: Sequence[Subject], arguments: Any) -> list[Cell]:
                 run_cell(cell, subject, faults=arguments.faults, seed=arguments.seed)
             except ConfigError:
                 raise
-            except SerinusError as error:  # a canary that does not sing, a cache that broke: the cell failed, not we
+            except (SerinusError, AssertionError) as error:  # a canary that does not sing, a request that never ends
                 cell.error = f"{type(error).__name__}: {error}"
             progress.advance(task)
     return [cell for cell, _ in work]
@@ -211,7 +211,7 @@ def show(command: Command, words: Sequence[str]) -> int:
         canary = member.get("canary")
         found |= canary is None or bool(canary.get("violations"))
         if not arguments.json:
-            for line in _canary_lines(member, arguments.limit):
+            for line in canary_lines(member, arguments.limit):
                 print(line)
     return 1 if found else 0
 
@@ -234,7 +234,8 @@ def _ask(url: str, key: str) -> dict[str, Any]:
     return view
 
 
-def _canary_lines(member: dict[str, Any], limit: int) -> list[str]:
+def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
+    """The JSON of one engine's /canary for people, `limit` violations at most. Names that clients chose are quoted."""
     where, view = member.get("url", ""), member.get("canary")
     if view is None:
         return [f"{where} did not answer: {member.get('error', '')!a}"]

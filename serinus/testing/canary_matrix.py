@@ -126,6 +126,7 @@ def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) ->
         scene(pair, cell, length)
         pair.run()
         _judge(pair, cell, pair.planted[before:], seen)
+        pair.pardon()
     cell.slots_checked = sum(pair.canary(side).checked_slots() for side in SIDES)
     pair.close()
     return cell

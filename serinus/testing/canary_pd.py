@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from serinus.canary import Canary, Violation, reason_names
 from serinus.canary.perturb import Injection
 from serinus.core.parts import Part
@@ -178,6 +180,12 @@ class CanaryPDFixture:
         """How it ended."""
         deltas = self.pair.deltas[rid]
         return deltas[-1].finish if deltas else None
+
+    def pardon(self) -> None:
+        """Give back the pages that mode raise has condemned: the faults were ours, the memory is sound."""
+        for side in SIDES:
+            for violation in self.violations(side):
+                self.built(side).cache.pardon(violation.part, np.array([violation.page], np.int32))
 
     def flush(self) -> None:
         """Forget what is cached in both engines, in every tier; they must be idle."""
