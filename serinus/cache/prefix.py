@@ -317,6 +317,7 @@ class PrefixCache(CacheBody):
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 
+        Condemned pages are pardoned: nothing of what they held is left. What storage has of it is still not read.
         Raises CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
         """
         self._check_committed()
@@ -324,7 +325,9 @@ class PrefixCache(CacheBody):
         if busy:
             raise CapacityError(f"cache: cannot be flushed now, busy with {busy}; expected no requests and no holds")
         self.tiers.wait_all()
-        return self.shelves.clear()
+        dropped = self.shelves.clear()
+        self.tiers.quarantine.pardon_all()
+        return dropped
 
     # Inside
 

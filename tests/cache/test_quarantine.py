@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from serinus.cache import PrefetchState, Tier
+from serinus.core.errors import CapacityError
 from serinus.core.parts import Part
 from tests.cache.shop import Shop, span
 
@@ -26,6 +29,23 @@ def test_a_condemned_page_takes_all_behind_it_out_of_sight_and_nothing_before_it
     again = shop.cache.allocate("c", 1)
     assert again is not None
     assert again.full.tolist() == [row.pages[2]]
+
+
+def test_a_flush_pardons_what_was_condemned_and_a_refused_one_does_not() -> None:
+    shop = Shop(swa=33, window=10)
+    guest = shop.seat("a", span(0, 24))
+    shop.publish(guest, 24)
+    shop.cache.condemn(Part.SWA, guest.swa[4:5])
+    shop.cache.condemn(Part.FULL, guest.row[1:2])
+    with pytest.raises(CapacityError):
+        shop.cache.reset()
+    shop.leave(guest)
+    assert shop.cache.stats().pages.quarantined == 1
+    assert (shop.cache.available(Part.FULL), shop.cache.available(Part.SWA)) == (31, 31)
+    shop.cache.reset()
+    assert shop.cache.stats().pages.quarantined == 0
+    assert (shop.cache.free(Part.FULL), shop.cache.free(Part.SWA)) == (32, 32)
+    shop.check()
 
 
 def test_those_who_hold_a_condemned_page_keep_it_and_publish_nothing_behind_it() -> None:
