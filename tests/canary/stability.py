@@ -44,7 +44,7 @@ def story(toys: dict[str, Path], shape: str, part: Part, mode: str, seed: int) -
 
 
 def soak(toys: dict[str, Path], minutes: float) -> int:
-    """Clean traffic with aborts, retraction, eviction, write-back, load-back and handoffs; violations found."""
+    """Clean traffic with aborts, eviction, write-back, load-back and handoffs; violations found."""
     until = time.monotonic() + 60 * minutes
     rounds = slots = loaded = evicted = requests = aborts = alarms = 0
     while time.monotonic() < until:

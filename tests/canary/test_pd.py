@@ -197,7 +197,7 @@ def test_bytes_damaged_in_the_host_tier_are_reported_when_they_come_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", CANARY_SHAPES)
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_aborts_retraction_eviction_and_reload_are_clean_on_both_sides(
+def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
     toys: dict[str, Path], shape: str, policy: str
 ) -> None:
     small: dict[str, Any] = {**TIERED, "hicache_ratio": 8.0, "hicache_write_policy": policy, "max_total_tokens": 120}
@@ -225,4 +225,20 @@ def test_aborts_retraction_eviction_and_reload_are_clean_on_both_sides(
     stats = pair.built("decode").cache.stats()
     assert stats.evicted_pages > 0
     assert stats.loaded_tokens > 0
+    pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", CANARY_SHAPES)
+def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Path], shape: str) -> None:
+    pair = CanaryPDFixture(
+        toys[shape], kv_canary_sweep_interval=7, kv_canary_coverage="rotating:4",
+        decode_settings={**TIERED, "max_total_tokens": 640},
+    )  # fmt: skip
+    rids = pair.send_parallel_short_requests(3, distinct_prompts=True, new_tokens=300)
+    pair.run()
+    assert pair.built("decode").core.scheduler.stats().totals.retracted > 0
+    pair.assert_no_violation()
+    for rid in rids:
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 300)
     pair.close()
