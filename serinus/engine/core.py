@@ -5,7 +5,7 @@ Knows neither sockets nor processes: requests come in through `scheduler`, resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from serinus.cache import PrefixCache
@@ -57,8 +57,9 @@ class EngineCore:
         self._events = events
         self.guard: Guard = guard or NoGuard()
         """The canary, or nobody."""
-        self.convicted: list[str] = []
-        """Requests that the guard ended; whoever hands KV over forgets them too, and clears this."""
+        self.leaving: Callable[[str], object] = _nobody
+        """Told of each request that the guard is about to end, while its pages are still its own: whoever hands KV
+        over closes its grants here."""
         self._sanity = sanity
         self._unchecked = False
         self._closed = False
@@ -94,8 +95,8 @@ class EngineCore:
         """End these requests before anything that came of their KV leaves; their last deltas."""
         ended: list[TokenDelta] = []
         for verdict in verdicts:
+            self.leaving(verdict.rid)
             delta = self.scheduler.abort(verdict.rid, verdict.reason, FinishReason.ERROR, condemned=True)
-            self.convicted.append(verdict.rid)
             if delta is not None:
                 ended.append(replace(delta, error_status=500))
         return ended
@@ -125,3 +126,7 @@ class EngineCore:
             self._tiers.close()
         if self._events is not None:
             self._events.close()
+
+
+def _nobody(rid: str) -> None:
+    """No handoffs."""

@@ -47,6 +47,7 @@ class EngineLoop:
         self._draining = False
         self._drain_told = False
         self._stopping = False
+        self._core.leaving = lambda rid: handoffs.aborted(rid, clock.now())
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -78,9 +79,6 @@ class EngineLoop:
         for delta in self._handoffs.turn(now, self._core.turns):
             self._answer(delta)
         outcome = self._core.step()
-        for rid in self._core.convicted:
-            self._handoffs.aborted(rid, self._clock.now())
-        self._core.convicted.clear()
         if outcome is not None:
             for delta in outcome.deltas:
                 self._outbox.put(delta)

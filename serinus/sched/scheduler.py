@@ -124,9 +124,11 @@ class Scheduler:
         `handoff_drained` or `handoff_ended`. While a step with it is under way, they stay until its commit.
         """
         state = self._states.get(rid)
-        if state is None or state.doomed:
+        if state is None:
             return None
-        state.condemned = condemned
+        state.condemned |= condemned
+        if state.doomed:
+            return None
         self._totals.aborted += finish is FinishReason.ABORT
         self._totals.finished += finish is FinishReason.STOP
         usage = state.usage()

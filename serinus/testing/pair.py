@@ -17,7 +17,6 @@ from serinus.engine.build import Built, build_core
 from serinus.engine.decode_role import DecodeRole
 from serinus.engine.launch import pd_settings
 from serinus.engine.prefill_role import PrefillRole
-from serinus.engine.roles import Handoffs
 from serinus.pd import DecodePort, LocalBackend, PrefillPort
 from serinus.wire import LocalHub, Post
 
@@ -76,6 +75,9 @@ class EnginePair:
             guard=self.decode.core.guard,
         )
 
+        self.decode.core.leaving = lambda rid: self.decode_role.aborted(rid, self.clock.now())
+        self.prefill.core.leaving = lambda rid: self.prefill_role.aborted(rid, self.clock.now())
+
     def _build(self, checkpoint: Path, role: str, settings: dict[str, Any]) -> Built:
         names = {"model_path": str(checkpoint), "mode": role, "decode_log_interval": 0, "min_remote_tokens": 1}
         return build_core(from_names(ServeConfig, {**names, **settings}), self.clock)
@@ -96,7 +98,6 @@ class EnginePair:
         for delta in self.decode_role.turn(self.clock.now(), self.decode.core.turns):
             self._keep(delta)
         outcome = self.decode.core.step()
-        self._forget_convicted(self.decode, self.decode_role)
         for delta in outcome.deltas if outcome is not None else ():
             self._keep(delta)
 
@@ -105,15 +106,8 @@ class EnginePair:
         self.clock.advance(0.01)
         self.prefill_role.turn(self.clock.now(), self.prefill.core.turns)
         outcome = self.prefill.core.step()
-        self._forget_convicted(self.prefill, self.prefill_role)
         if outcome is not None:
             self.prefill_role.computed(outcome.chunks, self.clock.now())
-
-    def _forget_convicted(self, built: Built, role: Handoffs) -> None:
-        """What the canary ended, its handoff ends too: as the engine's loop does."""
-        for rid in built.core.convicted:
-            role.aborted(rid, self.clock.now())
-        built.core.convicted.clear()
 
     def run_until_idle(self, turns_max: int = 10_000) -> None:
         """Turns, one of each, until both engines hold nothing. Raises AssertionError after turns_max."""

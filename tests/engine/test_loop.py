@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import Built, build_core
+from serinus.engine.guard import NoGuard, Verdict
 from serinus.engine.loop import EngineLoop
 from serinus.engine.roles import NoHandoffs
 from serinus.sched import Scheduler
@@ -27,8 +28,11 @@ class Handoffs(NoHandoffs):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
+        self.scheduler = scheduler
         self.slipped: list[TokenDelta] = []
         self.drains = 0
+        self.told: list[tuple[str, bool]] = []
+        """Who was said to be aborted, and whether its pages were still its own."""
 
     def turn(self, now: float, turns: int) -> list[TokenDelta]:
         slipped, self.slipped = self.slipped, []
@@ -36,6 +40,21 @@ class Handoffs(NoHandoffs):
 
     def drain(self) -> None:
         self.drains += 1
+
+    def aborted(self, rid: str, now: float) -> None:
+        own = self.scheduler.pages_of(rid)
+        self.told.append((rid, own is not None and any(len(span.pages) for span in own.spans)))
+
+
+class Judge(NoGuard):
+    """A canary that condemns whom the test names."""
+
+    def __init__(self, *rids: str) -> None:
+        self.rids = rids
+
+    def judge(self) -> Sequence[Verdict]:
+        rids, self.rids = self.rids, ()
+        return [Verdict(rid=rid, reason="KV integrity: planted") for rid in rids]
 
 
 class World:
@@ -177,3 +196,12 @@ def test_a_flush_with_tiers_names_who_is_busy_and_empties_device_and_host(toy: P
         assert pool.pages.free == pool.page_count, place
     world.front.close()
     world.loop.close()
+
+
+def test_handoffs_hear_of_a_conviction_while_the_pages_are_still_the_requests(world: World) -> None:
+    world.ask("guest", 40)
+    world.built.core.guard = Judge("guest")
+    world.until(lambda: bool(world.of("guest")) and bool(world.of("guest")[-1].finish))
+    assert world.handoffs.told == [("guest", True)]
+    assert world.of("guest")[-1].error_status == 500
+    assert world.built.core.scheduler.idle
