@@ -445,10 +445,7 @@ class Scheduler:
 
     def handoff_drained(self, rid: str) -> bool:
         """Decode has everything: the request ends here. False = it is not in flight: nothing changes."""
-        state = self._outgoing.inflight.get(rid)
-        if state is None:
-            return False
-        return self.handoff_ended(rid)
+        return rid in self._outgoing.inflight and self.handoff_ended(rid)
 
     def handoff_ended(self, rid: str) -> bool:
         """The handoff is over, however it ended, and nobody reads its pages any more: drop all holds; end the request
