@@ -114,7 +114,7 @@ class Canary:
         self._expected_start = {work.rid: work.start + len(work.tokens) for work in plan.work}
         for part in self.parts:
             spans = checks.spans[part] = [self._span(work, part) for work in plan.work]
-            checks.due[part] = self._due(spans, fresh)
+            checks.due[part] = self._due(spans, fresh, part)
             self.due_slots[part] += sum(due.slot_count for due in checks.due[part])
         self.hook.arm(checks)
 
@@ -213,10 +213,13 @@ class Canary:
             low = max(0, work.start - self.settings.window + 1)
         return Span(row=work.row, low=low, high=work.start)
 
-    def _due(self, spans: Sequence[Span], fresh: Sequence[bool]) -> list[DuePages]:
-        """Those that just came whole, the others by turns."""
+    def _due(self, spans: Sequence[Span], fresh: Sequence[bool], part: Part) -> list[DuePages]:
+        """Those that just came whole, the others by turns; a slot has its turn before it leaves the window."""
         page_size, found = self.settings.page_size, []
-        for is_fresh, stride in ((True, 1), (False, self.settings.stride)):
+        turns = self.settings.stride
+        if part is Part.SWA and self.settings.window is not None:
+            turns = min(turns, max(1, self.settings.window - 1))
+        for is_fresh, stride in ((True, 1), (False, turns)):
             index = [i for i, new in enumerate(fresh) if new is is_fresh]
             due = due_pages([spans[i] for i in index], index, step=self.steps, stride=stride, page_size=page_size)
             if len(due.rows):

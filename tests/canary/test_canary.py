@@ -89,6 +89,18 @@ def test_partial_digests_see_the_first_16_bytes_and_rotating_coverage_sees_all_w
     assert {v.slot for v in engine.violations} == {slot}
 
 
+@pytest.mark.slow
+def test_every_slot_of_a_window_has_its_turn_before_it_leaves(tmp_path: Path) -> None:
+    for age in range(2, 9):
+        engine = watched(tmp_path / str(age), "swa", stride=50)
+        seqs = started(engine, PROMPTS[:1])
+        decode(engine, seqs, age)
+        slot = slot_at(engine, seqs[0], seqs[0].done - 1)
+        flip(engine, slot)
+        decode(engine, seqs, 10)
+        assert {v.slot for v in engine.violations} == {slot}, f"damaged after {age} steps"
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_that_names_another_slot_breaks_the_chain(tmp_path: Path, shape: str) -> None:
     engine = watched(tmp_path, shape, real_data="none")
