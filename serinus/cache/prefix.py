@@ -314,6 +314,11 @@ class PrefixCache(CacheBody):
         self._check_committed()
         self.tiers.quarantine.pardon(part, pages)
 
+    def pardon_all(self) -> int:
+        """The same for every condemned page; how many there were. Only while no request owns any."""
+        self._check_committed()
+        return self.tiers.quarantine.pardon_all()
+
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 

@@ -142,10 +142,12 @@ class Quarantine:
             if owner & STATE_MASK == PageState.QUARANTINED and page not in pending:
                 shelf.ledger.move(np.array([page], np.int32), owner, FREE_OWNER, "pardon")
 
-    def pardon_all(self) -> None:
-        """Nobody owns any page: all condemned ones may be handed out again."""
+    def pardon_all(self) -> int:
+        """All condemned pages may be handed out again, once nobody owns them; how many there were."""
+        count = sum(map(len, self.banned.values()))
         for part, banned in self.banned.items():
             self.pardon(part, np.array(sorted(banned), np.int32))
+        return count
 
     def sound_count(self, part: Part, pages: Pages) -> int:
         """How many of a request's own pages, from the first on, may be published."""

@@ -106,7 +106,18 @@ class EngineCore:
         if self._unchecked and self.scheduler.idle:
             self._unchecked = False
             self.scheduler.sanity_check()
+        if not self.scheduler.idle:
+            self._give_condemned_back()
         self._publish()
+
+    def _give_condemned_back(self) -> None:
+        """Requests wait for pages, nobody runs, nothing is under way: only condemned pages can stand in their way, and
+        those that wait would wait for ever. What was wrong there is overwritten before it is read."""
+        stats = self.scheduler.stats()
+        waiting = stats.num_queue_reqs + stats.num_decode_prealloc_queue_reqs
+        others = stats.num_running_reqs + stats.num_decode_transfer_queue_reqs + stats.num_prefill_inflight_queue_reqs
+        if waiting and not others and not stats.in_flight and (count := self._cache.pardon_all()):
+            _log.warning("engine: %d condemned pages are given back, %d requests need them", count, waiting)
 
     def _publish(self) -> None:
         if self._events is not None:

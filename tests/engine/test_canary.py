@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from serinus.cache import PageState
 from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import ConfigError
@@ -158,6 +160,22 @@ def test_what_was_damaged_in_the_host_tier_is_found_when_it_comes_back(toys: dic
     engine.run()
     assert engine.answer("three") == toy_continue(engine.built.spec, prompt, 8)
     engine.built.core.close()
+
+
+def test_condemned_pages_are_given_back_before_anybody_waits_for_ever(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], kv_canary="raise", kv_canary_sweep_interval=0)
+    cache = engine.built.cache
+    for turn, shared in enumerate(SHARED):
+        engine.add(f"r{turn}", [*shared, 201])
+        engine.run()
+        cached = np.flatnonzero(cache.ledger.owner_P % 8 == PageState.TREE)
+        cache.condemn(Part.FULL, cached[: len(cached) // 2].astype(np.int32))
+    assert cache.stats().pages.quarantined >= 10
+    long = list(range(20, 100))
+    engine.add("long", long, tokens=20)
+    engine.run()
+    assert engine.answer("long") == toy_continue(engine.built.spec, long, 20)
+    assert cache.stats().pages.quarantined == 0
 
 
 def test_a_canary_that_cannot_be_is_refused_at_start(toys: dict[str, Path]) -> None:
