@@ -28,7 +28,6 @@ from serinus.core.parts import Part
 
 __all__ = ["Prefetches", "StorageWrites"]
 
-READ_BATCH_PAGES = 64
 PREFETCHES_MAX = 64
 HOLD = "storage"
 """Name of the holds on host pages that a storage write reads."""
@@ -232,8 +231,9 @@ class Prefetches:
             self._read(prefetch, part, first, shelf.ledger.take(prefetch.owner, size, "take for a prefetch"))
 
     def _read(self, prefetch: Prefetch, part: Part, first: int, pages: Pages) -> None:
-        for at in range(0, len(pages), READ_BATCH_PAGES):
-            batch = Batch(part, first + at, pages[at : at + READ_BATCH_PAGES])
+        step = self._shelves.read_batch_pages
+        for at in range(0, len(pages), step):
+            batch = Batch(part, first + at, pages[at : at + step])
             op = self._table.take_op()
             prefetch.batches[op] = batch
             self._by_op[op] = prefetch

@@ -50,8 +50,12 @@ class CacheGeometry:
     """Host pages of FULL; 0 = no host tier."""
     host_swa_pages: int = 0
     """Host pages of SWA."""
+    read_batch_pages: int = 64
+    """Pages of one storage read at most: a prefetch of more reads several times, and can be cut between them."""
 
     def __post_init__(self) -> None:
+        if self.read_batch_pages < 1:
+            raise ConfigError(f"cache: read_batch_pages is {self.read_batch_pages}, expected at least 1")
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ConfigError(f"cache: page_size is {self.page_size}, expected a power of two from 1 to 128")
         if self.full_pages < 2:

@@ -54,6 +54,8 @@ class Shelves:
         self.tree = tree
         self.keys = keys
         self.events = events
+        self.read_batch_pages = geometry.read_batch_pages
+        """Pages of one storage read at most."""
         size = geometry.page_size
         self.all = {
             (tier, part): Shelf(tier, part, SLOTS[tier, part], PageLedger(count), SweepIndex(count, size))

@@ -101,7 +101,6 @@ class Base:
         engine: str = "bf16",
     ) -> None:
         self.room = cache_room
-        cache_room.prefetch.READ_BATCH_PAGES = READ_BATCH_PAGES
         self.shape = shape
         self.size = shape.page_size
         self.rewrite_rows = rewrite_rows
@@ -125,6 +124,7 @@ class Base:
             room.CacheGeometry(
                 page_size=self.size, full_pages=shape.full_pages, swa_pages=shape.swa_pages, window=shape.window,
                 host_full_pages=shape.host_full, host_swa_pages=shape.host_swa,
+                read_batch_pages=READ_BATCH_PAGES,
             ),
             policy=shape.policy, write_policy=shape.write_policy,
             mover=self.mover if shape.host_full else None, storage=self.storage, namespace=self.engine,
