@@ -71,10 +71,10 @@ def test_a_perfect_matrix_is_exit_code_0_and_is_written_down(
 
 @pytest.mark.slow
 def test_a_canary_that_misses_something_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Turns so long that a slot leaves the window before it has its turn."""
-    toy = make_canary_toy(tmp_path / "toy", "swa")
+    """Turns so long that requests end before most of their slots had one."""
+    toy = make_canary_toy(tmp_path / "toy", "full")
     words = ["canary", "selftest", str(toy), "--page-size", "4", "--faults", "2"]
-    assert main([*words, "--kv-canary-coverage", "rotating:40"]) == 1
+    assert main([*words, "--kv-canary-coverage", "rotating:5000"]) == 1
     text = capsys.readouterr().out
     assert "are not as they must be" in text
     assert "WRONG" in text
