@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -100,7 +101,7 @@ class KvEventPublisher:
             try:
                 self._replay = _open(zmq.ROUTER, settings.replay_endpoint, settings.hwm)
             except ConfigError:
-                self._socket.close()
+                _shut(self._socket)
                 raise
 
     @property
@@ -139,9 +140,9 @@ class KvEventPublisher:
 
     def close(self) -> None:
         """Give the sockets back."""
-        self._socket.close()
+        _shut(self._socket)
         if self._replay is not None:
-            self._replay.close()
+            _shut(self._replay)
 
 
 def _plain(event: KvEvent) -> list[Any]:
@@ -167,6 +168,14 @@ def _open(kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
         socket.close()
         raise ConfigError(f"config: --kv-events-config endpoint {endpoint!r} cannot be used ({error})") from error
     return socket
+
+
+def _shut(socket: zmq.Socket[bytes]) -> None:
+    """Close, and give the address back at once: by itself zmq does that later, in a thread of its own."""
+    if not socket.closed:
+        with suppress(zmq.ZMQError):
+            socket.unbind(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    socket.close()
 
 
 def _is_ours(endpoint: str) -> bool:
