@@ -186,17 +186,19 @@ def cache_limit(exchange: Exchange) -> int:
 
 async def cache_tree(front: Front, exchange: Exchange) -> None:
     """What is cached where: pools by tier and part, and the first nodes of the tree."""
-    reply = await front.client.call("cache", s_max=front.settings.call_s_max, limit=cache_limit(exchange))
-    if not reply.ok:
-        raise EngineDown(f"cache: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
-    await exchange.json(reply.body)
+    await _engines_word(front, exchange, "cache", cache_limit(exchange))
 
 
 async def canary(front: Front, exchange: Exchange) -> None:
     """What the KV canary checked and found, and the latest violations."""
-    reply = await front.client.call("canary", s_max=front.settings.call_s_max)
+    await _engines_word(front, exchange, "canary")
+
+
+async def _engines_word(front: Front, exchange: Exchange, what: str, limit: int = 0) -> None:
+    """The engine's own JSON, passed on as it is."""
+    reply = await front.client.call(what, s_max=front.settings.call_s_max, limit=limit)
     if not reply.ok:
-        raise EngineDown(f"canary: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
+        raise EngineDown(f"{what}: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
     await exchange.json(reply.body)
 
 
