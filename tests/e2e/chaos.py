@@ -4,7 +4,8 @@
 
 A round: requests with known answers, one fault in some phase of them, then calm. Every answer must be the right one or
 an error in words; afterwards all gauges are zero, every page is free or cached, and prompts are handed over again. No
-round waits for a time: a pause lasts until the others have given up on the paused one.
+round waits for a time: a pause lasts until the others have given up on the paused one. Only each 25th round stops an
+engine for a whole minute, many times longer than every timeout, and lets it go on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +45,8 @@ SIZES = (
     "--max-running-requests", "16", "--disaggregation-min-tokens", "16", "--skip-tokenizer-init",
 )  # fmt: skip
 PHASES = ("asked", "granted", "travelling", "running")
+MINUTE_S = 60.0
+MINUTE_EVERY = 25
 
 
 class Cluster:
@@ -169,6 +173,10 @@ class Chaos:
             "delay": lambda phase: self._storm(Weather(delay_s=0.02)),
             "all at once": lambda phase: self._storm(Weather(delay_s=0.01, flips_per_mb=4.0, cuts_per_mb=4.0)),
         }
+        self.minutes: dict[str, Callable[[str], None]] = {
+            "stop prefill for a minute": lambda phase: self._stop_a_minute("prefill", phase),
+            "stop decode for a minute": lambda phase: self._stop_a_minute("decode", phase),
+        }
         self.waiting: list[Future[httpx.Response]] = []
 
     def round(self, fault: str, phase: str) -> None:
@@ -181,7 +189,7 @@ class Chaos:
         with ThreadPoolExecutor(len(load)) as pool:
             self._ask = lambda: [pool.submit(self._generate, prompt, count) for prompt, count in load]
             self.waiting = []
-            self.faults[fault](phase)
+            (self.faults | self.minutes)[fault](phase)
             answers = [self._outcome(future) for future in self.waiting]
         for (prompt, count), (status, said) in zip(load, answers, strict=True):
             if status == 200:
@@ -190,7 +198,7 @@ class Chaos:
             else:
                 assert status in (0, 502, 503), f"status {status} says {said!r}"
                 assert said, f"status {status} says nothing"
-                assert fault.startswith("kill") or fault == "stop decode", f"{fault} is no reason for {status}: {said}"
+                assert fault.startswith(("kill", "stop decode")), f"{fault} is no reason for {status}: {said}"
                 self.counts["errors in words"] += 1
         cluster.heal()
         until(lambda: not cluster.left_over(), "all gauges at zero", 60)
@@ -265,6 +273,12 @@ class Chaos:
         with self.cluster.stopped("decode"):
             until(free, "prefill gave decode up")
 
+    def _stop_a_minute(self, name: str, phase: str) -> None:
+        """Longer than every timeout of anybody; then it goes on as if nothing had been."""
+        self._reach(phase)
+        with self.cluster.stopped(name):
+            threading.Event().wait(MINUTE_S)  # the minute itself is the fault
+
     def _cut(self, phase: str) -> None:
         self._reach(phase)
         self.cluster.proxy.cut()
@@ -295,7 +309,8 @@ def run(rounds: int, seed: int, backend: str) -> dict[str, object]:
             chaos = Chaos(cluster, seed)
             task = bar.add_task("", total=rounds)
             for number in range(rounds):
-                fault, phase = rng.choice(list(chaos.faults)), rng.choice(PHASES)
+                kinds = chaos.minutes if number % MINUTE_EVERY == MINUTE_EVERY - 1 else chaos.faults
+                fault, phase = rng.choice(list(kinds)), rng.choice(PHASES)
                 bar.update(task, description=f"{fault}, {phase}")
                 try:
                     chaos.round(fault, phase)
