@@ -37,9 +37,6 @@ _FOREIGN = {
     "--enable-mixed-chunk": "prefill chunks and decode always share a batch; leave the flag out",
     "--quantization": "checkpoints are served in bfloat16 or float32 (--dtype)",
     "--kv-cache-dtype": "KV has the type of the model (--dtype)",
-    "--tp-size": "an engine is one process; start several with `serinus up --decode D`",
-    "--tensor-parallel-size": "an engine is one process; start several with `serinus up --decode D`",
-    "--pp-size": "an engine is one process; start several with `serinus up --decode D`",
     "--kv-transfer-config": "use --disaggregation-mode prefill or decode",
 }
 """Flags of other servers that people type from habit, and what to do instead."""

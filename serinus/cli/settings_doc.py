@@ -24,7 +24,7 @@ _PAGES: tuple[tuple[str, str, type[ConfigTree], frozenset[str]], ...] = (
         "serinus up MODEL",
         "The settings of `serinus serve` hold for every engine; besides, and with other defaults:",
         UpConfig,
-        frozenset({"model", "memory", "sched", "pd", "kernels"}),
+        frozenset({"model", "memory", "sched", "pd", "parallel", "kernels"}),
     ),
     ("serinus router", "The router alone.", RouterConfig, frozenset()),
 )

@@ -22,6 +22,7 @@ from serinus.core.settings import (
     KernelSettings,
     MemorySettings,
     ModelSettings,
+    ParallelSettings,
     PdSettings,
     RouteSettings,
     ScheduleSettings,
@@ -56,11 +57,14 @@ _GROUPS: dict[str, type] = {
     "CacheSettings": CacheSettings,
     "CanarySettings": CanarySettings,
     "PdSettings": PdSettings,
+    "ParallelSettings": ParallelSettings,
     "KernelSettings": KernelSettings,
     "UpSettings": UpSettings,
     "RouteSettings": RouteSettings,
 }
 _ROUTER_PORT = 8000
+_ONE_SIDED = ("nixl", "mooncake")
+"""Ways of a handoff in which a peer reads or writes pools by itself."""
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
 
 
@@ -93,6 +97,10 @@ _LEFT_OUT: dict[str, frozenset[str]] = {
             "pd.bootstrap_port",
             "pd.prefill_addresses",
             "cache.kv_events_config",
+            "parallel.nnodes",
+            "parallel.node_rank",
+            "parallel.dist_init_addr",
+            "parallel.pp_layer_partition",
         }
     ),
 }
@@ -119,10 +127,20 @@ class ServeConfig(ConfigTree):
     """Tiers below the device."""
     pd: PdSettings = field(default_factory=PdSettings)
     """Prefill and decode apart."""
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    """How many ranks."""
     canary: CanarySettings = field(default_factory=CanarySettings)
     """Whether KV is checked on its way."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
     """What computes."""
+
+    def __post_init__(self) -> None:
+        if self.parallel.size > 1 and self.pd.transfer_backend in _ONE_SIDED:
+            raise ConfigError(
+                f"config: --disaggregation-transfer-backend is {self.pd.transfer_backend!r} with"
+                f" {self.parallel.size} ranks, whose pages peers would write past the leader's orders; expected shm or"
+                f" tcp"
+            )
 
     @property
     def role(self) -> str:
@@ -153,10 +171,18 @@ class UpConfig(ConfigTree):
     """Tiers below the device, per engine."""
     pd: PdSettings = field(default_factory=PdSettings)
     """How handoffs are done."""
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    """How many ranks, per engine."""
     canary: CanarySettings = field(default_factory=CanarySettings)
     """Whether KV is checked on its way, per engine."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
     """What computes."""
+
+    def ranks_of(self, role: str) -> ParallelSettings:
+        """How many ranks an engine of this role has."""
+        up = self.up
+        own = (up.prefill_tp_size, up.prefill_pp_size) if role == "prefill" else (up.decode_tp_size, up.decode_pp_size)
+        return replace(self.parallel, tp_size=own[0] or self.parallel.tp_size, pp_size=own[1] or self.parallel.pp_size)
 
     def engine(self, *, role: str, name: str, port: int, threads: int) -> ServeConfig:
         """The settings of one engine: `role` unified, prefill or decode, on loopback, on `port`."""
@@ -170,6 +196,7 @@ class UpConfig(ConfigTree):
             sched=self.sched,
             cache=self.cache,
             pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
+            parallel=self.ranks_of(role),
             canary=self.canary,
             kernels=replace(self.kernels, threads=threads),
         )

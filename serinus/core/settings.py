@@ -18,6 +18,7 @@ __all__ = [
     "KernelSettings",
     "MemorySettings",
     "ModelSettings",
+    "ParallelSettings",
     "PdSettings",
     "RouteSettings",
     "ScheduleSettings",
@@ -362,12 +363,98 @@ class KernelSettings:
         check_fields(self)
 
 
+_RANKS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSettings:
+    """How many ranks share one engine, and where they are."""
+
+    tp_size: int = setting(
+        1, "ranks that share each layer: heads, MLP and vocabulary", "--tensor-parallel-size", low=1, high=_RANKS_MAX
+    )
+    pp_size: int = setting(
+        1, "stages that share the layers, one after the other", "--pipeline-parallel-size", low=1, high=_RANKS_MAX
+    )
+    pp_layer_partition: str = setting(
+        "", "layers of each stage, e.g. 10,12; default: even, the first stages have one more", metavar="N,N,..."
+    )
+    nnodes: int = setting(1, "machines whose ranks are one engine", low=1, high=_RANKS_MAX)
+    node_rank: int = setting(0, "number of this machine; 0 has the leader and answers HTTP", low=0, high=_RANKS_MAX - 1)
+    dist_init_addr: str = setting(
+        "", "host:port of machine 0 where ranks of other machines report", "--master-addr", metavar="HOST:PORT"
+    )
+    dist_s_max: float = setting(
+        600.0, "seconds all ranks may take to report, and one exchange between them", flag="--dist-timeout", low=1
+    )
+    watchdog_s_max: float = setting(
+        5.0, "a rank that shows no sign of life for so many seconds ends the engine", flag="--watchdog-timeout", low=1
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.size > _RANKS_MAX:
+            raise ConfigError(
+                f"config: --tp-size {self.tp_size} times --pp-size {self.pp_size} is {self.size} ranks,"
+                f" expected at most {_RANKS_MAX}"
+            )
+        if self.size % self.nnodes:
+            raise ConfigError(
+                f"config: --nnodes is {self.nnodes}, expected a divisor of the {self.size} ranks: each machine has as"
+                f" many as every other"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"config: --node-rank is {self.node_rank}, expected less than --nnodes = {self.nnodes}")
+        self._check_address()
+        stages = self.partition
+        if stages and len(stages) != self.pp_size:
+            raise ConfigError(
+                f"config: --pp-layer-partition is {self.pp_layer_partition!r}, {len(stages)} stages, expected"
+                f" --pp-size = {self.pp_size} of them"
+            )
+
+    def _check_address(self) -> None:
+        if (self.nnodes > 1) != bool(self.dist_init_addr):
+            raise ConfigError(
+                f"config: --dist-init-addr is {self.dist_init_addr!r} with --nnodes {self.nnodes}, expected an address"
+                f" exactly where there is more than one machine"
+            )
+        host, _, port = self.dist_init_addr.rpartition(":")
+        if self.dist_init_addr and not (host and port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(f"config: --dist-init-addr is {self.dist_init_addr!r}, expected HOST:PORT")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the engine."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def local_ranks(self) -> range:
+        """Those of this machine."""
+        each = self.size // self.nnodes
+        return range(self.node_rank * each, (self.node_rank + 1) * each)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage; empty = nobody said. Raises ConfigError."""
+        words = [word.strip() for word in self.pp_layer_partition.split(",")] if self.pp_layer_partition else []
+        if not all(word.isdecimal() and int(word) for word in words):
+            raise ConfigError(
+                f"config: --pp-layer-partition is {self.pp_layer_partition!r}, expected layer counts such as 10,12"
+            )
+        return tuple(map(int, words))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpSettings:
-    """How many engines of which kind on this machine."""
+    """How many engines of which kind on this machine, and of how many ranks each."""
 
     prefill: int = setting(1, "prefill engines; 0 = every engine does both", low=0, high=64, metavar="P")
     decode: int = setting(1, "decode engines", low=1, high=64, metavar="D")
+    prefill_tp_size: int | None = setting(None, "--tp-size of prefill engines; default: that of all", low=1)
+    prefill_pp_size: int | None = setting(None, "--pp-size of prefill engines; default: that of all", low=1)
+    decode_tp_size: int | None = setting(None, "--tp-size of decode engines; default: that of all", low=1)
+    decode_pp_size: int | None = setting(None, "--pp-size of decode engines; default: that of all", low=1)
     no_restart: bool = setting(False, "do not restart an engine that died")
     ready_s_max: float = setting(300.0, "seconds all engines may take to be ready", flag="--ready-timeout", low=1)
 
