@@ -22,6 +22,7 @@ from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
+from serinus.engine.executor import LocalExecutor
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.kv_guard import make_guard
 from serinus.engine.memory import trim
@@ -158,7 +159,7 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         guard.bind(cache, scheduler)
     core = EngineCore(
         scheduler=scheduler,
-        runner=runner,
+        executor=LocalExecutor(runner),
         watch=watch,
         clock=clock,
         cache=cache,

@@ -1,22 +1,25 @@
 """One step of one engine: plan, run, commit. What the loop, the offline LLM and the benchmarks all share.
 
-Knows neither sockets nor processes: requests come in through `scheduler`, results leave through the Outcome.
+Knows neither sockets nor processes: requests come in through `scheduler`, results leave through the Outcome. Who runs
+plans, and how many at once, is the executor's business (executor.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from serinus.cache import PrefixCache
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
+from serinus.core.plan import StepPlan, StepResult
 from serinus.core.request import FinishReason, TokenDelta
+from serinus.engine.executor import Executor
 from serinus.engine.guard import Guard, NoGuard, Verdict
 from serinus.engine.kv_events import KvEventPublisher
 from serinus.engine.tiers import Tiers, pause
 from serinus.engine.watch import StepWatch
-from serinus.runner import Runner
 from serinus.sched import Outcome, Scheduler
 
 __all__ = ["EngineCore"]
@@ -36,7 +39,7 @@ class EngineCore:
         self,
         *,
         scheduler: Scheduler,
-        runner: Runner,
+        executor: Executor,
         watch: StepWatch,
         clock: Clock,
         cache: PrefixCache,
@@ -47,7 +50,8 @@ class EngineCore:
     ) -> None:
         """`tiers` and `events` are closed with it; `guard`: the canary; `sanity`: check the cache's invariants."""
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
+        """Who runs plans."""
         self.watch = watch
         self.turns = 0
         """Calls of `step`."""
@@ -60,20 +64,48 @@ class EngineCore:
         self.leaving: Callable[[str], object] = _nobody
         """Told of each request that the guard is about to end, while its pages are still its own: whoever hands KV
         over closes its grants here."""
+        self.ungranted: Callable[[], Collection[str]] = tuple
+        """Who tells which requests of peers wait for their grant (a prefill engine's): a queue of its own."""
+        self._open: deque[tuple[StepPlan, float]] = deque()
+        """Plans under way, oldest first, and when each began."""
         self._sanity = sanity
         self._unchecked = False
         self._closed = False
 
     def step(self) -> Outcome | None:
-        """Run one step; None = nobody could be worked for: idle, or everybody waits for pages in transit."""
+        """Begin what can begin, and commit the oldest step that is done; None = none is: idle, or everybody waits for
+        pages in transit or for other ranks."""
         self.turns += 1
-        start = self._clock.now()
-        plan = self.scheduler.plan(start)
-        if plan is None:
+        while True:
+            planned = self._plan()
+            result = self.executor.take() if self._open else None
+            if result is not None:
+                return self._commit(result)
+            if not planned:
+                break
+        if not self._open:
             self._look_around()
-            return None
+        return None
+
+    def _plan(self) -> bool:
+        """Begin one more step, if there is room for it and somebody to work for."""
+        executor = self.executor
+        start = self._clock.now()
+        plan = self.scheduler.plan(start) if len(self._open) < executor.depth else None
+        if executor.journals:
+            executor.record(self.scheduler.take_moves(), self.ungranted())
+        if plan is None:
+            executor.flush()
+            return False
         self.guard.begin(plan)
-        result = self.guard.returned(self.runner.run(plan))
+        self._open.append((plan, start))
+        executor.submit(plan)
+        return True
+
+    def _commit(self, result: StepResult) -> Outcome:
+        """Take in what came of the oldest plan."""
+        plan, start = self._open.popleft()
+        result = self.guard.returned(result)
         ended = self._convict(self.guard.judge())
         end = self._clock.now()
         outcome = self.scheduler.commit(plan, result, end)
@@ -88,8 +120,14 @@ class EngineCore:
 
     @property
     def wait_s(self) -> float | None:
-        """How long a caller without other work may wait before the next step; None = until something arrives."""
+        """How long a caller without other work may wait before the next step; None = until something arrives, from
+        outside or on the executor's channels."""
         return _PAUSE_S if self.scheduler.in_flight else None
+
+    @property
+    def under_way(self) -> int:
+        """Plans that were begun and are not committed."""
+        return len(self._open)
 
     def _convict(self, verdicts: Sequence[Verdict]) -> list[TokenDelta]:
         """End these requests before anything that came of their KV leaves; their last deltas."""
@@ -135,6 +173,7 @@ class EngineCore:
             if left:
                 _log.warning("engine: %d copies and storage operations are given up", left)
             self._tiers.close()
+        self.executor.close()
         if self._events is not None:
             self._events.close()
 

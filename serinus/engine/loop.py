@@ -87,7 +87,8 @@ class EngineLoop:
         self._send_outbox()
         if outcome is None and not self._ended():
             longest_s = self._core.wait_s or _IDLE_WAIT_S
-            wait_any([self._endpoint, *self._handoffs.channels], self._handoffs.wait_s(longest_s))
+            channels = [self._endpoint, *self._handoffs.channels, *self._core.executor.channels]
+            wait_any(channels, self._handoffs.wait_s(longest_s))
 
     def last_words(self, reason: str) -> None:
         """The engine broke: tell everybody who waits, as far as that still works."""

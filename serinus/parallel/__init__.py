@@ -9,13 +9,15 @@
         for decision in follower.apply(header): table.apply(decision)
     group.report(Report(rank=rank, kind=ReportKind.DRAINED, key=rid))
 
-Pure and torch-free; groups over torch.distributed are another `Group`. Knows nothing of schedulers, KV or models.
+`Mesh` numbers the ranks, `shards_of` says what each holds of a model. Tensors between ranks go through a `Comm`
+(`parallel/comm.py`, the only file here that needs torch). Knows nothing of schedulers, KV or models.
 """
 
 from __future__ import annotations
 
-from serinus.parallel.decisions import Decision, DecisionFollower, DecisionKind, DecisionLog, StepHeader
+from serinus.parallel.decisions import Decision, DecisionFollower, DecisionKind, DecisionLog, OrderTo, StepHeader
 from serinus.parallel.groups import Group, LocalGroup
+from serinus.parallel.mesh import Mesh, Shard, shards_of, share
 from serinus.parallel.ranks import QUEUES, RankTable, RankWorker
 from serinus.parallel.reports import Report, ReportFold, ReportKind
 
@@ -27,10 +29,15 @@ __all__ = [
     "DecisionLog",
     "Group",
     "LocalGroup",
+    "Mesh",
+    "OrderTo",
     "RankTable",
     "RankWorker",
     "Report",
     "ReportFold",
     "ReportKind",
+    "Shard",
     "StepHeader",
+    "shards_of",
+    "share",
 ]

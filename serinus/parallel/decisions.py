@@ -18,7 +18,7 @@ import xxhash
 
 from serinus.core.errors import InvariantError
 
-__all__ = ["Decision", "DecisionFollower", "DecisionKind", "DecisionLog", "StepHeader"]
+__all__ = ["Decision", "DecisionFollower", "DecisionKind", "DecisionLog", "OrderTo", "StepHeader"]
 
 _TAIL: Final = 64
 """Decisions kept as evidence."""
@@ -57,14 +57,30 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OrderTo:
+    """An order that one rank obeys alone."""
+
+    rank: int
+    order: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
     """What the leader sends to every rank ahead of a step."""
 
     step: int
+    """Number of the header, rising."""
     decisions: tuple[Decision, ...]
     """Those since the last header."""
     digest: int
     """Of all decisions up to and with these."""
+    orders: tuple[object, ...] = ()
+    """What to do once these are applied, in this order; every rank does all but the OrderTo of others."""
+
+    def orders_of(self, rank: int) -> tuple[object, ...]:
+        """What one rank does."""
+        own = (order for order in self.orders if not isinstance(order, OrderTo) or order.rank == rank)
+        return tuple(order.order if isinstance(order, OrderTo) else order for order in own)
 
 
 def _show(decisions: tuple[Decision, ...]) -> str:
@@ -109,10 +125,10 @@ class DecisionLog:
         self._tail.append(decision)
         return decision
 
-    def header(self, step: int) -> StepHeader:
-        """Everything decided since the last header."""
+    def header(self, step: int, orders: tuple[object, ...] = ()) -> StepHeader:
+        """Everything decided since the last header, and what is to be done then."""
         decisions, self._new = tuple(self._new), []
-        return StepHeader(step=step, decisions=decisions, digest=self._digest)
+        return StepHeader(step=step, decisions=decisions, digest=self._digest, orders=orders)
 
 
 class DecisionFollower:
@@ -134,6 +150,16 @@ class DecisionFollower:
     def digest(self) -> int:
         """Of all that were applied."""
         return self._digest
+
+    @property
+    def step(self) -> int:
+        """Number of the last header."""
+        return self._step
+
+    @property
+    def tail(self) -> tuple[Decision, ...]:
+        """The last few, as evidence."""
+        return tuple(self._tail)
 
     def apply(self, header: StepHeader) -> tuple[Decision, ...]:
         """The decisions to act on now: each exactly once, in order. A header that came before brings none.

@@ -28,6 +28,10 @@ class ReportKind(Enum):
     """Something went wrong there."""
     PREFETCH_READY = "prefetch_ready"
     """What its storage had is there."""
+    STEP = "step"
+    """A step ended there; `body` is its result."""
+    ANSWER = "answer"
+    """An order was obeyed; `body` says what came of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +40,14 @@ class Report:
 
     rank: int
     kind: ReportKind
-    key: str
+    key: str = ""
     """Request, handoff or piece."""
     reason: str = ""
     """With FAILED."""
+    step: int = 0
+    """With STEP and ANSWER: number of the last header that was obeyed."""
+    body: object | None = None
+    """With STEP and ANSWER: plain data, as the order's owner defines it."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Every message between two processes, as strict msgspec structs.
 
-Three conversations: front <-> engine (one machine, zmq ipc; here), decode <-> prefill control and the pages themselves
-(handoff.py). `codec.py` frames them; nobody else turns them into bytes. Token ids travel as little-endian
+Four conversations: front <-> engine (one machine, zmq ipc; here), decode <-> prefill control and the pages themselves
+(handoff.py), the ranks of one engine (ranks.py). `codec.py` frames them; nobody else turns them into bytes. Token ids travel as little-endian
 int32 bytes (`ids_to_bytes`, `bytes_to_ids`): a list of 128k integers would cost a millisecond to decode.
 """
 
@@ -49,6 +49,7 @@ from serinus.wire.handoff import (
     Prepare,
     SpanPages,
 )
+from serinus.wire.ranks import RankHeader, RankHello, RankReport, RankWelcome
 
 __all__ = [
     "Abort",
@@ -77,6 +78,10 @@ __all__ = [
     "Lease",
     "Message",
     "Prepare",
+    "RankHeader",
+    "RankHello",
+    "RankReport",
+    "RankWelcome",
     "Ready",
     "Sampling",
     "Shutdown",
@@ -233,5 +238,9 @@ Message = (
     | ConfirmOk
     | Expired
     | Drained
+    | RankHello
+    | RankWelcome
+    | RankHeader
+    | RankReport
 )
 """What a frame can carry."""

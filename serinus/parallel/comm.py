@@ -1,0 +1,403 @@
+"""Comm: tensors between the ranks of one engine, while they run one and the same step.
+
+Three of a kind: SoloComm (one rank), ThreadComm (ranks as threads of one process) and TorchComm (processes, gloo on
+the CPU and NCCL on GPUs). All ranks of a stage call the collectives in the same order, as all run the same plans in the
+same order; nothing here is entered on what a rank sees by itself. The one file of this room that needs torch: import it
+by its module path.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Barrier, BrokenBarrierError
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from serinus.core.errors import ConfigError, PeerGone
+from serinus.parallel.mesh import Mesh
+
+__all__ = ["Comm", "Meeting", "SoloComm", "ThreadComm", "TorchComm", "find", "listen"]
+
+_T = TypeVar("_T")
+_torch: Any = dist
+"""Its stores and groups have no types."""
+_TAG: Final = 0
+"""Of activations; a stage has one line to the next."""
+_GROUPS: dict[str, Any] = {
+    name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
+}
+
+
+class Comm(Protocol):
+    """One rank's end. Not for several threads at once. Every call raises PeerGone where another rank fails it."""
+
+    mesh: Mesh
+    rank: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks of the stage, in place; the same bits on each. Returns x, contiguous."""
+        ...
+
+    def gather_last(self, x: Tensor) -> Tensor | None:
+        """The x of all ranks of the stage side by side along the last dimension, on slice 0; None on the others.
+        Shapes are equal on all ranks."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The x of slice 0 on all ranks of the stage, in place. Returns x, contiguous."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """To the same slice of the next stage. Returns at once; x is kept until it is out, and must not be written."""
+        ...
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What the same slice of the stage before sent, in order. On the CPU it waits until that is there."""
+        ...
+
+    def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Of each value the smallest over all ranks. Slow; all ranks call it, at start-up. () is a meeting point."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; whoever waits for this rank is failed. Idempotent."""
+        ...
+
+
+class SoloComm:
+    """One rank: nobody to talk to."""
+
+    def __init__(self) -> None:
+        self.mesh = Mesh()
+        self.rank = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def gather_last(self, x: Tensor) -> Tensor | None:
+        """x."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Raises ValueError: there is no next stage."""
+        raise ValueError("parallel: a send on one rank, expected a next stage")
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Raises ValueError: there is no stage before."""
+        raise ValueError("parallel: a recv on one rank, expected a stage before")
+
+    def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The values."""
+        return tuple(values)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class _Table:
+    """Where threads lay down what others read, and wait for one another."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size)
+        self.places: list[Any] = [None] * size
+
+    def exchange(self, index: int, value: _T, read: Callable[[list[_T]], _T], timeout_s: float) -> _T:
+        """`read` of what all have laid down; all return only when all have read."""
+        self.places[index] = value
+        self.barrier.wait(timeout_s)
+        found = read(list(self.places))
+        self.barrier.wait(timeout_s)
+        return found
+
+
+class ThreadComm:
+    """Ranks as threads of one process: for tests, which need no processes to prove that ranks add up."""
+
+    def __init__(
+        self, mesh: Mesh, rank: int, tables: tuple[_Table, _Table], lines: list[SimpleQueue[Tensor]], timeout_s: float
+    ) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self._index = mesh.tp_rank(rank)
+        self._stage, self._all = tables
+        self._lines = lines
+        self._timeout_s = timeout_s
+
+    @staticmethod
+    def ranks_of(mesh: Mesh, timeout_s: float = 60.0) -> tuple[ThreadComm, ...]:
+        """One for each rank. Whoever waits longer than `timeout_s` for another is failed."""
+        stages = [_Table(mesh.tp) for _ in range(mesh.pp)]
+        everybody = _Table(mesh.size)
+        lines: list[SimpleQueue[Tensor]] = [SimpleQueue() for _ in range(mesh.size)]
+        return tuple(
+            ThreadComm(mesh, rank, (stages[mesh.pp_rank(rank)], everybody), lines, timeout_s)
+            for rank in range(mesh.size)
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Comm."""
+        return x.copy_(self._meet(x, lambda found: torch.stack(found).sum(0, dtype=x.dtype)))
+
+    def gather_last(self, x: Tensor) -> Tensor | None:
+        """See Comm."""
+        found = self._meet(x, lambda found: torch.cat(found, dim=-1) if self._index == 0 else x)
+        return found if self._index == 0 else None
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Comm."""
+        return x.copy_(self._meet(x, lambda found: found[0].clone()))
+
+    def send(self, x: Tensor) -> None:
+        """See Comm."""
+        self._lines[self.rank + self.mesh.tp].put(x)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See Comm. Raises ValueError where something else comes."""
+        try:
+            x = self._lines[self.rank].get(timeout=self._timeout_s)
+        except Empty:
+            raise PeerGone(f"parallel: nothing came for {self._name} in {self._timeout_s:g} s") from None
+        if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+            raise ValueError(f"parallel: {list(x.shape)} {x.dtype} came, expected {list(shape)} {dtype}")
+        return x.clone()  # across processes nobody writes into the sender's tensor either
+
+    def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """See Comm."""
+        try:
+            return self._all.exchange(
+                self.rank, tuple(values), lambda found: tuple(map(min, *found)) if len(found) > 1 else found[0],
+                self._timeout_s,
+            )  # fmt: skip
+        except BrokenBarrierError:
+            raise self._gone() from None
+
+    def close(self) -> None:
+        """See Comm."""
+        self._stage.barrier.abort()
+        self._all.barrier.abort()
+
+    @property
+    def _name(self) -> str:
+        return self.mesh.name(self.rank)
+
+    def _gone(self) -> PeerGone:
+        return PeerGone(f"parallel: {self._name} waited for a rank that left or did not come, expected all of its mesh")
+
+    def _meet(self, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        try:
+            return self._stage.exchange(self._index, x, read, self._timeout_s)
+        except BrokenBarrierError:
+            raise self._gone() from None
+
+
+class Meeting:
+    """Where the processes of one engine find each other: a store that the leader keeps."""
+
+    def __init__(self, store: Any, address: str, kept: object = None) -> None:
+        self.store = store
+        self.address = address
+        """host:port, as followers are told."""
+        self._kept = kept
+
+
+def listen(address: str) -> Meeting:
+    """Leader: be found at host:port (port 0 = any free one), on that address alone.
+
+    Raises ConfigError where the address is not ours or in use.
+    """
+    host, port = _host_and_port(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(found[0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(found[4])
+        listener.listen(128)
+    except OSError as error:
+        raise ConfigError(f"parallel: cannot listen on {address} ({error}), expected a free address of ours") from None
+    port = listener.getsockname()[1]
+    store = _torch.TCPStore(
+        host_name=host, port=port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )  # fmt: skip
+    return Meeting(store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def find(address: str, timeout_s: float = 60.0) -> Meeting:
+    """Follower: go to where the leader listens. Raises PeerGone where nobody does within `timeout_s`."""
+    host, port = _host_and_port(address)
+    try:
+        store = _torch.TCPStore(
+            host_name=host, port=port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerGone(f"parallel: no leader at {address} within {timeout_s:g} s ({reason})") from None
+    return Meeting(store, address)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"parallel: dist_init_addr is {address!r}, expected host:port")
+    return host.strip("[]"), int(port)
+
+
+class TorchComm:
+    """Ranks as processes. The groups are this object's own: torch's global default group is not touched."""
+
+    def __init__(
+        self, meeting: Meeting, mesh: Mesh, rank: int, *, device: str = "cpu", host: str = "", timeout_s: float = 60.0
+    ) -> None:
+        """Wait for all ranks, then connect to those of the own stage and of the own slice.
+
+        Args:
+            meeting: from `listen` (rank 0) or `find`.
+            device: `cpu` (gloo) or this rank's own `cuda:i` (NCCL).
+            host: gloo: our address as the other ranks reach it; empty = that of the meeting's host.
+            timeout_s: longest wait, for ranks to come now and for any tensor later.
+        Raises:
+            PeerGone: ranks that did not come in time, each named.
+            ConfigError: torch has no backend for the device, or `host` is none of our addresses.
+        """
+        self.mesh = mesh
+        self.rank = rank
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+        self._device = device
+        self._round = 0
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._groups: list[Any] = []
+        self._fence("join")
+        stage, line = f"stage-{mesh.pp_rank(rank)}", f"line-{mesh.tp_rank(rank)}"
+        self._stage = self._group(stage, mesh.tp_rank(rank), mesh.tp, host)
+        self._line = self._group(line, mesh.pp_rank(rank), mesh.pp, host)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Comm."""
+        if self._stage is not None:
+            self._wait(lambda: self._stage.allreduce([x]))
+        return x
+
+    def gather_last(self, x: Tensor) -> Tensor | None:
+        """See Comm."""
+        if self._stage is None:
+            return x
+        options = _torch.GatherOptions()
+        options.rootRank = 0
+        if self.mesh.tp_rank(self.rank):
+            self._wait(lambda: self._stage.gather([], [x.contiguous()], options))
+            return None
+        found = x.new_empty((self.mesh.tp, *x.shape))
+        self._wait(lambda: self._stage.gather([list(found.unbind(0))], [x.contiguous()], options))
+        return found.movedim(0, -2).flatten(-2)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Comm."""
+        if self._stage is not None:
+            options = _torch.BroadcastOptions()
+            options.rootRank = 0
+            self._wait(lambda: self._stage.broadcast([x], options))
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """See Comm."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._done(self._sent.popleft()[0])
+        try:
+            work = self._line.send([x], self.mesh.pp_rank(self.rank) + 1, _TAG)
+        except RuntimeError as error:
+            raise self._gone(error) from None
+        self._sent.append((work, x))
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See Comm. On a GPU it is the stream that waits."""
+        x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self._wait(lambda: self._line.recv([x], self.mesh.pp_rank(self.rank) - 1, _TAG))
+        return x
+
+    def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """See Comm."""
+        self._round += 1
+        found = self._fence(f"round-{self._round}", values)
+        return tuple(map(min, zip(*found, strict=True)))
+
+    def close(self) -> None:
+        """See Comm."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.abort()
+        self._sent.clear()
+
+    def _fence(self, key: str, values: Sequence[int] = ()) -> list[list[int]]:
+        """What every rank says, by rank."""
+        store, keys = self._meeting.store, [f"{key}/{rank}" for rank in range(self.mesh.size)]
+        try:
+            store.set(keys[self.rank], json.dumps(list(values)))
+            store.wait(keys, timedelta(seconds=self._timeout_s))
+            return [json.loads(store.get(each)) for each in keys]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        try:
+            missing = [self.mesh.name(rank) for rank, each in enumerate(keys) if not store.check([each])]
+        except RuntimeError:
+            missing = []
+        if not missing:
+            raise PeerGone(f"parallel: {self.mesh.name(self.rank)} lost {self._meeting.address}: {reason}")
+        raise PeerGone(
+            f"parallel: {', '.join(missing)} did not come to {self._meeting.address} within {self._timeout_s:g} s,"
+            f" expected all {self.mesh.size} ranks"
+        )
+
+    def _group(self, name: str, index: int, size: int, host: str) -> Any:
+        """The ranks that share a stage or a slice; None where we are alone."""
+        if size == 1:
+            return None
+        backend = "Gloo" if self._device == "cpu" else "NCCL"
+        if backend not in _GROUPS:
+            raise ConfigError(f"parallel: this torch has no {backend} for device {self._device}, expected one that has")
+        kind = _GROUPS[backend]
+        options = (kind._Options if backend == "Gloo" else kind.Options)()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        try:
+            if backend == "Gloo":
+                address = host or _host_and_port(self._meeting.address)[0]
+                options._devices = [kind.create_device(hostname=address)]
+            else:
+                torch.cuda.set_device(self._device)
+            group = kind(_torch.PrefixStore(name, self._meeting.store), index, size, options)
+        except RuntimeError as error:
+            raise PeerGone(
+                f"parallel: {self.mesh.name(self.rank)} cannot reach its {name} ({str(error).splitlines()[0]}),"
+                f" expected {size} ranks"
+            ) from None
+        self._groups.append(group)
+        return group
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise self._gone(error) from None
+
+    def _done(self, work: Any) -> None:
+        """What was sent is out; says so if it is not."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._gone(error) from None
+
+    def _gone(self, error: RuntimeError) -> PeerGone:
+        return PeerGone(f"parallel: {self.mesh.name(self.rank)} lost a rank of its mesh ({str(error).splitlines()[0]})")
