@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from serinus.core.clock import WallClock
+from serinus.core.handoff import ChunkReady
 from serinus.core.ids import new_incarnation
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request
@@ -23,7 +24,6 @@ from serinus.kernels import load
 from serinus.pd import (
     AddPrefill,
     CancelHandoff,
-    ChunkComputed,
     DecodePort,
     Landed,
     PdSettings,
@@ -108,7 +108,7 @@ def prefill_process(words: Sequence[str]) -> None:
             if isinstance(result, AddPrefill):
                 count = -(-len(result.request.prompt) // page_size)
                 ids = np.arange(1, count + 1, dtype=np.int32)
-                port.handle(ChunkComputed(xid=result.xid, spans=spans_of(ids), last=True, token=7))
+                port.handle(ChunkReady(xid=result.xid, spans=spans_of(ids), last=True, token=7))
 
 
 class CountingChannel(ZmqChannel):

@@ -57,10 +57,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReady:
-    """Prefill side: pages of a prompt whose KV is computed, canonical, and held (`transfer`) until drained."""
+    """Prefill side: pages of a prompt whose KV is computed, canonical, and held (`transfer`) until drained. An event of
+    the handoff machine: where it does not know the handoff any more, they are released at once."""
 
-    rid: str
-    """The request, as this engine calls it."""
+    rid: str = ""
+    """The request, as this engine calls it; empty = by the name of the handoff."""
     xid: str
     """Name of the handoff."""
     spans: tuple[PageSpan, ...]

@@ -19,7 +19,6 @@ from serinus.pd import (
     TICK_S,
     AbortPrefill,
     AddPrefill,
-    ChunkComputed,
     Drain,
     EndPrefill,
     ForgetPrefill,
@@ -69,20 +68,7 @@ class PrefillRole:
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         for chunk in chunks:
-            self._act(
-                self._port.handle(
-                    ChunkComputed(
-                        xid=chunk.xid,
-                        spans=chunk.spans,
-                        last=chunk.last,
-                        token=chunk.token,
-                        logprobs=chunk.logprobs,
-                        cached_tokens=chunk.cached_tokens,
-                        queue_seconds=chunk.queue_seconds,
-                        compute_seconds=chunk.compute_seconds,
-                    )
-                )
-            )
+            self._act(self._port.handle(chunk))
 
     def aborted(self, rid: str, now: float) -> None:
         if rid in self._xids:

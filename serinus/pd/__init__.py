@@ -34,9 +34,8 @@ A prefill engine binds and serves as many decode engines as come (requests are c
     post = Post(ZmqChannel("tcp://127.0.0.1:0"), incarnation=incarnation, clock=clock)     # channel.address = where
     port = PrefillPort(settings, post=post, backends=backends, store=pool, clock=clock)
     # after each commit:
-    for c in outcome.chunks:
-        act(port.handle(ChunkComputed(xid=c.xid, spans=c.spans, last=c.last, token=c.token, logprobs=c.logprobs,
-                                      cached_tokens=c.cached_tokens, ...)))
+    for chunk in outcome.chunks:                           # ChunkReady, as it is
+        act(port.handle(chunk))
     act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
     # a request that ended here on its own (an operator's abort, an error):
     act(port.handle(EndPrefill(xid=xid, code="aborted", reason=reason)))
@@ -111,7 +110,6 @@ from serinus.pd.decode import (
 )
 from serinus.pd.events import (
     CancelHandoff,
-    ChunkComputed,
     Copied,
     DecodeEvent,
     Drain,
@@ -187,7 +185,6 @@ __all__ = [
     "CancelReads",
     "Capabilities",
     "CheckIn",
-    "ChunkComputed",
     "Client",
     "ClosePeer",
     "Copied",

@@ -303,7 +303,7 @@ class Unstage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseChunk:
-    """All pages of one ChunkComputed were read: drop its hold."""
+    """All pages of one ChunkReady were read: drop its hold."""
 
     xid: str
     spans: tuple[PageSpan, ...]

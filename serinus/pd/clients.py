@@ -31,7 +31,7 @@ _STRANGERS_MAX: Final = 256
 
 @dataclass(slots=True, kw_only=True)
 class Chunk:
-    """The pages of one ChunkComputed: released together."""
+    """The pages of one ChunkReady: released together."""
 
     spans: tuple[PageSpan, ...]
     left: int = 0

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
 from serinus.pd.actions import OfferPiece, PrefillAction, ReleaseChunk, Send, StagePiece, WritePiece
 from serinus.pd.clients import Client, Clients, Lane, Piece
-from serinus.pd.events import ChunkComputed, PieceStaged, PieceWritten
+from serinus.pd.events import PieceStaged, PieceWritten
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.order import Order
@@ -43,7 +44,7 @@ class Dispatch:
         parts = {Part.FULL, *self._layout.parts}
         return {part: self._settings.first_needed(part, held, tokens) // size for part in parts}
 
-    def queue(self, order: Order, event: ChunkComputed, client: Client, out: list[PrefillAction]) -> None:
+    def queue(self, order: Order, event: ChunkReady, client: Client, out: list[PrefillAction]) -> None:
         """Cut a chunk into pieces and queue them, for each rank that has bytes of them."""
         chunk, pieces = order.cut(event, self._pages_per_piece)
         for piece in pieces:

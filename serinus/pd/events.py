@@ -5,17 +5,16 @@ What comes out of it is in actions.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from serinus.core.handoff import ChunkReady
 from serinus.core.parts import PageSpan
-from serinus.core.request import Request, TokenLogprobs
+from serinus.core.request import Request
 from serinus.wire import Buffer
 from serinus.wire.messages import Message
 
 __all__ = [
     "CancelHandoff",
-    "ChunkComputed",
     "Copied",
     "DecodeEvent",
     "Drain",
@@ -168,22 +167,6 @@ DecodeEvent = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkComputed:
-    """More pages of a prompt are computed, canonical and held (sched.ChunkReady). Unknown xid: released at once."""
-
-    xid: str
-    spans: tuple[PageSpan, ...]
-    """Own pages, at most one span per part, each following on the last one of its part."""
-    last: bool = False
-    """The prompt is complete; `token` is set."""
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndPrefill:
     """The request ended here without its KV complete (rejected, aborted, failed). Unknown ids change nothing."""
 
@@ -250,6 +233,6 @@ class Squeeze:
 
 
 PrefillEvent = (
-    Received | PeerLost | Tick | Shutdown | Drain | Squeeze | ChunkComputed | EndPrefill | PieceStaged | StageFull
+    Received | PeerLost | Tick | Shutdown | Drain | Squeeze | ChunkReady | EndPrefill | PieceStaged | StageFull
     | PieceWritten
 )  # fmt: skip

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serinus.core.errors import InvariantError
+from serinus.core.handoff import ChunkReady
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.pd.actions import AddPrefill, PrefillDrained
 from serinus.pd.clients import Chunk, Piece
-from serinus.pd.events import ChunkComputed
 from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import PdSettings
 from serinus.wire.convert import logprobs_to_wire
@@ -56,7 +56,7 @@ class Order:
     """Pages of decode, once granted."""
     first: dict[Part, int] = field(default_factory=dict)
     """First own page that decode wants, by part with bytes, once granted."""
-    early: list[ChunkComputed] = field(default_factory=list)
+    early: list[ChunkReady] = field(default_factory=list)
     """Computed before the grant."""
     is_forgotten: bool = False
     """Was finished and not granted, and gave its pages up."""
@@ -71,7 +71,7 @@ class Order:
     sent_pieces: int = 0
     sent_pages: int = 0
     sent_bytes: int = 0
-    last: ChunkComputed | None = None
+    last: ChunkReady | None = None
     done_sent: bool = False
     first_sent_at: float = 0.0
     lease_until: float = 0.0
@@ -119,7 +119,7 @@ class Order:
         """Finished, with pages, without a grant."""
         return self.last is not None and self.granted_at is None
 
-    def announce(self, event: ChunkComputed) -> None:
+    def announce(self, event: ChunkReady) -> None:
         """Count a chunk in. Raises InvariantError where it does not follow on the last one."""
         for span in event.spans:
             if span.first != self.due.get(span.part) or not len(span.pages) or span.end > self.end:
@@ -151,7 +151,7 @@ class Order:
                 return f"{len(span.pages)} pages, expected distinct ones below 2^31"
         return ""
 
-    def cut(self, event: ChunkComputed, pages_per_piece: dict[Part, int]) -> tuple[Chunk, list[Piece]]:
+    def cut(self, event: ChunkReady, pages_per_piece: dict[Part, int]) -> tuple[Chunk, list[Piece]]:
         """A chunk as pieces, without what decode does not want."""
         chunk = Chunk(spans=event.spans)
         pieces: list[Piece] = []

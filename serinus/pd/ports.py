@@ -364,7 +364,7 @@ class _Write:
 
 
 class PrefillPort(_Port[PrefillEvent, PrefillResult, _Write]):
-    """The prefill side of one engine; events: ChunkComputed, EndPrefill, Drain, Shutdown."""
+    """The prefill side of one engine; events: ChunkReady, EndPrefill, Drain, Shutdown."""
 
     def __init__(
         self, settings: PdSettings, *, post: Post, backends: Sequence[AnyBackend], store: StoresOf, clock: Clock,

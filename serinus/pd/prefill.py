@@ -1,6 +1,6 @@
 """Every handoff of one prefill engine: takes orders, sends pages as they are computed, ends each exactly once. Pure.
 
-Pages of a chunk are read only between its ChunkComputed and its ReleaseChunk (or the end of the handoff, which comes
+Pages of a chunk are read only between its ChunkReady and its ReleaseChunk (or the end of the handoff, which comes
 when nobody reads them any more); staged bytes stay until the peer says it took or dropped them, or is gone: a failed
 handoff never makes a peer read something else. A peer that takes nothing holds up its own pieces only.
 
@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from serinus.core.errors import BadSampling
+from serinus.core.handoff import ChunkReady
 from serinus.core.ids import new_xid
 from serinus.core.parts import PageSpan, Part
 from serinus.pd.actions import (
@@ -32,7 +33,6 @@ from serinus.pd.actions import (
 from serinus.pd.clients import TOMBSTONES_MAX, Client, Clients
 from serinus.pd.dispatch import Dispatch
 from serinus.pd.events import (
-    ChunkComputed,
     Drain,
     EndPrefill,
     PeerLost,
@@ -134,7 +134,7 @@ class PrefillSide:
                 self._stage_full(event, now, out)
             case PieceWritten():
                 self._written(event, now, out)
-            case ChunkComputed():
+            case ChunkReady():
                 self._computed(event, now, out)
             case EndPrefill():
                 ended = self._orders.get(event.xid)
@@ -157,7 +157,7 @@ class PrefillSide:
 
     # ---- what the engine says -----------------------------------------------------------------------------------
 
-    def _computed(self, event: ChunkComputed, now: float, out: list[PrefillAction]) -> None:
+    def _computed(self, event: ChunkReady, now: float, out: list[PrefillAction]) -> None:
         order = self._orders.get(event.xid)
         if order is None or order.is_forgotten:
             out.append(ReleaseChunk(xid=event.xid, spans=event.spans))

@@ -17,12 +17,12 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from serinus.core.clock import WallClock
+from serinus.core.handoff import ChunkReady
 from serinus.core.ids import new_incarnation
 from serinus.core.request import Request
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
-    ChunkComputed,
     DecodePort,
     Landed,
     PdSettings,
@@ -142,7 +142,7 @@ class PrefillPeer(Peer):
             for i, page in enumerate(pages.tolist()):
                 self.store.data[page] = full_page(request.prompt, skip + first + i)
             token = first_token(request.prompt) if last else None
-            self._act(self.port.handle(ChunkComputed(xid=xid, spans=full(skip + first, pages), last=last, token=token)))
+            self._act(self.port.handle(ChunkReady(xid=xid, spans=full(skip + first, pages), last=last, token=token)))
 
 
 class DecodePeer(Peer):

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from serinus.core.errors import FrameError
+from serinus.core.handoff import ChunkReady
 from serinus.pd import (
     AddPrefill,
     CancelHandoff,
     Capabilities,
     CheckIn,
-    ChunkComputed,
     Copied,
     CopyIn,
     DecodeSide,
@@ -205,7 +205,7 @@ def run_prefill(choices: Choices, steps: int) -> None:
             job = jobs.pop(sorted(jobs)[choices.pick(len(jobs))])
             count = -(-len(job.request.prompt) // 4) - job.held // 4
             pages = np.arange(1, count + 1, dtype=np.int32)
-            tell(ChunkComputed(xid=job.xid, spans=full(job.held // 4, pages), last=True, token=1))
+            tell(ChunkReady(xid=job.xid, spans=full(job.held // 4, pages), last=True, token=1))
         elif roll == 2:
             now += (0.3, 2.0, 400.0)[choices.pick(3)]
             tell(Tick())

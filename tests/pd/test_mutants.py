@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from serinus.core.handoff import ChunkReady
 from serinus.core.rng import Rng
-from serinus.pd import ChunkComputed, DecodeEvent, PrefillEvent, Received
+from serinus.pd import DecodeEvent, PrefillEvent, Received
 from serinus.wire.messages import Data, DataOk, Done, DoneOk, Fail
 from tests.pd.tiny import PAGE_SIZE
 from tests.pd.world import World
@@ -37,7 +38,7 @@ class Mutant(World):
             return
         if self.flaw == "never drains" and isinstance(message, DoneOk):
             return
-        if self.flaw == "sources freed before drain" and isinstance(event, ChunkComputed):
+        if self.flaw == "sources freed before drain" and isinstance(event, ChunkReady):
             self.prefill_pools[p].data[event.spans[0].pages] = 0xDD
         super().to_prefill(p, event)
 

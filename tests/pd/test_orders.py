@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from serinus.core.handoff import ChunkReady
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
     Capabilities,
-    ChunkComputed,
     Fence,
     ForgetPrefill,
     Mode,
@@ -57,9 +57,9 @@ def greeted_prefill(*, push: bool = False, **changes: object) -> PrefillSide:
     return side
 
 
-def chunk(xid: str = "x", pages: tuple[int, ...] = (1, 2, 3)) -> ChunkComputed:
+def chunk(xid: str = "x", pages: tuple[int, ...] = (1, 2, 3)) -> ChunkReady:
     """A whole prompt of 9 tokens, computed."""
-    return ChunkComputed(xid=xid, spans=full(0, np.array(pages, dtype=np.int32)), last=True, token=3)
+    return ChunkReady(xid=xid, spans=full(0, np.array(pages, dtype=np.int32)), last=True, token=3)
 
 
 @pytest.mark.parametrize(

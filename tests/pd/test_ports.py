@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from serinus.core.clock import ManualClock
 from serinus.core.errors import ConfigError
+from serinus.core.handoff import ChunkReady
 from serinus.core.rng import Rng
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
     Backend,
     CancelHandoff,
-    ChunkComputed,
     DecodePort,
     Landed,
     LocalBackend,
@@ -157,7 +157,7 @@ class Pair:
         for i in range(count):
             self.stores[1].data[base + i] = page_content(prompt, i)
             last = i == count - 1
-            event = ChunkComputed(
+            event = ChunkReady(
                 xid=order.xid, spans=full(i, np.array([base + i], dtype=np.int32)), last=last,
                 token=first_token(prompt) if last else None,
             )  # fmt: skip

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from serinus.core.errors import InvariantError
+from serinus.core.handoff import ChunkReady
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
-    ChunkComputed,
     Copied,
     DecodeSide,
     Landed,
@@ -241,4 +241,4 @@ def test_an_engine_that_breaks_its_own_contract_is_told() -> None:
     world.settle(compute=False)
     (xid,) = world.jobs[0]
     with pytest.raises(InvariantError, match="announced"):
-        world.prefill[0].handle(ChunkComputed(xid=xid, spans=full(1, np.array([1], dtype=np.int32))), 0.0)
+        world.prefill[0].handle(ChunkReady(xid=xid, spans=full(1, np.array([1], dtype=np.int32))), 0.0)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.handoff import ChunkReady
 from serinus.core.request import Request
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
     CancelHandoff,
-    ChunkComputed,
     ClosePeer,
     Copied,
     CopyIn,
@@ -177,7 +177,7 @@ class World:
         job.chunks.append(pages)
         last = job.done_pages == job.page_count
         token = first_token(job.request.prompt) if last else None
-        self.to_prefill(p, ChunkComputed(xid=xid, spans=full(job.held_pages + first, pages), last=last, token=token))
+        self.to_prefill(p, ChunkReady(xid=xid, spans=full(job.held_pages + first, pages), last=last, token=token))
 
     def end_prefill(self, p: int, xid: str, code: str = "error") -> None:
         """A prefill engine gives a prompt up."""
