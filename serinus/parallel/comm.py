@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Barrier, BrokenBarrierError
+from threading import Condition, Event
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -31,6 +31,8 @@ _torch: Any = dist
 """Its stores and groups have no types."""
 _TAG: Final = 0
 """Of activations; a stage has one line to the next."""
+_KNOCK_S: Final = 1.0
+_RETRY_S: Final = 0.1
 _GROUPS: dict[str, Any] = {
     name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
 }
@@ -111,16 +113,36 @@ class _Table:
     """Where threads lay down what others read, and wait for one another."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = Barrier(size)
-        self.places: list[Any] = [None] * size
+        self._places: list[Any] = [None] * size
+        self._turn = Condition()
+        self._turns = 0
+        self._arrived = 0
+        self._closed = False
 
     def exchange(self, index: int, value: _T, read: Callable[[list[_T]], _T], timeout_s: float) -> _T:
-        """`read` of what all have laid down; all return only when all have read."""
-        self.places[index] = value
-        self.barrier.wait(timeout_s)
-        found = read(list(self.places))
-        self.barrier.wait(timeout_s)
+        """`read` of what all have laid down; all return only when all have read. Raises PeerGone: one does not come."""
+        self._places[index] = value
+        self._meet(timeout_s)
+        found = read(list(self._places))
+        self._meet(timeout_s)
         return found
+
+    def close(self) -> None:
+        """Whoever waits, now or later, is failed."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    def _meet(self, timeout_s: float) -> None:
+        with self._turn:
+            turn = self._turns
+            self._arrived += 1
+            if self._arrived == len(self._places):
+                self._arrived, self._turns = 0, turn + 1
+                self._turn.notify_all()
+            self._turn.wait_for(lambda: self._turns != turn or self._closed, timeout_s)
+            if self._turns == turn:
+                raise PeerGone("parallel: a rank left or did not come, expected all of its mesh")
 
 
 class ThreadComm:
@@ -169,38 +191,26 @@ class ThreadComm:
         try:
             x = self._lines[self.rank].get(timeout=self._timeout_s)
         except Empty:
-            raise PeerGone(f"parallel: nothing came for {self._name} in {self._timeout_s:g} s") from None
+            raise PeerGone(f"parallel: nothing came for {self.mesh.name(self.rank)} in {self._timeout_s:g} s") from None
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
             raise ValueError(f"parallel: {list(x.shape)} {x.dtype} came, expected {list(shape)} {dtype}")
         return x.clone()  # across processes nobody writes into the sender's tensor either
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
         """See Comm."""
-        try:
-            return self._all.exchange(
-                self.rank, tuple(values), lambda found: tuple(map(min, *found)) if len(found) > 1 else found[0],
-                self._timeout_s,
-            )  # fmt: skip
-        except BrokenBarrierError:
-            raise self._gone() from None
+
+        def least(found: list[tuple[int, ...]]) -> tuple[int, ...]:
+            return tuple(map(min, zip(*found, strict=True)))
+
+        return self._all.exchange(self.rank, tuple(values), least, self._timeout_s)
 
     def close(self) -> None:
         """See Comm."""
-        self._stage.barrier.abort()
-        self._all.barrier.abort()
-
-    @property
-    def _name(self) -> str:
-        return self.mesh.name(self.rank)
-
-    def _gone(self) -> PeerGone:
-        return PeerGone(f"parallel: {self._name} waited for a rank that left or did not come, expected all of its mesh")
+        self._stage.close()
+        self._all.close()
 
     def _meet(self, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        try:
-            return self._stage.exchange(self._index, x, read, self._timeout_s)
-        except BrokenBarrierError:
-            raise self._gone() from None
+        return self._stage.exchange(self._index, x, read, self._timeout_s)
 
 
 class Meeting:
@@ -238,14 +248,20 @@ def listen(address: str) -> Meeting:
 def find(address: str, timeout_s: float = 60.0) -> Meeting:
     """Follower: go to where the leader listens. Raises PeerGone where nobody does within `timeout_s`."""
     host, port = _host_and_port(address)
-    try:
-        store = _torch.TCPStore(
-            host_name=host, port=port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise PeerGone(f"parallel: no leader at {address} within {timeout_s:g} s ({reason})") from None
-    return Meeting(store, address)
+    spent_s, reason = 0.0, ""
+    while spent_s < timeout_s:  # torch would wait as well, with pages of C++ on stderr
+        try:
+            socket.create_connection((host, port), timeout=_KNOCK_S).close()
+            store = _torch.TCPStore(
+                host_name=host, port=port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+            return Meeting(store, address)
+        except TimeoutError as error:
+            spent_s, reason = spent_s + _KNOCK_S, str(error)
+        except (OSError, RuntimeError) as error:
+            spent_s, reason = spent_s + _RETRY_S, str(error).splitlines()[0]
+            Event().wait(_RETRY_S)
+    raise PeerGone(f"parallel: no leader at {address} within {timeout_s:g} s ({reason})")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["FLOORS", "REPO", "TORCH_FREE", "Source", "imports_of", "package", "room_of", "suite"]
+__all__ = ["FLOORS", "REPO", "TORCH_FILES", "TORCH_FREE", "Source", "imports_of", "package", "room_of", "suite"]
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -32,6 +32,9 @@ FLOORS = {
 
 TORCH_FREE = ("core", "wire", "cache", "front", "sched", "parallel")
 """Rooms that never import torch, nor anything that does. `cli` may, but only while a command runs."""
+
+TORCH_FILES = ("serinus/parallel/comm.py",)
+"""Files of these rooms that do. Whoever needs one imports it by its module path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
