@@ -5,22 +5,45 @@ Knows nothing of queues: whoever has to go is returned, and the scheduler puts i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 
 from serinus.core.parts import Part
 from serinus.core.plan import SeqWork
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.seats import Seats
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "Growth"]
+
+_NOBODY = 1 << 62
+_last_step = attrgetter("last_step")
+
+
+@dataclass(slots=True, kw_only=True)
+class Growth:
+    """Who can go on, and what that took."""
+
+    decoding: list[ReqState]
+    """Those who decode in the next plan: each has a slot for its token."""
+    gone: list[ReqState] = field(default_factory=list)
+    """Those who had to give their pages back for it."""
+    barred_seq: int = _NOBODY
+    """Age of the oldest that lacks a page until somebody who is under way can give one: nobody younger gets a chunk."""
+
+    @property
+    def barred(self) -> bool:
+        """Whether somebody sits this plan out."""
+        return self.barred_seq != _NOBODY
 
 
 class Batch:
     """The running requests, and those in transit towards it. Lists are in the order in which requests came to them."""
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, seats: Seats, depth: int) -> None:
         self._seats = seats
+        self._depth = depth
         self._page_size = seats.page_size
         self.prefilling: list[ReqState] = []
         self.decoding: list[ReqState] = []
@@ -42,44 +65,57 @@ class Batch:
         """Take it out of its list."""
         (self.decoding if state.phase is Phase.DECODE else self.prefilling).remove(state)
 
-    def grow(self) -> list[ReqState]:
-        """Give every decoding request the page its next token needs, and the first of those that prefill one of part
-        SWA; returns those who had to go for it.
+    def grow(self) -> Growth:
+        """Choose who decodes next, and give each of them the page its next token needs, and the first of those that
+        prefill one of part SWA.
 
         Where no page can be had, the youngest running request gives up all of its own (its full pages stay cached
-        while nobody needs them); one that lacks a page and is itself the youngest goes. The oldest is never taken
-        from, so something always gets on; one that runs alone lacks a page only while handoffs hold some.
+        while nobody needs them); one that lacks a page and is itself the youngest goes. Nothing is taken from one that
+        is under way: who lacks a page sits this plan out, and nobody younger is given work that would make it wait
+        longer. The oldest is never taken from, so something always gets on; one that runs alone lacks a page only
+        while handoffs hold some.
         """
-        gone: list[ReqState] = []
-        for state in [state for state in self.decoding if state.known > state.full.room]:
-            self._make_room(state, state.full.end + 1, gone)
-        if self._seats.window is not None and self.prefilling:
-            state = self.prefilling[0]
-            swa = state.swa
-            if swa is not None and swa.room <= state.computed:
-                self._make_room(state, state.full.end, gone)
-        return gone
+        growth = Growth(decoding=self.decoding if self._depth == 1 else self._share())
+        for state in [state for state in growth.decoding if state.known > state.full.room]:
+            self._make_room(state, state.full.end + 1, growth)
+        if self._seats.window is not None:
+            first = next((state for state in self.prefilling if state.wants_chunk), None)
+            if first is not None and first.swa is not None and first.swa.room <= first.planned and not first.under_way:
+                self._make_room(first, first.full.end, growth)
+        if growth.gone or growth.barred:
+            growth.decoding = [s for s in growth.decoding if s.phase is Phase.DECODE and s.known <= s.full.room]
+        return growth
 
-    def _make_room(self, state: ReqState, full_end: int, gone: list[ReqState]) -> None:
+    def _share(self) -> list[ReqState]:
+        """The decoding requests whose turn it is: with several plans under way each takes a part of them, so that all
+        stay busy. Who waits longest for a token comes first."""
+        count = -(-len(self.decoding) // self._depth)
+        return sorted((state for state in self.decoding if not state.under_way), key=_last_step)[:count]
+
+    def _make_room(self, state: ReqState, full_end: int, growth: Growth) -> None:
         """One more page of part SWA (where it has one), and FULL pages up to `full_end`."""
         while state.running:
             if self._seats.extend(state, full_end, 0 if state.swa is None else state.swa.end + 1):
                 return
             victim = max(self, key=lambda other: other.seq)
+            if victim.under_way:
+                growth.barred_seq = min(growth.barred_seq, state.seq)
+                return
             self.remove(victim)
             self._seats.leave(victim, park=True)
             victim.cold = victim is state and self.seats_taken == 0 and state.swa is not None
             victim.move(Phase.WAITING)
             victim.retractions += 1
             victim.retracted = True
-            gone.append(victim)
+            growth.gone.append(victim)
 
-    def decode_work(self) -> list[SeqWork]:
-        """One token for each decoding request."""
+    def decode_work(self, decoding: Iterable[ReqState], step: int) -> list[SeqWork]:
+        """One token for each of these."""
         work = []
-        for state in self.decoding:
+        for state in decoding:
             known = state.known
             start = known - 1
+            state.planned, state.last_step = known, step
             work.append(
                 SeqWork(
                     rid=state.request.rid,
@@ -94,10 +130,10 @@ class Batch:
         return work
 
     def chunk_work(self, state: ReqState, budget: int) -> SeqWork | None:
-        """The next chunk of a prefilling request: at most `budget` tokens, and up to a page border unless it is the
-        last one, so that what is published and handed over is whole. None = the budget does not reach a border, or
-        part SWA has no page for it now."""
-        start = state.computed
+        """Hand out the next chunk of a prefilling request: at most `budget` tokens, and up to a page border unless it
+        is the last one, so that what is published and handed over is whole. None = the budget does not reach a border,
+        or part SWA has no page for it now."""
+        start = state.planned
         end = state.known
         if end - start > budget:
             end = (start + budget) // self._page_size * self._page_size
@@ -107,6 +143,7 @@ class Batch:
             end = self._within_window_room(state, start, end)
             if end <= start:
                 return None
+        state.planned = end
         collected = state.prompt_logprobs
         wants_logprobs = collected is not None and len(collected) < state.prompt_len and start < state.prompt_len
         return SeqWork(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
 from serinus.core.plan import StepPlan, StepResult
 from serinus.sched.batch import Batch
+from serinus.sched.open_step import OpenStep
 from serinus.sched.page_row import PageRow
 from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
@@ -49,6 +50,7 @@ def check_scheduler(
     inflight: Mapping[str, ReqState],
     seats: Seats,
     settings: SchedSettings,
+    steps: Collection[OpenStep],
 ) -> None:
     """Every request is in the one queue of its phase; rows are given once; pages are owned or leased; holds add up."""
     places: dict[Phase, Iterable[ReqState]] = {
@@ -68,6 +70,7 @@ def check_scheduler(
     _check_rows(states.values(), seats, settings)
     for state in states.values():
         _check_positions(state, settings, seats)
+    _check_steps(states, steps, settings)
     _check_ledger(states, seats)
     seats.cache.sanity_check(
         [
@@ -84,6 +87,26 @@ def check_scheduler(
     )
 
 
+def _check_steps(states: Mapping[str, ReqState], steps: Collection[OpenStep], settings: SchedSettings) -> None:
+    """Plans under way hand out the positions from `computed` to `planned`, in order, of requests that run."""
+    _require(len(steps) <= settings.depth, f"{len(steps)} plans are under way, expected at most {settings.depth}")
+    reached: dict[str, int] = {}
+    for step in steps:
+        for state, work in zip(step.states, step.plan.work, strict=True):
+            if state is None:
+                continue
+            name = f"request {state.rid} ({state.phase.name})"
+            _require(states.get(state.rid) is state, f"{name} is in step {step.plan.step}, but unknown")
+            _require(state.running and state.row == work.row, f"{name} has row {state.row}, its work row {work.row}")
+            start = reached.get(state.rid, state.computed)
+            _require(work.start == start, f"{name} is at {work.start} in step {step.plan.step}, expected {start}")
+            reached[state.rid] = work.start + len(work.tokens)
+    for state in states.values():
+        end = reached.get(state.rid, state.computed)
+        _require(state.planned == end, f"request {state.rid} has planned {state.planned} tokens, its plans reach {end}")
+        _require(not state.doomed or state.under_way or not state.running, f"doomed {state.rid} stays for no plan")
+
+
 def _check_rows(states: Iterable[ReqState], seats: Seats, settings: SchedSettings) -> None:
     taken = [state.row for state in states if state.running]
     rows = sorted([*taken, *seats.free_rows])
@@ -97,8 +120,8 @@ def _check_rows(states: Iterable[ReqState], seats: Seats, settings: SchedSetting
 def _check_positions(state: ReqState, settings: SchedSettings, seats: Seats) -> None:
     name = f"request {state.rid} ({state.phase.name})"
     _require(
-        0 <= state.published <= state.computed <= state.known <= settings.context_length,
-        f"{name} has published {state.published}, computed {state.computed}, known {state.known} tokens",
+        0 <= state.published <= state.computed <= state.planned <= state.known <= settings.context_length,
+        f"{name} has published {state.published}, computed {state.computed}, planned {state.planned} of {state.known}",
     )
     _require(state.known <= state.limit, f"{name} knows {state.known} tokens, expected at most {state.limit}")
     if state.phase in (Phase.WAITING, Phase.PREALLOC) or (state.phase is Phase.INFLIGHT and state.doomed):

@@ -91,7 +91,7 @@ class Incoming:
     def take_over(self, state: ReqState) -> None:
         """Its pages are filled: publish them, give it a row, let it decode."""
         del self._batch.transfer[state.rid]
-        state.computed = state.prompt_len
+        state.computed = state.planned = state.prompt_len
         state.handoff_tokens = state.prompt_len - state.held
         state.handoff_pages = state.full.end - state.held // self._seats.page_size
         self._seats.sit(state)

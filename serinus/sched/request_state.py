@@ -1,7 +1,8 @@
 """One request as the scheduler sees it: its tokens, its place, how far it is. Decides nothing.
 
-Positions: `known` tokens are decided (prompt + generated), the KV of the first `computed` is written, that of the
-first `published` lies in the tree. Always published <= computed <= known.
+Positions: `known` tokens are decided (prompt + generated), the first `planned` of them were handed out to plans, the KV
+of the first `computed` is written (their plans are committed), that of the first `published` lies in the tree. Always
+published <= computed <= planned <= known. What is planned and not computed is under way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from serinus.core.plan import SampleSpec
 from serinus.core.request import Request, TokenLogprobs, Usage
 from serinus.sched.page_row import OwnPages, PageRow
 
-__all__ = ["NEXT_PHASES", "Phase", "ReqState"]
+__all__ = ["NEXT_PHASES", "QUEUE_OF", "Phase", "ReqState"]
 
 _GROWTH = 256
 """Tokens by which a buffer grows at least."""
@@ -58,6 +59,17 @@ NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
 """The legal changes. A retracted or recomputed request goes back to WAITING; one that ends while chunks of it are still
 being read goes to INFLIGHT; nothing leaves ENDED."""
 
+QUEUE_OF: Mapping[Phase, str] = {
+    Phase.WAITING: "waiting",
+    Phase.PREFILL: "running",
+    Phase.DECODE: "running",
+    Phase.PREALLOC: "prealloc",
+    Phase.TRANSFER: "transfer",
+    Phase.INFLIGHT: "inflight",
+    Phase.ENDED: "",
+}
+"""What the journal calls the queue of each phase; empty = gone."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReqState:
@@ -80,8 +92,10 @@ class ReqState:
     """Decode side: the prompt is wanted from a prefill engine."""
 
     phase: Phase = Phase.WAITING
+    journal: list[tuple[str, str]] | None = None
+    """Where its changes of queue are written down, in order; None = nowhere."""
     doomed: bool = False
-    """Ended while a step with it was under way; it leaves at the commit."""
+    """Ended while steps with it were under way; it leaves at the commit of the last of them."""
     condemned: bool = False
     """Its KV is not to be trusted: none of it is published when it ends."""
     row: int = 0
@@ -95,6 +109,7 @@ class ReqState:
     tokens: NDArray[np.int32] = field(init=False)
     """Buffer; the first `known` are meant."""
     known: int = field(init=False)
+    planned: int = 0
     computed: int = 0
     published: int = 0
     load: LoadPlan | None = None
@@ -121,6 +136,8 @@ class ReqState:
     """The prompt, where the sampler needs it for a penalty."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Collected so far, where asked for: those of the first len() prompt tokens."""
+    last_step: int = 0
+    """The step that was planned last with its newest token."""
     skips: int = 0
     """Times lpm let others pass it."""
     retracted: bool = False
@@ -171,6 +188,16 @@ class ReqState:
         """Has a row."""
         return self.phase is Phase.PREFILL or self.phase is Phase.DECODE
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it is in a plan that is not committed: it keeps row and pages until then."""
+        return self.planned > self.computed
+
+    @property
+    def wants_chunk(self) -> bool:
+        """While it prefills: whether some of its prompt is in no plan yet."""
+        return self.planned < self.known and not self.doomed
+
     def move(self, phase: Phase) -> None:
         """Change phase; raises InvariantError where that is no legal change."""
         if phase not in NEXT_PHASES[self.phase]:
@@ -178,7 +205,13 @@ class ReqState:
                 f"sched: request {self.rid} goes from {self.phase.name} to {phase.name},"
                 f" expected one of {sorted(p.name for p in NEXT_PHASES[self.phase])}"
             )
+        if self.journal is not None and QUEUE_OF[phase] != QUEUE_OF[self.phase]:
+            self.journal.append((self.rid, QUEUE_OF[phase]))
         self.phase = phase
+
+    def go_on_from(self, length: int) -> None:
+        """The KV of its first `length` tokens was found cached."""
+        self.planned = self.computed = self.published = length
 
     def append(self, token: int) -> None:
         """One more known token."""
@@ -193,12 +226,14 @@ class ReqState:
         self.known = known + 1
 
     def drop_pages(self) -> None:
-        """Forget pages, row and lease: they were given back."""
+        """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name
+        the old ones."""
         self.lease = self.load = None
-        self.row = self.computed = self.published = 0
-        self.full.begin_at(0)
+        self.row = 0
+        self.go_on_from(0)
+        self.full = PageRow(self.page_size)
         if self.swa is not None:
-            self.swa.begin_at(0)
+            self.swa = PageRow(self.page_size)
         self.found = {}
         self.awaited, self.granted = frozenset(), False
 

@@ -110,7 +110,7 @@ class Seats:
         if state.swa is not None:
             state.swa.begin_at(match.swa_first)
             state.swa.add(match.swa_pages)
-        state.computed = state.published = match.length
+        state.go_on_from(match.length)
         state.found = {"device": match.length}
 
     def load(self, state: ReqState) -> None:
@@ -131,7 +131,7 @@ class Seats:
         host = loaded.length - state.computed
         stored = min(host, self.cache.prefetched_tokens(state.rid)) if state.prefetched else 0
         state.found |= {"host": host - stored, "storage": stored}
-        state.computed = state.published = loaded.length
+        state.go_on_from(loaded.length)
         if loaded.op:
             self.open_loads.add(loaded.op)
 
@@ -141,10 +141,13 @@ class Seats:
         self.open_loads.difference_update(news.ended_loads)
         return news
 
-    def settle(self) -> tuple[Lease, ...]:
+    def settle(self, loads: frozenset[int]) -> tuple[Lease, ...]:
         """A forward pass has ended, and with it every load it waited for: the leases whose KV never came."""
-        news = self.cache.poll(settle=self.open_loads)
-        self.open_loads.clear()
+        due = loads & self.open_loads
+        if not due:
+            return ()
+        news = self.cache.poll(settle=due)
+        self.open_loads.difference_update(due, news.ended_loads)
         return news.failed_loads
 
     # The storage

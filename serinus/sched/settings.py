@@ -47,13 +47,18 @@ class SchedSettings:
     """How long a request waits for the storage: none (it is not asked), best_effort, timeout or wait_complete."""
     prefetch_s_max: float = 1.0
     """With timeout: seconds since its arrival that a request may wait for the storage."""
+    depth: int = 1
+    """Plans that may be under way at once; more than 1 where the ranks work on several steps at a time. Each then takes
+    its share of those who decode."""
+    journal: bool = False
+    """Write down who changed queue, for `Scheduler.take_moves`."""
     lpm_scan_requests: int = 128
     """Waiting requests whose cached prefix lpm looks up in one step."""
     lpm_skips_max: int = 256
     """Times lpm may let others pass a request before it goes first."""
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "rows", "vocab_size", "max_running_requests", "max_queued_requests"):
+        for name in ("page_size", "rows", "vocab_size", "max_running_requests", "max_queued_requests", "depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"sched: {name} is {getattr(self, name)}, expected at least 1")
         if self.context_length < 2:
