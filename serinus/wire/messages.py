@@ -1,8 +1,9 @@
 """Every message between two processes, as strict msgspec structs.
 
 Four conversations: front <-> engine (one machine, zmq ipc; here), decode <-> prefill control and the pages themselves
-(handoff.py), the ranks of one engine (ranks.py). `codec.py` frames them; nobody else turns them into bytes. Token ids travel as little-endian
-int32 bytes (`ids_to_bytes`, `bytes_to_ids`): a list of 128k integers would cost a millisecond to decode.
+(handoff.py), the ranks of one engine (ranks.py, watch.py). `codec.py` frames them; nobody else turns them into bytes.
+Token ids travel as little-endian int32 bytes (`ids_to_bytes`, `bytes_to_ids`): a list of 128k integers would cost a
+millisecond to decode.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from serinus.wire.handoff import (
     Prepare,
     SpanPages,
 )
-from serinus.wire.ranks import RankHeader, RankHello, RankReport, RankWelcome
+from serinus.wire.ranks import RankHeader, RankHello, RankReport
+from serinus.wire.watch import WatchEnd, WatchHello, WatchWelcome, WatchWords
 
 __all__ = [
     "Abort",
@@ -81,7 +83,6 @@ __all__ = [
     "RankHeader",
     "RankHello",
     "RankReport",
-    "RankWelcome",
     "Ready",
     "Sampling",
     "Shutdown",
@@ -90,6 +91,10 @@ __all__ = [
     "TokenOut",
     "Tokens",
     "UsageOut",
+    "WatchEnd",
+    "WatchHello",
+    "WatchWelcome",
+    "WatchWords",
     "bytes_to_ids",
     "ids_to_bytes",
 ]
@@ -239,8 +244,11 @@ Message = (
     | Expired
     | Drained
     | RankHello
-    | RankWelcome
     | RankHeader
     | RankReport
+    | WatchHello
+    | WatchWelcome
+    | WatchWords
+    | WatchEnd
 )
 """What a frame can carry."""

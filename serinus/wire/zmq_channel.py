@@ -37,6 +37,8 @@ _BATCH_MAX: Final = 256
 _PROBE_S: Final = 1.0
 _PROBE_EVERY_S: Final = 0.005
 _LINGER_MS: Final = 500
+_ASKS: Final = 5
+"""Signs of life that are asked for within the longest silence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,11 +62,14 @@ class _Accepted:
 class ZmqChannel:
     """A Channel over zmq. Not thread safe: one loop owns it."""
 
-    def __init__(self, bind: str = "", *, clock: Clock | None = None) -> None:
+    def __init__(self, bind: str = "", *, clock: Clock | None = None, silence_s: float = 0.0) -> None:
         """Ready to connect; with `bind` (tcp://host:port, port 0 = any; ipc://path) also to accept.
 
+        `silence_s`: a peer whose process stands still for so many seconds is Gone too. zmq's own threads ask and
+        answer, so a process that is merely busy is not; 0 = such a peer is waited for.
         Raises ConfigError where the address cannot be bound.
         """
+        self._silence_s = silence_s
         self._context = zmq.Context()
         self._clock = clock or WallClock()
         self._poller = zmq.Poller()
@@ -82,7 +87,7 @@ class ZmqChannel:
 
     def _bind(self, address: str) -> None:
         router = self._context.socket(zmq.ROUTER)
-        _configure(router)
+        _configure(router, self._silence_s)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             router.bind(address)
@@ -111,7 +116,7 @@ class ZmqChannel:
     def connect(self, peer: str, address: str) -> None:
         assert peer not in self._dialed, f"wire: peer name {peer} is in use, expected a new one"
         socket = self._context.socket(zmq.DEALER)
-        _configure(socket)
+        _configure(socket, self._silence_s)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         monitor = socket.get_monitor_socket(_MONITORED)
         dialed = _Dialed(peer=peer, socket=socket, monitor=monitor)
@@ -258,7 +263,11 @@ def wait_any(channels: list[ZmqChannel], timeout_s: float) -> None:
     poller.poll(max(0, round(timeout_s * 1000)))
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
+def _configure(socket: zmq.Socket[bytes], silence_s: float) -> None:
+    if silence_s:
+        asks_ms = max(1, round(silence_s * 1000 / _ASKS))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, asks_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(silence_s * 1000) - asks_ms))
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -48,6 +48,10 @@ from serinus.wire.messages import (
     TokenLp,
     TokenOut,
     Tokens,
+    WatchEnd,
+    WatchHello,
+    WatchWelcome,
+    WatchWords,
     ids_to_bytes,
 )
 
@@ -82,6 +86,10 @@ MESSAGES: tuple[Message, ...] = (
     ConfirmOk(xid="x.0", grant=7),
     Expired(xid="x.0", grant=7),
     Drained(xid="x.0", grant=7),
+    WatchHello(rank=3, pid=77, host="here", settings='{"memory": {}}', mac=b"m" * 16),
+    WatchWelcome(control="ipc:///tmp/c", store="127.0.0.1:4000", token=b"t" * 16),
+    WatchWords(reason="ConfigError: no model", code=2, suffers=True),
+    WatchEnd(reason="TP1 PP0 died of SIGKILL", code=3),
 )
 
 

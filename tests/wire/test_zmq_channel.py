@@ -37,8 +37,8 @@ while True:
 def channels() -> Iterator[Callable[..., ZmqChannel]]:
     made: list[ZmqChannel] = []
 
-    def make(bind: str = "") -> ZmqChannel:
-        made.append(ZmqChannel(bind))
+    def make(bind: str = "", silence_s: float = 0.0) -> ZmqChannel:
+        made.append(ZmqChannel(bind, silence_s=silence_s))
         return made[-1]
 
     yield make
@@ -191,3 +191,26 @@ def test_what_is_sent_over_a_connection_that_broke_just_now_is_dropped_and_the_e
     while not ends:
         ends = client.poll(5.0)
     assert [type(end) for end in ends] == [Gone]
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_gone_after_the_longest_silence_and_a_busy_one_is_not(
+    channels: Callable[..., ZmqChannel], echo: Callable[[str, str], tuple[subprocess.Popen[str], str]], tmp_path: Path
+) -> None:
+    server = channels(f"ipc://{tmp_path}/s", silence_s=0.4)
+    child, _ = echo("connect", server.address)
+    (first,) = until(server)
+    watching = channels(silence_s=0.4)
+    other, address = echo("bind", "tcp://127.0.0.1:0")
+    watching.connect("other", address)
+    watching.send("other", [b"ping"])
+    assert isinstance(until(watching)[0], Arrived)
+    assert not [*server.poll(0.6), *watching.poll(0.0)], "who says nothing and lives is there"
+    for pid in (child.pid, other.pid):
+        os.kill(pid, signal.SIGSTOP)
+    start = CLOCK.now()
+    (gone,) = until(server)
+    assert isinstance(gone, Gone)
+    assert gone.peer == first.peer
+    assert until(watching) == [Gone(peer="other", reason="the connection broke")]
+    assert CLOCK.now() - start < 3.0

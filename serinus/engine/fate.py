@@ -1,0 +1,69 @@
+"""How an engine ended, said once, by whoever knew first, in words that outlive its process.
+
+A rank that is lost is seen by a thread while the loop may stand in a collective; the words wait here for the loop, and
+in a file for the front, which reads them when the process has ended, however it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CONFIG_CODE", "LOST_CODE", "Ending", "Fate"]
+
+CONFIG_CODE = 2
+"""Exit code: settings, checkpoint or machine are wrong; to start again would not help."""
+LOST_CODE = 3
+"""Exit code: a rank of the engine was lost or broke, so the engine ended as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why, and with which exit code."""
+
+    reason: str
+    code: int
+
+
+class Fate:
+    """One engine's. Any thread may seal it, once."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: the file; None = there is nobody outside to tell."""
+        self._path = path
+        self._sealed = threading.Event()
+        self._lock = threading.Lock()
+        self._ending: Ending | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        """What was sealed in this process."""
+        return self._ending
+
+    def seal(self, reason: str, code: int) -> Ending:
+        """Say how it ends; returns what holds: that of whoever was first."""
+        with self._lock:
+            if self._ending is None:
+                self._ending = Ending(reason=reason, code=code)
+                if self._path is not None:
+                    with contextlib.suppress(OSError), self._path.open("x") as file:  # the front may have been first
+                        json.dump({"reason": reason, "code": code}, file)
+                self._sealed.set()
+            return self._ending
+
+    def wait(self, s_max: float) -> Ending | None:
+        """What is sealed within `s_max` seconds."""
+        self._sealed.wait(s_max)
+        return self._ending
+
+    @staticmethod
+    def read(path: Path) -> Ending | None:
+        """What a process that has ended left behind; None = no words, or not all of them."""
+        try:
+            said = json.loads(path.read_text())
+            return Ending(reason=str(said["reason"]), code=int(said["code"]))
+        except (OSError, ValueError, KeyError):
+            return None
