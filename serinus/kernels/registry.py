@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
@@ -15,6 +17,7 @@ from serinus.kernels.packed import PackedLinear
 from serinus.kernels.ref import (
     counter_gumbel,
     gelu_mul,
+    hashed_pages,
     linear,
     paged_attention,
     pages,
@@ -37,6 +40,15 @@ class MovePages(Protocol):
     def __call__(
         self, layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor, rows_G: Tensor | None = None, /
     ) -> None: ...
+
+
+class HashedPages(Protocol):
+    """Pages between pools and a buffer, and a hash of each."""
+
+    def __call__(
+        self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None, seed: int,
+        inward: bool = False, /,
+    ) -> NDArray[np.uint64]: ...  # fmt: skip
 
 
 class PagedAttention(Protocol):
@@ -87,6 +99,8 @@ class Kernels:
     """(layers_kv, pages_G, page_size, out_RY, rows_G=None)"""
     scatter_pages: MovePages
     """(layers_kv, pages_G, page_size, bytes_RY, rows_G=None)"""
+    hashed_pages: HashedPages
+    """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
     counter_gumbel: Callable[[Tensor, Tensor, int], Tensor]
     """(seeds_B, positions_B, vocab) -> noise_BV fp32"""
     warmer: Callable[[int, int, torch.dtype], None] | None = None
@@ -159,6 +173,7 @@ def _load_ref(kind: str) -> Kernels:
         linear=linear.linear,
         gather_pages=pages.gather_pages,
         scatter_pages=pages.scatter_pages,
+        hashed_pages=hashed_pages.hashed_pages,
         counter_gumbel=counter_gumbel.counter_gumbel,
     )
 

@@ -1,6 +1,12 @@
-"""Digests of pages: what left is what arrived. xxh3-64 per page, seeded per handoff so that old bytes cannot pass."""
+"""Digests of pages: what left is what arrived. xxh3-64 per page, seeded per handoff so that old bytes cannot pass.
+
+Bytes of a peer may change while they are read. So what is digested is what was written into own memory, never the
+peer's memory a second time: `copy_in` and `take`. Stores that hash while they copy (pool.DevicePool) are asked to.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -8,7 +14,18 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import DigestMismatch
 
-__all__ = ["check_pages", "digest_pages", "digest_seed", "first_bad_page"]
+__all__ = [
+    "Digesting",
+    "check_digests",
+    "check_pages",
+    "copy_in",
+    "copy_out",
+    "digest_pages",
+    "digest_seed",
+    "digest_stored",
+    "first_bad_page",
+    "take",
+]
 
 _MASK_63 = (1 << 63) - 1
 
@@ -33,6 +50,77 @@ def first_bad_page(pages: NDArray[np.uint8], seed: int, digests: bytes) -> int |
 
 def check_pages(pages: NDArray[np.uint8], seed: int, digests: bytes, first: int) -> None:
     """Raises DigestMismatch where a row is not what was announced; `first` = index of the first in the prompt."""
-    bad = first_bad_page(pages, seed, digests)
-    if bad is not None:
+    check_digests(digest_pages(pages, seed), digests, first)
+
+
+def check_digests(found: bytes, digests: bytes, first: int) -> None:
+    """Raises DigestMismatch where these are not what was announced; `first` = index of the first in the prompt."""
+    if found != digests:
+        pages = range(min(len(found), len(digests)) // 8)
+        bad = next((i for i in pages if found[8 * i : 8 * i + 8] != digests[8 * i : 8 * i + 8]), len(pages))
         raise DigestMismatch(f"pd: page {first + bad} of the prompt is not what was sent (digest differs)")
+
+
+class Pages(Protocol):
+    """What is needed of a PageStore here."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        ...
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> object:
+        """Copy pages into out[G, page_bytes]."""
+        ...
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        """Fill pages from data[G, page_bytes]."""
+        ...
+
+
+class Digesting(Protocol):
+    """A store that digests in the pass that copies."""
+
+    def hashed_pages(
+        self, pages: NDArray[np.integer], rows: NDArray[np.uint8] | None, seed: int, inward: bool = False
+    ) -> bytes:
+        """`digest_pages` of the pages, copied into rows (from them where `inward`; nowhere where there are none)."""
+        ...
+
+
+def copy_out(store: Pages, pages: NDArray[np.integer], rows: NDArray[np.uint8], seed: int) -> bytes:
+    """Copy pages into rows[G, Y]; their digests. Cost: one copy, where the store digests."""
+    if digesting := _digesting(store):
+        return digesting.hashed_pages(pages, rows, seed)
+    store.read_pages(pages, rows)
+    return digest_pages(rows, seed)
+
+
+def copy_in(store: Pages, pages: NDArray[np.integer], rows: NDArray[np.uint8], seed: int) -> bytes:
+    """Fill pages from rows[G, Y], which may change meanwhile; digests of what is in the pages now. Cost: as above."""
+    if digesting := _digesting(store):
+        return digesting.hashed_pages(pages, rows, seed, True)
+    kept, digests = take(rows, seed)
+    store.write_pages(pages, kept)
+    return digests
+
+
+def digest_stored(store: Pages, pages: NDArray[np.integer], seed: int) -> bytes:
+    """Digests of pages where they lie. Cost: reads them once, where the store digests."""
+    if digesting := _digesting(store):
+        return digesting.hashed_pages(pages, None, seed)
+    return copy_out(store, pages, np.empty((len(pages), store.page_bytes), dtype=np.uint8), seed)
+
+
+def take(rows: NDArray[np.uint8], seed: int) -> tuple[NDArray[np.uint8], bytes]:
+    """A copy of rows[G, Y], which may change meanwhile, and its digests. Cost: one copy, read from the cache."""
+    kept = np.empty_like(rows)
+    digests = []
+    for source, own in zip(rows, kept, strict=True):
+        own[:] = source
+        digests.append(xxhash.xxh3_64_intdigest(own, seed).to_bytes(8, "little"))
+    return kept, b"".join(digests)
+
+
+def _digesting(store: object) -> Digesting | None:
+    return store if hasattr(store, "hashed_pages") else None  # type: ignore[return-value]

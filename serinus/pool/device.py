@@ -132,6 +132,7 @@ class DevicePool:
             lanes_S14 = self.stamps_LS4.view(STAMP_LANES, spec.slot_count, 1, STAMP_FIELDS)
             pairs = tuple((lanes_S14[lane], lanes_S14[lane + 1]) for lane in range(0, STAMP_LANES, 2))
             self._strips.append((pairs, spec.kv_bytes))
+        self._lanes = [lane for pairs, _ in self._strips for lane in self._page_lanes(pairs)]
 
     @property
     def page_bytes(self) -> int:
@@ -190,6 +191,25 @@ class DevicePool:
         page_ids = self._page_ids(pages)
         for pairs, part_GZ in self._parts(_tensor_of(data)):
             self._kernels.scatter_pages(pairs, page_ids, self.spec.page_size, part_GZ)
+
+    def hashed_pages(
+        self, pages: NDArray[np.integer], rows: NDArray[np.uint8] | None, seed: int, inward: bool = False
+    ) -> bytes:
+        """`read_pages` into rows[G, Y] (`write_pages` from them where `inward`) and XXH3 of each page, in one pass.
+
+        Args:
+            pages: as `read_pages` and `write_pages` take them.
+            rows: uint8 [G, Y]; where `inward` they may be read only, and change under our hands: what is hashed is what
+                is in the pool. None: pages are hashed where they lie.
+            seed: of XXH3.
+        Returns: a little-endian u64 for each page.
+        Raises:
+            ValueError: as `read_pages`.
+        Cost: on the CPU that of the copy alone; waits for an accelerator.
+        """
+        assert self._lanes, "pool: pages of a part without layers have no bytes to hash"
+        ids = np.ascontiguousarray(pages, dtype=np.int64)
+        return self._kernels.hashed_pages(self._lanes, ids, rows, seed, inward).astype("<u8").tobytes()
 
     def copy_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """Page pages[g] goes to row rows[g] of a buffer on the host; layout as `read_pages`.

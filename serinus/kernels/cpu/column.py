@@ -9,6 +9,7 @@ import torch
 from serinus.kernels.cpu import (
     counter_gumbel,
     gelu_mul,
+    hashed_pages,
     linear,
     paged_attention,
     pages,
@@ -33,6 +34,7 @@ def ops() -> dict[str, Any]:
         "linear": linear.linear,
         "gather_pages": pages.gather_pages,
         "scatter_pages": pages.scatter_pages,
+        "hashed_pages": hashed_pages.hashed_pages,
         "counter_gumbel": counter_gumbel.counter_gumbel,
     }
 
@@ -46,4 +48,5 @@ def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
     qk_rope_store.warm(head_size, dtype)
     paged_attention.warm(head_size, group, dtype)
     pages.warm()
+    hashed_pages.warm()
     counter_gumbel.warm()
