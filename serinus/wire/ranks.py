@@ -12,7 +12,7 @@ import msgspec
 
 from serinus.wire.fields import Count, Mac, MessageBase, Name, Text
 
-__all__ = ["RankHeader", "RankHello", "RankReport", "RankWelcome"]
+__all__ = ["RankHeader", "RankHello", "RankReport"]
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 Item = tuple[Name, msgspec.Raw]
@@ -29,13 +29,6 @@ class RankHello(MessageBase, frozen=True, kw_only=True):
     """What only the ranks of this engine know."""
     host: Name = ""
     pid: Count = 0
-
-
-class RankWelcome(MessageBase, frozen=True, kw_only=True):
-    """Leader -> follower, once all are there."""
-
-    incarnation: Count
-    """Of this life of the engine."""
 
 
 class RankHeader(MessageBase, frozen=True, kw_only=True):
