@@ -1,14 +1,13 @@
-"""From a ServeConfig to an engine core that can step: model, pool, table, cache, scheduler, runner.
+"""From a ServeConfig to an engine core that can step: what each rank has, and on the leader the cache, the scheduler
+and the core that uses them.
 
-The only place where all rooms below meet. Times each phase, so that start-up can say where the time went.
+The only place where all rooms below meet.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,26 +15,39 @@ import torch
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
-from serinus.core.errors import ConfigError, InvariantError
+from serinus.core.errors import InvariantError
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
-from serinus.engine.executor import LocalExecutor
+from serinus.engine.executor import Executor, LocalExecutor
+from serinus.engine.followers import Followers
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
-from serinus.engine.kv_guard import make_guard
-from serinus.engine.memory import trim
+from serinus.engine.rank_build import (
+    RankParts,
+    build_rank,
+    choose_device,
+    context_of,
+    mesh_of,
+    overrides_of,
+    rows_of,
+)
+from serinus.engine.ranks import RankExecutor, RankGroup, make_body
+from serinus.engine.ranks.tiers import TierPorts, lead_tiers
 from serinus.engine.sizes import part_specs
-from serinus.engine.tiers import Tiers, build_tiers, host_counts, namespace_of
+from serinus.engine.tiers import Tiers, host_counts
 from serinus.engine.watch import StepWatch
-from serinus.kernels import load
-from serinus.models import ForwardHook, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
-from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
-from serinus.runner import Runner
+from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
+from serinus.parallel.comm import SoloComm
+from serinus.pool import DevicePool, PoolSpec
 from serinus.sched import SchedSettings, Scheduler
 
 __all__ = ["Built", "KvSizes", "build_core", "kv_sizes"]
+
+_HELLO_S = 60.0
+"""Seconds that followers may take to say hello on the control line, once they are known to be there."""
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,8 @@ class Built:
     """KV of each part."""
     tiers: Tiers | None
     """Host tier and storage; None = none."""
+    followers: Followers | None
+    """The processes of the other ranks; None = one rank."""
     metrics: Metrics
     context_length: int
     """Tokens of one sequence at most."""
@@ -70,20 +84,6 @@ class Built:
         return (self.pool.spec.page_count - 1) * self.pool.spec.page_size
 
 
-class _Phases:
-    """Seconds spent since the last mark, by name."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._last = clock.now()
-        self.seconds: dict[str, float] = {}
-
-    def mark(self, name: str) -> None:
-        now = self._clock.now()
-        self.seconds[name] = now - self._last
-        self._last = now
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizes:
     """Room for KV that an engine of these settings has."""
@@ -101,71 +101,63 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     """
     device = choose_device(config.model.device)
     folder = resolve(config.model.model_path, config.model.revision)
-    spec = load_spec(folder, overrides=_overrides(config), load_format=config.model.load_format)
+    spec = load_spec(folder, overrides=overrides_of(config), load_format=config.model.load_format)
     dtype = choose_dtype(spec, config.model.dtype, device)
     pools = part_specs(config, spec, dtype, device, context_of(config, spec), taken=weight_bytes)
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
 
 
-def build_core(config: ServeConfig, clock: Clock) -> Built:
-    """Load the model and allocate everything.
+def build_core(config: ServeConfig, clock: Clock, followers: Followers | None = None) -> Built:
+    """Load the model and allocate everything, on all ranks; `followers`: who starts the others, None = made here.
 
-    Raises ConfigError where the checkpoint, the machine and the settings do not fit together.
-    Cost: dominated by reading and packing the weights.
+    Raises ConfigError where the checkpoint, the machine and the settings do not fit together, PeerGone where a rank
+    does not come up. Cost: dominated by reading and packing the weights.
     """
-    phases = _Phases(clock)
-    device = choose_device(config.model.device)
-    if config.kernels.threads:
-        torch.set_num_threads(config.kernels.threads)
-    kernels = load(device, config.kernels.attention_backend)
-    folder = resolve(config.model.model_path, config.model.revision)
-    seed = config.model.random_seed or 0
-    spec = load_spec(folder, overrides=_overrides(config), load_format=config.model.load_format, seed=seed)
-    dtype = choose_dtype(spec, config.model.dtype, device)
-    context = context_of(config, spec)
+    mesh = mesh_of(config)
+    if mesh.size == 1:
+        parts = build_rank(config, mesh, 0, SoloComm(), clock)
+        return _lead(parts, LocalExecutor(parts.runner), None, None, clock)
+    followers = Followers(config, clock) if followers is None else followers
+    try:
+        group = RankGroup(followers.control_bind, mesh=mesh, clock=clock, token=followers.token)
+        group.why = followers.why
+        followers.start(control=group.address)
+        parts = build_rank(config, mesh, 0, followers.join(), clock)
+        group.gather(followers.check, _HELLO_S)
+        executor = RankExecutor(group, make_body(parts, clock), mesh, clock)
+        return _lead(parts, executor, executor, followers, clock)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _lead(
+    parts: RankParts, executor: Executor, line: RankExecutor | None, followers: Followers | None, clock: Clock
+) -> Built:
+    """The leader's core on top of its rank."""
+    config, spec, specs = parts.config, parts.spec, parts.pool_specs
+    settings = _sched_settings(config, spec, specs[Part.FULL], parts.context, executor)
     with torch.inference_mode():
-        model = load_model(
-            spec,
-            folder,
-            dtype,
-            kernels,
-            load_format=config.model.load_format,
-            seed=seed,
-            positions=context,
-            device=device,
-        )
-        trim()
-        phases.mark("weights")
-        specs = part_specs(config, spec, dtype, device, context)
-        pools = {part: DevicePool(part_spec, kernels) for part, part_spec in specs.items()}
-        sched_settings = _sched_settings(config, spec, specs[Part.FULL], context)
-        tables = {part: RequestTable(sched_settings.rows, context, device) for part in specs}
-        namespace = namespace_of(config, spec, specs[Part.FULL], dtype)
-        tiers = build_tiers(config, spec, pools, namespace, clock)
-        phases.mark("pool")
-        guard = make_guard(config, spec, pools, tables, device, {} if tiers is None else tiers.host)
-        hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
-        hooks += [] if guard is None else [guard.hook]
-        oracle = config.kernels.sampling_backend == "token_oracle"
-        runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle)
-        _first_steps(runner, _scheduler(sched_settings, specs, spec.window), clock)
-        phases.mark("warm-up")
+        _first_steps(executor, _scheduler(settings, specs, spec.window), clock)
+    parts.phases.mark("warm-up")
     events = _events(config, clock)
-    cache = _cache(config, specs, spec.window, tiers, namespace, clock, events=events is not None)
+    names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
+    ports = lead_tiers(line, names, parts.tiers)
+    cache = _cache(parts, ports, clock, events=events is not None)
     metrics = Metrics(engine=config.engine_name, role=config.role)
     watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval)
-    scheduler = Scheduler(sched_settings, cache)
-    if guard is not None:
-        guard.bind(cache, scheduler)
+    scheduler = Scheduler(settings, cache)
+    if parts.guard is not None:
+        parts.guard.bind(cache, scheduler)
     core = EngineCore(
         scheduler=scheduler,
-        executor=LocalExecutor(runner),
+        executor=executor,
         watch=watch,
         clock=clock,
         cache=cache,
-        tiers=tiers,
+        tiers=parts.tiers,
         events=events,
-        guard=guard,
+        guard=parts.guard,
         sanity=config.cache.enable_sanity_check,
     )
     return Built(
@@ -173,13 +165,14 @@ def build_core(config: ServeConfig, clock: Clock) -> Built:
         spec=spec,
         core=core,
         cache=cache,
-        pools=pools,
-        tiers=tiers,
+        pools=parts.pools,
+        tiers=parts.tiers,
+        followers=followers,
         metrics=metrics,
-        context_length=context,
-        dtype=dtype,
-        device=device,
-        seconds=phases.seconds,
+        context_length=parts.context,
+        dtype=parts.dtype,
+        device=parts.device,
+        seconds=parts.phases.seconds,
     )
 
 
@@ -191,24 +184,16 @@ def _events(config: ServeConfig, clock: Clock) -> KvEventPublisher | None:
     return KvEventPublisher(settings, clock) if settings.enabled else None
 
 
-def _cache(
-    config: ServeConfig,
-    specs: Mapping[Part, PoolSpec],
-    window: int | None,
-    tiers: Tiers | None,
-    namespace: str,
-    clock: Clock,
-    *,
-    events: bool,
-) -> PrefixCache:
+def _cache(parts: RankParts, ports: TierPorts, clock: Clock, *, events: bool) -> PrefixCache:
+    config = parts.config
     return PrefixCache(
-        _geometry(specs, window, tiers),
+        _geometry(parts.pool_specs, parts.spec.window, parts.tiers),
         enable_prefix=not config.sched.disable_radix_cache,
         policy=config.sched.radix_eviction_policy,
         write_policy=config.cache.hicache_write_policy,
-        mover=None if tiers is None else tiers.mover,
-        storage=None if tiers is None else tiers.storage,
-        namespace=namespace,
+        mover=ports.mover,
+        storage=ports.storage,
+        namespace=parts.namespace,
         kv_events=events,
         clock=clock,
     )
@@ -233,10 +218,10 @@ def _scheduler(settings: SchedSettings, specs: Mapping[Part, PoolSpec], window: 
     return Scheduler(alone, PrefixCache(_geometry(specs, window, None)))
 
 
-def _first_steps(runner: Runner, scheduler: Scheduler, clock: Clock) -> None:
+def _first_steps(executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
     """Answer two short requests, greedy and sampled, with a scheduler of their own that is thrown away: whatever is
-    compiled, loaded or allocated at first use is there before the first client comes. The KV it leaves behind lies on
-    pages that the real ledger calls free.
+    compiled, loaded or allocated at first use is there before the first client comes, on every rank. The KV it leaves
+    behind lies on pages that the real ledger calls free.
     """
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(max_new_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)
@@ -246,47 +231,25 @@ def _first_steps(runner: Runner, scheduler: Scheduler, clock: Clock) -> None:
         plan = scheduler.plan(clock.now())
         if plan is None:
             raise InvariantError("engine: the warm-up requests cannot run, expected a step")
-        scheduler.commit(plan, runner.run(plan), clock.now())
+        if executor.journals:
+            executor.record(scheduler.take_moves(), ())
+        executor.submit(plan)
+        while (result := executor.take()) is None:
+            executor.pump(_LOOK_S)
+        scheduler.commit(plan, result, clock.now())
+    if executor.journals:
+        executor.record(scheduler.take_moves(), ())
+        executor.flush()
 
 
-def _overrides(config: ServeConfig) -> dict[str, Any]:
-    text = config.model.json_model_override_args
-    try:
-        overrides = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"engine: json_model_override_args is {text!r} ({error}), expected a JSON object") from None
-    if not isinstance(overrides, dict):
-        raise ConfigError(f"engine: json_model_override_args is {text!r}, expected a JSON object")
-    return overrides
-
-
-def choose_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu. Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"engine: device is {name!r}, but torch sees no CUDA device; expected cpu")
-    return name
-
-
-def context_of(config: ServeConfig, spec: ModelSpec) -> int:
-    """The context in force: the model's, or the smaller one that was asked for."""
-    asked = config.model.context_length
-    if asked is None:
-        return spec.context_length
-    if asked > spec.context_length:
-        raise ConfigError(
-            f"engine: context_length is {asked}, expected at most {spec.context_length}, which the model holds"
-        )
-    return asked
-
-
-def _sched_settings(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int) -> SchedSettings:
+def _sched_settings(
+    config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int, executor: Executor
+) -> SchedSettings:
     running = config.sched.max_running_requests
     return SchedSettings(
         page_size=pool.page_size,
         context_length=context,
-        rows=running + 1,
+        rows=rows_of(config),
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_ids,
         max_total_tokens=(pool.page_count - 1) * pool.page_size,
@@ -299,4 +262,6 @@ def _sched_settings(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, contex
             "none" if config.cache.hicache_storage_backend == "none" else config.cache.hicache_storage_prefetch_policy
         ),
         prefetch_s_max=config.cache.hicache_prefetch_s_max,
+        depth=executor.depth,
+        journal=executor.journals,
     )

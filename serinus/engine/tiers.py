@@ -1,14 +1,16 @@
-"""The tiers below the device, of one engine: host pools, the mover, the storage. Built together, closed in order.
+"""The tiers below the device, of one rank: host pools, the mover, the storage. Built together, closed in order.
 
-Decides nothing: `cache` says what goes where; what is here carries and keeps it.
+Decides nothing: `cache` says what goes where; what is here carries and keeps it. With several ranks each has tiers of
+its own, as many host pages as the rank that has least, and files in a folder that names its share of the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,10 +19,11 @@ from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.engine.memory import available_bytes
 from serinus.models import ModelSpec
+from serinus.parallel import Shard
 from serinus.pool import DevicePool, HostPool, Mover, PoolSpec, host_page_counts
 from serinus.pool.storage import FileStorage
 
-__all__ = ["Tiers", "build_tiers", "host_counts", "namespace_of", "pause"]
+__all__ = ["Tiers", "build_tiers", "host_counts", "namespace_of", "pause", "share_name"]
 
 _LAYOUT = "page-first layer kv slot head 1"
 """How a page's bytes are laid out; another layout is another name, and another number."""
@@ -47,28 +50,42 @@ class Tiers:
 
 
 def build_tiers(
-    config: ServeConfig, spec: ModelSpec, pools: Mapping[Part, DevicePool], namespace: str, clock: Clock
+    config: ServeConfig,
+    layer_parts: Sequence[Part],
+    pools: Mapping[Part, DevicePool],
+    namespace: str,
+    clock: Clock,
+    *,
+    shard: Shard | None = None,
+    counts: Mapping[Part, int] | None = None,
 ) -> Tiers | None:
     """The host tier, and the storage where one is asked for; None without --enable-hierarchical-cache.
 
+    Args:
+        layer_parts: of this rank's layers.
+        namespace: of this rank's pages.
+        shard: what this rank has of the model; None = all of it. Its files lie in a folder of their own.
+        counts: host pages by part, where others agreed on them; None = as many as fit here.
     Raises ConfigError: more host memory than there is, or a folder that cannot be used.
     """
     settings = config.cache
     if not settings.enable_hierarchical_cache:
         return None
     specs = {part: pool.spec for part, pool in pools.items()}
-    counts = host_counts(config, specs)
+    counts = host_counts(config, specs) if counts is None else counts
     host = {part: HostPool(specs[part], counts[part]) for part in specs}
     storage = None
     if settings.hicache_storage_backend == "file":
+        folder = Path(settings.hicache_storage_dir)
+        ranks = 1 if shard is None else shard.tp * shard.pp
         storage = FileStorage(
-            settings.hicache_storage_dir,
+            folder / share_name(shard),
             host=host,
             namespace=namespace,
-            byte_max=int(settings.hicache_storage_size * 1e9) or None,
+            byte_max=int(settings.hicache_storage_size * 1e9 / ranks) or None,
             clock=clock,
         )
-    return Tiers(host=host, mover=Mover(dict(pools), host, spec.layer_parts, clock), storage=storage)
+    return Tiers(host=host, mover=Mover(dict(pools), host, layer_parts, clock), storage=storage)
 
 
 def host_counts(config: ServeConfig, specs: Mapping[Part, PoolSpec], taken: int = 0) -> dict[Part, int]:
@@ -88,14 +105,26 @@ def host_counts(config: ServeConfig, specs: Mapping[Part, PoolSpec], taken: int 
     )
 
 
-def namespace_of(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, dtype: torch.dtype) -> str:
+def namespace_of(
+    config: ServeConfig, spec: ModelSpec, pool: PoolSpec, dtype: torch.dtype, shard: Shard | None = None
+) -> str:
     """A digest of all that shapes the bytes of a page but its tokens and salt: pages of two engines with the same one
-    are the same. The signature holds the weights, the parts and the window."""
-    facts = (
+    are the same. The signature holds the weights, the parts and the window; stamps hold what their digests read."""
+    stamps = pool.stamped and config.canary.kv_canary_real_data
+    facts: tuple[object, ...] = (
         spec.signature, config.model.revision, str(dtype), pool.page_size, pool.kv_head_count, pool.head_size,
-        pool.stamped, _LAYOUT,
+        stamps, _LAYOUT,
     )  # fmt: skip
+    facts += (share,) if (share := share_name(shard)) else ()
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def share_name(shard: Shard | None) -> str:
+    """What a rank's files are known by: its place, and how the model is cut; empty for all of a model."""
+    if shard is None or shard.tp * shard.pp == 1:
+        return ""
+    layers, heads, place = shard.layers, shard.kv_heads, shard.name.replace(" ", "-")
+    return f"tp{shard.tp}-pp{shard.pp}-{place}-layers{layers.start}-{layers.stop}-heads{heads.start}-{heads.stop}"
 
 
 def pause(seconds: float) -> None:

@@ -175,14 +175,15 @@ def drive(
     shape: Shape | None = None,
     early: bool | None = None,
     after: Callable[[TieredWorld], None] | None = None,
+    make: Callable[..., TieredWorld] = TieredWorld,
 ) -> TieredWorld:
     """One world from one seed, driven and drained. Raises what its oracles raise; `world.steps` says how many rules.
 
-    `after` sees the world after each rule.
+    `after` sees the world after each rule; `make` builds another world than the one of a single rank.
     """
     rng = Rng(seed)
     drawn, hasty = draw_shape(rng), rng.random() < 0.3
-    world = TieredWorld(
+    world = make(
         cache_room,
         drawn if shape is None else shape,
         rewrite_rows=rewrite_rows,

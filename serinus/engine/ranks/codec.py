@@ -26,6 +26,7 @@ from serinus.engine.ranks.plans import (
     unpack_plan,
     unpack_result,
 )
+from serinus.engine.ranks.tiers import TIER_ORDERS
 from serinus.parallel import Decision, DecisionKind, Report, ReportKind, StepHeader
 from serinus.wire import Parts, decode, encode
 from serinus.wire.messages import Message, RankHeader, RankReport
@@ -35,6 +36,7 @@ __all__ = ["ANSWERS", "FINDINGS", "ORDERS", "decode_header", "decode_report", "e
 ORDERS: Final[tuple[type, ...]] = (
     RunStep,
     Stop,
+    *TIER_ORDERS,
 )
 """What a header may carry."""
 ANSWERS: Final[tuple[type, ...]] = (

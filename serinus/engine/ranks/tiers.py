@@ -1,0 +1,365 @@
+"""The tiers of an engine of several ranks: what the leader's cache orders is done by every rank, and answered as one.
+
+    RankMover, RankStorage   the ports that the leader's cache sees: orders go down the line, answers are folded
+    TierHand                 what stands at each rank: obeys these orders with the rank's own pools, mover and files
+
+A copy has ended when it has on all ranks, and is good when it is on all; a key is stored where every rank has its
+shard of it, and a read is good as far as the rank that got least. Decides nothing, knows neither sockets nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.cache import PageMover, PageStorage
+from serinus.core.errors import InvariantError
+from serinus.core.moves import Move, MoveDone, StorageDone
+from serinus.core.parts import Part
+from serinus.engine.ranks.line import Line
+
+if TYPE_CHECKING:
+    from serinus.engine.tiers import Tiers
+
+__all__ = [
+    "TIER_ORDERS",
+    "CancelPages",
+    "CopyPages",
+    "QueryPages",
+    "RankMover",
+    "RankStorage",
+    "ReadPages",
+    "TierBody",
+    "TierHand",
+    "TierPorts",
+    "WritePages",
+    "attach_tiers",
+    "lead_tiers",
+]
+
+_WAIT_S = 0.001
+"""How long one look for answers may sleep while a copy is waited for."""
+
+
+# ---- orders ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPages:
+    """Begin copies between device and host; see PageMover.submit. Answered by a MoveDone for each op."""
+
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryPages:
+    """Ask the storage; see PageStorage.query. Answered by a StorageDone, as the two below."""
+
+    op: int
+    keys: tuple[bytes, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPages:
+    """Fill host pages from the storage."""
+
+    op: int
+    part: Part
+    keys: tuple[bytes, ...]
+    pages: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritePages:
+    """Store host pages."""
+
+    op: int
+    part: Part
+    keys: tuple[bytes, ...]
+    pages: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelPages:
+    """The answer to a storage operation is not needed any more; it still comes, sooner."""
+
+    op: int
+
+
+TIER_ORDERS = (CopyPages, QueryPages, ReadPages, WritePages, CancelPages)
+"""What a TierHand obeys."""
+
+
+# ---- a rank ---------------------------------------------------------------------------------------------------------
+
+
+class TierHand:
+    """One rank's: orders become copies and file operations of its own; what ended is answered."""
+
+    def __init__(self, mover: PageMover, storage: PageStorage | None) -> None:
+        """Both are the rank's own, over its own host pools."""
+        self._mover, self._storage = mover, storage
+        self._open = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that no answer has told of: the rank must go on looking."""
+        return self._open > 0
+
+    def obey(self, order: object) -> None:
+        """Begin what is ordered. Raises InvariantError for a storage order where there is no storage."""
+        match order:
+            case CopyPages(moves=moves):
+                self._open += len({move.op for move in moves})
+                self._mover.submit(moves)
+            case QueryPages(op=op, keys=keys, parts=parts):
+                self._begin(order).query(op, keys, parts)
+            case ReadPages(op=op, part=part, keys=keys, pages=pages):
+                self._begin(order).read(op, part, keys, pages)
+            case WritePages(op=op, part=part, keys=keys, pages=pages):
+                self._begin(order).write(op, part, keys, pages)
+            case CancelPages(op=op):
+                self._shelf(order).cancel(op)
+            case _:
+                raise InvariantError(f"engine: {type(order).__name__} for the tiers, expected one of their orders")
+
+    def answers(self) -> list[MoveDone | StorageDone]:
+        """What ended since the last call. Never blocks."""
+        if not self._open:
+            return []
+        found: list[MoveDone | StorageDone] = [*self._mover.poll()]
+        if self._storage is not None:
+            found += self._storage.poll()
+        self._open -= len(found)
+        return found
+
+    def _begin(self, order: object) -> PageStorage:
+        self._open += 1
+        return self._shelf(order)
+
+    def _shelf(self, order: object) -> PageStorage:
+        if self._storage is None:
+            raise InvariantError(f"engine: {type(order).__name__} for a rank without storage, expected none")
+        return self._storage
+
+
+class TierBody(Protocol):
+    """What a rank offers to those who obey orders there (RankBody)."""
+
+    def on(self, order_type: type, act: Callable[[Any], Iterable[object] | None]) -> None:
+        """Orders of this type are `act`'s; what it returns are answers."""
+        ...
+
+    def attend(self, source: TierHand) -> None:
+        """Ask it for answers, often while it is busy."""
+        ...
+
+
+def attach_tiers(body: TierBody, tiers: Tiers | None) -> None:
+    """Let a rank obey its leader's cache with these tiers, its own; nothing where there are none."""
+    if tiers is None:
+        return
+    hand = TierHand(tiers.mover, tiers.storage)
+    for order in TIER_ORDERS:
+        body.on(order, hand.obey)
+    body.attend(hand)
+
+
+# ---- the leader -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fold:
+    """An operation under way, as far as the ranks have answered."""
+
+    index: int
+    """Order of submission."""
+    what: str
+    answers: dict[int, Any] = field(default_factory=dict)
+    """By rank: MoveDone or StorageDone."""
+
+
+class _Folds:
+    """Operations of one kind, each answered once by every rank."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._begun = 0
+        self.open: dict[int, _Fold] = {}
+
+    def begin(self, op: int, what: str) -> None:
+        if op in self.open:
+            raise InvariantError(f"engine: {what} {op} is ordered twice, expected each number once")
+        self._begun += 1
+        self.open[op] = _Fold(index=self._begun, what=what)
+
+    def take(self, rank: int, op: int, answer: Any) -> _Fold | None:
+        """File an answer; the operation, where that was the last one."""
+        fold = self.open.get(op)
+        if fold is None or not 0 <= rank < len(self._names) or rank in fold.answers:
+            raise InvariantError(
+                f"engine: rank {rank} answers operation {op}"
+                f" {'again' if fold is not None else 'that is not under way'}, expected one answer of each of"
+                f" {len(self._names)} ranks"
+            )
+        fold.answers[rank] = answer
+        if len(fold.answers) < len(self._names):
+            return None
+        return self.open.pop(op)
+
+    def errors(self, fold: _Fold) -> str:
+        """What went wrong, rank by rank."""
+        said = ((self._names[rank], fold.answers[rank].error) for rank in sorted(fold.answers))
+        return "; ".join(f"{name}: {error}" for name, error in said if error)
+
+    def late(self, op: int) -> str:
+        """Which ranks have not answered, for words."""
+        fold = self.open[op]
+        return ", ".join(name for rank, name in enumerate(self._names) if rank not in fold.answers)
+
+
+class RankMover:
+    """The PageMover of the leader's cache."""
+
+    def __init__(self, line: Line, names: Sequence[str]) -> None:
+        """`names`: of all ranks, in order, as errors say them."""
+        line.subscribe(MoveDone, self.take)
+        self._line = line
+        self._folds = _Folds(names)
+        self._ended: list[tuple[int, MoveDone]] = []
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """Begin copies on every rank."""
+        for op in dict.fromkeys(move.op for move in moves):
+            self._folds.begin(op, "copy")
+        self._line.order(CopyPages(moves=tuple(moves)))
+
+    def take(self, rank: int, done: MoveDone) -> None:
+        """A rank's copy ended. Raises InvariantError for an answer that nobody waits for."""
+        fold = self._folds.take(rank, done.op, done)
+        if fold is None:
+            return
+        answers: list[MoveDone] = list(fold.answers.values())
+        folded = MoveDone(
+            op=done.op,
+            ok=all(answer.ok for answer in answers),
+            error=self._folds.errors(fold),
+            seconds=max(answer.seconds for answer in answers),
+            byte_count=sum(answer.byte_count for answer in answers),
+        )
+        self._ended.append((fold.index, folded))
+
+    def poll(self) -> list[MoveDone]:
+        """The copies that ended on all ranks since the last poll or wait, in the order of submission."""
+        if self._folds.open:
+            self._line.pump()
+        ended, self._ended = sorted(self._ended, key=lambda entry: entry[0]), []
+        return [done for _, done in ended]
+
+    def wait(self, ops: Collection[int]) -> list[MoveDone]:
+        """Block until these have ended on all ranks; returns everything that `poll` would return then."""
+        wait_s = 0.0
+        while any(op in self._folds.open for op in ops):
+            self._line.pump(wait_s)
+            wait_s = _WAIT_S
+        return self.poll()
+
+    @property
+    def open_ops(self) -> Mapping[int, str]:
+        """Copies that have not ended everywhere: number, and the ranks that have not answered."""
+        return {op: self._folds.late(op) for op in self._folds.open}
+
+
+class RankStorage:
+    """The PageStorage of the leader's cache."""
+
+    def __init__(self, line: Line, names: Sequence[str]) -> None:
+        """`names`: of all ranks, in order, as errors say them."""
+        line.subscribe(StorageDone, self.take)
+        self._line = line
+        self._folds = _Folds(names)
+        self._ended: list[StorageDone] = []
+
+    def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
+        """Ask every rank which keys are stored."""
+        self._folds.begin(op, "query")
+        self._line.order(QueryPages(op=op, keys=tuple(keys), parts=tuple(parts)))
+
+    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
+        """Fill the same host pages of every rank."""
+        self._folds.begin(op, "read")
+        self._line.order(ReadPages(op=op, part=part, keys=tuple(keys), pages=pages.copy()))
+
+    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
+        """Store the same host pages of every rank."""
+        self._folds.begin(op, "write")
+        self._line.order(WritePages(op=op, part=part, keys=tuple(keys), pages=pages.copy()))
+
+    def cancel(self, op: int) -> None:
+        """Every rank may stop; all still answer."""
+        if op in self._folds.open:
+            self._line.order(CancelPages(op=op))
+
+    def take(self, rank: int, done: StorageDone) -> None:
+        """A rank's operation ended. Raises InvariantError for an answer that nobody waits for, or of another shape."""
+        fold = self._folds.take(rank, done.op, done)
+        if fold is None:
+            return
+        answers: list[StorageDone] = list(fold.answers.values())
+        shapes = {tuple(len(part) for part in answer.present) for answer in answers}
+        if len(shapes) > 1:
+            raise InvariantError(f"engine: storage {fold.what} {done.op} is answered about {shapes} keys, expected one")
+        self._ended.append(
+            StorageDone(
+                op=done.op,
+                present=tuple(
+                    np.logical_and.reduce(columns)
+                    for columns in zip(*(answer.present for answer in answers), strict=True)
+                ),
+                good=min(answer.good for answer in answers),
+                error=self._folds.errors(fold),
+                seconds=max(answer.seconds for answer in answers),
+                byte_count=sum(answer.byte_count for answer in answers),
+            )
+        )
+
+    def poll(self) -> list[StorageDone]:
+        """The operations that ended on all ranks since the last poll."""
+        if self._folds.open:
+            self._line.pump()
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def open_ops(self) -> Mapping[int, str]:
+        """Operations that have not ended everywhere: number, and the ranks that have not answered."""
+        return {op: self._folds.late(op) for op in self._folds.open}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPorts:
+    """What the leader's cache is built with."""
+
+    mover: PageMover | None = None
+    storage: PageStorage | None = None
+
+
+def lead_tiers(line: Line | None, names: Sequence[str], tiers: Tiers | None) -> TierPorts:
+    """The ports of a cache over these ranks; over one, the tiers as they are.
+
+    Args:
+        line: to all ranks; None = there is one.
+        names: of the ranks, in order.
+        tiers: the leader's own; all ranks have the like.
+    """
+    if tiers is None:
+        return TierPorts()
+    if line is None:
+        return TierPorts(mover=tiers.mover, storage=tiers.storage)
+    storage = None if tiers.storage is None else RankStorage(line, names)
+    return TierPorts(mover=RankMover(line, names), storage=storage)
