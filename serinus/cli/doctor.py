@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serinus.cli.parser import Command, add_settings, make_parser, read_config
-from serinus.cli.processes import cores
 from serinus.cli.settings_doc import settings_markdown
 from serinus.cli.version import serinus_version
 from serinus.core.config import ServeConfig, environment
+from serinus.core.cores import cores
 from serinus.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,34 +15,10 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from serinus.core.config import ServeConfig, environment
+from serinus.core.config import ServeConfig
+from serinus.core.cores import cores, threads_env
 
-__all__ = ["EngineProcess", "cores", "engine_threads", "free_ports", "stop_process", "threads_env"]
-
-_SPINS = "5000"
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def engine_threads(wanted: int | None, engines: int) -> int:
-    """Threads of each of `engines` engines on this machine: what was asked for, else an equal share, at least 1."""
-    return wanted or max(1, cores() // engines)
-
-
-def threads_env(threads: int) -> dict[str, str]:
-    """This process's environment for a child whose libraries shall use so many threads.
-
-    Idle OpenMP workers spin before they sleep, by default long enough to starve whoever shares the cores (and to be
-    starved): with one other busy process on 2 cores, 5 s held 70 steps of linears by default, 121 with a short spin;
-    on a quiet machine the short spin costs 3 %. Whoever sets OMP_WAIT_POLICY or GOMP_SPINCOUNT is obeyed.
-    """
-    own = environment()
-    calm = {} if "OMP_WAIT_POLICY" in own else {"GOMP_SPINCOUNT": _SPINS}
-    count = str(threads)
-    return {**calm, **own, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "NUMBA_NUM_THREADS": count}
+__all__ = ["EngineProcess", "free_ports", "stop_process"]
 
 
 def free_ports(count: int) -> list[int]:

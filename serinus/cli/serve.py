@@ -18,10 +18,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import EngineProcess, cores, engine_threads
+from serinus.cli.processes import EngineProcess
 from serinus.cli.router import drain_within
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
+from serinus.core.cores import cores, engine_threads
 from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger, setup_logging
 

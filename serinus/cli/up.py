@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import engine_threads, free_ports, stop_process, threads_env
+from serinus.cli.processes import free_ports, stop_process
 from serinus.cli.router import drain_within, router_settings
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig, UpConfig
+from serinus.core.cores import engine_threads, threads_env
 from serinus.core.log import get_logger, setup_logging
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-__all__ = ["GrantCounter", "new_incarnation", "new_rid", "new_xid"]
+__all__ = ["GrantCounter", "new_incarnation", "new_rid", "new_token", "new_xid"]
 
 
 def new_incarnation() -> int:
@@ -21,6 +21,11 @@ def new_xid(attempt: int = 0) -> str:
 def new_rid(prefix: str = "req") -> str:
     """A request id for a request that came without one."""
     return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def new_token() -> bytes:
+    """16 random bytes that nobody can guess."""
+    return secrets.token_bytes(16)
 
 
 @dataclass(slots=True)

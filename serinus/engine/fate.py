@@ -39,6 +39,11 @@ class Fate:
         self._ending: Ending | None = None
 
     @property
+    def folder(self) -> Path | None:
+        """Where the file is: a private place that is cleared away when the engine has ended."""
+        return None if self._path is None else self._path.parent
+
+    @property
     def ending(self) -> Ending | None:
         """What was sealed in this process."""
         return self._ending

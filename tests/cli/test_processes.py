@@ -16,9 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serinus.cli.processes import cores, engine_threads, free_ports, threads_env
+from serinus.cli.processes import free_ports
 from serinus.cli.up import members
 from serinus.core.config import UpConfig, from_names
+from serinus.core.cores import cores, engine_threads, threads_env
 from serinus.testing.checkpoints import make_toy
 from serinus.testing.servers import Server
 

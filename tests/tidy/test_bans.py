@@ -18,7 +18,7 @@ ONE_PLACE = {
 }
 """Module -> the files that may import it. Others take a Clock, an Rng, or an id from core."""
 
-BROAD_EXCEPT = ("serinus/engine/process.py",)
+BROAD_EXCEPT = ("serinus/engine/process.py", "serinus/engine/rank.py")
 """One broad except per process: what the loop lets through is logged, told to the front, and ends the process."""
 
 PRINTS = ("cli",)
