@@ -52,6 +52,10 @@ A prefill engine binds and serves as many decode engines as come (requests are c
                 case AbortPrefill(): sched.handoff_ended(result.xid)
                 case PeerChanged(): log and count
 
+An engine of several ranks gives its ports no store but a `crew`: each rank has a `Hand` for its own pages, which obeys
+what comes down the rank's one ordered line; an engine of one rank (or of ranks in one thread) gives the stores, and the
+port makes hands of them that obey at once.
+
 Before the end: `port.handle(Drain())` on a prefill engine; what runs goes on, nothing new is taken.
 To wait for a front and for peers at once: `wire.wait_any([front_channel, pd_channel], timeout_s)`, then poll both with
 0. At the end: `port.handle(Shutdown())`, `port.close()`. Knows nothing of schedulers, caches, models or HTTP.
@@ -105,9 +109,11 @@ from serinus.pd.backends import (
 from serinus.pd.clients import (
     Client,
 )
+from serinus.pd.crew import Crew, LocalCrew
 from serinus.pd.decode import (
     DecodeSide,
 )
+from serinus.pd.decode_port import DecodePort, DecodeResult
 from serinus.pd.events import (
     CancelHandoff,
     Copied,
@@ -128,6 +134,7 @@ from serinus.pd.events import (
     Tick,
     WantPeer,
 )
+from serinus.pd.hand import Hand
 from serinus.pd.integrity import (
     check_pages,
     digest_pages,
@@ -148,18 +155,21 @@ from serinus.pd.modes import (
     Fence,
     Mode,
 )
-from serinus.pd.ports import (
-    MOVING_S,
-    TICK_S,
-    AnyBackend,
-    DecodePort,
-    DecodeResult,
-    PrefillPort,
-    PrefillResult,
+from serinus.pd.orders import (
+    HAND_ANSWERS,
+    HAND_ORDERS,
+    FillPages,
+    HandAnswer,
+    HandOrder,
+    JoinPeer,
+    LeavePeer,
+    PagesFilled,
 )
+from serinus.pd.ports import MOVING_S, TICK_S, AnyBackend, frame_backends
 from serinus.pd.prefill import (
     PrefillSide,
 )
+from serinus.pd.prefill_port import PrefillPort, PrefillResult
 from serinus.pd.registry import (
     Peer,
     PeerState,
@@ -170,10 +180,13 @@ from serinus.pd.settings import (
 from serinus.pd.stores import (
     Intake,
     PageStore,
+    Routes,
     Stores,
 )
 
 __all__ = [
+    "HAND_ANSWERS",
+    "HAND_ORDERS",
     "MOVING_S",
     "TICK_S",
     "AbortPrefill",
@@ -189,6 +202,7 @@ __all__ = [
     "ClosePeer",
     "Copied",
     "CopyIn",
+    "Crew",
     "Cut",
     "DecodeAction",
     "DecodeEvent",
@@ -200,10 +214,17 @@ __all__ = [
     "Fence",
     "FencePeer",
     "Fenced",
+    "FillPages",
     "ForgetPrefill",
+    "Hand",
+    "HandAnswer",
+    "HandOrder",
     "Intake",
+    "JoinPeer",
     "Landed",
+    "LeavePeer",
     "LocalBackend",
+    "LocalCrew",
     "Mode",
     "OfferPiece",
     "OneSided",
@@ -211,6 +232,7 @@ __all__ = [
     "OpState",
     "OpenPeer",
     "PageStore",
+    "PagesFilled",
     "PdSettings",
     "Peer",
     "PeerChanged",
@@ -234,6 +256,7 @@ __all__ = [
     "Recompute",
     "Region",
     "ReleaseChunk",
+    "Routes",
     "Send",
     "Shard",
     "ShmBackend",
@@ -255,6 +278,7 @@ __all__ = [
     "digest_pages",
     "digest_seed",
     "first_bad_page",
+    "frame_backends",
     "host_identity",
     "make_backends",
     "make_one_sided",

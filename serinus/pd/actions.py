@@ -122,9 +122,9 @@ class _Intake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyIn(_Intake):
-    """Receiver-checked: fill pages, then check the digests of the source, then report Copied. Every rank performs it
-    before anything that comes after it (in-process: before the next event): that is what lets the closing of a grant
-    free its pages at once."""
+    """Receiver-checked: fill pages, then check the digests of the source, then report Copied, whenever all ranks have
+    done it. Every rank performs it before anything that comes after it (orders.py): that is what lets the closing of a
+    grant free its pages at once, also while a rank has not yet come to it."""
 
     payload: Buffer = b""
 
@@ -243,7 +243,7 @@ class AddPrefill:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePiece:
     """Receiver-checked: copy pages of one rank to where the peer can take them, digest them, and report PieceStaged (or
-    StageFull)."""
+    StageFull). The rank performs it before anything that comes after it, and reports in the same order."""
 
     peer: str
     xid: str

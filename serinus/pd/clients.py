@@ -54,13 +54,15 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class Lane:
-    """What one source rank moves for one client: one piece at a time."""
+    """What one source rank moves for one client, in order."""
 
     rank: int
     outbox: deque[Piece] = field(default_factory=deque)
     """To be moved, in order."""
-    moving: Piece | None = None
-    """Asked to be staged, offered or written; not yet reported."""
+    moving: deque[Piece] = field(default_factory=deque)
+    """Asked to be staged, offered or written, and not yet reported; a rank reports in the order it was asked in."""
+    again: deque[Piece] = field(default_factory=deque)
+    """One found no room, the others were asked for after it: all again, once nothing is moving."""
     is_full: bool = False
     """No room for the next piece until the peer takes one."""
 

@@ -1,33 +1,28 @@
 """Every handoff of one decode engine: asks, grants, takes in, and ends each one exactly once. Pure.
 
-Safety, by the mode of the backend (modes.py): in A bytes reach our pages only through CopyIn, which exists only while
-the grant is open, so closing it is local and its pages are free at once; in B and C the pages of a closed grant stay in
-quarantine until an event says that nobody can write them. What still comes for a closed grant is answered (the sender
-wants its staging bytes back), counted and dropped.
+What ends a handoff is in decode_ends.py, with the rule that makes a closed grant safe. What still comes for one is
+answered (the sender wants its staging bytes back), counted and dropped; a CopyIn that was asked for before is reported
+whenever it has ended, and answered then.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any, Final
 
 from serinus.core.errors import InvariantError
-from serinus.core.ids import GrantCounter, new_xid
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
 from serinus.pd.actions import (
-    CancelReads,
     CheckIn,
     ClosePeer,
     CopyIn,
     DecodeAction,
-    Quarantine,
     ReadIn,
     Recompute,
     Send,
 )
 from serinus.pd.asked import Asked
+from serinus.pd.decode_ends import REASON_CHARS, DecodeEnds, taken
 from serinus.pd.events import (
     CancelHandoff,
     Copied,
@@ -43,20 +38,13 @@ from serinus.pd.events import (
 )
 from serinus.pd.integrity import digest_seed
 from serinus.pd.landing import Landing, span_fault
-from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.quarantine import Quarantines, ward_of
-from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
-from serinus.pd.settings import PdSettings
+from serinus.pd.registry import PEERS_MAX, Peer, PeerState
 from serinus.wire.messages import (
     AbortAck,
-    AbortGrant,
-    Confirm,
     ConfirmOk,
     Data,
-    DataOk,
     Done,
-    DoneOk,
     Drained,
     Expired,
     Fail,
@@ -69,7 +57,6 @@ from serinus.wire.messages import (
 
 __all__ = ["DecodeSide"]
 
-_REASON_CHARS: Final = 2000
 _CODES: Final = frozenset(
     {"aborted", "deadline", "error", "expired", "mismatch", "peer_gone", "rejected", "shutdown", "transfer"}
 )
@@ -78,59 +65,8 @@ _CODES: Final = frozenset(
 _About = Data | Done | Fail | Expired | ConfirmOk | Lease
 
 
-class DecodeSide:
+class DecodeSide(DecodeEnds):
     """The decode engine's half of the protocol. One event at a time; actions in the order they must be performed."""
-
-    def __init__(self, settings: PdSettings, *, mint_xid: Callable[[], str] = new_xid) -> None:
-        """`mint_xid`: names for handoffs (and nonces), never the same twice; a simulation gives its own."""
-        self._settings = settings
-        self._layout = RankLayout(settings.layout)
-        self._mint_xid = mint_xid
-        self._registry = Registry(settings, lambda: mint_xid().encode()[:64])
-        self._grants = GrantCounter()
-        self._handoffs: dict[str, Asked] = {}
-        self._xids: dict[str, str] = {}
-        self._quarantines = Quarantines()
-        self._copying: dict[tuple[str, int, int], tuple[str, DataOk]] = {}
-        """Receiver-checked: what to answer when a CopyIn is done, whatever became of its handoff."""
-        self._stopped = ""
-        self.rejects: Counter[str] = Counter()
-        """What was refused or dropped without effect, by reason."""
-
-    # ---- questions ----------------------------------------------------------------------------------------------
-
-    def refusal(self, address: str) -> tuple[str, str]:
-        """(code, reason) why a request should not be sent to this prefill engine; ("", "") = StartHandoff may work.
-
-        Codes: peer_gone, peer_slow (HELLO is unanswered for long), refused (wrong layout...). An address never
-        heard of may be tried.
-        """
-        peer = self._registry.at(address)
-        return peer.refusal if peer is not None else ("", "")
-
-    @property
-    def peers(self) -> tuple[Peer, ...]:
-        """All known prefill engines; read only."""
-        return tuple(self._registry)
-
-    @property
-    def handoff_count(self) -> int:
-        """Handoffs under way."""
-        return len(self._handoffs)
-
-    @property
-    def quarantined_pages(self) -> int:
-        """Pages of closed grants that somebody may still write."""
-        return self._quarantines.page_count
-
-    def granted(self, rid: str) -> tuple[PageSpan, ...]:
-        """Pages that a peer may fill for this request; empty = no open grant."""
-        return self._handoffs[rid].spans if rid in self._handoffs else ()
-
-    def landed_pages(self, rid: str) -> int:
-        """Pages that came so far, summed over parts and source ranks."""
-        handoff = self._handoffs.get(rid)
-        return handoff.landing.page_count if handoff is not None and handoff.landing is not None else 0
 
     # ---- the one way in -----------------------------------------------------------------------------------------
 
@@ -243,66 +179,6 @@ class DecodeSide:
             self._fail(handoff, "shutdown", event.reason, now, out)
         out.extend(ClosePeer(peer=peer.name) for peer in self._registry if peer.state is PeerState.UP)
 
-    # ---- ends: each handoff passes through exactly one of these ---------------------------------------------------
-
-    def _close(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
-        """Close the grant and say so to the peer. From here on nothing is written for it, or its pages are held."""
-        self._forget(handoff)
-        reading = self._seclude(handoff, now, out)
-        if self._registry.named(handoff.peer) is None:
-            return
-        fail = Fail(
-            xid=handoff.xid, grant=handoff.grant, code=code, reason=reason[:_REASON_CHARS], reading=reading
-        )  # fmt: skip
-        out.append(Send(peer=handoff.peer, message=fail))
-        self._ask_to_stop(handoff, out)
-
-    def _fail(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
-        self._close(handoff, code, reason, now, out)
-        out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
-
-    def _forget(self, handoff: Asked) -> None:
-        del self._handoffs[handoff.rid]
-        del self._xids[handoff.xid]
-
-    def _seclude(self, handoff: Asked, now: float, out: list[DecodeAction]) -> bool:
-        """Quarantine what somebody may still write; whether that is we ourselves (reads under way)."""
-        ward = ward_of(handoff, now)
-        if ward is None:
-            return False
-        self._quarantines.add(ward)
-        out.append(Quarantine(rid=handoff.rid, grant=handoff.grant, spans=ward.spans))
-        if ward.reads:
-            out.append(CancelReads(peer=handoff.peer, xid=handoff.xid))
-        return bool(ward.reads)
-
-    def _ask_to_stop(self, handoff: Asked, out: list[DecodeAction]) -> None:
-        if handoff.mode is Mode.PUSH and handoff.landing is not None:
-            floor = self._floor(handoff.address)
-            abort = AbortGrant(grant=handoff.grant, floor=floor, xid=handoff.xid)
-            out.append(Send(peer=handoff.peer, message=abort))
-
-    def _land_if_whole(self, handoff: Asked, now: float, out: list[DecodeAction]) -> None:
-        done, landing = handoff.done, handoff.landing
-        if done is None or landing is None or handoff.copying or handoff.confirming_since is not None:
-            return
-        wrong = landing.done_fault(done)
-        if not wrong and done.token >= self._settings.vocab_size:
-            wrong = f"first token is {done.token}, expected less than {self._settings.vocab_size}"
-        if wrong:
-            self._fail(handoff, "mismatch", f"pd: {wrong}", now, out)
-        elif handoff.mode is Mode.PULL:
-            handoff.confirming_since = now
-            out.append(Send(peer=handoff.peer, message=Confirm(xid=handoff.xid, grant=handoff.grant)))
-        else:
-            self._land(handoff, done, landing, now, out)
-
-    def _land(self, handoff: Asked, done: Done, landing: Landing, now: float, out: list[DecodeAction]) -> None:
-        self._forget(handoff)
-        peer = self._registry.named(handoff.peer)
-        out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
-        out.append(handoff.landed(done, landing, peer.engine if peer is not None else "", now))
-
     # ---- what the world does --------------------------------------------------------------------------------------
 
     def _peer_lost(self, event: PeerLost, now: float, out: list[DecodeAction]) -> None:
@@ -339,11 +215,6 @@ class DecodeSide:
                 self._fail(handoff, "peer_gone", other.reason, now, out)
             self._quarantines.fenced(name, now, out)
 
-    def _floor(self, address: str) -> int:
-        """Lowest grant of a peer that is open or in quarantine."""
-        held = self._quarantines.floor(address, self._grants.last + 1)
-        return min((h.grant for h in self._handoffs.values() if h.address == address and h.grant < held), default=held)
-
     def _tick(self, event: Tick, now: float, out: list[DecodeAction]) -> None:
         if self._stopped:
             return
@@ -374,7 +245,7 @@ class DecodeSide:
             case HelloAgain() | HelloOk() | HelloNo() if peer.state is PeerState.CONNECTING:
                 self._greeted(peer, event, message, now, out)
             case HelloNo():
-                self._lose(peer, message.reason[:_REASON_CHARS], now, out, hang_up=True)
+                self._lose(peer, message.reason[:REASON_CHARS], now, out, hang_up=True)
             case Keepalive():
                 peer.load, peer.pulse.step_s = message.load, message.step_s_max
             case AbortAck() if peer.state is PeerState.UP:
@@ -398,7 +269,7 @@ class DecodeSide:
             return
         reason = self._registry.prove(peer, message, out) if isinstance(message, HelloAgain) else message.reason
         if reason or isinstance(message, HelloNo):
-            self._registry.refuse(peer, reason[:_REASON_CHARS], now, out)
+            self._registry.refuse(peer, reason[:REASON_CHARS], now, out)
             self._recompute_all(peer, "refused", now, out)
 
     def _about_handoff(self, event: Received, message: _About, now: float, out: list[DecodeAction]) -> None:
@@ -409,7 +280,7 @@ class DecodeSide:
         if isinstance(message, Fail):
             if handoff is not None:
                 code = message.code if message.code in _CODES else "error"
-                self._failed_there(handoff, code, message.reason[:_REASON_CHARS], now, out)
+                self._failed_there(handoff, code, message.reason[:REASON_CHARS], now, out)
             return
         if handoff is None or message.grant != handoff.grant or handoff.landing is None:
             self.rejects["closed_grant"] += 1
@@ -431,15 +302,6 @@ class DecodeSide:
                 pass
             case _:
                 self.rejects["unexpected"] += 1
-
-    def _failed_there(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
-        """The peer gave it up: say what it still waits for, and recompute."""
-        self._forget(handoff)
-        reading = self._seclude(handoff, now, out)
-        self._ask_to_stop(handoff, out)
-        if handoff.mode is Mode.PULL and not reading:
-            out.append(Send(peer=handoff.peer, message=Drained(xid=handoff.xid, grant=handoff.grant)))
-        out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
 
     def _data(
         self, handoff: Asked, landing: Landing, event: Received, data: Data, now: float, out: list[DecodeAction]
@@ -465,18 +327,12 @@ class DecodeSide:
         elif handoff.mode is Mode.PULL:
             out.append(ReadIn(**common, pages=pages, target_first=first))
         else:
-            self._copying[data.xid, data.piece, data.rank] = event.peer, _taken(data)
+            self._copying[data.xid, data.piece, data.rank] = event.peer, taken(data)
             out.append(CopyIn(**common, pages=pages, target_first=first, payload=event.payload))
-
-    def _taken(self, peer: str, data: Data, out: list[DecodeAction]) -> None:
-        """The sender may have its staging bytes back: nobody will read them."""
-        named = self._registry.named(peer)
-        if named is not None and named.mode is Mode.RECEIVER_CHECKED:
-            out.append(Send(peer=peer, message=_taken(data)))
 
     def _copied(self, event: Copied, now: float, out: list[DecodeAction]) -> None:
         answer = self._copying.pop((event.xid, event.piece, event.rank), None)
-        if answer is not None:
+        if answer is not None and self._registry.named(answer[0]) is not None:
             out.append(Send(peer=answer[0], message=answer[1]))
         handoff = self._handoffs.get(self._xids.get(event.xid, ""))
         if handoff is None or not handoff.copying:
@@ -492,7 +348,3 @@ class DecodeSide:
             self._fail(handoff, event.code or "transfer", event.error, now, out)
             return
         self._land_if_whole(handoff, now, out)
-
-
-def _taken(data: Data) -> DataOk:
-    return DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank)

@@ -58,13 +58,20 @@ class Dispatch:
             out.append(ReleaseChunk(xid=order.xid, spans=chunk.spans))
 
     def pump(self, client: Client | None, out: list[PrefillAction]) -> None:
-        """Ask for the next piece of each rank that waits for nothing else."""
-        for lane in client.lanes if client is not None else ():
-            while client is not None and lane.moving is None and lane.outbox and not lane.is_full:
+        """Ask each rank for its next pieces, as many as may be on their way."""
+        if client is None:
+            return
+        for lane in client.lanes:
+            if lane.again and not lane.moving:
+                lane.outbox.extendleft(reversed(lane.again))
+                lane.again.clear()
+                lane.is_full = any(rank == lane.rank for _, _, rank in client.staged)
+            depth = self._settings.staging_pieces if client.mode is Mode.RECEIVER_CHECKED else 1
+            while lane.outbox and len(lane.moving) < depth and not lane.is_full and not lane.again:
                 piece = lane.outbox.popleft()
                 order = self._orders.get(piece.xid)
                 if order is not None:  # else it ended meanwhile
-                    lane.moving = piece
+                    lane.moving.append(piece)
                     self._move(order, piece, lane, client, out)
 
     def _move(self, order: Order, piece: Piece, lane: Lane, client: Client, out: list[PrefillAction]) -> None:
@@ -87,14 +94,14 @@ class Dispatch:
             )
         )  # fmt: skip
 
-    def lane(self, peer: str, xid: str, number: int, rank: int) -> tuple[Client, Lane, Piece] | None:
-        """Where a reported piece was moving, now free for the next; None = none of the kind was."""
+    def moved(self, peer: str, xid: str, number: int, rank: int) -> tuple[Client, Lane, Piece] | None:
+        """Where a reported piece was moving, taken off it; None = it is not the next to be reported there."""
         client = self._clients.get(peer)
         lane = client.lanes[rank] if client is not None and 0 <= rank < len(client.lanes) else None
-        piece = lane.moving if lane is not None else None
+        piece = lane.moving[0] if lane is not None and lane.moving else None
         if client is None or lane is None or piece is None or (piece.xid, piece.number) != (xid, number):
             return None
-        lane.moving = None
+        lane.moving.popleft()
         return client, lane, piece
 
     def announce(

@@ -125,7 +125,8 @@ class CancelHandoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A CopyIn, CheckIn or ReadIn has ended on all ranks: none of them touches its pages any more."""
+    """A CopyIn, CheckIn or ReadIn has ended on all ranks: none of them touches its pages any more. At any time after it
+    was asked for, also after the end of its handoff."""
 
     xid: str
     piece: int
@@ -178,7 +179,8 @@ class EndPrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceStaged:
-    """A StagePiece was performed: nobody reads those pages any more. Or an OfferPiece: they are digested."""
+    """A StagePiece was performed: nobody reads those pages any more. Or an OfferPiece: they are digested. At any time
+    after it was asked for, also after the end of its handoff; those of one rank in the order they were asked in."""
 
     peer: str
     xid: str
@@ -202,6 +204,8 @@ class StageFull:
     xid: str
     piece: int
     rank: int = 0
+    others: int = 0
+    """Pieces that were staged there for the peer at that moment; 0 = it will never fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
-"""The border between the pure machines and the world: posts messages, moves pages, hands the rest to the engine.
+"""The border between the pure machines and the world: what the ports of both roles do alike.
 
-One port per engine and role. Everything happens in the caller's thread, inside `poll` and `handle`.
+A port posts messages, has its engine's ranks move pages (crew.py), and hands the rest to the engine. One per engine and
+role, on the leader; everything happens in the caller's thread, inside `poll` and `handle`. decode_port.py and
+prefill_port.py are the two.
 """
 
 from __future__ import annotations
@@ -8,67 +10,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
-import numpy as np
-
 from serinus.core.clock import Clock
-from serinus.core.errors import ConfigError, DigestMismatch, TransferFailed
+from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.ids import new_xid
-from serinus.core.parts import Part
-from serinus.pd.actions import (
-    AbortPrefill,
-    AddPrefill,
-    AttachPeer,
-    CancelReads,
-    CheckIn,
-    ClosePeer,
-    CopyIn,
-    FencePeer,
-    ForgetPrefill,
-    Landed,
-    OfferPiece,
-    OpenPeer,
-    PeerChanged,
-    PrefillDrained,
-    Quarantine,
-    QuarantineOver,
-    ReadIn,
-    Recompute,
-    ReleaseChunk,
-    Send,
-    StagePiece,
-    StopPrefill,
-    Unstage,
-    WritePiece,
-)
-from serinus.pd.backends import Backend, OneSided, OpState, Receiver, Sender
+from serinus.pd.actions import AttachPeer
+from serinus.pd.backends import Backend, OneSided, OpState
+from serinus.pd.crew import Crew, LocalCrew
 from serinus.pd.decode import DecodeSide
-from serinus.pd.events import (
-    Copied,
-    DecodeEvent,
-    PeerFenced,
-    PeerLost,
-    PieceStaged,
-    PieceWritten,
-    PrefillEvent,
-    Received,
-    StageFull,
-    Tick,
-)
-from serinus.pd.integrity import check_pages, digest_pages
+from serinus.pd.events import PeerLost, Received, Tick
+from serinus.pd.hand import Hand
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
+from serinus.pd.orders import HandAnswer, LeavePeer
 from serinus.pd.prefill import PrefillSide
 from serinus.pd.pulse import Pace
 from serinus.pd.reach import Reach
 from serinus.pd.settings import PdSettings
-from serinus.pd.stores import Intake, Stores, StoresOf
+from serinus.pd.stores import Stores, StoresOf
 from serinus.wire import Letter, Post
 
-__all__ = ["MOVING_S", "TICK_S", "AnyBackend", "DecodePort", "DecodeResult", "PrefillPort", "PrefillResult"]
+__all__ = ["MOVING_S", "TICK_S", "AnyBackend", "Port", "frame_backends"]
 
 TICK_S = 0.25
 """An idle loop polls at least this often."""
@@ -76,37 +40,42 @@ MOVING_S = 0.001
 """...and this often while operations of a one-sided backend are under way: nothing wakes it when they end."""
 
 AnyBackend: TypeAlias = Backend | OneSided
-DecodeResult: TypeAlias = Landed | Recompute | Quarantine | QuarantineOver | PeerChanged
-"""What a decode engine must act on."""
-PrefillResult: TypeAlias = (
-    AddPrefill | StopPrefill | ForgetPrefill | AbortPrefill | PrefillDrained | ReleaseChunk | PeerChanged
-)
-"""What a prefill engine must act on."""
 
 Event = TypeVar("Event")
 Result = TypeVar("Result")
 Token = TypeVar("Token")
 
 
-class _Port(ABC, Generic[Event, Result, Token]):
-    """What both ports do alike: take letters in turn, tell the machine the time, watch operations, count."""
+class Port(ABC, Generic[Event, Result, Token]):
+    """Takes letters and answers in turn, tells the machine the time, watches operations, counts."""
 
     machine: DecodeSide | PrefillSide
 
     def __init__(
-        self, settings: PdSettings, *, post: Post, backends: Sequence[AnyBackend], store: StoresOf, clock: Clock,
+        self, settings: PdSettings, *, post: Post, backends: Sequence[AnyBackend], clock: Clock,
+        store: StoresOf | None = None, crew: Crew | None = None,
         follower_backends: Sequence[Sequence[OneSided]] = (), mint: Callable[[], str] = new_xid,
     ) -> None:  # fmt: skip
-        """`store`: see StoresOf; `follower_backends`: those of ranks 1, 2..., where one-sided ones are used; `mint`:
-        names and nonces, never the same twice."""
+        """`store`: the pages of all ranks, where this thread may touch them (see StoresOf); else `crew`: the ranks that
+        touch their own, which takes `backends` that move frames; `follower_backends`: those of ranks 1, 2..., where
+        one-sided ones are used and one thread stands for all ranks; `mint`: names and nonces, never the same twice."""
         _check(settings, backends)
         self._post = post
-        self._backends: dict[str, Backend] = {b.name: b for b in backends if _moves_frames(b)}  # type: ignore[misc]
-        self._stores = Stores(RankLayout(settings.layout), store)
+        layout = RankLayout(settings.layout)
+        self._stores = Stores(layout, store) if store is not None else None
         one_sided = [{b.name: b for b in backends if not _moves_frames(b)}]
         one_sided.extend({b.name: b for b in others} for others in follower_backends)
         self._reach: Reach[Token] = Reach(one_sided if one_sided[0] else [])  # type: ignore[arg-type]
-        self._reach.register(self._stores)
+        if self._stores is not None:
+            self._reach.register(self._stores)
+        elif one_sided[0]:
+            raise ConfigError(
+                f"pd: backend {backends[0].name!r} reaches into pools from outside, which the ranks of an engine with"
+                " several cannot allow; expected shm or tcp there"
+            )
+        self._crew = crew if crew is not None else self._own_crew(layout, backends, clock)
+        if self._crew.size != len(layout.shards):
+            raise ConfigError(f"pd: a crew of {self._crew.size} ranks, the layout has {len(layout.shards)}")
         self.settings = replace(settings, endpoints={**settings.endpoints, **self._reach.endpoints})
         self._mint = mint
         self._clock = clock
@@ -114,13 +83,26 @@ class _Port(ABC, Generic[Event, Result, Token]):
         self._ticked_at = -1.0
         self._peers: dict[str, AttachPeer] = {}
 
+    def _own_crew(self, layout: RankLayout, backends: Sequence[AnyBackend], clock: Clock) -> Crew:
+        if self._stores is None:
+            raise ConfigError("pd: neither stores nor a crew, expected one of them")
+        movers = frame_backends(backends)
+        return LocalCrew(
+            [
+                Hand(rank, layout=layout, stores=stores, backends=movers, clock=clock)
+                for rank, stores in enumerate(self._stores.by_rank)
+            ]
+        )
+
     def poll(self, timeout_s: float, *, load: int = 0, turn: int = 0) -> list[Result]:
         """Wait up to timeout_s for news (0 = do not wait), deal with it, and return what the engine must act on.
 
-        `load`, `turn`: see events.Tick. Pages that came are copied in here: that is the time it takes.
+        `load`, `turn`: see events.Tick. Where this thread stands for all ranks, pages that came are copied in here:
+        that is the time it takes.
         """
         out: list[Result] = []
         self._pace.look(self._clock.now())
+        self._run_all(self._answers(), out)
         for item in self._post.poll(min(timeout_s, MOVING_S) if self._reach.is_busy else timeout_s):
             if isinstance(item, Letter):
                 event: Received | PeerLost = Received(
@@ -140,7 +122,7 @@ class _Port(ABC, Generic[Event, Result, Token]):
         return out
 
     def handle(self, event: Event) -> list[Result]:
-        """Give the machine an event of the engine; chunks that were computed are copied out here."""
+        """Give the machine an event of the engine; chunks that were computed are ordered to be copied out here."""
         out: list[Result] = []
         self._run(event, out)
         return out
@@ -162,10 +144,26 @@ class _Port(ABC, Generic[Event, Result, Token]):
 
     def close(self) -> None:
         """End all connections; give Shutdown first, so that the peers hear of it."""
-        for peer in [*self._peers, *self._held()]:
+        for peer in list(self._peers):
             self._leave(peer)
+        self._crew.close()
         self._post.close()
         self._reach.close()
+
+    def _run(self, event: Event | Received | PeerLost | Tick, out: list[Result]) -> None:
+        """Give one event to the machine, and perform what it asks. What ranks answer at once comes next."""
+        events: deque[Event | Received | PeerLost | Tick] = deque((event,))
+        while events:
+            self._perform(events.popleft(), events, out)
+            events.extend(self._answers())
+
+    def _run_all(self, events: Sequence[Event], out: list[Result]) -> None:
+        for event in events:
+            self._run(event, out)
+
+    def _answers(self) -> list[Event]:
+        """What the ranks have answered, as events."""
+        return [event for answer in self._crew.poll() if (event := self._answered(answer)) is not None]
 
     def _reap(self, out: list[Result]) -> None:
         """Operations that are over are reported. Where one was lost its peer is given up first: decode fences then, and
@@ -188,7 +186,7 @@ class _Port(ABC, Generic[Event, Result, Token]):
     def _attach(self, action: AttachPeer) -> tuple[PeerLost, ...]:
         """Join the data backend of a peer; where that fails the peer is given up, and said to be lost."""
         self._peers[action.peer] = action
-        if action.backend in self._backends:
+        if not self._reach.has(action.backend):
             return ()
         try:
             self._reach.join(action.peer, action.backend, action.endpoints)
@@ -199,278 +197,36 @@ class _Port(ABC, Generic[Event, Result, Token]):
         return ()
 
     def _leave(self, peer: str) -> None:
+        """Every rank gives back what it has for the peer, once it has done what it was told before."""
         if self._peers.pop(peer, None) is not None:
             self._reach.leave(peer)
-        self._let_go(peer)
+            for rank in range(self._crew.size):
+                self._crew.order(rank, LeavePeer(peer=peer))
+
+    def _pool(self) -> Stores:
+        """For one-sided backends: the pages of all ranks."""
+        assert self._stores is not None, "pd: a one-sided backend without stores, expected a ConfigError at birth"
+        return self._stores
 
     @abstractmethod
     def _report(self, token: Token, error: str) -> Event:
         """The event that says that an operation is over."""
 
     @abstractmethod
-    def _run(self, event: Event | Received | PeerLost | Tick, out: list[Result]) -> None:
-        """Give one event to the machine and perform what it asks."""
+    def _answered(self, answer: HandAnswer) -> Event | None:
+        """The event that an answer of a rank makes; None = none yet."""
 
     @abstractmethod
-    def _held(self) -> list[str]:
-        """Peers for which memory is held."""
-
-    @abstractmethod
-    def _let_go(self, peer: str) -> None:
-        """Give it back."""
-
-
-class DecodePort(_Port[DecodeEvent, DecodeResult, ReadIn]):
-    """The decode side of one engine; events: PrepareHandoff, StartHandoff, CancelHandoff, WantPeer, Shutdown."""
-
-    def __init__(
-        self, settings: PdSettings, *, post: Post, backends: Sequence[AnyBackend], store: StoresOf, clock: Clock,
-        follower_backends: Sequence[Sequence[OneSided]] = (), mint: Callable[[], str] = new_xid,
+    def _perform(
+        self, event: Event | Received | PeerLost | Tick, events: deque[Event | Received | PeerLost | Tick],
+        out: list[Result],
     ) -> None:  # fmt: skip
-        """Takes the post over. Raises ConfigError where settings, backends and store disagree."""
-        super().__init__(
-            settings, post=post, backends=backends, store=store, clock=clock, follower_backends=follower_backends,
-            mint=mint,
-        )  # fmt: skip
-        self.machine: DecodeSide = DecodeSide(self.settings, mint_xid=mint)
-        self._receivers: dict[str, Receiver] = {}
-        self._intakes: dict[str, Intake] = {}
-        self._fences: dict[str, int] = {}
-        """Ranks of peers that may have to be cut off."""
-
-    def _run(self, event: DecodeEvent, out: list[DecodeResult]) -> None:
-        events: deque[DecodeEvent] = deque((event,))
-        while events:
-            for action in self.machine.handle(events.popleft(), self._clock.now()):
-                match action:
-                    case Send():
-                        self._post.send(action.peer, action.message, action.payload)
-                    case CopyIn():
-                        events.appendleft(self._copy_in(action))
-                    case CheckIn():
-                        events.appendleft(self._check_in(action, 0.0))
-                    case ReadIn():
-                        self._read_in(action, events)
-                    case CancelReads():
-                        self._reach.cancel(partial(_is_of, action.xid))
-                    case FencePeer():
-                        events.append(self._fence(action))
-                    case OpenPeer():
-                        self._post.connect(action.peer, action.address)
-                    case AttachPeer():
-                        source = RankLayout(action.layout)
-                        self._intakes[action.peer] = Intake(source, self._stores)
-                        self._fences[action.peer] = len(source.shards)
-                        events.extend(self._attach(action))
-                    case ClosePeer():
-                        self._leave(action.peer)
-                        self._post.disconnect(action.peer)
-                    case Landed() | Recompute() | Quarantine() | QuarantineOver() | PeerChanged():
-                        out.append(action)
-
-    def _copy_in(self, action: CopyIn) -> Copied:
-        """Copy first, then digest the source: bytes that changed under our hands cannot pass."""
-        start = self._clock.now()
-        data, error, code = action.data, "", ""
-        try:
-            found = self._receiver(action.peer).fetch(data, action.payload)
-            intake = self._intakes[action.peer]
-            rows = intake.rows_of(data, found)
-            intake.fill(data, rows, action.pages, action.target_first)
-            check_pages(rows, action.digest_seed, data.digests, data.first)
-        except DigestMismatch as mismatch:
-            error, code = str(mismatch), "digest"
-        except TransferFailed as failed:
-            error, code = str(failed), "transfer"
-        seconds = self._clock.now() - start
-        return Copied(xid=action.xid, piece=data.piece, rank=data.rank, seconds=seconds, error=error, code=code)
-
-    def _check_in(self, action: CheckIn | ReadIn, seconds: float) -> Copied:
-        """What somebody else put into our pages is what was sent, or not. Layouts are equal here."""
-        start = self._clock.now()
-        data, error = action.data, ""
-        try:
-            rows = self._stores.read(data.rank, Part(data.part), action.pages)
-            check_pages(rows, action.digest_seed, data.digests, data.first)
-        except DigestMismatch as mismatch:
-            error = str(mismatch)
-        seconds += self._clock.now() - start
-        return Copied(
-            xid=action.xid, piece=data.piece, rank=data.rank, seconds=seconds, error=error, code="digest" * bool(error)
-        )  # fmt: skip
-
-    def _read_in(self, action: ReadIn, events: deque[DecodeEvent]) -> None:
-        data = action.data
-        backend = self._reach.at(data.rank, self._peers[action.peer].backend)
-        try:
-            sources = np.array(data.pages, dtype=np.int32)
-            number = backend.read(f"{action.peer}/{data.rank}", Part(data.part), action.pages, sources)
-        except TransferFailed as error:
-            events.append(
-                Copied(xid=action.xid, piece=data.piece, rank=data.rank, error=str(error), code="transfer")
-            )  # fmt: skip
-        else:
-            self._reach.watch(backend, number, action.peer, action)
-
-    def _report(self, token: ReadIn, error: str) -> DecodeEvent:
-        if not error:
-            return self._check_in(token, 0.0)
-        return Copied(xid=token.xid, piece=token.data.piece, rank=token.data.rank, error=error, code="transfer")
-
-    def _lost(self, peer: str, error: str, out: list[DecodeResult]) -> None:
-        """A read of ours may still fill our pages: end everything that anybody began on them, then greet anew."""
-        attached = self._peers.get(peer)
-        if attached is None:
-            return
-        self._reach.fence(peer, attached.backend, self._fences.get(peer, 0))
-        for other in [other for other, at in self._peers.items() if at.backend == attached.backend]:
-            self._give_up(other, error, out)
-
-    def _fence(self, action: FencePeer) -> PeerFenced:
-        everybody, endpoints = self._reach.fence(action.peer, action.backend, self._fences.pop(action.peer, 0))
-        return PeerFenced(peer=action.peer, everybody=everybody, endpoints=endpoints)
-
-    def _receiver(self, peer: str) -> Receiver:
-        receiver = self._receivers.get(peer)
-        if receiver is None:
-            receiver = self._receivers[peer] = self._backends[self._peers[peer].backend].receiver()
-        return receiver
-
-    def _held(self) -> list[str]:
-        return list(self._receivers)
-
-    def _let_go(self, peer: str) -> None:
-        self._intakes.pop(peer, None)
-        receiver = self._receivers.pop(peer, None)
-        if receiver is not None:
-            receiver.close()
+        """Give one event to the machine and do what it asks; what happens meanwhile is appended to `events`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Dock:
-    """What is staged for one peer."""
-
-    sender: Sender
-    keys: dict[tuple[str, int, int], int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Write:
-    """A write under way."""
-
-    action: WritePiece
-    digests: bytes
-    byte_count: int
-
-
-class PrefillPort(_Port[PrefillEvent, PrefillResult, _Write]):
-    """The prefill side of one engine; events: ChunkReady, EndPrefill, Drain, Shutdown."""
-
-    def __init__(
-        self, settings: PdSettings, *, post: Post, backends: Sequence[AnyBackend], store: StoresOf, clock: Clock,
-        follower_backends: Sequence[Sequence[OneSided]] = (), mint: Callable[[], str] = new_xid,
-    ) -> None:  # fmt: skip
-        """Takes the post over; its channel must accept connections. Raises ConfigError where things disagree."""
-        super().__init__(
-            settings, post=post, backends=backends, store=store, clock=clock, follower_backends=follower_backends,
-            mint=mint,
-        )  # fmt: skip
-        self.machine: PrefillSide = PrefillSide(self.settings, mint=mint)
-        self._docks: dict[str, _Dock] = {}
-
-    @property
-    def staged_count(self) -> int:
-        """Pieces staged and not yet taken, over all peers and ranks."""
-        return sum(len(dock.keys) for dock in self._docks.values())
-
-    def _run(self, event: PrefillEvent, out: list[PrefillResult]) -> None:
-        events: deque[PrefillEvent] = deque((event,))
-        while events:
-            for action in self.machine.handle(events.popleft(), self._clock.now()):
-                match action:
-                    case Send():
-                        self._post.send(action.peer, action.message, action.payload)
-                    case StagePiece():
-                        events.append(self._stage(action))
-                    case OfferPiece():
-                        events.append(self._offer(action))
-                    case WritePiece():
-                        self._write(action, events)
-                    case Unstage():
-                        self._unstage(action)
-                    case AttachPeer():
-                        events.extend(self._attach(action))
-                    case ClosePeer():
-                        self._leave(action.peer)
-                        self._post.disconnect(action.peer)
-                    case _:
-                        out.append(action)
-
-    def _stage(self, action: StagePiece) -> PieceStaged | StageFull:
-        dock = self._docks.get(action.peer)
-        if dock is None:
-            dock = self._docks[action.peer] = _Dock(sender=self._backends[action.backend].sender())
-        store = self._stores.at(action.rank, action.part)
-        size = store.page_bytes
-        staged = dock.sender.stage(len(action.pages) * size)
-        if staged is None:
-            return StageFull(peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank)
-        dock.keys[action.xid, action.piece, action.rank] = staged.key
-        rows = staged.room.reshape(len(action.pages), size)
-        store.read_pages(action.pages, rows)
-        return PieceStaged(
-            peer=action.peer,
-            xid=action.xid,
-            piece=action.piece,
-            rank=action.rank,
-            digests=digest_pages(rows, action.digest_seed),
-            byte_count=staged.room.nbytes,
-            payload=staged.room.data if staged.inline else b"",
-            shm_name=staged.shm_name,
-            shm_offset=staged.shm_offset,
-        )
-
-    def _offer(self, action: OfferPiece) -> PieceStaged:
-        rows = self._stores.read(action.rank, action.part, action.pages)
-        return PieceStaged(
-            peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank,
-            digests=digest_pages(rows, action.digest_seed), byte_count=rows.nbytes,
-        )  # fmt: skip
-
-    def _write(self, action: WritePiece, events: deque[PrefillEvent]) -> None:
-        rows = self._stores.read(action.rank, action.part, action.pages)
-        write = _Write(action=action, digests=digest_pages(rows, action.digest_seed), byte_count=rows.nbytes)
-        backend = self._reach.at(action.rank, action.backend)
-        try:
-            number = backend.write(f"{action.peer}/{action.rank}", action.part, action.pages, action.targets)
-        except TransferFailed as error:
-            events.append(self._report(write, str(error)))
-        else:
-            self._reach.watch(backend, number, action.peer, write)
-
-    def _report(self, token: _Write, error: str) -> PrefillEvent:
-        action = token.action
-        return PieceWritten(
-            peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank, digests=token.digests,
-            byte_count=token.byte_count, error=error,
-        )  # fmt: skip
-
-    def _unstage(self, action: Unstage) -> None:
-        dock = self._docks.get(action.peer)
-        if dock is not None:
-            dock.sender.release(dock.keys.pop((action.xid, action.piece, action.rank)))
-
-    def _held(self) -> list[str]:
-        return list(self._docks)
-
-    def _let_go(self, peer: str) -> None:
-        dock = self._docks.pop(peer, None)
-        if dock is not None:
-            dock.sender.close()
-
-
-def _is_of(xid: str, read: ReadIn) -> bool:
-    return read.xid == xid
+def frame_backends(backends: Sequence[AnyBackend]) -> list[Backend]:
+    """Those whose bytes a hand stages and takes in."""
+    return [backend for backend in backends if _moves_frames(backend)]  # type: ignore[misc]
 
 
 def _moves_frames(backend: AnyBackend) -> bool:

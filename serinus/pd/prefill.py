@@ -1,8 +1,10 @@
 """Every handoff of one prefill engine: takes orders, sends pages as they are computed, ends each exactly once. Pure.
 
-Pages of a chunk are read only between its ChunkReady and its ReleaseChunk (or the end of the handoff, which comes
-when nobody reads them any more); staged bytes stay until the peer says it took or dropped them, or is gone: a failed
-handoff never makes a peer read something else. A peer that takes nothing holds up its own pieces only.
+What ends a handoff is in prefill_ends.py. Pages of a chunk are asked for only between its ChunkReady and its
+ReleaseChunk, or the end of the handoff; a rank that was asked before reads them before whatever comes later to it, and
+says so at any time, also after the end: its bytes are given back then. Staged bytes stay until the peer says it took or
+dropped them, or is gone: a failed handoff never makes a peer read something else. A peer that takes nothing holds up
+its own pieces only.
 
 PREPARE, GRANT, FAIL and ABORT of one handoff may overtake each other: they all carry the number of its grant, and a
 number that has ended (or lies below the client's floor) is never used again.
@@ -10,28 +12,22 @@ number that has ended (or lies below the client's floor) is never used again.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
 from serinus.core.errors import BadSampling
 from serinus.core.handoff import ChunkReady
-from serinus.core.ids import new_xid
 from serinus.core.parts import PageSpan, Part
 from serinus.pd.actions import (
-    AbortPrefill,
     ClosePeer,
-    ForgetPrefill,
     PrefillAction,
     ReleaseChunk,
     Send,
-    StopPrefill,
     Unstage,
 )
-from serinus.pd.clients import TOMBSTONES_MAX, Client, Clients
-from serinus.pd.dispatch import Dispatch
+from serinus.pd.clients import TOMBSTONES_MAX, Client
 from serinus.pd.events import (
     Drain,
     EndPrefill,
@@ -45,10 +41,9 @@ from serinus.pd.events import (
     StageFull,
     Tick,
 )
-from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.order import Order, prepare_fault
-from serinus.pd.settings import PdSettings
+from serinus.pd.prefill_ends import PrefillEnds
 from serinus.wire.convert import sampling_from_wire
 from serinus.wire.messages import (
     AbortAck,
@@ -77,44 +72,8 @@ _CODES: Final = frozenset(
 """Reasons a decode engine may give; they become labels of a metric."""
 
 
-class PrefillSide:
+class PrefillSide(PrefillEnds):
     """The prefill engine's half of the protocol. One event at a time; actions in the order they must be performed."""
-
-    def __init__(self, settings: PdSettings, *, mint: Callable[[], str] = new_xid) -> None:
-        """`mint`: nonces, never the same twice; a simulation gives its own."""
-        self._settings = settings
-        self._layout = RankLayout(settings.layout)
-        self._clients = Clients(settings, lambda: mint().encode()[:64])
-        self._orders: dict[str, Order] = {}
-        self._draining: dict[str, Order] = {}
-        """Ended, and their pages are still being read."""
-        self._closed = ""
-        """Why nothing new is taken any more; empty = it is."""
-        self._dispatch = Dispatch(settings, self._layout, self._clients, self._orders)
-        self.rejects: Counter[str] = Counter()
-        """What was refused or dropped without effect, by reason."""
-
-    # ---- questions ----------------------------------------------------------------------------------------------
-
-    @property
-    def clients(self) -> tuple[Client, ...]:
-        """The greeted decode engines; read only."""
-        return tuple(self._clients)
-
-    @property
-    def handoff_count(self) -> int:
-        """Handoffs under way, those included that have ended and whose pages are still being read."""
-        return len(self._orders) + len(self._draining)
-
-    @property
-    def ungranted_count(self) -> int:
-        """Prepared but not granted (the bootstrap queue)."""
-        return sum(order.granted_at is None for order in self._orders.values())
-
-    @property
-    def parked_tokens(self) -> int:
-        """Prompt tokens of finished orders that keep their pages and wait for a grant."""
-        return sum(order.tokens for order in self._orders.values() if order.is_parked)
 
     # ---- the one way in -----------------------------------------------------------------------------------------
 
@@ -174,13 +133,6 @@ class PrefillSide:
         if order.is_parked and self.parked_tokens > self._settings.park_tokens:
             self._give_up_pages(order, out)
 
-    def _give_up_pages(self, order: Order, out: list[PrefillAction]) -> None:
-        """Its KV stays in the cache; it is computed again, from there, when the grant comes."""
-        order.early.clear()
-        order.last, order.is_forgotten = None, True
-        order.due = self._dispatch.first_pages(order.held, order.tokens)
-        out.append(ForgetPrefill(xid=order.xid))
-
     def _stop(self, event: Shutdown, now: float, out: list[PrefillAction]) -> None:
         self._closed = event.reason
         for order in list(self._orders.values()):
@@ -189,32 +141,32 @@ class PrefillSide:
             self._hang_up(client, event.reason, now, out)
 
     def _staged(self, event: PieceStaged, now: float, out: list[PrefillAction]) -> None:
-        found = self._dispatch.lane(event.peer, event.xid, event.piece, event.rank)
+        found = self._dispatch.moved(event.peer, event.xid, event.piece, event.rank)
         if found is None:
-            self.rejects["unknown_piece"] += 1
-            return
-        client, _, piece = found
-        order = self._orders.get(piece.xid)
-        if order is not None:
-            if client.mode is Mode.RECEIVER_CHECKED:
-                client.staged.add((event.xid, event.piece, event.rank))
-            self._dispatch.announce(order, piece, event, client, now, out)
-        elif client.mode is Mode.RECEIVER_CHECKED:  # ended while it was being staged; the peer never hears of it
-            out.append(Unstage(peer=event.peer, xid=event.xid, piece=event.piece, rank=event.rank))
-        self._dispatch.pump(client, out)
-
-    def _stage_full(self, event: StageFull, now: float, out: list[PrefillAction]) -> None:
-        found = self._dispatch.lane(event.peer, event.xid, event.piece, event.rank)
-        if found is None:
-            self.rejects["unknown_piece"] += 1
+            self.rejects["unknown_piece"] += self._clients.get(event.peer) is not None
             return
         client, lane, piece = found
         order = self._orders.get(piece.xid)
-        if order is not None and any(rank == lane.rank for _, _, rank in client.staged):
-            lane.outbox.appendleft(piece)
-            lane.is_full = True
+        if order is not None and not lane.again:
+            if client.mode is Mode.RECEIVER_CHECKED:
+                client.staged.add((event.xid, event.piece, event.rank))
+            self._dispatch.announce(order, piece, event, client, now, out)
+        elif client.mode is Mode.RECEIVER_CHECKED:  # ended while it was being staged, or one before it found no room
+            out.append(Unstage(peer=event.peer, xid=event.xid, piece=event.piece, rank=event.rank))
+            if order is not None:
+                lane.again.append(piece)
+        self._dispatch.pump(client, out)
+
+    def _stage_full(self, event: StageFull, now: float, out: list[PrefillAction]) -> None:
+        found = self._dispatch.moved(event.peer, event.xid, event.piece, event.rank)
+        if found is None:
+            self.rejects["unknown_piece"] += self._clients.get(event.peer) is not None
             return
-        if order is not None:
+        client, lane, piece = found
+        order = self._orders.get(piece.xid)
+        if order is not None and event.others:
+            lane.again.append(piece)
+        elif order is not None:
             reason = f"pd: {len(piece.pages)} pages do not fit into the empty staging area"
             self._fail(order, "error", reason, now, out)
         self._dispatch.pump(client, out)
@@ -225,7 +177,7 @@ class PrefillSide:
             self.rejects["unknown_piece"] += 1
             return
         order.outstanding -= 1
-        found = self._dispatch.lane(event.peer, event.xid, event.piece, event.rank)
+        found = self._dispatch.moved(event.peer, event.xid, event.piece, event.rank)
         if event.xid in self._draining:
             self._abort_if_drained(order, out)
         elif event.error:
@@ -235,71 +187,7 @@ class PrefillSide:
         if found is not None:
             self._dispatch.pump(found[0], out)
 
-    # ---- ends: each handoff passes through exactly one of these ---------------------------------------------------
-
-    def _fail(self, order: Order, code: str, reason: str, now: float, out: list[PrefillAction]) -> None:
-        """End it, and say so to the peer."""
-        fail = Fail(xid=order.xid, grant=order.grant, code=code, reason=reason[:2000])
-        out.append(Send(peer=order.peer, message=fail))
-        self._end(order, code, reason, now, out)
-
-    def _end(
-        self, order: Order, code: str, reason: str, now: float, out: list[PrefillAction], *, reading: bool = True
-    ) -> None:  # fmt: skip
-        """`reading`: pull, decode may still read what was offered to it."""
-        self._forget(order)
-        client = self._clients.get(order.peer)
-        offered = client is not None and client.mode is Mode.PULL and order.sent_pieces > 0 and reading
-        if order.outstanding or offered:
-            order.end_code, order.end_reason = code, reason
-            order.drain_until = now + self._settings.handoff_s_max
-            self._draining[order.xid] = order
-            out.append(StopPrefill(xid=order.xid, code=code, reason=reason))
-        else:
-            self._abort(order, code, reason, out)
-
-    def _abort(self, order: Order, code: str, reason: str, out: list[PrefillAction]) -> None:
-        had_grant = order.granted_at is not None
-        out.append(AbortPrefill(xid=order.xid, code=code, reason=reason, had_grant=had_grant))
-
-    def _abort_if_drained(self, order: Order, out: list[PrefillAction]) -> None:
-        """Nobody reads its pages any more, and we write nothing more for it."""
-        if order.outstanding:
-            return
-        del self._draining[order.xid]
-        self._abort(order, order.end_code, order.end_reason, out)
-        client = self._clients.get(order.peer)
-        if order.must_ack and client is not None:
-            out.append(Send(peer=client.peer, message=AbortAck(grant=order.grant, ranks=client.ranks)))
-
-    def _forget(self, order: Order) -> None:
-        del self._orders[order.xid]
-        client = self._clients.get(order.peer)
-        if client is not None:
-            client.live.pop(order.grant, None)
-            client.bury(order.grant)
-            for lane in client.lanes:
-                lane.outbox = type(lane.outbox)(piece for piece in lane.outbox if piece.xid != order.xid)
-
-    def _drained(self, order: Order, now: float, out: list[PrefillAction]) -> None:
-        self._forget(order)
-        out.append(order.drained(now))
-
     # ---- what the world does --------------------------------------------------------------------------------------
-
-    def _lose(self, peer: str, reason: str, now: float, out: list[PrefillAction]) -> None:
-        if self._clients.get(peer) is None:
-            return
-        self._clients.remove(peer, reason, out)
-        for order in [o for o in self._orders.values() if o.peer == peer]:
-            self._end(order, "peer_gone", reason, now, out)
-        for order in [o for o in self._draining.values() if o.peer == peer]:
-            self._abort_if_drained(order, out)
-
-    def _hang_up(self, client: Client, reason: str, now: float, out: list[PrefillAction]) -> None:
-        out.append(Send(peer=client.peer, message=HelloNo(reason=reason)))
-        self._lose(client.peer, reason, now, out)
-        out.append(ClosePeer(peer=client.peer))
 
     def _tick(self, event: Tick, now: float, out: list[PrefillAction]) -> None:
         for order in list(self._orders.values()):

@@ -55,6 +55,10 @@ class Reach(Generic[T]):
                 texts.append(backends[name].register(_regions(stores, rank, name)))
             self.endpoints[name] = tuple(texts)
 
+    def has(self, backend: str) -> bool:
+        """Whether it is one of these."""
+        return bool(self.by_rank) and backend in self.by_rank[0]
+
     def join(self, peer: str, backend: str, endpoints: Sequence[bytes]) -> None:
         """Connect every rank of ours to every rank of a peer. Raises TransferFailed."""
         self._joined[peer] = backend, len(endpoints)

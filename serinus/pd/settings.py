@@ -41,6 +41,9 @@ class PdSettings:
     """Both sides must know it; empty = nobody asks."""
     piece_bytes_max: int = 8 << 20
     """A Data message brings about so many bytes of one rank at most (always at least one page)."""
+    staging_pieces: int = 1
+    """Receiver-checked: so many pieces of one rank may be asked to be staged and not be reported yet. 1 where asking is
+    doing; more where a rank that is busy with a step hears of it later."""
     park_tokens: int = 1 << 16
     """Prefill: finished prompts without a grant may keep pages for so many tokens; beyond it they are forgotten (their
     KV stays in the cache) and computed again when the grant comes."""
@@ -66,7 +69,7 @@ class PdSettings:
     """A lost peer that nobody asked for in so long is forgotten."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "piece_bytes_max", "incarnation"):
+        for name in ("vocab_size", "piece_bytes_max", "incarnation", "staging_pieces"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"pd: {name} is {getattr(self, name)}, expected more than 0")
         if self.piece_bytes_max > PIECE_BYTES_MAX:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.pd.layout import Cut, RankLayout, covers_pages, cut, recut
-from serinus.wire.messages import Data
+from serinus.pd.orders import FillPages
 
-__all__ = ["Intake", "PageStore", "Stores", "StoresOf"]
+__all__ = ["Intake", "PageStore", "Routes", "Stores", "StoresOf", "check_stores", "read_pages"]
 
 
 class PageStore(Protocol):
@@ -37,8 +37,26 @@ StoresOf = PageStore | Mapping[Part, PageStore] | Sequence[Mapping[Part, PageSto
 """One store (a model of one part on one rank), one per part, or these for each rank."""
 
 
+def check_stores(layout: RankLayout, rank: int, stores: Mapping[Part, PageStore]) -> None:
+    """Raises ConfigError where these are not the stores of a rank."""
+    for part in layout.parts:
+        wanted = layout.page_bytes(rank, part)
+        found = stores[part].page_bytes if part in stores else 0
+        if found != wanted:
+            raise ConfigError(
+                f"pd: layout says {wanted} bytes a page in part {part.name} of rank {rank}, the pool {found}"
+            )
+
+
+def read_pages(store: PageStore, pages: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """A copy of pages, [G, page_bytes]."""
+    rows = np.empty((len(pages), store.page_bytes), dtype=np.uint8)
+    store.read_pages(pages, rows)
+    return rows
+
+
 class Stores:
-    """The stores of all ranks. Raises ConfigError where they are not those of the layout."""
+    """The stores of all ranks, where one thread reaches them. Raises ConfigError where they are not the layout's."""
 
     def __init__(self, layout: RankLayout, stores: StoresOf) -> None:
         self.layout = layout
@@ -50,61 +68,75 @@ class Stores:
             by_rank = ({layout.parts[0]: stores},)
         if len(by_rank) != len(layout.shards):
             raise ConfigError(f"pd: stores of {len(by_rank)} ranks, the layout has {len(layout.shards)}")
-        self._by_rank = tuple(by_rank)
+        self.by_rank = tuple(by_rank)
         for rank in range(len(layout.shards)):
-            for part in layout.parts:
-                wanted = layout.page_bytes(rank, part)
-                found = self._by_rank[rank][part].page_bytes if part in self._by_rank[rank] else 0
-                if found != wanted:
-                    raise ConfigError(
-                        f"pd: layout says {wanted} bytes a page in part {part.name} of rank {rank}, the pool {found}"
-                    )
+            check_stores(layout, rank, self.by_rank[rank])
 
     def at(self, rank: int, part: Part) -> PageStore:
         """The pages of one part on one rank; only where it has bytes of that part."""
-        return self._by_rank[rank][part]
+        return self.by_rank[rank][part]
 
     def read(self, rank: int, part: Part, pages: NDArray[np.int32]) -> NDArray[np.uint8]:
         """A copy of pages, [G, page_bytes]."""
-        store = self.at(rank, part)
-        rows = np.empty((len(pages), store.page_bytes), dtype=np.uint8)
-        store.read_pages(pages, rows)
-        return rows
+        return read_pages(self.at(rank, part), pages)
+
+
+def _is_same(source: RankLayout, target: RankLayout) -> bool:
+    """Whether a source page is a target page, rank by rank."""
+    return all(
+        getattr(source.signature, name) == getattr(target.signature, name)
+        for name in ("page_size", "tp", "pp", "stage_layers")
+    )
+
+
+class Routes:
+    """Which ranks of ours take what a rank of a peer sends."""
+
+    def __init__(self, source: RankLayout, target: RankLayout) -> None:
+        self._takers: dict[tuple[int, Part], tuple[int, ...]] = {}
+        for item in () if _is_same(source, target) else cut(source, target):
+            found = self._takers.get((item.source_rank, item.part), ())
+            self._takers[item.source_rank, item.part] = (*found, item.target_rank)
+
+    def takers(self, source: int, part: Part) -> tuple[int, ...]:
+        """Own ranks, each once; never none."""
+        return self._takers.get((source, part), (source,))
 
 
 class Intake:
-    """Takes pages of one peer in. Where the layouts are equal a source page is a target page; else it is cut anew."""
+    """Takes pages of one peer into one rank. Where the layouts are equal a source page is a target page; else this rank
+    cuts its own layers and heads out of it."""
 
-    def __init__(self, source: RankLayout, stores: Stores) -> None:
+    def __init__(
+        self, source: RankLayout, target: RankLayout, rank: int, stores: Mapping[Part, PageStore]
+    ) -> None:  # fmt: skip
         self._source = source
+        self._target = target
         self._stores = stores
-        same = all(
-            getattr(source.signature, name) == getattr(stores.layout.signature, name)
-            for name in ("page_size", "tp", "pp", "stage_layers")
-        )
+        self._is_same = _is_same(source, target)
         self._cuts: dict[tuple[int, Part], list[Cut]] = {}
-        for item in () if same else cut(source, stores.layout):
-            self._cuts.setdefault((item.source_rank, item.part), []).append(item)
+        for item in () if self._is_same else cut(source, target):
+            if item.target_rank == rank:
+                self._cuts.setdefault((item.source_rank, item.part), []).append(item)
 
-    def rows_of(self, data: Data, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Bytes of a Data as source pages, [G, page_bytes]."""
-        return found.reshape(-1, self._source.page_bytes(data.rank, Part(data.part)))
+    def rows_of(self, order: FillPages, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The bytes that came as source pages, [G, page_bytes]."""
+        return found.reshape(-1, self._source.page_bytes(order.source, order.part))
 
-    def fill(self, data: Data, rows: NDArray[np.uint8], pages: NDArray[np.int32], target_first: int) -> None:
-        """Copy source pages into own pages (the first of which has index `target_first` in the prompt).
+    def fill(self, order: FillPages, rows: NDArray[np.uint8]) -> None:
+        """Copy source pages into own pages.
 
         Cost: the bytes once where layouts are equal; else once more into a buffer, and where only a part of each target
-        page comes from this rank, a read of those pages before.
+        page comes from this source rank, a read of those pages before.
         """
-        part = Part(data.part)
-        if not self._cuts:
-            self._stores.at(data.rank, part).write_pages(pages, rows)
+        store, pages = self._stores[order.part], order.pages
+        if self._is_same:
+            store.write_pages(pages, rows)
             return
-        target = self._stores.layout
-        for item in self._cuts.get((data.rank, part), ()):
-            if covers_pages(item, self._source, target, data.first, len(rows)):
-                out = np.empty((len(pages), target.page_bytes(item.target_rank, part)), dtype=np.uint8)
+        for item in self._cuts.get((order.source, order.part), ()):
+            if covers_pages(item, self._source, self._target, order.first, len(rows)):
+                out = np.empty((len(pages), store.page_bytes), dtype=np.uint8)
             else:
-                out = self._stores.read(item.target_rank, part, pages)
-            recut(item, self._source, target, rows, data.first, out, target_first)
-            self._stores.at(item.target_rank, part).write_pages(pages, out)
+                out = read_pages(store, pages)
+            recut(item, self._source, self._target, rows, order.first, out, order.target_first)
+            store.write_pages(pages, out)

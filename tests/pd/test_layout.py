@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import LayoutMismatch
 from serinus.core.parts import Part
-from serinus.pd import Cut, Intake, RankLayout, Stores, cut, difference, recut, target_range
-from serinus.wire.messages import Data, LayoutSignature
+from serinus.pd import Cut, FillPages, Intake, RankLayout, Routes, cut, difference, recut, target_range
+from serinus.wire.messages import LayoutSignature
 
 BASE = LayoutSignature(model="m", kv_dtype="float16", page_size=4, layer_count=6, kv_head_count=4, head_size=2)
 
@@ -126,7 +126,8 @@ def test_pieces_of_all_ranks_together_fill_scattered_pages_of_all_ranks(
 ) -> None:
     ours, theirs = RankLayout(changed(**target)), RankLayout(changed(**source))
     memories = [{Part.FULL: Memory(ours.page_bytes(rank, Part.FULL))} for rank in range(len(ours.shards))]
-    intake = Intake(theirs, Stores(ours, memories))
+    intakes = [Intake(theirs, ours, rank, stores) for rank, stores in enumerate(memories)]
+    routes = Routes(theirs, ours)
     kv = whole_kv(BASE, Part.FULL, 24)
     pages = np.random.default_rng(5).permutation(np.arange(1, 64, dtype=np.int32))[: 24 // ours.page_size]
     end = 24 // theirs.page_size
@@ -134,9 +135,14 @@ def test_pieces_of_all_ranks_together_fill_scattered_pages_of_all_ranks(
         for rank in range(len(theirs.shards)):
             rows = pages_of(theirs, rank, Part.FULL, kv, start, min(start + 3, end))
             into = target_range(theirs, ours, start, len(rows))
-            data = Data(xid="x", grant=1, piece=0, rank=rank, first=start, digests=b"", byte_count=rows.nbytes)
-            found = intake.rows_of(data, rows.reshape(-1))
-            intake.fill(data, found, pages[into.start : into.stop], into.start)
+            order = FillPages(
+                peer="p", xid="x", piece=0, source=rank, part=Part.FULL, first=start, digests=b"", digest_seed=0,
+                pages=pages[into.start : into.stop], target_first=into.start, byte_count=rows.nbytes,
+            )  # fmt: skip
+            takers = routes.takers(rank, Part.FULL)
+            assert takers, "bytes of every rank go somewhere"
+            for taker in takers:
+                intakes[taker].fill(order, intakes[taker].rows_of(order, rows.reshape(-1)))
     for rank, memory in enumerate(memories):
         wanted = pages_of(ours, rank, Part.FULL, kv, 0, 24 // ours.page_size)
         assert np.array_equal(memory[Part.FULL].data[pages], wanted)

@@ -225,7 +225,8 @@ def test_a_byte_that_changes_on_the_way_is_noticed(make_pair: MakePair, name: st
     pair.start("r1")
     while not pair.prefill.staged_count:
         pair.turn()
-    (dock,) = pair.prefill._docks.values()
+    crew: Any = pair.prefill._crew
+    (dock,) = crew.hands[0]._docks.values()
     sender: Any = dock.sender
     area = next(iter(sender._backend._staged.values())) if name == "local" else sender._area
     area[5] ^= 1

@@ -374,7 +374,9 @@ class World:
         link = self._link(prefill=(p, action.peer))
         assert link is not None
         if len(link.staging) >= self.room:
-            return StageFull(peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank)
+            return StageFull(
+                peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank, others=len(link.staging)
+            )
         pool = self.prefill_pools[p]
         for page in action.pages.tolist():
             assert pool.owner.get(page) == action.xid, f"I4: page {page} is read and not held"
@@ -447,7 +449,7 @@ class World:
             assert not self.prefill_pools[p].owner
             for client in machine_p.clients:
                 assert not client.staged
-                assert all(not lane.outbox and lane.moving is None for lane in client.lanes)
+                assert all(not lane.outbox and not lane.moving and not lane.again for lane in client.lanes)
                 assert not client.live
                 assert not client.early
         for link in self.links:

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from serinus.core.clock import WallClock
-from serinus.pd import DecodeSide, PrefillSide
+from serinus.pd import PrefillSide
 from serinus.pd.clients import Client
+from serinus.pd.decode import DecodeSide
+from serinus.pd.decode_ends import DecodeEnds
+from serinus.pd.decode_port import DecodePort
 from serinus.pd.dispatch import Dispatch
 from serinus.pd.events import CancelHandoff, PeerFenced
 from serinus.pd.landing import Landing
 from serinus.pd.modes import Mode
-from serinus.pd.ports import DecodePort
 from serinus.sched import Scheduler
 from serinus.sched.seats import Seats
 from serinus.testing.world import draw, run
@@ -91,7 +93,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
 @mutant("free at once on abort", "push", "pull")
 def free_at_once() -> Iterator[None]:
     """A closed grant's pages are not put into quarantine."""
-    with replaced(DecodeSide, "_seclude", lambda self, handoff, now, out: False):
+    with replaced(DecodeEnds, "_seclude", lambda self, handoff, now, out: False):
         yield
 
 
@@ -206,7 +208,7 @@ def fence_without_cutting() -> Iterator[None]:
 @mutant("confirm skipped", "pull")
 def confirm_skipped() -> Iterator[None]:
     """Decode commits what it has read without asking whether the source was there all the time."""
-    original = DecodeSide._land_if_whole
+    original = DecodeEnds._land_if_whole
 
     def land(self: DecodeSide, handoff: Any, now: float, out: list[Any]) -> None:
         mode = handoff.mode
@@ -215,7 +217,7 @@ def confirm_skipped() -> Iterator[None]:
         original(self, handoff, now, out)
         handoff.mode = mode
 
-    with replaced(DecodeSide, "_land_if_whole", land):
+    with replaced(DecodeEnds, "_land_if_whole", land):
         yield
 
 
@@ -308,9 +310,9 @@ def rank_acts_alone() -> Iterator[None]:
 @mutant("digest not looked at", "tcp")
 def no_digest() -> Iterator[None]:
     """Bytes that changed on the way are taken."""
-    import serinus.pd.ports as ports
+    import serinus.pd.hand as hand
 
-    with replaced(ports, "check_pages", lambda *rest: None):
+    with replaced(hand, "check_pages", lambda *rest: None):
         yield
 
 

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.pd.modes import Capabilities
 from serinus.wire import Buffer
-from serinus.wire.messages import Data
 
-__all__ = ["Backend", "Receiver", "Sender", "Span", "SpanAllocator", "Staged"]
+__all__ = ["Backend", "Located", "Receiver", "Sender", "Span", "SpanAllocator", "Staged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +50,24 @@ class Sender(Protocol):
         ...
 
 
+class Located(Protocol):
+    """What says where staged bytes are: Data, and the order to take them in."""
+
+    @property
+    def byte_count(self) -> int: ...
+
+    @property
+    def shm_name(self) -> str: ...
+
+    @property
+    def shm_offset(self) -> int: ...
+
+
 class Receiver(Protocol):
     """The decode side of one connection."""
 
-    def fetch(self, data: Data, payload: Buffer) -> NDArray[np.uint8]:
-        """The bytes of a Data message, 1-d, read only, without a copy where possible.
+    def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
+        """The bytes of a Data message, or of the order that came of it, 1-d, read only, without a copy where possible.
 
         Raises:
             TransferFailed: they are not where the message says.

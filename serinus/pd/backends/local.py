@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import TransferFailed
-from serinus.pd.backends.base import Staged
+from serinus.pd.backends.base import Located, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
-from serinus.wire.messages import Data
 
 __all__ = ["LocalBackend"]
 
@@ -80,7 +79,7 @@ class _LocalReceiver:
     def __init__(self, staged: dict[int, NDArray[np.uint8]]) -> None:
         self._staged = staged
 
-    def fetch(self, data: Data, payload: Buffer) -> NDArray[np.uint8]:
+    def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
         room = self._staged.get(data.shm_offset) if data.shm_name == _NAME else None
         if room is None or room.nbytes != data.byte_count:
             raise TransferFailed(f"pd: nothing of {data.byte_count} bytes is staged under {data.shm_offset}")

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, TransferFailed
-from serinus.pd.backends.base import SpanAllocator, Staged
+from serinus.pd.backends.base import Located, SpanAllocator, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
-from serinus.wire.messages import Data
 
 __all__ = ["ShmBackend", "host_identity", "shm_works"]
 
@@ -101,7 +100,7 @@ class _ShmReceiver:
         self._name = ""
         self._area: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
-    def fetch(self, data: Data, payload: Buffer) -> NDArray[np.uint8]:
+    def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
         if data.shm_name != self._name or not self._name:
             self._area = _attach(data.shm_name)
             self._name = data.shm_name

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import TransferFailed
-from serinus.pd.backends.base import SpanAllocator, Staged
+from serinus.pd.backends.base import Located, SpanAllocator, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
-from serinus.wire.messages import Data
 
 __all__ = ["TcpBackend"]
 
@@ -56,7 +55,7 @@ class _TcpSender:
 
 
 class _TcpReceiver:
-    def fetch(self, data: Data, payload: Buffer) -> NDArray[np.uint8]:
+    def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
         found = np.frombuffer(payload, dtype=np.uint8)
         if len(found) != data.byte_count or data.shm_name:
             raise TransferFailed(f"pd: {len(found)} bytes came with the frame, expected {data.byte_count}")

@@ -1,0 +1,66 @@
+"""The ranks of an engine as its handoff ports see them: orders go to one rank, answers come from all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from serinus.pd.hand import Hand
+from serinus.pd.orders import HandAnswer, HandOrder
+
+__all__ = ["Crew", "LocalCrew"]
+
+
+class Crew(Protocol):
+    """Hands of all ranks."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether an order is obeyed before `order` returns."""
+        ...
+
+    def order(self, rank: int, order: HandOrder) -> None:
+        """Have it obeyed there after all that this rank was told before, whoever told it, and before all that comes
+        after; its answer, where it has one, comes with a later `poll`."""
+        ...
+
+    def poll(self) -> list[HandAnswer]:
+        """Answers that have come, those of one rank in the order of its orders. Never waits."""
+        ...
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        ...
+
+
+class LocalCrew:
+    """Hands of this thread: an order is obeyed at once."""
+
+    is_local = True
+
+    def __init__(self, hands: Sequence[Hand]) -> None:
+        """`hands`: by rank."""
+        self.hands = tuple(hands)
+        self._answers: list[HandAnswer] = []
+
+    @property
+    def size(self) -> int:
+        return len(self.hands)
+
+    def order(self, rank: int, order: HandOrder) -> None:
+        answer = self.hands[rank].obey(order)
+        if answer is not None:
+            self._answers.append(answer)
+
+    def poll(self) -> list[HandAnswer]:
+        found, self._answers = self._answers, []
+        return found
+
+    def close(self) -> None:
+        for hand in self.hands:
+            hand.close()
