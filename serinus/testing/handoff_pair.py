@@ -11,6 +11,7 @@ from typing import Any
 
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
 from serinus.core.request import FinishReason, Request
+from serinus.sched import Outcome
 from serinus.testing.fake_runner import copy_pages, fake_continue, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
@@ -93,14 +94,23 @@ class HandoffPair:
     def step_prefill(self) -> bool:
         """One step there; its chunks are ready for delivery. False = nothing to run."""
         outcome = self.prefill.step()
+        self._announced(outcome)
+        return outcome is not None
+
+    def commit(self, engine: TinyEngine) -> None:
+        """The oldest plan under way of one of them ends."""
+        self._announced(engine.commit())
+
+    def _announced(self, outcome: Outcome | None) -> None:
         for chunk in outcome.chunks if outcome else ():
             self.handoffs[chunk.xid].chunks.append(chunk)
-        return outcome is not None
 
     def deliver(self, handoff: Handoff, index: int = 0) -> None:
         """One announced chunk arrives, is copied (or dropped, where the grant is closed), and is drained."""
         chunk = handoff.chunks.pop(index)
         if not handoff.over:
+            self.prefill.catch_up()
+            self.decode.catch_up()
             granted = {span.part: span for span in handoff.reservation.spans}
             for span in chunk.spans:
                 target = granted[span.part]
@@ -162,7 +172,8 @@ class HandoffPair:
         known = handoff.xid in self.prefill.scheduler
         assert known or not handoff.asked or handoff.aborted, f"testing: prefill has forgotten {handoff}"
         assert self.prefill.scheduler.handoff_ended(handoff.xid) == known, f"testing: {handoff.xid} known: {known}"
-        assert handoff.xid not in self.prefill.scheduler, f"testing: {handoff.xid} is over, but not forgotten"
+        stays = handoff.xid in self.prefill.scheduler and not self.prefill.works_for(handoff.xid)
+        assert not stays, f"testing: {handoff.xid} is over, but not forgotten"
         del self.handoffs[handoff.xid]
 
     def calm(self, turns_max: int = 3000) -> None:

@@ -1,13 +1,20 @@
-"""An engine without a model or a process: scheduler, tiny cache and fake runner under one manual clock. Torch-free."""
+"""An engine without a model or a process: scheduler, tiny cache and fake runner under one manual clock. Torch-free.
+
+Its runner is what a rank is: plans, and copies between device and host, are obeyed in the order in which they were
+given, but as late as the test likes. So whoever touches pages has to catch up with the plans before: `catch_up`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import ManualClock
+from serinus.core.moves import Move
 from serinus.core.parts import Part
+from serinus.core.plan import StepPlan, StepResult
 from serinus.core.request import Request, TokenDelta
 from serinus.sched import ChunkReady, Outcome, SchedSettings, Scheduler
 from serinus.testing.builders import Answer, make_request
@@ -17,8 +24,20 @@ from serinus.testing.fake_runner import FakeRunner
 __all__ = ["TinyEngine"]
 
 
+class _MoverInLine(FakeMover):
+    """Copies stand in one line with the plans: those before them run first."""
+
+    def __init__(self, catch_up: Callable[[], None], **mover: Any) -> None:
+        super().__init__(**mover)
+        self._catch_up = catch_up
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        self._catch_up()
+        super().submit(moves)
+
+
 class TinyEngine:
-    """Steps when told; collects answers by request id, and chunks."""
+    """Steps when told; collects answers by request id, and chunks. `depth` (a setting) plans may be under way."""
 
     def __init__(
         self,
@@ -46,6 +65,9 @@ class TinyEngine:
             page_size=page_size, context_length=context_length, rows=running + 1, vocab_size=vocab_size, **settings
         )
         self.clock = ManualClock()
+        self._line: deque[StepPlan] = deque()
+        self._under_way: deque[StepPlan] = deque()
+        self._results: deque[StepResult] = deque()
         self.runner = FakeRunner(
             rows=running + 1, context=context_length, page_size=page_size, page_count=page_count, vocab_size=vocab_size,
             swa_page_count=swa_page_count, window=window,
@@ -55,7 +77,9 @@ class TinyEngine:
         if host_pages:
             counts = {Part.FULL: host_pages, Part.SWA: host_swa_pages}
             host = {part: counts[part] for part in self.runner.content}
-            self.mover = FakeMover(page_size=page_size, device=self.runner.content, host_pages=host, auto=auto)
+            self.mover = _MoverInLine(
+                self.catch_up, page_size=page_size, device=self.runner.content, host_pages=host, auto=auto
+            )
             self.runner.gate = self.mover.gate
             if stored is not None:
                 self.storage = FakeStorage(stored, host=self.mover.host, use=self.mover.use, auto=auto)
@@ -84,17 +108,38 @@ class TinyEngine:
             self.answers.setdefault(delta.rid, Answer()).take(delta)
 
     def step(self) -> Outcome | None:
-        """Plan, run, commit, file; None where there was nothing to run."""
+        """Plan what may be planned, commit the oldest plan; None where there was nothing to run."""
+        while self.scheduler.under_way < self.settings.depth and self.plan() is not None:
+            pass
+        return self.commit() if self.scheduler.under_way else None
+
+    def plan(self) -> StepPlan | None:
+        """The next plan goes into the line; None where nothing can run."""
         plan = self.scheduler.plan(self.clock.now())
-        if plan is None:
-            return None
-        result = self.runner.run(plan)
+        if plan is not None:
+            self._line.append(plan)
+            self._under_way.append(plan)
+        return plan
+
+    def catch_up(self, count: int | None = None) -> None:
+        """Run the plans that are in the line: the first `count` of them, or all."""
+        for _ in range(len(self._line) if count is None else min(count, len(self._line))):
+            self._results.append(self.runner.run(self._line.popleft()))
+
+    def commit(self) -> Outcome:
+        """Run the oldest plan under way, unless it has, and commit it."""
+        if not self._results:
+            self.catch_up(1)
         self.clock.advance(0.01)
-        outcome = self.scheduler.commit(plan, result, self.clock.now())
+        outcome = self.scheduler.commit(self._under_way.popleft(), self._results.popleft(), self.clock.now())
         for delta in outcome.deltas:
             self.take(delta)
         self.chunks.extend(outcome.chunks)
         return outcome
+
+    def works_for(self, rid: str) -> bool:
+        """Whether a plan under way has work of this request."""
+        return any(work.rid == rid for plan in self._under_way for work in plan.work)
 
     def run(self, steps_max: int = 10_000) -> int:
         """Step until nothing can run, and every copy has ended that ends by itself; how many steps that took."""

@@ -1,12 +1,15 @@
 """Hypothesis drives two schedulers over tiny pools: arrivals, aborts in every state, retractions, handoffs that fail;
 with one part or two, with and without a host tier and a storage, whose copies end in any order, well or badly.
 
+Up to three plans are under way, run as late as it likes and are committed in order; requests are aborted between.
+
 Oracles: the fake model's own answers (a wrong row or an early free is a wrong token), every invariant after every rule,
 and ledgers that drain to empty.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,9 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serinus.core.errors import PromptTooLong
+from serinus.parallel import QUEUES
+from serinus.sched import Scheduler
 from serinus.testing.builders import make_request
 from serinus.testing.fake_mover import FakeMover, FakeStorage
 from serinus.testing.handoff_pair import Handoff, HandoffPair
+from serinus.testing.tiny_engine import TinyEngine
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +63,7 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
         eviction=st.sampled_from(["lru", "lfu", "fifo", "priority"]),
         auto=st.booleans(),
+        depth=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -75,6 +82,7 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         write_policy: str,
         eviction: str,
         auto: bool,
+        depth: int,
     ) -> None:
         self.serial = 0
         swa = 0 if window is None else 3 + -(-window // page_size) + swa_spare
@@ -84,8 +92,9 @@ class SchedulersUnderFire(RuleBasedStateMachine):
             enable_prefix=prefix, max_running_requests=running, chunked_prefill_size=chunk, schedule_policy=policy,
             growth_tokens=growth, min_remote_tokens=min_remote, window=window, swa_page_count=swa,
             host_pages=host, host_swa_pages=host if window else 0, write_policy=write_policy, policy=eviction,
-            auto=auto, **stored,
+            auto=auto, depth=depth, journal=True, **stored,
         )  # fmt: skip
+        self.queues: dict[str, dict[str, str]] = {"decode": {}, "prefill": {}}
 
     @rule(
         shared=st.sampled_from(SHARED),
@@ -182,15 +191,33 @@ class SchedulersUnderFire(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.pair.abort(data.draw(st.sampled_from(sorted(self.pair.requests))))
 
-    @rule()
-    def abort_in_the_middle_of_a_step(self) -> None:
+    def _engine(self, name: str) -> TinyEngine:
+        return self.pair.decode if name == "decode" else self.pair.prefill
+
+    @rule(name=st.sampled_from(["decode", "prefill"]), count=st.integers(1, 3))
+    def plans_are_made(self, name: str, count: int) -> None:
+        engine = self._engine(name)
+        for _ in range(min(count, engine.settings.depth - engine.scheduler.under_way)):
+            engine.plan()
+
+    @rule(name=st.sampled_from(["decode", "prefill"]), count=st.integers(1, 2))
+    def plans_run(self, name: str, count: int) -> None:
+        self._engine(name).catch_up(count)
+
+    @rule(name=st.sampled_from(["decode", "prefill"]))
+    def a_plan_is_committed(self, name: str) -> None:
+        engine = self._engine(name)
+        if engine.scheduler.under_way:
+            self.pair.commit(engine)
+
+    @rule(data=st.data())
+    def abort_in_the_middle_of_a_step(self, data: st.DataObject) -> None:
         engine = self.pair.decode
-        plan = engine.scheduler.plan(engine.clock.now())
-        if plan is None:
-            return
-        self.pair.abort(plan.work[-1].rid)
-        for delta in engine.scheduler.commit(plan, engine.runner.run(plan), engine.clock.now()).deltas:
-            engine.take(delta)
+        if not engine.scheduler.under_way:
+            engine.plan()
+        under_way = [rid for rid in sorted(self.pair.requests) if engine.works_for(rid)]
+        if under_way:
+            self.pair.abort(data.draw(st.sampled_from(under_way)))
 
     def _copies(self) -> list[tuple[FakeMover, int]]:
         movers = [engine.mover for engine in (self.pair.decode, self.pair.prefill) if engine.mover is not None]
@@ -224,6 +251,21 @@ class SchedulersUnderFire(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         if hasattr(self, "pair"):
             self.pair.check()
+            for name, queues in self.queues.items():
+                self._follow(self._engine(name).scheduler, queues)
+
+    def _follow(self, scheduler: Scheduler, queues: dict[str, str]) -> None:
+        """What the journal tells is what there is."""
+        for rid, queue in scheduler.take_moves():
+            assert queues.get(rid, "") != queue, f"{rid} moved from {queue!r} to where it is"
+            queues[rid] = queue
+            if not queue:
+                del queues[rid]
+        counts, stats = Counter(queues.values()), scheduler.stats()
+        assert {gauge: counts[queue] for queue, gauge in QUEUES.items() if queue != "bootstrap"} == {
+            gauge: getattr(stats, gauge) for queue, gauge in QUEUES.items() if queue != "bootstrap"
+        }
+        assert all(rid in scheduler for rid in queues)
 
     def teardown(self) -> None:
         if hasattr(self, "pair"):
