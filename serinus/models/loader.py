@@ -17,6 +17,8 @@ from serinus.models.hooks import ForwardHook
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
 from serinus.models.toy import ToyModel
 from serinus.models.weights import RandomSource, SafetensorsSource, WeightSource
+from serinus.parallel import Shard
+from serinus.parallel.comm import Comm
 
 __all__ = ["Model", "choose_dtype", "load_model"]
 
@@ -24,12 +26,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Model(Protocol):
-    """What the runner asks of a model."""
+    """What the runner asks of a model, or of one rank's share of it."""
 
     spec: ModelSpec
-    """What it is."""
+    """What this rank runs (ModelSpec.on)."""
     dtype: torch.dtype
     """Element type of its KV."""
+
+    def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what goes from stage to stage for so many tokens."""
+        ...
 
     def forward(
         self,
@@ -37,13 +43,15 @@ class Model(Protocol):
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
         tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
+        inflow: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the step's KV (kv[i] is layer i's, whatever its part; tables by part, req_to_token); hidden
-        states [W, E] of the wanted rows (all T where batch.wanted_W is None)."""
+        """Write the step's KV (kv[i] is that of layer i of this rank, whatever its part; tables by part,
+        req_to_token). `inflow`: what the stage before returned. Returns what the next stage takes; on the last one
+        hidden states [W, E] of the wanted rows (all T where batch.wanted_W is None)."""
         ...
 
-    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """[B, V], fp32 or bf16."""
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """[B, V], fp32 or bf16, on slice 0 of the last stage; None on its other slices, which call it as well."""
         ...
 
 
@@ -71,6 +79,8 @@ def load_model(
     seed: int = 0,
     positions: int | None = None,
     device: str = "cpu",
+    shard: Shard | None = None,
+    comm: Comm | None = None,
 ) -> Model:
     """Load a checkpoint's weights (or make them from a seed) and pack them for the kernels.
 
@@ -82,18 +92,21 @@ def load_model(
         load_format: `auto` or `safetensors` read *.safetensors; `dummy` makes random weights from `seed`.
         positions: longest sequence that will run; None = spec.context_length.
         device: where the weights go; that of `kernels`.
+        shard: what this rank holds, from `spec.shards(mesh)`; None = everything. Nothing else is read of the files.
+        comm: to the other ranks of the mesh.
     Raises:
         ConfigError: missing or truncated files, missing, misshapen or unexpected tensors, pickle only.
-    Cost: reads the weights once; resident afterwards: packed weights and what is touched of the mapped embedding.
+    Cost: reads the weights of this rank once; resident afterwards: packed weights and what is touched of the mapped
+    embedding.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"models: load_format {load_format!r}, expected auto, safetensors or dummy")
     if spec.architecture == TOY_ARCHITECTURE:
-        return ToyModel(spec, dtype)
+        return ToyModel(spec, dtype, shard=shard, comm=comm)
     dummy = load_format == "dummy"
     source: WeightSource
     if dummy:
         source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
     else:
         source = SafetensorsSource(Path(path), dtype, device)
-    return Decoder(spec, source, dtype, kernels, positions)
+    return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)

@@ -7,8 +7,8 @@ Knows nothing of weights but their fingerprint, and nothing of devices; what an 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields, read_json
 from serinus.models.families import FAMILIES, RopeSpec, family_fields, toy_fields
+from serinus.parallel import Mesh, Shard, shards_of
 
 __all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "load_spec"]
 
@@ -107,6 +108,35 @@ class ModelSpec:
     def layers_of(self, part: Part) -> tuple[int, ...]:
         """Indices of the layers of a part, ascending; none of FULL where all slide."""
         return tuple(i for i, own in enumerate(self.layer_parts) if own is part)
+
+    def shards(self, mesh: Mesh, partition: Sequence[int] = ()) -> tuple[Shard, ...]:
+        """What each rank of a mesh holds, by rank; `partition`: layers of each stage, () = even.
+
+        Raises ConfigError, with the reason, where the model does not fit the mesh.
+        """
+        return shards_of(
+            mesh,
+            layer_count=self.layer_count,
+            head_count=self.head_count,
+            kv_head_count=self.kv_head_count,
+            mlp_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            partition=partition,
+        )
+
+    def on(self, shard: Shard) -> ModelSpec:
+        """What one rank runs: its layers, heads and MLP columns; vocabulary, window and signature are the whole's.
+
+        A stage may have no layer of a part: the part stays, its pool has no bytes there.
+        """
+        return replace(
+            self,
+            layer_count=len(shard.layers),
+            layer_parts=self.layer_parts[shard.layers.start : shard.layers.stop],
+            head_count=len(shard.heads),
+            kv_head_count=len(shard.kv_heads),
+            intermediate_size=len(shard.mlp),
+        )
 
 
 def load_spec(

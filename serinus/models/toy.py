@@ -10,6 +10,10 @@ The next chunk continues from the c it reads there. What it reads: each row of 6
 (keyed by position, layer and lane) and the words of all rows up to p are added, in a sliding layer those of the last
 `window` positions; their mix chooses the token.
 
+One rank of several has some words of each row, of the layers of its stage: numbers of words and lanes are those of the
+whole, so that every mesh writes the same words and gives the same tokens. The sums of words within a row are added over
+the ranks of a stage, all lanes at once; between stages go the chain words and the sums.
+
 Shapes: T = tokens, B = sequences, C = tokens of all sequences together that one part reads, S = slots,
 J = 64-bit words of a row.
 """
@@ -26,6 +30,8 @@ from serinus.core.parts import Part
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
+from serinus.parallel import Mesh, Shard
+from serinus.parallel.comm import Comm, SoloComm
 
 __all__ = ["ToyModel"]
 
@@ -74,14 +80,24 @@ class _Reach:
 class ToyModel:
     """The toy: any vocabulary, page size, layer and head count; deterministic to the bit on every machine."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, *, shard: Shard | None = None, comm: Comm | None = None
+    ) -> None:
         """Raises ConfigError where a KV row is no whole number of 64-bit words."""
-        row_bytes = spec.kv_head_count * spec.head_size * dtype.itemsize
+        self.shard = shard or spec.shards(Mesh())[0]
+        self.spec = spec.on(self.shard)
+        row_bytes = self.spec.kv_head_count * spec.head_size * dtype.itemsize
         if row_bytes % 8:
             raise ConfigError(f"models: a toy KV row of {row_bytes} bytes, expected a multiple of 8")
-        self.spec = spec
         self.dtype = dtype
-        self._words = row_bytes // 8
+        self._comm = comm or SoloComm()
+        words = row_bytes // 8
+        self._words = range(self.shard.tp_rank * words, (self.shard.tp_rank + 1) * words)
+        self._row_words = words * self.shard.tp
+
+    def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what goes from stage to stage: chain word and sum of each token."""
+        return (token_count, 2), torch.int64
 
     def forward(
         self,
@@ -89,31 +105,41 @@ class ToyModel:
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
         tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
+        inflow: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's KV, read back everything each token may see, layer by layer.
 
-        Returns: int64 [W or T, 1], the hash that chooses the token after each row.
+        Returns: int64 [W or T, 1], the hash that chooses the token after each row; before the last stage [T, 2].
         Cost: reads the KV of all sequences once, in sliding layers that of their windows.
         """
         hook.before(batch)
         parts = self.spec.layer_parts
         reaches = {part: self._reach(batch, tables[part], part) for part in set(parts)}
-        sums_T = torch.zeros_like(batch.tokens_T)
-        chain_T = sums_T
+        chain_T = sums_T = torch.zeros_like(batch.tokens_T)
+        if inflow is not None:
+            chain_T, sums_T = inflow.unbind(1)
+        read: list[torch.Tensor] = []
         for layer, pair in enumerate(kv):
             hook.before_layer(layer)
             part = parts[layer]
             rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
-            if layer == 0:
+            if layer == 0 and inflow is None:
                 chain_T = self._continue(batch, rows_2SJ[0], tables[part])
-            for lane, rows_SJ in enumerate(rows_2SJ, start=2 * layer):
+            for lane, rows_SJ in enumerate(rows_2SJ, start=2 * (self.shard.layers.start + layer)):
                 self._write(batch.slots_of(part), rows_SJ, chain_T, lane)
-                sums_T = sums_T + self._read(reaches[part], rows_SJ, lane)
+                read.append(self._read(reaches[part], rows_SJ))
         hook.after(batch)
+        for lane, row_C in enumerate(self._total(read), start=2 * self.shard.layers.start):
+            sums_T = sums_T + self._sum(reaches[parts[lane // 2 - self.shard.layers.start]], row_C, lane)
+        if not self.shard.is_last:
+            return torch.stack((chain_T, sums_T), dim=1)
         return (sums_T if batch.wanted_W is None else sums_T.index_select(0, batch.wanted_W))[:, None]
 
-    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """fp32 [B, V]: the hash's token stands out by 8, the others are spread over [0, 4); reserved ids stay at 0."""
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """fp32 [B, V]: the hash's token stands out by 8, the others are spread over [0, 4); reserved ids stay at 0.
+        None but on slice 0 of a stage."""
+        if self.shard.tp_rank:
+            return None
         out_B1 = _mix(hidden_BE)
         spec = self.spec
         ids_V = torch.arange(spec.vocab_size, device=hidden_BE.device)
@@ -147,23 +173,35 @@ class ToyModel:
         counts_B = batch.attention.q_starts_B1.diff()
         first_B = batch.attention.context_B - counts_B
         before_B = table_RC[batch.attention.rows_B, (first_B - 1).clamp_min(0)].long()
-        carried_B = torch.where(first_B > 0, rows_SJ[before_B, 0], 0)
+        carried_B = self._comm.broadcast(torch.where(first_B > 0, rows_SJ[before_B, 0], 0))  # slice 0 has word 0
         links_T = _mix(batch.tokens_T * _A + batch.positions_T + 1)
         sums_T = links_T.cumsum(0)
         base_B = sums_T[starts_B] - links_T[starts_B] - carried_B
         return sums_T - base_B.repeat_interleave(counts_B)
 
     def _write(self, slots_T: torch.Tensor, rows_SJ: torch.Tensor, chain_T: torch.Tensor, lane: int) -> None:
-        words_J = torch.arange(self._words, device=chain_T.device)
-        values_TJ = _mix(chain_T[:, None] + (lane * self._words + words_J + 1) * _B)
-        if lane == 0:
+        words_J = self._words_J(chain_T.device)
+        values_TJ = _mix(chain_T[:, None] + (lane * self._row_words + words_J + 1) * _B)
+        if lane == 0 and self.shard.tp_rank == 0:
             values_TJ[:, 0] = chain_T
         rows_SJ[slots_T] = values_TJ
 
-    def _read(self, reach: _Reach, rows_SJ: torch.Tensor, lane: int) -> torch.Tensor:
+    def _read(self, reach: _Reach, rows_SJ: torch.Tensor) -> torch.Tensor:
+        """What this rank makes of each row of one lane, [C]."""
+        return _mix(rows_SJ[reach.slots_C] + (self._words_J(rows_SJ.device) + 1) * _B).sum(1)
+
+    def _total(self, read: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The same of all ranks of the stage."""
+        if self.shard.tp == 1:
+            return read
+        return torch.split_with_sizes(self._comm.all_reduce(torch.cat(read)), [len(row_C) for row_C in read])
+
+    def _sum(self, reach: _Reach, row_C: torch.Tensor, lane: int) -> torch.Tensor:
         """What each token makes of one lane of its positions, [T]."""
-        words_J = torch.arange(self._words, device=rows_SJ.device)
-        row_C = _mix(rows_SJ[reach.slots_C] + (words_J + 1) * _B).sum(1)
         sums_C = _mix(row_C + reach.position_C * _A + _wrap(lane * _C)).cumsum(0)
         before_T = torch.where(reach.before_T < 0, 0, sums_C[reach.before_T.clamp_min(0)])
         return sums_C[reach.last_T] - before_T
+
+    def _words_J(self, device: torch.device) -> torch.Tensor:
+        """Numbers of this rank's words within a row."""
+        return torch.arange(self._words.start, self._words.stop, device=device)

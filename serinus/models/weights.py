@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,11 +27,17 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 class WeightSource(Protocol):
     """Hands out named tensors, each once."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name` in the source's dtype; raises ConfigError where it is missing or of another shape."""
+    device: str
+    """Where they are put."""
+
+    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
+        """The tensor `name` in the source's dtype, or a span of its rows (dim 0) or columns (dim 1), contiguous.
+
+        `shape` is that of the whole; raises ConfigError where the tensor is missing or of another shape.
+        """
         ...
 
-    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+    def finish(self, ignore: Collection[str] = ()) -> None:
         """All tensors were taken; raises ConfigError where the source has more, besides those to ignore."""
         ...
 
@@ -42,13 +48,16 @@ class SafetensorsSource:
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
         """Read the index or the headers. Raises ConfigError for missing, truncated or foreign files."""
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._folder = folder
         self._file_of = _shard_names(folder)
         self._left = set(self._file_of)
+        self.bytes_taken = 0
+        """Of the files, that were handed out."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A view of the mapped file where the dtype agrees, else a converted copy."""
+    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
+        """A view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing else of
+        the tensor is read."""
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(
@@ -56,24 +65,27 @@ class SafetensorsSource:
             )
         try:
             with safe_open(self._folder / file, framework="pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name)
+                stored = opened.get_slice(name)
+                found = tuple(stored.get_shape())
+                if found != shape:
+                    raise ConfigError(
+                        f"models: tensor {name!r} has shape {list(found)}, expected {list(shape)} from config.json"
+                    )
+                tensor: torch.Tensor = opened.get_tensor(name) if span is None else stored[_index(span, dim)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"models: {self._folder / file} cannot be read for tensor {name!r} ({error}), "
                 "expected a complete safetensors file"
             ) from None
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(
-                f"models: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)} from config.json"
-            )
         if tensor.dtype not in _FLOATS:
             raise ConfigError(
                 f"models: tensor {name!r} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
             )
         self._left.discard(name)
-        return tensor.to(self._device, self.dtype)
+        self.bytes_taken += tensor.nbytes
+        return tensor.to(self.device, self.dtype).contiguous()
 
-    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+    def finish(self, ignore: Collection[str] = ()) -> None:
         """Refuse tensors that nobody asked for: ignoring a bias, say, would be a silently wrong model."""
         odd = sorted(n for n in self._left if n not in ignore and not n.endswith(_IGNORED_SUFFIX))
         if odd:
@@ -88,22 +100,29 @@ class RandomSource:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu", *, norm_weight: float = 1.0) -> None:
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._seed = seed
         self._norm_weight = norm_weight
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Norm weights are `norm_weight`, biases 0, all others normal with deviation 0.02."""
+    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
+        """Norm weights are `norm_weight`, biases 0, all others normal with deviation 0.02. A span is that of the whole,
+        which is made first: ranks of any mesh have the same model."""
+        if span is not None:
+            return self.take(name, shape).narrow(dim, span.start, len(span)).clone()
         if name.endswith("norm.weight"):
-            return torch.full(shape, self._norm_weight, dtype=self.dtype, device=self._device)
+            return torch.full(shape, self._norm_weight, dtype=self.dtype, device=self.device)
         if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=self.dtype, device=self._device)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
         chance = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        return torch.empty(shape, dtype=self.dtype).normal_(0.0, 0.02, generator=chance).to(self._device)
+        return torch.empty(shape, dtype=self.dtype).normal_(0.0, 0.02, generator=chance).to(self.device)
 
-    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+    def finish(self, ignore: Collection[str] = ()) -> None:
         """A seed has no tensors left over."""
+
+
+def _index(span: range, dim: int) -> tuple[slice, ...]:
+    return (slice(None),) * dim + (slice(span.start, span.stop),)
 
 
 def _shard_names(folder: Path) -> Mapping[str, str]:

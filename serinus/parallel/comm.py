@@ -391,7 +391,7 @@ class TorchComm:
             if backend == "Gloo":
                 address = host or _host_and_port(self._meeting.address)[0]
                 options._devices = [kind.create_device(hostname=address)]
-            else:
+            elif torch.device(self._device).index is not None:
                 torch.cuda.set_device(self._device)
             group = kind(_torch.PrefixStore(name, self._meeting.store), index, size, options)
         except RuntimeError as error:

@@ -17,6 +17,7 @@ from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult, TableWri
 from serinus.core.request import TokenLogprobs
 from serinus.kernels import AttentionBatch, Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook
+from serinus.parallel.comm import Comm, SoloComm
 from serinus.pool import DevicePool, RequestTable
 from serinus.runner.sampler import Sampled, Sampler, token_logprobs
 from serinus.runner.token_oracle import OracleSampler
@@ -38,8 +39,10 @@ class Runner:
         *,
         hook: ForwardHook | None = None,
         token_oracle: bool = False,
+        comm: Comm | None = None,
     ) -> None:
         """A pool and a table for each of model.spec.parts. `token_oracle`: tokens come from no logits (OracleSampler).
+        `comm`: to the other ranks of the mesh that the model is cut for; None = there are none.
 
         Raises InvariantError where the parts, or a pool's layers or dtype, are not the model's.
         """
@@ -56,6 +59,10 @@ class Runner:
                     f"expected {layers} layers, {model.dtype}"
                 )
         layers_left = {part: iter(pool.layers) for part, pool in pools.items()}
+        self._comm: Comm = comm or SoloComm()
+        mesh, rank = self._comm.mesh, self._comm.rank
+        self._takes, self._sends = mesh.pp_rank(rank) > 0, mesh.pp_rank(rank) < mesh.pp - 1
+        self._answers = rank == mesh.result_rank
         self._model = model
         self._kv = tuple(next(layers_left[part]) for part in model.spec.layer_parts)
         self._tables = dict(tables)
@@ -65,24 +72,34 @@ class Runner:
         self._sampler: Sampler | OracleSampler = OracleSampler() if token_oracle else Sampler(kernels)
         self._hook: ForwardHook = hook or NullHook()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult | None:
         """Write the table, compute the KV of all tokens of the plan, choose the tokens it asks for.
 
-        Returns: results in the order of plan.work.
-        Cost: one forward pass; one host wait, for the chosen tokens.
+        Returns: results in the order of plan.work, on the rank that samples (mesh.result_rank); None on the others.
+        Raises PeerGone where another rank does not do its part.
+        Cost: one forward pass; one host wait, for the chosen tokens. A stage waits for the one before it, and hands on
+        to the next without waiting.
         """
         with torch.inference_mode():
             self._write_tables(plan.table_writes)
-            work = plan.work
-            if not work:
-                return StepResult(step=plan.step)
-            batch, ends = self._batch(work)
+            seqs = self._compute(plan.work) if plan.work else ()
+        return StepResult(step=plan.step, seqs=seqs) if self._answers else None
+
+    def _compute(self, work: Sequence[SeqWork]) -> tuple[SeqResult, ...]:
+        batch, ends = self._batch(work)
+        if self._takes:
+            inflow = self._comm.recv(*self._model.activation(len(batch.tokens_T)))
+            hidden_WE = self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
+        else:
             hidden_WE = self._model.forward(batch, self._kv, self._rows, self._hook)
-            sampling = [i for i, w in enumerate(work) if w.sample is not None]
-            sampled = self._sample(work, sampling, hidden_WE, ends, whole=batch.wanted_W is None)
-            prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in enumerate(work) if _asks(w)}
-        found = dict(zip(sampling, sampled, strict=True))
-        return StepResult(step=plan.step, seqs=tuple(_result(i, found, prompts) for i in range(len(work))))
+        if self._sends:
+            self._comm.send(hidden_WE)
+            return ()
+        sampling = [i for i, w in enumerate(work) if w.sample is not None]
+        sampled = self._sample(work, sampling, hidden_WE, ends, whole=batch.wanted_W is None)
+        prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in enumerate(work) if _asks(w)}
+        found = dict(zip(sampling, sampled, strict=False))  # slices that do not sample found nothing
+        return tuple(_result(i, found, prompts) for i in range(len(work)))
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
         for part, table in self._tables.items():
@@ -154,7 +171,9 @@ class Runner:
         sampled: list[Sampled] = []
         for at in range(0, len(specs), _LOGIT_ROWS_MAX):
             rows = slice(at, at + _LOGIT_ROWS_MAX)
-            sampled += self._sampler.sample(self._model.logits(hidden_WE[rows]), specs[rows])
+            logits_BV = self._model.logits(hidden_WE[rows])
+            if logits_BV is not None:
+                sampled += self._sampler.sample(logits_BV, specs[rows])
         return sampled
 
     def _prompt_logprobs(self, work: SeqWork, hidden_TE: torch.Tensor, end: int) -> tuple[TokenLogprobs, ...]:
@@ -165,7 +184,8 @@ class Runner:
         for at in range(0, len(next_ids), _LOGIT_ROWS_MAX):
             ids = next_ids[at : at + _LOGIT_ROWS_MAX].tolist()
             logits_RV = self._model.logits(hidden_TE[begin + at : begin + at + len(ids)])
-            found += token_logprobs(logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
+            if logits_RV is not None:
+                found += token_logprobs(logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
         return tuple(found)
 
 

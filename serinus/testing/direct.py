@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from serinus.canary import Canary, Violation
+from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, TableWrite
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import Kernels
@@ -48,6 +50,14 @@ class DirectSeq:
     """Tokens chosen so far."""
     results: list[SeqResult] = field(default_factory=list)
     """What the runner found, chunk by chunk and token by token."""
+
+
+class Runs(Protocol):
+    """What a runner is to a DirectEngine."""
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """Do the step."""
+        ...
 
 
 class DirectEngine:
@@ -94,7 +104,7 @@ class DirectEngine:
         """What the canary found, in order."""
         hooks = [] if hook is None else [hook]
         hooks += [] if self.canary is None else [self.canary.hook]
-        self.runner = Runner(
+        self.runner: Runs = Runner(
             model, self.pools, self.tables, kernels, hook=compose_hooks(hooks), token_oracle=token_oracle
         )
         rng = Rng(seed)
@@ -132,6 +142,8 @@ class DirectEngine:
         if self.canary is not None:
             self.canary.begin(plan)
         result = self.runner.run(plan)
+        if result is None:
+            raise InvariantError("testing: a runner that does not sample, expected the one that does")
         if self.canary is not None:
             result = self.canary.returned(result)
             self.violations += self.canary.end()
