@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel.mesh import Mesh
 
@@ -33,6 +34,7 @@ _TAG: Final = 0
 """Of activations; a stage has one line to the next."""
 _KNOCK_S: Final = 1.0
 _RETRY_S: Final = 0.1
+_LOOK_S: Final = 0.01
 _GROUPS: dict[str, Any] = {
     name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
 }
@@ -43,6 +45,8 @@ class Comm(Protocol):
 
     mesh: Mesh
     rank: int
+    waited_s: float
+    """Seconds its caller has spent waiting for other ranks; on a GPU, where the stream waits, next to none."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the stage, in place; the same bits on each. Returns x, contiguous."""
@@ -80,6 +84,7 @@ class SoloComm:
     def __init__(self) -> None:
         self.mesh = Mesh()
         self.rank = 0
+        self.waited_s = 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x."""
@@ -153,6 +158,8 @@ class ThreadComm:
     ) -> None:
         self.mesh = mesh
         self.rank = rank
+        self.waited_s = 0.0
+        self._clock = WallClock()
         self._index = mesh.tp_rank(rank)
         self._stage, self._all = tables
         self._lines = lines
@@ -188,8 +195,10 @@ class ThreadComm:
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See Comm. Raises ValueError where something else comes."""
+        began = self._clock.now()
         try:
             x = self._lines[self.rank].get(timeout=self._timeout_s)
+            self.waited_s += self._clock.now() - began
         except Empty:
             raise PeerGone(f"parallel: nothing came for {self.mesh.name(self.rank)} in {self._timeout_s:g} s") from None
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
@@ -210,7 +219,10 @@ class ThreadComm:
         self._all.close()
 
     def _meet(self, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        return self._stage.exchange(self._index, x, read, self._timeout_s)
+        began = self._clock.now()
+        found = self._stage.exchange(self._index, x, read, self._timeout_s)
+        self.waited_s += self._clock.now() - began
+        return found
 
 
 class Meeting:
@@ -275,7 +287,16 @@ class TorchComm:
     """Ranks as processes. The groups are this object's own: torch's global default group is not touched."""
 
     def __init__(
-        self, meeting: Meeting, mesh: Mesh, rank: int, *, device: str = "cpu", host: str = "", timeout_s: float = 60.0
+        self,
+        meeting: Meeting,
+        mesh: Mesh,
+        rank: int,
+        *,
+        device: str = "cpu",
+        host: str = "",
+        timeout_s: float = 60.0,
+        check: Callable[[], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Wait for all ranks, then connect to those of the own stage and of the own slice.
 
@@ -284,12 +305,17 @@ class TorchComm:
             device: `cpu` (gloo) or this rank's own `cuda:i` (NCCL).
             host: gloo: our address as the other ranks reach it; empty = that of the meeting's host.
             timeout_s: longest wait, for ranks to come now and for any tensor later.
+            check: called again and again while ranks are waited for here or in `smallest`; raises where one is lost.
+            clock: what `waited_s` counts by; None = the machine's.
         Raises:
             PeerGone: ranks that did not come in time, each named.
             ConfigError: torch has no backend for the device, or `host` is none of our addresses.
         """
         self.mesh = mesh
         self.rank = rank
+        self.waited_s = 0.0
+        self._clock = clock or WallClock()
+        self._check = check
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._device = device
@@ -360,18 +386,18 @@ class TorchComm:
     def _fence(self, key: str, values: Sequence[int] = ()) -> list[list[int]]:
         """What every rank says, by rank."""
         store, keys = self._meeting.store, [f"{key}/{rank}" for rank in range(self.mesh.size)]
+        until = self._clock.now() + self._timeout_s
         try:
             store.set(keys[self.rank], json.dumps(list(values)))
-            store.wait(keys, timedelta(seconds=self._timeout_s))
-            return [json.loads(store.get(each)) for each in keys]
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-        try:
+            while not store.check(keys) and self._clock.now() < until:
+                if self._check is not None:
+                    self._check()
+                Event().wait(_LOOK_S)
             missing = [self.mesh.name(rank) for rank, each in enumerate(keys) if not store.check([each])]
-        except RuntimeError:
-            missing = []
-        if not missing:
-            raise PeerGone(f"parallel: {self.mesh.name(self.rank)} lost {self._meeting.address}: {reason}")
+            if not missing:
+                return [json.loads(store.get(each)) for each in keys]
+        except RuntimeError as error:
+            raise self._gone(error) from None
         raise PeerGone(
             f"parallel: {', '.join(missing)} did not come to {self._meeting.address} within {self._timeout_s:g} s,"
             f" expected all {self.mesh.size} ranks"
@@ -403,10 +429,12 @@ class TorchComm:
         return group
 
     def _wait(self, start: Callable[[], Any]) -> None:
+        began = self._clock.now()
         try:
             start().wait()
         except RuntimeError as error:
             raise self._gone(error) from None
+        self.waited_s += self._clock.now() - began
 
     def _done(self, work: Any) -> None:
         """What was sent is out; says so if it is not."""
