@@ -15,21 +15,20 @@ import torch
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
-from serinus.core.errors import InvariantError
+from serinus.core.errors import InvariantError, PeerGone
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.engine.core import EngineCore
 from serinus.engine.executor import Executor, LocalExecutor
-from serinus.engine.followers import Followers
+from serinus.engine.followers import Followers, mesh_of
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.rank_build import (
     RankParts,
     build_rank,
     choose_device,
     context_of,
-    mesh_of,
     overrides_of,
     rows_of,
 )
@@ -48,6 +47,8 @@ __all__ = ["Built", "KvSizes", "build_core", "kv_sizes"]
 _HELLO_S = 60.0
 """Seconds that followers may take to say hello on the control line, once they are known to be there."""
 _LOOK_S = 0.05
+_VERDICT_S = 3.0
+"""Seconds that the watchdog gets to say why a rank's line broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +121,18 @@ def build_core(config: ServeConfig, clock: Clock, followers: Followers | None = 
     followers = Followers(config, clock) if followers is None else followers
     try:
         group = RankGroup(followers.control_bind, mesh=mesh, clock=clock, token=followers.token)
-        group.why = followers.why
+        group.why = lambda: followers.why(_VERDICT_S)
         followers.start(control=group.address)
         parts = build_rank(config, mesh, 0, followers.join(), clock)
         group.gather(followers.check, _HELLO_S)
-        executor = RankExecutor(group, make_body(parts, clock), mesh, clock)
+        executor = RankExecutor(group, make_body(parts, clock), mesh, clock, ends=(followers.close,))
         return _lead(parts, executor, executor, followers, clock)
-    except BaseException:
-        followers.close()
+    except PeerGone as error:
+        reason = followers.explained(error)
+        followers.fail(reason)
+        raise reason from error
+    except BaseException as error:
+        followers.fail(error)
         raise
 
 

@@ -29,6 +29,7 @@ _SANITY_NODES = 16
 _QUIET_S = 5.0
 """Seconds that copies and storage operations get to end before the engine goes."""
 _PAUSE_S = 0.001
+_LOOK_S = 0.05
 _log = get_logger("engine")
 
 
@@ -124,10 +125,16 @@ class EngineCore:
         outside or on the executor's channels."""
         return _PAUSE_S if self.scheduler.in_flight else None
 
-    @property
-    def under_way(self) -> int:
-        """Plans that were begun and are not committed."""
-        return len(self._open)
+    def waited(self) -> bool:
+        """Wait a moment for what a caller without other work waits for: other ranks, or the storage. False = nothing
+        will come by itself."""
+        if self._open:
+            self.executor.pump(_LOOK_S)
+        elif self.scheduler.in_flight:
+            pause(_PAUSE_S)
+        else:
+            return False
+        return True
 
     def _convict(self, verdicts: Sequence[Verdict]) -> list[TokenDelta]:
         """End these requests before anything that came of their KV leaves; their last deltas."""

@@ -17,7 +17,6 @@ from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import build_core
 from serinus.engine.progress import Progress
-from serinus.engine.tiers import pause
 from serinus.front import OutputProcessor, Tokenizer, load_tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -211,9 +210,8 @@ class LLM:
             try:
                 while owners:
                     outcome = self._core.step()
-                    if outcome is None and (wait_s := self._core.wait_s) is not None:
-                        pause(wait_s)  # somebody waits for the storage
-                        continue
+                    if outcome is None and self._core.waited():
+                        continue  # for other ranks, or for the storage
                     if outcome is None:
                         raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
                     for delta in outcome.deltas:

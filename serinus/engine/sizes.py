@@ -25,7 +25,8 @@ def part_specs(
     """The pool of each part: as many pages as asked for, or as memory allows and the largest batch could use.
 
     FULL counts tokens of sequences (where all layers slide its pages have no bytes); SWA gets `swa_full_tokens_ratio`
-    of them, and never less than one window. `taken`: bytes of the device that are spoken for.
+    of them, and never less than one window. Ranks of one machine share its memory, where it is one for all: `spec` is
+    that of a rank. `taken`: bytes of the device that are spoken for.
     Raises ConfigError: more than there is, or not one page.
     """
     sizes = {
@@ -41,7 +42,8 @@ def part_specs(
         )
         for part in spec.parts
     }
-    have = max(available_bytes(device) - taken, 0)
+    ranks = len(config.parallel.local_ranks) if device == "cpu" else 1
+    have = max(available_bytes(device) - taken, 0) // ranks
     fraction = config.memory.mem_fraction_static or _POOL_FRACTION[torch.device(device).type]
     page_size = config.memory.page_size
     if config.memory.max_total_tokens is not None:

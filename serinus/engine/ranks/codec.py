@@ -147,7 +147,8 @@ class _Reader:
             data = self._payload[packed.offset : packed.offset + size]
         if len(data) != size:
             raise FrameError("body", f"an array of shape {packed.shape} in {len(data)} bytes, expected {size}")
-        return np.frombuffer(data, dtype).reshape(packed.shape)
+        array = np.frombuffer(data, dtype).reshape(packed.shape)
+        return array if array.flags.writeable else array.copy()
 
 
 def _dtype_of(kind: Any) -> np.dtype[Any] | None:

@@ -39,9 +39,22 @@ class RankExecutor:
 
     journals = True
 
-    def __init__(self, group: Followers, body: RankBody, mesh: Mesh, clock: Clock, *, whole: bool = False) -> None:
-        """`whole`: a step's result is taken when all ranks are done with it (a canary judges them all), else when the
-        rank that samples is."""
+    def __init__(
+        self,
+        group: Followers,
+        body: RankBody,
+        mesh: Mesh,
+        clock: Clock,
+        *,
+        whole: bool = False,
+        ends: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """
+        Args:
+            whole: a step's result is taken when all ranks are done with it (a canary judges them all), else when the
+                rank that samples is.
+            ends: called by `close`, when the ranks have been told to stop.
+        """
         self.mesh = mesh
         self.body = body
         self.log = DecisionLog()
@@ -60,6 +73,7 @@ class RankExecutor:
         self._group = group
         self._clock = clock
         self._whole = whole
+        self._ends = ends
         self._orders: list[object] = []
         self._open: deque[_Step] = deque()
         self._answers: list[tuple[int, object]] = []
@@ -91,8 +105,7 @@ class RankExecutor:
     def take(self) -> StepResult | None:
         if not self._open:
             return None
-        if not self._is_done(self._open[0]):
-            self._listen(0.0)
+        self._listen(0.0)
         self._hand_out()
         step = self._open[0]
         if not self._is_done(step):
@@ -130,9 +143,11 @@ class RankExecutor:
         if self._closed:
             return
         self._closed = True
-        self._orders.append(Stop())
+        self._orders = [Stop()]  # what else was ordered is not worth doing any more
         self.flush()
         self._group.close()
+        for end in self._ends:
+            end()
 
     # ---- Line ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from serinus.core.errors import InvariantError
@@ -19,11 +20,19 @@ _IDLE_S: Final = 0.5
 class Follower:
     """One rank behind its leader's line. `stats` and `info` may be read by another thread."""
 
-    def __init__(self, body: RankBody, group: FollowerGroup, info: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        body: RankBody,
+        group: FollowerGroup,
+        info: dict[str, Any] | None = None,
+        ends: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """`ends`: called by `close`."""
         self.body = body
         self.info = info or {}
         """What it has of the model, for people."""
         self._group = group
+        self._ends = ends
         self._step = 0
 
     def run(self) -> None:
@@ -50,7 +59,9 @@ class Follower:
         return self.body.stats()
 
     def close(self) -> None:
-        """Hang up."""
+        """Give everything back and hang up."""
+        for end in self._ends:
+            end()
         self._group.close()
 
     def _obey(self, header: StepHeader) -> None:
