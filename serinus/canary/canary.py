@@ -150,15 +150,22 @@ class Canary:
 
     def sweep(self) -> None:
         """Verify the next cached slots that nobody uses."""
-        for part, lanes in self.parts.items():
+        for part in self.parts:
             found = self._facts.walk(self._cursor[part], self.settings.sweep_slots, part)
             self._cursor[part] = found.cursor
             self.sweep_passes += found.cursor == 0
-            self._faults.sweep(lanes, found.slots)
-            # A predecessor that is not there cannot be checked against; at position 0 there is none.
-            previous = np.where((found.previous == 0) & (found.positions > 0), -1, found.previous)
-            nobody = np.full(len(found.slots), _SWEEP)
-            self._verify(lanes, found.slots, found.positions, previous, None, nobody, lanes.sweeping)
+            self.swept(part, found)
+
+    def swept(self, part: Part, found: ResidentSlots) -> None:
+        """Verify these cached slots that nobody uses; nothing where the part is not checked here."""
+        lanes = self.parts.get(part)
+        if lanes is None:
+            return
+        self._faults.sweep(lanes, found.slots)
+        # A predecessor that is not there cannot be checked against; at position 0 there is none.
+        previous = np.where((found.previous == 0) & (found.positions > 0), -1, found.previous)
+        nobody = np.full(len(found.slots), _SWEEP)
+        self._verify(lanes, found.slots, found.positions, previous, None, nobody, lanes.sweeping)
 
     def arrived(self, rid: str, spans: Sequence[PageSpan], length: int, tokens: NDArray[np.int32]) -> list[Violation]:
         """Verify pages that came from elsewhere for positions below `length`, before anybody computes with them.

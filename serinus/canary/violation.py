@@ -53,6 +53,8 @@ class Violation:
     """Requests whose rows name the page."""
     history: str = ""
     """The page's last operations."""
+    rank: str = ""
+    """Whose pools hold it, where the engine has several ranks."""
 
     def line(self) -> str:
         """key=value in a fixed order, for the log."""
@@ -75,6 +77,8 @@ class Violation:
             "users": ",".join(self.users) or "-",
             "history": self.history.replace(" ", "_") or "-",
         }
+        if self.rank:
+            values["rank"] = self.rank.replace(" ", "_")
         return "kv_canary violation: " + " ".join(f"{key}={value}" for key, value in values.items())
 
     def as_json(self) -> dict[str, Any]:

@@ -136,12 +136,15 @@ class Injection:
     rid: str = ""
     before: int = 0
     after: int = 0
+    rank: str = ""
+    """Whose pools it is in, where the engine has several ranks."""
 
     def line(self) -> str:
         """key=value in a fixed order, for the log."""
         return (
             f"kv_canary injected: mode={self.mode} step={self.step} part={self.part or '-'} slot_idx={self.slot}"
             f" position={self.position} req={self.rid or '-'} before={self.before} after={self.after}"
+            f"{' rank=' + self.rank.replace(' ', '_') if self.rank else ''}"
         )
 
     def as_json(self) -> dict[str, Any]:
