@@ -29,8 +29,12 @@ class Crew(Protocol):
         after; its answer, where it has one, comes with a later `poll`."""
         ...
 
+    def look(self) -> None:
+        """Take in what has come, and let go out what was ordered. Never waits."""
+        ...
+
     def poll(self) -> list[HandAnswer]:
-        """Answers that have come, those of one rank in the order of its orders. Never waits."""
+        """Answers that were taken in, those of one rank in the order of its orders."""
         ...
 
     def close(self) -> None:
@@ -56,6 +60,9 @@ class LocalCrew:
         answer = self.hands[rank].obey(order)
         if answer is not None:
             self._answers.append(answer)
+
+    def look(self) -> None:
+        """Nothing comes from elsewhere."""
 
     def poll(self) -> list[HandAnswer]:
         found, self._answers = self._answers, []

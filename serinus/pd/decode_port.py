@@ -33,8 +33,8 @@ from serinus.pd.actions import (
 from serinus.pd.backends import OneSided
 from serinus.pd.crew import Crew
 from serinus.pd.decode import DecodeSide
-from serinus.pd.events import Copied, DecodeEvent, PeerFenced
-from serinus.pd.integrity import check_pages
+from serinus.pd.events import Copied, DecodeEvent, PeerFenced, no_bytes
+from serinus.pd.integrity import check_digests, digest_stored
 from serinus.pd.layout import RankLayout
 from serinus.pd.orders import FillPages, HandAnswer, JoinPeer, PagesFilled
 from serinus.pd.ports import AnyBackend, Port
@@ -125,10 +125,11 @@ class DecodePort(Port[DecodeEvent, DecodeResult, ReadIn]):
     def _copy_in(self, action: CopyIn) -> None:
         """Every rank that has some of these bytes takes its own; Copied when all have."""
         data, part = action.data, Part(action.data.part)
+        payload = np.frombuffer(action.payload, np.uint8) if action.payload else no_bytes()
         order = FillPages(
             peer=action.peer, xid=action.xid, piece=data.piece, source=data.rank, part=part, first=data.first,
             digests=data.digests, digest_seed=action.digest_seed, pages=action.pages, target_first=action.target_first,
-            byte_count=data.byte_count, shm_name=data.shm_name, shm_offset=data.shm_offset, payload=action.payload,
+            byte_count=data.byte_count, shm_name=data.shm_name, shm_offset=data.shm_offset, payload=payload,
         )  # fmt: skip
         takers = self._routes[action.peer].takers(data.rank, part)
         self._fillings[action.xid, data.piece, data.rank] = _Filling(left=len(takers))
@@ -158,8 +159,8 @@ class DecodePort(Port[DecodeEvent, DecodeResult, ReadIn]):
         start = self._clock.now()
         data, error = action.data, ""
         try:
-            rows = self._pool().read(data.rank, Part(data.part), action.pages)
-            check_pages(rows, action.digest_seed, data.digests, data.first)
+            store = self._pool().at(data.rank, Part(data.part))
+            check_digests(digest_stored(store, action.pages, action.digest_seed), data.digests, data.first)
         except DigestMismatch as mismatch:
             error = str(mismatch)
         seconds += self._clock.now() - start

@@ -116,6 +116,7 @@ class Dispatch:
         order.sent_pages += len(piece.pages)
         order.sent_bytes += event.byte_count
         staged = event if isinstance(event, PieceStaged) else None
+        payload = staged.payload.data if staged is not None and staged.payload.size else b""
         data = Data(
             xid=order.xid, grant=order.grant, piece=piece.number, rank=event.rank, part=int(piece.part),
             first=piece.first, digests=event.digests, byte_count=event.byte_count,
@@ -123,7 +124,13 @@ class Dispatch:
             shm_offset=staged.shm_offset if staged is not None else 0,
             pages=piece.pages.tolist() if client.mode is Mode.PULL else [],
         )  # fmt: skip
-        out.append(Send(peer=client.peer, message=data, payload=staged.payload if staged is not None else b""))
+        out.append(
+            Send(
+                peer=client.peer,
+                message=data,
+                payload=payload,
+            )
+        )
         piece.chunk.left -= 1
         if not piece.chunk.left and client.mode is not Mode.PULL:
             out.append(ReleaseChunk(xid=order.xid, spans=piece.chunk.spans))

@@ -5,7 +5,10 @@ What comes out of it is in actions.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.core.handoff import ChunkReady
 from serinus.core.parts import PageSpan
@@ -28,11 +31,19 @@ __all__ = [
     "Received",
     "Shutdown",
     "Squeeze",
+    "StageFailed",
     "StageFull",
     "StartHandoff",
     "Tick",
     "WantPeer",
+    "no_bytes",
 ]
+
+
+def no_bytes() -> NDArray[np.uint8]:
+    """A payload without bytes."""
+    return np.empty(0, np.uint8)
+
 
 # ---- events of both sides -----------------------------------------------------------------------------------------
 
@@ -189,11 +200,22 @@ class PieceStaged:
     digests: bytes = b""
     """Little-endian u64 per page."""
     byte_count: int = 0
-    payload: Buffer = b""
+    payload: NDArray[np.uint8] = field(default_factory=no_bytes)
     """Bytes that travel in the frame (tcp)."""
     shm_name: str = ""
     """Where else they lie (shm, local)."""
     shm_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFailed:
+    """A StagePiece cannot be performed, now or later: what its rank needs for it is not to be had."""
+
+    peer: str
+    xid: str
+    piece: int
+    rank: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,5 +260,5 @@ class Squeeze:
 
 PrefillEvent = (
     Received | PeerLost | Tick | Shutdown | Drain | Squeeze | ChunkReady | EndPrefill | PieceStaged | StageFull
-    | PieceWritten
+    | StageFailed | PieceWritten
 )  # fmt: skip

@@ -13,11 +13,11 @@ from serinus.core.errors import ConfigError, DigestMismatch, InvariantError, Tra
 from serinus.core.parts import Part
 from serinus.pd.actions import OfferPiece, StagePiece, Unstage
 from serinus.pd.backends import Backend, Receiver, Sender
-from serinus.pd.events import PieceStaged, StageFull
-from serinus.pd.integrity import check_pages, digest_pages
+from serinus.pd.events import PieceStaged, StageFailed, StageFull, no_bytes
+from serinus.pd.integrity import check_digests, copy_in, copy_out, digest_stored, take
 from serinus.pd.layout import RankLayout
 from serinus.pd.orders import FillPages, HandAnswer, HandOrder, JoinPeer, LeavePeer, PagesFilled
-from serinus.pd.stores import Intake, PageStore, check_stores, read_pages
+from serinus.pd.stores import Intake, PageStore, check_stores
 
 __all__ = ["Hand"]
 
@@ -105,10 +105,16 @@ class Hand:
         if source is not None:
             source.receiver.close()
 
-    def _stage(self, order: StagePiece) -> PieceStaged | StageFull:
+    def _stage(self, order: StagePiece) -> PieceStaged | StageFull | StageFailed:
         dock = self._docks.get(order.peer)
         if dock is None:
-            dock = self._docks[order.peer] = _Dock(sender=self._backend(order.backend).sender())
+            try:
+                sender = self._backend(order.backend).sender()
+            except TransferFailed as error:
+                return StageFailed(
+                    peer=order.peer, xid=order.xid, piece=order.piece, rank=self.rank, reason=str(error)
+                )  # fmt: skip
+            dock = self._docks[order.peer] = _Dock(sender=sender)
         store = self._stores[order.part]
         size = store.page_bytes
         staged = dock.sender.stage(len(order.pages) * size)
@@ -118,24 +124,24 @@ class Hand:
             )  # fmt: skip
         dock.keys[order.xid, order.piece] = staged.key
         rows = staged.room.reshape(len(order.pages), size)
-        store.read_pages(order.pages, rows)
         return PieceStaged(
             peer=order.peer,
             xid=order.xid,
             piece=order.piece,
             rank=self.rank,
-            digests=digest_pages(rows, order.digest_seed),
+            digests=copy_out(store, order.pages, rows, order.digest_seed),
             byte_count=staged.room.nbytes,
-            payload=staged.room.data if staged.inline else b"",
+            payload=staged.room if staged.inline else no_bytes(),
             shm_name=staged.shm_name,
             shm_offset=staged.shm_offset,
         )
 
     def _offer(self, order: OfferPiece) -> PieceStaged:
-        rows = read_pages(self._stores[order.part], order.pages)
+        store = self._stores[order.part]
         return PieceStaged(
             peer=order.peer, xid=order.xid, piece=order.piece, rank=self.rank,
-            digests=digest_pages(rows, order.digest_seed), byte_count=rows.nbytes,
+            digests=digest_stored(store, order.pages, order.digest_seed),
+            byte_count=len(order.pages) * store.page_bytes,
         )  # fmt: skip
 
     def _unstage(self, order: Unstage) -> None:
@@ -150,16 +156,21 @@ class Hand:
         dock.sender.release(key)
 
     def _fill(self, order: FillPages) -> PagesFilled:
-        """Copy first, then digest the source: bytes that changed under our hands cannot pass."""
+        """What is digested is what was written, or is to be cut: bytes that change under our hands cannot pass."""
         start = self._clock.now()
         error, code = "", ""
         source = self._sources.get(order.peer)
         try:
             if source is None:
                 raise TransferFailed(f"pd: {order.peer} was left before its pages were taken in")
-            rows = source.intake.rows_of(order, source.receiver.fetch(order, order.payload))
-            source.intake.fill(order, rows)
-            check_pages(rows, order.digest_seed, order.digests, order.first)
+            rows = source.intake.rows_of(order, source.receiver.fetch(order, order.payload.data))
+            if source.intake.is_same:
+                found = copy_in(self._stores[order.part], order.pages, rows, order.digest_seed)
+                check_digests(found, order.digests, order.first)
+            else:
+                kept, found = take(rows, order.digest_seed)
+                check_digests(found, order.digests, order.first)
+                source.intake.fill(order, kept)
         except DigestMismatch as mismatch:
             error, code = str(mismatch), "digest"
         except TransferFailed as failed:

@@ -11,7 +11,7 @@ a decode engine together is FillPages, one for each rank that has some of the by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from serinus.core.parts import Part
 from serinus.pd.actions import OfferPiece, StagePiece, Unstage
-from serinus.pd.events import PieceStaged, StageFull
-from serinus.wire import Buffer
+from serinus.pd.events import PieceStaged, StageFailed, StageFull, no_bytes
 from serinus.wire.messages import LayoutSignature
 
 __all__ = [
@@ -75,7 +74,7 @@ class FillPages:
     shm_name: str = ""
     """Where the bytes are: in a segment of the source rank..."""
     shm_offset: int = 0
-    payload: Buffer = b""
+    payload: NDArray[np.uint8] = field(default_factory=no_bytes)
     """...or here."""
 
 
@@ -96,6 +95,8 @@ class PagesFilled:
 
 
 HandOrder: TypeAlias = JoinPeer | LeavePeer | StagePiece | OfferPiece | Unstage | FillPages
-HandAnswer: TypeAlias = PieceStaged | StageFull | PagesFilled
+HandAnswer: TypeAlias = PieceStaged | StageFull | StageFailed | PagesFilled
 HAND_ORDERS = (JoinPeer, LeavePeer, StagePiece, OfferPiece, Unstage, FillPages)
-HAND_ANSWERS = (PieceStaged, StageFull, PagesFilled)
+"""Types that a hand obeys."""
+HAND_ANSWERS = (PieceStaged, StageFull, StageFailed, PagesFilled)
+"""Of a StagePiece one of the first three; of a FillPages the last."""

@@ -102,6 +102,7 @@ class Port(ABC, Generic[Event, Result, Token]):
         """
         out: list[Result] = []
         self._pace.look(self._clock.now())
+        self._crew.look()
         self._run_all(self._answers(), out)
         for item in self._post.poll(min(timeout_s, MOVING_S) if self._reach.is_busy else timeout_s):
             if isinstance(item, Letter):

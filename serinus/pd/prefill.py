@@ -38,6 +38,7 @@ from serinus.pd.events import (
     Received,
     Shutdown,
     Squeeze,
+    StageFailed,
     StageFull,
     Tick,
 )
@@ -89,8 +90,8 @@ class PrefillSide(PrefillEnds):
                 self._received(event, now, out)
             case PieceStaged():
                 self._staged(event, now, out)
-            case StageFull():
-                self._stage_full(event, now, out)
+            case StageFull() | StageFailed():
+                self._not_staged(event, now, out)
             case PieceWritten():
                 self._written(event, now, out)
             case ChunkReady():
@@ -157,18 +158,22 @@ class PrefillSide(PrefillEnds):
                 lane.again.append(piece)
         self._dispatch.pump(client, out)
 
-    def _stage_full(self, event: StageFull, now: float, out: list[PrefillAction]) -> None:
+    def _not_staged(self, event: StageFull | StageFailed, now: float, out: list[PrefillAction]) -> None:
         found = self._dispatch.moved(event.peer, event.xid, event.piece, event.rank)
         if found is None:
             self.rejects["unknown_piece"] += self._clients.get(event.peer) is not None
             return
         client, lane, piece = found
         order = self._orders.get(piece.xid)
-        if order is not None and event.others:
-            lane.again.append(piece)
-        elif order is not None:
-            reason = f"pd: {len(piece.pages)} pages do not fit into the empty staging area"
-            self._fail(order, "error", reason, now, out)
+        if order is not None:
+            if isinstance(event, StageFailed):
+                wrong = f"pd: rank {event.rank} cannot stage its pages: {event.reason}"
+                self._fail(order, "transfer", wrong, now, out)
+            elif event.others:
+                lane.again.append(piece)
+            else:
+                wrong = f"pd: {len(piece.pages)} pages do not fit into the empty staging area"
+                self._fail(order, "error", wrong, now, out)
         self._dispatch.pump(client, out)
 
     def _written(self, event: PieceWritten, now: float, out: list[PrefillAction]) -> None:

@@ -29,7 +29,7 @@ from serinus.pd.actions import (
 from serinus.pd.backends import OneSided
 from serinus.pd.crew import Crew
 from serinus.pd.events import PieceWritten, PrefillEvent
-from serinus.pd.integrity import digest_pages
+from serinus.pd.integrity import digest_stored
 from serinus.pd.orders import HandAnswer, PagesFilled
 from serinus.pd.ports import AnyBackend, Port
 from serinus.pd.prefill import PrefillSide
@@ -100,8 +100,9 @@ class PrefillPort(Port[PrefillEvent, PrefillResult, _Write]):
     # ---- one-sided backends -----------------------------------------------------------------------------------------
 
     def _write(self, action: WritePiece, events: deque[PrefillEvent]) -> None:
-        rows = self._pool().read(action.rank, action.part, action.pages)
-        write = _Write(action=action, digests=digest_pages(rows, action.digest_seed), byte_count=rows.nbytes)
+        store = self._pool().at(action.rank, action.part)
+        digests = digest_stored(store, action.pages, action.digest_seed)
+        write = _Write(action=action, digests=digests, byte_count=len(action.pages) * store.page_bytes)
         backend = self._reach.at(action.rank, action.backend)
         try:
             number = backend.write(f"{action.peer}/{action.rank}", action.part, action.pages, action.targets)

@@ -76,10 +76,6 @@ class Stores:
         """The pages of one part on one rank; only where it has bytes of that part."""
         return self.by_rank[rank][part]
 
-    def read(self, rank: int, part: Part, pages: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """A copy of pages, [G, page_bytes]."""
-        return read_pages(self.at(rank, part), pages)
-
 
 def _is_same(source: RankLayout, target: RankLayout) -> bool:
     """Whether a source page is a target page, rank by rank."""
@@ -113,9 +109,10 @@ class Intake:
         self._source = source
         self._target = target
         self._stores = stores
-        self._is_same = _is_same(source, target)
+        self.is_same = _is_same(source, target)
+        """A source page is a target page."""
         self._cuts: dict[tuple[int, Part], list[Cut]] = {}
-        for item in () if self._is_same else cut(source, target):
+        for item in () if self.is_same else cut(source, target):
             if item.target_rank == rank:
                 self._cuts.setdefault((item.source_rank, item.part), []).append(item)
 
@@ -130,7 +127,7 @@ class Intake:
         page comes from this source rank, a read of those pages before.
         """
         store, pages = self._stores[order.part], order.pages
-        if self._is_same:
+        if self.is_same:
             store.write_pages(pages, rows)
             return
         for item in self._cuts.get((order.source, order.part), ()):

@@ -87,7 +87,7 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def sender(self) -> Sender:
-        """For a new connection."""
+        """For a new connection. Raises TransferFailed: there is no memory for it."""
         ...
 
     def receiver(self) -> Receiver:

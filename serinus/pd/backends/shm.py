@@ -72,10 +72,13 @@ class ShmBackend:
 class _ShmSender:
     def __init__(self, staging_bytes: int) -> None:
         self._spans = SpanAllocator(staging_bytes)
-        self._fd = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, staging_bytes)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._area = np.frombuffer(mmap.mmap(self._fd, staging_bytes), dtype=np.uint8)
+        try:
+            self._fd = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._fd, staging_bytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._area = np.frombuffer(mmap.mmap(self._fd, staging_bytes), dtype=np.uint8)
+        except OSError as error:
+            raise TransferFailed(f"pd: no segment of {staging_bytes} bytes for a peer: {error}") from None
         self._name = f"{os.getpid()}:{self._fd}:{os.fstat(self._fd).st_ino}"
 
     def stage(self, byte_count: int) -> Staged | None:
