@@ -227,6 +227,7 @@ class EngineLoop:
             "evictable_tokens": stats.evictable_tokens,
             "turns": self._core.turns,
             "peers": self._handoffs.peers(),
+            "ranks": [] if self._built.followers is None else self._built.followers.facts(),
         }
 
     # ---- out --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ nothing is forgotten anywhere: a request that only ever waited to be bootstrappe
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Final, Protocol
 
 from serinus.core.errors import InvariantError
@@ -43,6 +42,7 @@ class RankTable:
     def __init__(self, worker: RankWorker) -> None:
         self._worker = worker
         self._queue_of: dict[str, str] = {}
+        self._counts = dict.fromkeys(QUEUES, 0)
         self.batches: list[tuple[str, ...]] = []
         """The batches it was told to run and has not taken yet, in order."""
 
@@ -53,10 +53,12 @@ class RankTable:
                 queue = str(decision.payload.get("queue"))
                 if queue not in QUEUES:
                     raise InvariantError(f"parallel: {decision} names queue {queue!r}, expected one of {list(QUEUES)}")
+                self._leave(decision.rid)
                 self._queue_of[decision.rid] = queue
+                self._counts[queue] += 1
                 self._worker.placed(decision.rid, queue)
             case DecisionKind.DROP:
-                if self._queue_of.pop(decision.rid, None) is not None:
+                if self._leave(decision.rid):
                     self._worker.dropped(decision.rid, str(decision.payload.get("code", "")))
             case DecisionKind.RUN:
                 found = decision.payload.get("batch")
@@ -78,7 +80,18 @@ class RankTable:
             raise InvariantError("parallel: a batch is to be run, expected a decision for it")
         return self.batches.pop(0)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Requests in each of QUEUES, in their order."""
+        return tuple(self._counts.values())
+
     def gauges(self) -> dict[str, int]:
         """All gauges of QUEUES, those at 0 too."""
-        counts = Counter(self._queue_of.values())
-        return {gauge: counts[queue] for queue, gauge in QUEUES.items()}
+        return {gauge: self._counts[queue] for queue, gauge in QUEUES.items()}
+
+    def _leave(self, rid: str) -> bool:
+        queue = self._queue_of.pop(rid, None)
+        if queue is None:
+            return False
+        self._counts[queue] -= 1
+        return True

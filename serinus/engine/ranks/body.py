@@ -13,7 +13,7 @@ from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError
 from serinus.core.plan import StepPlan, StepResult
 from serinus.engine.executor import Runs
-from serinus.engine.ranks.orders import RunStep, StepDone, Stop
+from serinus.engine.ranks.orders import RankCounts, RunStep, StepDone, Stop
 from serinus.parallel import DecisionFollower, Mesh, RankTable, StepHeader
 
 __all__ = ["AnswerSource", "RankBody", "RankGuard"]
@@ -89,6 +89,7 @@ class RankBody:
         self.stopped = False
         """Told to stop."""
         self._headers = 0
+        self._told = self.table.counts
         self._runner = runner
         self._clock = clock
         self._guard = guard
@@ -126,6 +127,9 @@ class RankBody:
             if act is None:
                 raise InvariantError(f"engine: rank {self.name} got {type(order).__name__}, which nobody obeys there")
             answers += act(order) or ()
+        if self.table.counts != self._told:
+            self._told = self.table.counts
+            answers.append(RankCounts(counts=self._told))
         return answers
 
     def news(self) -> list[object]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from serinus.core.errors import FrameError, SerinusError
 from serinus.core.moves import MoveDone, StorageDone
-from serinus.engine.ranks.orders import RunStep, StepDone, Stop
+from serinus.engine.ranks.orders import RankCounts, RunStep, StepDone, Stop
 from serinus.engine.ranks.plans import (
     PlanColumns,
     ResultColumns,
@@ -41,6 +41,7 @@ ORDERS: Final[tuple[type, ...]] = (
 """What a header may carry."""
 ANSWERS: Final[tuple[type, ...]] = (
     StepDone,
+    RankCounts,
     MoveDone,
     StorageDone,
 )

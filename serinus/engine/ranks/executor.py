@@ -16,9 +16,9 @@ from serinus.core.errors import InvariantError
 from serinus.core.plan import StepPlan, StepResult
 from serinus.engine.ranks.body import RankBody
 from serinus.engine.ranks.group import Followers
-from serinus.engine.ranks.orders import RunStep, StepDone, Stop
+from serinus.engine.ranks.orders import RankCounts, RunStep, StepDone, Stop
 from serinus.engine.ranks.placements import Placements
-from serinus.parallel import DecisionKind, DecisionLog, Mesh, OrderTo, Report, ReportKind
+from serinus.parallel import QUEUES, DecisionKind, DecisionLog, Mesh, OrderTo, Report, ReportKind
 from serinus.wire import ZmqChannel
 
 __all__ = ["RankExecutor"]
@@ -68,6 +68,8 @@ class RankExecutor:
         """Steps whose results were taken."""
         self.rank_seconds = [(0.0, 0.0)] * mesh.size
         """Of each rank: seconds in steps without the waiting for others, and the waiting."""
+        self.rank_counts = [(0,) * len(QUEUES)] * mesh.size
+        """Of each rank: its requests in each of parallel.QUEUES."""
         self.findings: tuple[tuple[int, object], ...] = ()
         """What the canaries of ranks found in the step that was taken last, with the rank."""
         self._group = group
@@ -165,6 +167,10 @@ class RankExecutor:
         assert body_type not in self._takers, f"engine: two take {body_type.__name__}, expected one"
         self._takers[body_type] = take
 
+    def gauges(self, rank: int) -> dict[str, int]:
+        """What a rank counts of its requests, as it said last."""
+        return dict(zip(QUEUES.values(), self.rank_counts[rank], strict=True))
+
     # ---- what ranks say -----------------------------------------------------------------------------------------
 
     def _listen(self, wait_s: float) -> None:
@@ -178,6 +184,9 @@ class RankExecutor:
         self.control_seconds += self._clock.now() - begun
 
     def _heard(self, rank: int, answer: object) -> None:
+        if isinstance(answer, RankCounts):
+            self.rank_counts[rank] = answer.counts
+            return
         if not isinstance(answer, StepDone):
             self._answers.append((rank, answer))
             return

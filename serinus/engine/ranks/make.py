@@ -16,7 +16,8 @@ __all__ = ["make_body", "make_follower"]
 
 def make_body(parts: RankParts, clock: Clock) -> RankBody:
     """A rank that obeys everything it can be ordered."""
-    body = RankBody(rank=parts.comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock)
+    comm = parts.comm
+    body = RankBody(rank=comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock, waited=lambda: comm.waited_s)
     attach_tiers(body, parts.tiers)
     return body
 

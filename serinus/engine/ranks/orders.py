@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from serinus.core.plan import StepPlan, StepResult
 
-__all__ = ["RunStep", "StepDone", "Stop"]
+__all__ = ["RankCounts", "RunStep", "StepDone", "Stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,14 @@ class StepDone:
     """Spent waiting for other ranks."""
     findings: tuple[object, ...] = ()
     """What the rank's canary found, in types that codec.py knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """How many requests a rank has in each queue, told whenever that changed."""
+
+    counts: tuple[int, ...]
+    """In the order of parallel.QUEUES."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
