@@ -6,7 +6,7 @@ the prompt is computed here (or, where the operator wants it so, answered with a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +144,9 @@ class DecodeRole:
 
     def asked_by_peers(self) -> list[str]:
         return []
+
+    def ungranted(self) -> Collection[str]:
+        return ()
 
     def wait_s(self, longest_s: float) -> float:
         return min(longest_s, MOVING_S if self._port.is_moving else TICK_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 
@@ -13,120 +12,38 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.engine.build import Built, build_core
-from serinus.engine.decode_role import DecodeRole
+from serinus.engine.followers import Followers
+from serinus.engine.handoffs import make_handoffs
 from serinus.engine.loop import EngineLoop
-from serinus.engine.prefill_role import PrefillRole
-from serinus.engine.roles import Handoffs, NoHandoffs
-from serinus.pd import (
-    AnyBackend,
-    DecodePort,
-    PdSettings,
-    PrefillPort,
-    host_identity,
-    make_backends,
-    make_one_sided,
-)
 from serinus.pool import PoolSpec
-from serinus.wire import Post, ZmqChannel
-from serinus.wire.messages import LayoutSignature, Ready
+from serinus.wire import ZmqChannel
+from serinus.wire.messages import Ready
 
-__all__ = ["launch", "layout_of", "pd_settings"]
+__all__ = ["launch"]
 
 _log = get_logger("engine")
 
 
-def launch(config: ServeConfig, endpoint: str, clock: Clock, started: float) -> EngineLoop:
+def launch(
+    config: ServeConfig, endpoint: str, clock: Clock, started: float, followers: Followers | None = None
+) -> EngineLoop:
     """Bind, load, return the loop; `started` is when this process began, for the start-up phases.
+
+    `followers`: who starts the other ranks, where there are any.
 
     Raises ConfigError: settings, checkpoint, machine or address are wrong.
     """
     channel = ZmqChannel(endpoint, clock=clock)
     imports_s = clock.now() - started
-    built = build_core(config, clock)
+    built = build_core(config, clock, followers)
     incarnation = new_incarnation()
-    handoffs, pd_address = _role(built, incarnation, clock)
+    handoffs, pd_address = make_handoffs(built, incarnation, clock)
     seconds = {"imports": imports_s, **built.seconds, "engine": clock.now() - started}
     for phase, spent in seconds.items():
         built.metrics.set("startup_time_seconds", spent, phase)
     ready = _ready(built, incarnation, pd_address, seconds)
     _announce(built, seconds)
     return EngineLoop(built, endpoint=channel, handoffs=handoffs, ready=ready, clock=clock)
-
-
-def _role(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
-    """The engine's part in handoffs, and the address where decode engines find it (prefill engines only)."""
-    config, scheduler, metrics = built.config, built.core.scheduler, built.metrics
-    if config.role == "unified":
-        return NoHandoffs(scheduler), ""
-    host = config.pd.bootstrap_host
-    backends = _backends(config, incarnation)
-    settings = pd_settings(built, incarnation, backends)
-    if host not in ("127.0.0.1", "localhost", "::1") and not config.pd.cluster_secret:
-        _log.warning("engines are greeted at %s without --cluster-secret: whoever reaches it may join", host)
-    bind = f"tcp://{config.pd.bootstrap_host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
-    channel = ZmqChannel(bind, clock=clock)
-    post = Post(channel, incarnation=incarnation, clock=clock)
-    if config.role == "prefill":
-        store = built.core.guard.outgoing(built.pools)
-        prefill_port = PrefillPort(settings, post=post, backends=backends, store=store, clock=clock)
-        role = PrefillRole(scheduler=scheduler, port=prefill_port, channels=(channel,), metrics=metrics, clock=clock)
-        return role, channel.address
-    port = DecodePort(settings, post=post, backends=backends, store=built.pools, clock=clock)
-    return (
-        DecodeRole(
-            scheduler=scheduler,
-            port=port,
-            channels=(channel,),
-            metrics=metrics,
-            clock=clock,
-            addresses=config.pd.prefill_addresses,
-            on_failure=config.pd.on_failure,
-            optimistic=config.pd.optimistic_prefill,
-            guard=built.core.guard,
-        ),
-        "",
-    )
-
-
-def _backends(config: ServeConfig, incarnation: int) -> tuple[AnyBackend, ...]:
-    choice = config.pd.transfer_backend
-    one_sided = make_one_sided(choice, tag=f"{config.engine_name}-{incarnation}", host=config.pd.bootstrap_host)
-    return make_backends(choice) if one_sided is None else (one_sided,)
-
-
-def pd_settings(built: Built, incarnation: int, backends: Sequence[AnyBackend]) -> PdSettings:
-    """What the handoff machines of this engine are told at birth."""
-    config = built.config
-    return PdSettings(
-        engine=config.engine_name,
-        incarnation=incarnation,
-        layout=layout_of(built),
-        vocab_size=built.spec.vocab_size,
-        backends=tuple(backend.name for backend in backends),
-        capabilities={backend.name: backend.capabilities for backend in backends},
-        cluster_secret=config.pd.cluster_secret,
-        park_tokens=config.pd.park_tokens,
-        host=host_identity(),
-        handoff_s_max=config.pd.handoff_s_max,
-        keepalive_s=config.pd.keepalive_s,
-        silence_s_max=config.pd.peer_s_max,
-    )
-
-
-def layout_of(built: Built) -> LayoutSignature:
-    """What shapes this engine's KV bytes; pd.layout says what may differ between two engines."""
-    spec, pool = built.spec, built.pool.spec
-    return LayoutSignature(
-        model=spec.signature,
-        kv_dtype=str(pool.dtype).removeprefix("torch."),
-        page_size=pool.page_size,
-        layer_count=spec.layer_count,
-        kv_head_count=pool.kv_head_count,
-        head_size=pool.head_size,
-        layer_parts=bytes(spec.layer_parts),
-        window=spec.window or 0,
-        stamp_bytes=max(each.spec.stamp_bytes for each in built.pools.values()) // pool.page_size,
-    )
 
 
 def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, float]) -> Ready:

@@ -48,6 +48,7 @@ class EngineLoop:
         self._drain_told = False
         self._stopping = False
         self._core.leaving = lambda rid: handoffs.aborted(rid, clock.now())
+        self._core.ungranted = handoffs.ungranted
 
     # ---- life -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ A prefill engine is a full engine too: requests of its own front are served here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from serinus.core.clock import Clock
@@ -76,6 +76,9 @@ class PrefillRole:
 
     def asked_by_peers(self) -> list[str]:
         return list(self._xids)
+
+    def ungranted(self) -> Collection[str]:
+        return self._port.machine.ungranted
 
     def wait_s(self, longest_s: float) -> float:
         return min(longest_s, MOVING_S if self._port.is_moving else TICK_S)

@@ -6,7 +6,7 @@ carries word from one to the other. The two that do something have files of thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from serinus.core.metrics import Metrics
@@ -41,6 +41,10 @@ class Handoffs(Protocol):
 
     def asked_by_peers(self) -> list[str]:
         """Ids of the requests that decode engines asked for."""
+        ...
+
+    def ungranted(self) -> Collection[str]:
+        """Those of them that wait for their grant: a queue of its own on every rank."""
         ...
 
     def wait_s(self, longest_s: float) -> float:
@@ -90,6 +94,9 @@ class NoHandoffs:
 
     def asked_by_peers(self) -> list[str]:
         return []
+
+    def ungranted(self) -> Collection[str]:
+        return ()
 
     def wait_s(self, longest_s: float) -> float:
         return longest_s

@@ -60,9 +60,14 @@ class PrefillEnds:
         return len(self._orders) + len(self._draining)
 
     @property
+    def ungranted(self) -> list[str]:
+        """Prepared but not granted (the bootstrap queue), by their xids."""
+        return [xid for xid, order in self._orders.items() if order.granted_at is None]
+
+    @property
     def ungranted_count(self) -> int:
-        """Prepared but not granted (the bootstrap queue)."""
-        return sum(order.granted_at is None for order in self._orders.values())
+        """How many these are."""
+        return len(self.ungranted)
 
     @property
     def parked_tokens(self) -> int:

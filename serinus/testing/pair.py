@@ -15,7 +15,7 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.request import Request, TokenDelta
 from serinus.engine.build import Built, build_core
 from serinus.engine.decode_role import DecodeRole
-from serinus.engine.launch import pd_settings
+from serinus.engine.handoffs import pd_settings
 from serinus.engine.prefill_role import PrefillRole
 from serinus.pd import DecodePort, LocalBackend, PrefillPort
 from serinus.wire import LocalHub, Post

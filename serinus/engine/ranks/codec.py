@@ -28,6 +28,7 @@ from serinus.engine.ranks.plans import (
 )
 from serinus.engine.ranks.tiers import TIER_ORDERS
 from serinus.parallel import Decision, DecisionKind, Report, ReportKind, StepHeader
+from serinus.pd import HAND_ANSWERS, HAND_ORDERS
 from serinus.wire import Parts, decode, encode
 from serinus.wire.messages import Message, RankHeader, RankReport
 
@@ -37,6 +38,7 @@ ORDERS: Final[tuple[type, ...]] = (
     RunStep,
     Stop,
     *TIER_ORDERS,
+    *HAND_ORDERS,
 )
 """What a header may carry."""
 ANSWERS: Final[tuple[type, ...]] = (
@@ -44,6 +46,7 @@ ANSWERS: Final[tuple[type, ...]] = (
     RankCounts,
     MoveDone,
     StorageDone,
+    *HAND_ANSWERS,
 )
 """What a report may carry."""
 FINDINGS: Final[tuple[type, ...]] = ()

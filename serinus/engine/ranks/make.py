@@ -6,6 +6,7 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.engine.rank_build import RankParts, build_rank
 from serinus.engine.ranks.body import RankBody
+from serinus.engine.ranks.crew import attach_hand
 from serinus.engine.ranks.follow import Follower
 from serinus.engine.ranks.group import FollowerGroup
 from serinus.engine.ranks.tiers import attach_tiers
@@ -19,6 +20,7 @@ def make_body(parts: RankParts, clock: Clock) -> RankBody:
     comm = parts.comm
     body = RankBody(rank=comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock, waited=lambda: comm.waited_s)
     attach_tiers(body, parts.tiers)
+    attach_hand(body, parts, clock)
     return body
 
 
