@@ -7,7 +7,9 @@ The only place where all rooms below meet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ import torch
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
-from serinus.core.errors import InvariantError, PeerGone
+from serinus.core.errors import ConfigError, InvariantError, PeerGone
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request
@@ -38,11 +40,11 @@ from serinus.engine.sizes import part_specs
 from serinus.engine.tiers import Tiers, host_counts
 from serinus.engine.watch import StepWatch
 from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
-from serinus.parallel.comm import SoloComm
+from serinus.parallel.comm import Comm, SoloComm
 from serinus.pool import DevicePool, PoolSpec
 from serinus.sched import SchedSettings, Scheduler
 
-__all__ = ["Built", "KvSizes", "build_core", "kv_sizes"]
+__all__ = ["Built", "KvSizes", "OtherRanks", "build_core", "kv_sizes"]
 
 _HELLO_S = 60.0
 """Seconds that followers may take to say hello on the control line, once they are known to be there."""
@@ -64,7 +66,7 @@ class Built:
     """KV of each part."""
     tiers: Tiers | None
     """Host tier and storage; None = none."""
-    followers: Followers | None
+    followers: OtherRanks | None
     """The processes of the other ranks; None = one rank."""
     metrics: Metrics
     context_length: int
@@ -108,7 +110,48 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
 
 
-def build_core(config: ServeConfig, clock: Clock, followers: Followers | None = None) -> Built:
+class OtherRanks(Protocol):
+    """Who starts, finds and ends the ranks that do not lead: processes (Followers), or threads in tests."""
+
+    token: bytes
+    """What only the ranks of this engine know."""
+    control_bind: str
+    """Where the leader's line may listen."""
+
+    def start(self, *, control: str) -> None:
+        """Start them; the leader's line is at `control`."""
+        ...
+
+    def join(self) -> Comm:
+        """Wait until all are connected; the leader's end. Raises ConfigError, PeerGone."""
+        ...
+
+    def check(self) -> None:
+        """Raise where one is lost."""
+        ...
+
+    def why(self, s_max: float) -> str:
+        """Which one is lost and why, in words; empty = none."""
+        ...
+
+    def explained(self, error: PeerGone) -> ConfigError | PeerGone:
+        """An error of the ranks' lines as what is known of it."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """The engine does not come up: end them."""
+        ...
+
+    def facts(self) -> list[dict[str, Any]]:
+        """All ranks, the leader first."""
+        ...
+
+    def close(self) -> None:
+        """End them; they have been told to stop."""
+        ...
+
+
+def build_core(config: ServeConfig, clock: Clock, followers: OtherRanks | None = None) -> Built:
     """Load the model and allocate everything, on all ranks; `followers`: who starts the others, None = made here.
 
     Raises ConfigError where the checkpoint, the machine and the settings do not fit together, PeerGone where a rank
@@ -119,25 +162,30 @@ def build_core(config: ServeConfig, clock: Clock, followers: Followers | None = 
         parts = build_rank(config, mesh, 0, SoloComm(), clock)
         return _lead(parts, LocalExecutor(parts.runner), None, None, clock)
     followers = Followers(config, clock) if followers is None else followers
-    try:
-        group = RankGroup(followers.control_bind, mesh=mesh, clock=clock, token=followers.token)
-        group.why = lambda: followers.why(_VERDICT_S)
-        followers.start(control=group.address)
-        parts = build_rank(config, mesh, 0, followers.join(), clock)
-        group.gather(followers.check, _HELLO_S)
-        executor = RankExecutor(group, make_body(parts, clock), mesh, clock, ends=(followers.close,))
-        return _lead(parts, executor, executor, followers, clock)
-    except PeerGone as error:
-        reason = followers.explained(error)
-        followers.fail(reason)
-        raise reason from error
-    except BaseException as error:
-        followers.fail(error)
-        raise
+    with ExitStack() as undo:
+        try:
+            group = RankGroup(followers.control_bind, mesh=mesh, clock=clock, token=followers.token)
+            undo.callback(group.close)
+            group.why = lambda: followers.why(_VERDICT_S)
+            followers.start(control=group.address)
+            parts = build_rank(config, mesh, 0, followers.join(), clock)
+            undo.callback(parts.close)
+            group.gather(followers.check, _HELLO_S)
+            executor = RankExecutor(group, make_body(parts, clock), mesh, clock, ends=(followers.close,))
+            built = _lead(parts, executor, executor, followers, clock)
+        except PeerGone as error:
+            reason = followers.explained(error)
+            followers.fail(reason)
+            raise reason from error
+        except BaseException as error:
+            followers.fail(error)
+            raise
+        undo.pop_all()
+    return built
 
 
 def _lead(
-    parts: RankParts, executor: Executor, line: RankExecutor | None, followers: Followers | None, clock: Clock
+    parts: RankParts, executor: Executor, line: RankExecutor | None, followers: OtherRanks | None, clock: Clock
 ) -> Built:
     """The leader's core on top of its rank."""
     config, spec, specs = parts.config, parts.spec, parts.pool_specs

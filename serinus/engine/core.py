@@ -85,6 +85,7 @@ class EngineCore:
             if not planned:
                 break
         if not self._open:
+            self.executor.pump(0.0)
             self._look_around()
         return None
 

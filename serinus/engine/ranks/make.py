@@ -32,8 +32,8 @@ def make_follower(
     Raises ConfigError, PeerGone: see build_rank.
     """
     mesh = comm.mesh
-    group = FollowerGroup(control, mesh=mesh, rank=rank, clock=clock, token=token)
     parts = build_rank(config, mesh, rank, comm, clock)
+    group = FollowerGroup(control, mesh=mesh, rank=rank, clock=clock, token=token)
     layers = parts.shard.layers
     info = {
         "layers": f"{layers.start}-{layers.stop - 1}",

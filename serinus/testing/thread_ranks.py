@@ -1,0 +1,112 @@
+"""ThreadRanks: an engine of several ranks in one process, each rank that follows in a thread of its own. For tests.
+
+    built = build_core(config, clock, ThreadRanks(config, folder, clock))
+
+Everything is as in an engine of processes (control line over zmq, frames, one body per rank) but the processes, and the
+torch.distributed groups between them. Nothing watches the ranks: one that fails fails all.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from serinus.core.clock import Clock
+from serinus.core.config import ServeConfig
+from serinus.core.errors import ConfigError, PeerGone
+from serinus.engine.followers import mesh_of
+from serinus.engine.ranks import Follower, make_follower
+from serinus.parallel.comm import Comm, ThreadComm
+
+__all__ = ["ThreadRanks"]
+
+_END_S = 20.0
+
+
+class ThreadRanks:
+    """OtherRanks (engine/build.py) as threads."""
+
+    def __init__(self, config: ServeConfig, folder: Path, clock: Clock) -> None:
+        """`folder`: a short path, for the socket of the control line."""
+        self.mesh = mesh_of(config)
+        self.token = b"threads"
+        self.control_bind = f"ipc://{folder}/control"
+        self.followers: dict[int, Follower] = {}
+        """By rank, once they are built."""
+        self._config = config
+        self._clock = clock
+        self._comms = ThreadComm.ranks_of(self.mesh)
+        self._threads = ThreadPoolExecutor(max(1, self.mesh.size - 1), thread_name_prefix="rank")
+        self._lives: dict[int, Future[None]] = {}
+
+    def start(self, *, control: str) -> None:
+        """Begin all lives."""
+        self._lives = {rank: self._threads.submit(self._live, rank, control) for rank in range(1, self.mesh.size)}
+
+    def join(self) -> Comm:
+        """The leader's end; threads need no meeting."""
+        return self._comms[0]
+
+    def check(self) -> None:
+        """Raise what the first rank that failed raised."""
+        for life in self._lives.values():
+            if life.done() and (error := life.exception()) is not None:
+                raise error
+
+    def why(self, s_max: float) -> str:
+        """What the first rank that failed raised, in words."""
+        failed = self._failed(s_max)
+        return "" if failed is None else f"engine: rank {self.mesh.name(failed[0])} is gone: {failed[1]}"
+
+    def explained(self, error: PeerGone) -> ConfigError | PeerGone:
+        """What a rank failed of, where one did."""
+        failed = self._failed(1.0)
+        if failed is not None and isinstance(failed[1], (ConfigError, PeerGone)):
+            return failed[1]
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits for the leader any more."""
+        for comm in self._comms:
+            comm.close()
+        self.close()
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Names."""
+        return [{"rank": rank, "name": self.mesh.name(rank)} for rank in range(self.mesh.size)]
+
+    def close(self) -> None:
+        """Wait for all lives to end; those that wait for others are failed."""
+        wait(self._lives.values(), timeout=_END_S)
+        for comm in self._comms:
+            comm.close()
+        self._threads.shutdown()
+
+    def errors(self) -> dict[int, BaseException]:
+        """What ranks failed of, by rank; after `close`."""
+        found = {rank: life.exception() for rank, life in self._lives.items()}
+        return {rank: error for rank, error in found.items() if error is not None}
+
+    def _failed(self, s_max: float) -> tuple[int, BaseException] | None:
+        wait(self._lives.values(), timeout=s_max, return_when="FIRST_EXCEPTION")
+        for rank, life in self._lives.items():
+            if life.done() and (error := life.exception()) is not None:
+                return rank, error
+        return None
+
+    def _live(self, rank: int, control: str) -> None:
+        comm = self._comms[rank]
+        try:
+            follower = make_follower(
+                self._config, rank=rank, comm=comm, control=control, clock=self._clock, token=self.token
+            )
+            self.followers[rank] = follower
+            try:
+                follower.run()
+            finally:
+                follower.close()
+        except BaseException:
+            for each in self._comms:  # nobody waits for one that failed
+                each.close()
+            raise
