@@ -91,7 +91,8 @@ def build_tiers(
 def host_counts(config: ServeConfig, specs: Mapping[Part, PoolSpec], taken: int = 0) -> dict[Part, int]:
     """Host pages of each part (page 0 included) behind such device pools; none without --enable-hierarchical-cache.
 
-    `taken`: bytes of host memory that are spoken for. Raises ConfigError: more than there is.
+    `taken`: bytes of host memory that are spoken for, by this rank. Ranks of one machine share what it has.
+    Raises ConfigError: more than there is.
     """
     settings = config.cache
     if not settings.enable_hierarchical_cache:
@@ -101,7 +102,7 @@ def host_counts(config: ServeConfig, specs: Mapping[Part, PoolSpec], taken: int 
         specs,
         ratio=settings.hicache_ratio,
         size_gb=settings.hicache_size,
-        available_bytes=available_bytes("cpu") - mapped - taken,
+        available_bytes=available_bytes("cpu") // len(config.parallel.local_ranks) - mapped - taken,
     )
 
 

@@ -22,6 +22,9 @@ __all__ = ["FollowerGroup", "Followers", "RankGroup"]
 
 _LEADER: Final = "leader"
 _LOOK_S: Final = 0.05
+_FAREWELLS: Final = 20
+_FAREWELL_S: Final = 0.05
+"""How often, and for how long each time, a leader that ends looks whether its followers have hung up."""
 _log = get_logger("engine")
 
 
@@ -118,7 +121,13 @@ class RankGroup:
         return found + self._poll(0.0 if found else wait_s)
 
     def close(self) -> None:
-        """Hang up; what was announced still leaves."""
+        """Hang up, once the followers have: a line that breaks while one of them answers would lose what it has not
+        read, the word to stop among it. Waits a second at most."""
+        left = set(self._rank_of)
+        for _ in range(_FAREWELLS):
+            if not left:
+                break
+            left -= {event.peer for event in self._channel.poll(_FAREWELL_S) if isinstance(event, Gone)}
         self._channel.close()
 
     def _poll(self, wait_s: float) -> list[Report]:
