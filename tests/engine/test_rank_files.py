@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from serinus.core.config import ServeConfig, from_names
 from serinus.engine import Built
 from serinus.models import load_spec
-from serinus.testing.builders import make_request
 from serinus.testing.checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
-from serinus.testing.threaded_ranks import threaded_core
+from tests.engine.ranks.crew import crew
 
 HEADS = [list(range(first, first + 40)) for first in (20, 70, 120)]
 PROMPTS = [[*HEADS[i % 3], 200 + i] for i in range(6)]
@@ -23,8 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Of "halves", two stages have layers of one part each."""
 SMALL = {
-    "page_size": 4, "max_total_tokens": 96, "max_running_requests": 2, "chunked_prefill_size": 16,
-    "decode_log_interval": 0, "enable_sanity_check": True, "enable_hierarchical_cache": True, "hicache_ratio": 4.0,
+    "max_total_tokens": 96, "max_running_requests": 2, "enable_hierarchical_cache": True, "hicache_ratio": 4.0,
     "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
 }  # fmt: skip
 
@@ -33,33 +30,21 @@ def toy(home: Path, kind: str) -> Path:
     return make_toy(home / "toy", layers=4, kv_heads=2, tokenizer=False, **KINDS[kind])
 
 
-def drive(built: Built, rid: str, prompt: list[int], tokens: int = 5) -> tuple[list[int], dict[str, int]]:
-    """One request alone: its tokens, and where its prompt was found."""
-    core, found, cached = built.core, list[int](), dict[str, int]()
-    core.scheduler.add(make_request(rid, prompt, max_new_tokens=tokens, ignore_eos=True))
-    while not core.scheduler.idle:
-        outcome = core.step()
-        if outcome is None:
-            core.executor.pump(0.01)
-            continue
-        for delta in outcome.deltas:
-            found += delta.token_ids
-            cached = dict(delta.usage.cached_tokens) if delta.usage is not None else cached
-    return found, cached
-
-
 def serve(model: Path, folder: Path, prompts: list[list[int]], **settings: Any) -> tuple[list[dict[str, int]], Built]:
     """An engine's life: where it found each prompt. Every answer is the oracle's, every page is back at the end."""
-    names = {"model_path": str(model), "hicache_storage_dir": str(folder), **SMALL, **settings}
-    built, ranks = threaded_core(from_names(ServeConfig, names))
     spec, found = load_spec(model), []
-    for i, prompt in enumerate(prompts):
-        answer, cached = drive(built, f"r{i}", prompt)
-        assert answer == toy_continue(spec, prompt, 5), f"request {i}"
-        found.append(cached)
-    built.core.scheduler.sanity_check()
-    built.core.close()
-    assert not ranks.errors
+    with crew(model, hicache_storage_dir=str(folder), **SMALL, **settings) as engine:
+        for i, prompt in enumerate(prompts):
+            rid = f"r{i}"
+            engine.add(rid, prompt, 5)
+            engine.run()
+            assert engine.tokens(rid) == toy_continue(spec, prompt, 5), f"request {i}"
+            last = engine.answers[rid].last
+            assert last is not None
+            found.append(dict(last.usage.cached_tokens) if last.usage is not None else {})
+        engine.core.scheduler.sanity_check()
+        built = engine.built
+    assert not engine.ranks.errors()
     return found, built
 
 
