@@ -74,7 +74,7 @@ class Comm(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything; whoever waits for this rank is failed. Idempotent."""
+        """Let go of everything; whoever waits for this rank is failed. Idempotent; nothing else may follow."""
         ...
 
 
@@ -112,6 +112,10 @@ class SoloComm:
 
     def close(self) -> None:
         """Nothing."""
+
+
+_Line = SimpleQueue[Tensor | None]
+"""To one rank from the stage before; None = somebody left."""
 
 
 class _Table:
@@ -154,7 +158,12 @@ class ThreadComm:
     """Ranks as threads of one process: for tests, which need no processes to prove that ranks add up."""
 
     def __init__(
-        self, mesh: Mesh, rank: int, tables: tuple[_Table, _Table], lines: list[SimpleQueue[Tensor]], timeout_s: float
+        self,
+        mesh: Mesh,
+        rank: int,
+        tables: tuple[_Table, _Table],
+        lines: list[_Line],
+        timeout_s: float,
     ) -> None:
         self.mesh = mesh
         self.rank = rank
@@ -170,7 +179,7 @@ class ThreadComm:
         """One for each rank. Whoever waits longer than `timeout_s` for another is failed."""
         stages = [_Table(mesh.tp) for _ in range(mesh.pp)]
         everybody = _Table(mesh.size)
-        lines: list[SimpleQueue[Tensor]] = [SimpleQueue() for _ in range(mesh.size)]
+        lines: list[_Line] = [_Line() for _ in range(mesh.size)]
         return tuple(
             ThreadComm(mesh, rank, (stages[mesh.pp_rank(rank)], everybody), lines, timeout_s)
             for rank in range(mesh.size)
@@ -201,6 +210,11 @@ class ThreadComm:
             self.waited_s += self._clock.now() - began
         except Empty:
             raise PeerGone(f"parallel: nothing came for {self.mesh.name(self.rank)} in {self._timeout_s:g} s") from None
+        if x is None:
+            self._lines[self.rank].put(None)
+            raise PeerGone(
+                f"parallel: {self.mesh.name(self.rank)} waits for a stage that left, expected all of its mesh"
+            )
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
             raise ValueError(f"parallel: {list(x.shape)} {x.dtype} came, expected {list(shape)} {dtype}")
         return x.clone()  # across processes nobody writes into the sender's tensor either
@@ -217,6 +231,8 @@ class ThreadComm:
         """See Comm."""
         self._stage.close()
         self._all.close()
+        for line in self._lines:
+            line.put(None)
 
     def _meet(self, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
         began = self._clock.now()
@@ -243,10 +259,7 @@ def listen(address: str) -> Meeting:
     host, port = _host_and_port(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(found[0], socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found[4])
-        listener.listen(128)
+        listener = socket.create_server(found[4][:2], family=found[0], backlog=128)
     except OSError as error:
         raise ConfigError(f"parallel: cannot listen on {address} ({error}), expected a free address of ours") from None
     port = listener.getsockname()[1]
@@ -281,6 +294,16 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"parallel: dist_init_addr is {address!r}, expected host:port")
     return host.strip("[]"), int(port)
+
+
+class _Closed:
+    """In the place of a group that is no more."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} after close")
+
+    def abort(self) -> None:
+        """Nothing."""
 
 
 class TorchComm:
@@ -321,7 +344,6 @@ class TorchComm:
         self._device = device
         self._round = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._groups: list[Any] = []
         self._fence("join")
         stage, line = f"stage-{mesh.pp_rank(rank)}", f"line-{mesh.tp_rank(rank)}"
         self._stage = self._group(stage, mesh.tp_rank(rank), mesh.tp, host)
@@ -378,10 +400,12 @@ class TorchComm:
 
     def close(self) -> None:
         """See Comm."""
-        groups, self._groups = self._groups, []
-        for group in groups:
-            group.abort()
         self._sent.clear()
+        if self._device != "cpu":
+            for group in (self._stage, self._line):
+                if group is not None:
+                    group.abort()  # what NCCL still runs would keep the device
+        self._stage = self._line = _Closed()  # the connections end with the last word of the groups
 
     def _fence(self, key: str, values: Sequence[int] = ()) -> list[list[int]]:
         """What every rank says, by rank."""
@@ -425,7 +449,6 @@ class TorchComm:
                 f"parallel: {self.mesh.name(self.rank)} cannot reach its {name} ({str(error).splitlines()[0]}),"
                 f" expected {size} ranks"
             ) from None
-        self._groups.append(group)
         return group
 
     def _wait(self, start: Callable[[], Any]) -> None:
