@@ -145,8 +145,8 @@ class RankExecutor:
         if self._closed:
             return
         self._closed = True
-        self._orders = [Stop()]  # what else was ordered is not worth doing any more
-        self.flush()
+        self._orders.clear()  # what was ordered and has not left is not worth doing any more
+        self._group.announce(self.log.header(self.headers + 1, (Stop(),)))
         self._group.close()
         for end in self._ends:
             end()

@@ -22,9 +22,8 @@ __all__ = ["FollowerGroup", "Followers", "RankGroup"]
 
 _LEADER: Final = "leader"
 _LOOK_S: Final = 0.05
-_FAREWELLS: Final = 20
-_FAREWELL_S: Final = 0.05
-"""How often, and for how long each time, a leader that ends looks whether its followers have hung up."""
+_FAREWELL_S: Final = 2.0
+"""Followers get so long to hang up once they were told to stop."""
 _log = get_logger("engine")
 
 
@@ -70,6 +69,7 @@ class RankGroup:
         self._rank_of: dict[str, int] = {}
         self._peer_of: dict[int, str] = {}
         self._waiting: list[Report] = []
+        self._closed = False
         self.why: Callable[[], str] = _nobody
         """Who knows why a rank was lost, in words; empty = nobody."""
 
@@ -120,14 +120,18 @@ class RankGroup:
         found, self._waiting = self._waiting, []
         return found + self._poll(0.0 if found else wait_s)
 
-    def close(self) -> None:
-        """Hang up, once the followers have: a line that breaks while one of them answers would lose what it has not
-        read, the word to stop among it. Waits a second at most."""
-        left = set(self._rank_of)
-        for _ in range(_FAREWELLS):
-            if not left:
-                break
-            left -= {event.peer for event in self._channel.poll(_FAREWELL_S) if isinstance(event, Gone)}
+    def close(self, wait_s: float = _FAREWELL_S) -> None:
+        """Hang up, once the followers have: a line that breaks loses what they have not read, the word to stop among
+        it. Waits for them so long at most. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        end = self._clock.now() + wait_s
+        while self._rank_of and (left_s := end - self._clock.now()) > 0:
+            for event in self._channel.poll(left_s):
+                if isinstance(event, Gone):
+                    self._rank_of.pop(event.peer, None)
+        self._peer_of.clear()
         self._channel.close()
 
     def _poll(self, wait_s: float) -> list[Report]:
@@ -136,6 +140,8 @@ class RankGroup:
             rank = self._rank_of.get(event.peer)
             if isinstance(event, Gone):
                 if rank is not None:
+                    del self._rank_of[event.peer]
+                    del self._peer_of[rank]
                     found += [r for r in self._waiting if r.kind is ReportKind.FAILED]
                     failed = [r for r in found if r.kind is ReportKind.FAILED]
                     if failed:
@@ -178,19 +184,21 @@ class FollowerGroup:
         self.rank = rank
         self.control_bytes = 0
         """Received and sent."""
+        self._gone = ""
         self._channel = ZmqChannel(clock=clock)
         self._channel.connect(_LEADER, address)
         self._channel.send(_LEADER, encode(RankHello(rank=rank, token=token, pid=os.getpid())))
 
     def headers(self, wait_s: float) -> list[StepHeader]:
-        """What has come, in order; waits for the first. Raises PeerGone: the leader is; InvariantError: what it sent
-        cannot be read."""
+        """What has come, in order; waits for the first. Raises PeerGone: the leader is, and all that came before its
+        end was given out; InvariantError: what it sent cannot be read."""
+        if self._gone:
+            raise PeerGone(f"engine: the leader of rank {self.mesh.name(self.rank)} is gone ({self._gone})")
         found: list[StepHeader] = []
         for event in self._channel.poll(wait_s):
             if isinstance(event, Gone):
-                if found:
-                    return found  # what came before the end is obeyed; the next call says that it is the end
-                raise PeerGone(f"engine: the leader of rank {self.mesh.name(self.rank)} is gone ({event.reason})")
+                self._gone = event.reason
+                continue
             try:
                 found.append(decode_header(event.parts))
             except FrameError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from serinus.core.errors import ConfigError
+from serinus.core.plan import StepPlan, StepResult
 from serinus.core.rng import Rng
+from serinus.engine.executor import Runs
 from serinus.models import load_spec
 from serinus.parallel import QUEUES
 from serinus.testing.checkpoints import make_toy
@@ -65,15 +68,40 @@ def test_stages_may_lack_a_part_of_the_layers(sliding: Path) -> None:
         }
 
 
+class Gated:
+    """A runner that waits until it is let go on."""
+
+    def __init__(self, runner: Runs) -> None:
+        self.open = Event()
+        self._runner = runner
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        assert self.open.wait(30), "nobody let the last stage go on"
+        return self._runner.run(plan)
+
+
 @pytest.mark.slow
 def test_several_steps_are_under_way_at_once_in_a_pipeline(toy: Path) -> None:
+    spec = load_spec(toy)
     with crew(toy, pp_size=3) as engine:
+        last = engine.ranks.followers[2].body
+        last._runner = gate = Gated(last._runner)
         for i in range(6):
             engine.add(f"r{i}", [i, i + 1], 12)
-        most = 0
-        while engine.turn():
-            most = max(most, engine.core.scheduler.under_way)
-        assert most == 3
+        scheduler = engine.core.scheduler
+        assert engine.core.step() is None
+        assert scheduler.under_way == 1, "all prompts are in one step"
+        gate.open.set()
+        while scheduler.under_way:
+            engine.turn()
+        gate.open.clear()
+        assert engine.core.step() is None
+        assert scheduler.under_way == 3, "the requests that decode are spread over three steps"
+        gate.open.set()
+        engine.run()
+        assert {f"r{i}": engine.tokens(f"r{i}") for i in range(6)} == {
+            f"r{i}": toy_continue(spec, [i, i + 1], 12) for i in range(6)
+        }
 
 
 @pytest.mark.slow
