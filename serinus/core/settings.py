@@ -318,6 +318,9 @@ class CanarySettings:
         "", "the part that is damaged; needed where a model has both",
         choices=("", "full", "swa"),
     )  # fmt: skip
+    kv_canary_perturb_rank: int | None = setting(
+        None, "with several ranks: the one whose KV is damaged; default: drawn from the seed", low=0
+    )
     kv_canary_perturb_warmup_steps: int = setting(50, "steps before the first fault", low=0)
     kv_canary_perturb_seed: int = setting(0, "the same seed, the same faults", low=0)
 
@@ -356,7 +359,7 @@ class KernelSettings:
         choices=("auto", "token_oracle"),
     )
     threads: int | None = setting(
-        None, "threads of one engine; default: cores / engines on this machine", low=1, high=1024
+        None, "threads of one engine, or of each of its ranks; default: cores / ranks on this machine", low=1, high=1024
     )
 
     def __post_init__(self) -> None:

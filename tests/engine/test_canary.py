@@ -77,7 +77,7 @@ class Watched:
     def flip(self, rid: str, back: int = 2) -> int:
         """Damage the keys of a running request's position so far from its end; the slot."""
         state = self.built.core.scheduler._states[rid]
-        row = self.built.core.runner._tables[self.part].table[state.row]
+        row = self.built.core.executor._runner._tables[self.part].table[state.row]
         slot = int(row[state.computed - back])
         lane = self.built.pools[self.part].k[0]
         lane.view(len(lane), -1).view(torch.uint8)[slot, 0] ^= 1
