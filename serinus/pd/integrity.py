@@ -123,4 +123,5 @@ def take(rows: NDArray[np.uint8], seed: int) -> tuple[NDArray[np.uint8], bytes]:
 
 
 def _digesting(store: object) -> Digesting | None:
-    return store if hasattr(store, "hashed_pages") else None  # type: ignore[return-value]
+    found: Digesting | None = store if hasattr(store, "hashed_pages") else None
+    return found

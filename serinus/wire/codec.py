@@ -86,7 +86,7 @@ def decode(parts: Parts | Buffer) -> Frame:
 
     Raises:
         FrameError: with one of the reasons parts, short, magic, version, type, length, payload, crc, body. Nothing
-            else, whatever the bytes are.
+            else, whatever the bytes are. `version`: the sender speaks another version, and always will.
     """
     if isinstance(parts, (bytes, bytearray, memoryview)):
         parts = (parts,)
@@ -99,7 +99,7 @@ def decode(parts: Parts | Buffer) -> Frame:
     if magic != _MAGIC:
         raise FrameError("magic", repr(magic))
     if version != _VERSION:
-        raise FrameError("version", f"{version}, expected {_VERSION}")
+        _check_version(first, version)
     if kind >= len(_TYPES) or zero:
         raise FrameError("type", f"{kind} ({zero})")
     if body_bytes != len(first) - HEAD_BYTES or body_bytes > BODY_BYTES_MAX:
@@ -115,6 +115,15 @@ def decode(parts: Parts | Buffer) -> Frame:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise FrameError("body", f"{_TYPES[kind].__name__}: {str(error)[:200]}") from None
     return Frame(message=message, incarnation=incarnation, seq=seq, ack=ack, payload=payload)
+
+
+def _check_version(first: memoryview, version: int) -> None:
+    """Raises FrameError: version; or crc, where the frame is one of ours in which that byte changed on its way."""
+    mended = bytearray(first)
+    mended[len(_MAGIC)] = _VERSION
+    if _CRC.unpack_from(mended, _HEAD.size)[0] == zlib.crc32(mended[HEAD_BYTES:], zlib.crc32(mended[: _HEAD.size])):
+        raise FrameError("crc", "the version changed on the way")
+    raise FrameError("version", f"{version}, expected {_VERSION}")
 
 
 def _byte_count(payload: Buffer) -> int:

@@ -1,7 +1,9 @@
 """Messages out, letters in: a channel, the codec and one ReliableLink per peer, put together.
 
 Bad frames change nothing but a counter (`rejects`, by reason); after a few of them from one peer the connection is
-dropped and the peer reported Gone. Knows nothing of what the messages mean. Not thread safe: one loop owns it.
+dropped and the peer reported Gone. A peer that speaks another version of the frames is dropped at once: it gets one
+frame of ours, from which it learns the same, and both sides say so in words. Knows nothing of what the messages mean.
+Not thread safe: one loop owns it.
 """
 
 from __future__ import annotations
@@ -138,7 +140,11 @@ class Post:
         except FrameError as error:
             self.rejects[error.reason] += 1
             line.bad_count += 1
-            if line.bad_count >= BAD_FRAMES_MAX:
+            if error.reason == "version":
+                self._channel.send(peer, encode(Ack(), self._incarnation))
+                versions = str(error).removeprefix("wire: version: ")
+                self._cut(peer, f"it speaks another version of the frames: {versions}")
+            elif line.bad_count >= BAD_FRAMES_MAX:
                 self._cut(peer, f"{line.bad_count} bad frames, the last: {error}")
             return
         byte_count = sum(memoryview(part).nbytes for part in parts)

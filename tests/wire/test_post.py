@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
 from serinus.core.clock import ManualClock
 from serinus.core.errors import ConfigError
-from serinus.wire import Arrived, Gone, Letter, LocalChannel, LocalHub, Parts, Post, encode
+from serinus.wire import Arrived, Gone, Letter, LocalChannel, LocalHub, Parts, Post, decode, encode
+from serinus.wire.codec import HEAD_BYTES
 from serinus.wire.messages import Ack, DoneOk, Keepalive
 from serinus.wire.post import BAD_FRAMES_MAX
 
@@ -147,3 +150,37 @@ def test_frames_of_a_closed_name_are_not_delivered() -> None:
     raw.send("s", encode(Keepalive(), 5, 2))
     pair.server_channel.disconnect(event.peer)
     assert pair.server_channel.poll(0) == []
+
+
+def of_version(version: int, frame: Parts) -> Parts:
+    """A frame as another version would make it, as far as anybody can say today: its CRC fits."""
+    head = bytearray(frame[0])
+    head[4] = version
+    body = bytes(head[HEAD_BYTES:])
+    head[HEAD_BYTES - 4 : HEAD_BYTES] = zlib.crc32(body, zlib.crc32(head[: HEAD_BYTES - 4])).to_bytes(4, "little")
+    return (bytes(head), *frame[1:])
+
+
+def test_a_peer_of_another_version_is_cut_at_once_and_both_sides_are_told_in_words() -> None:
+    pair, ours = Pair(), encode(Keepalive(), incarnation=5, seq=1)[0][4]
+    raw = pair.raw()
+    raw.send("s", of_version(ours + 1, encode(Keepalive(), incarnation=5, seq=1)))
+    (gone,) = pair.server.poll(0)
+    assert isinstance(gone, Gone)
+    assert gone.reason == f"it speaks another version of the frames: {ours + 1}, expected {ours}"
+    assert pair.server.rejects == {"version": 1}
+    answer, end = raw.poll(0)
+    assert isinstance(answer, Arrived)  # one frame of ours, from which the other side learns the same
+    assert decode(answer.parts).incarnation == 11
+    assert isinstance(end, Gone)
+
+
+def test_a_version_byte_that_changed_on_the_way_is_a_bad_frame_and_no_other_version() -> None:
+    pair = Pair()
+    raw = pair.raw()
+    for _ in range(3):
+        first = bytearray(encode(Keepalive(), incarnation=5, seq=1)[0])
+        first[4] ^= 1
+        raw.send("s", (bytes(first),))
+    assert pair.server.poll(0) == []
+    assert pair.server.rejects == {"crc": 3}
