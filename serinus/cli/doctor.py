@@ -63,6 +63,8 @@ def run(command: Command, words: Sequence[str]) -> int:
 
     looks: list[Callable[[], Iterator[Finding]]] = [machine, packages, extras, threads, kernels, ports, shared_memory]
     findings = [finding for look in looks for finding in look()]
+    if config.parallel.size > 1:
+        findings += ranks(config)
     if config.model.model_path:
         findings += checkpoint(config)
     console().print(findings_table(findings, f"serinus {serinus_version()} on {platform.node()}"))
@@ -135,6 +137,30 @@ def threads() -> Iterator[Finding]:
         seen=f"serve uses {cores()}, up shares them between its engines"
         + (f" ({shown} is overruled)" if shown else ""),
     )
+
+
+def ranks(config: ServeConfig) -> Iterator[Finding]:
+    """Whether this machine has room for the ranks it was given."""
+    from serinus.engine.devices import comm_device
+    from serinus.engine.followers import mesh_of
+
+    parallel, mesh = config.parallel, mesh_of(config)
+    here = [mesh.name(rank) for rank in parallel.local_ranks]
+    stages = f", layers by stage {parallel.pp_layer_partition}" if parallel.pp_layer_partition else ""
+    crowded = len(here) > cores()
+    yield Finding(
+        what="ranks",
+        seen=f"{mesh.size} (TP {mesh.tp} x PP {mesh.pp}{stages}), on this machine {', '.join(here)}",
+        grade="note" if crowded else "ok",
+        advice=f"{len(here)} ranks share {cores()} cores" if crowded else "",
+    )
+    try:
+        devices = [comm_device(config, rank) for rank in parallel.local_ranks]
+    except ConfigError as error:
+        yield Finding(what="devices", seen=str(error), grade="bad", advice="fewer ranks, or --device cpu")
+    else:
+        how = "gloo" if devices[0] == "cpu" else "NCCL"
+        yield Finding(what="devices", seen=f"{', '.join(dict.fromkeys(devices))}, joined by {how}")
 
 
 def kernels() -> Iterator[Finding]:
@@ -222,6 +248,7 @@ def checkpoint(config: ServeConfig) -> list[Finding]:
 
 
 def _model(config: ServeConfig) -> Iterator[Finding]:
+    from serinus.engine.followers import mesh_of
     from serinus.front import load_tokenizer
     from serinus.models import load_spec, resolve
 
@@ -233,6 +260,12 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
         seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of {spec.head_size},"
         f" context {spec.context_length}{window}, signature {spec.signature[:12]}",
     )
+    if config.parallel.size > 1:
+        shards = spec.shards(mesh_of(config), config.parallel.partition)
+        each = ", ".join(
+            f"{shard.name}: {len(shard.layers)} layers, {len(shard.kv_heads)} KV heads" for shard in shards
+        )
+        yield Finding(what="shards", seen=each)
     tokenizer = load_tokenizer(folder)
     chat = "with" if tokenizer.template is not None else "without"
     yield Finding(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")

@@ -17,8 +17,18 @@ from types import TracebackType
 
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, threads_env
+from serinus.core.log import get_logger
+from serinus.engine.fate import LOST_CODE, Ending, Fate
 
 __all__ = ["EngineProcess", "free_ports", "stop_process"]
+
+_log = get_logger("cli")
+_LOOK_S = 0.2
+"""Between two looks at whether an engine of several ranks stands still."""
+_ENDING_S = 2.0
+"""From the end of its connection to the end of a process that is not standing still."""
+_ENDING_SAID_S = 5.0
+"""The same for one that has said why it ends."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -56,6 +66,8 @@ class EngineProcess:
         self.endpoint = f"ipc://{self._home.name}/engine"
         """Where it listens for its front."""
         self.process: asyncio.subprocess.Process | None = None
+        self._words = Path(self._home.name) / "words"
+        self._overseer: asyncio.Task[None] | None = None
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -70,12 +82,52 @@ class EngineProcess:
         settings = Path(self._home.name) / "config.json"
         settings.write_text(self._config.to_json())
         words = ["-m", "serinus.engine.process", "--config", str(settings), "--endpoint", self.endpoint]
-        words += ["--parent", str(os.getpid())]
+        words += ["--parent", str(os.getpid()), "--words", str(self._words)]
         threads = self._config.kernels.threads or cores()
         # A group of its own: Ctrl-C reaches the front alone, which drains first.
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, *words, env=threads_env(threads), stdin=asyncio.subprocess.DEVNULL, process_group=0
         )
+
+        if self._config.parallel.size > 1:
+            self._overseer = asyncio.create_task(self._oversee(self.process))
+
+    async def _oversee(self, process: asyncio.subprocess.Process) -> None:
+        """End a leader that stands still: its ranks miss it too, but only here it can be ended. (An engine of one rank
+        that stands still is waited for: nothing else depends on it, and it may go on.)"""
+        from serinus.wire import Arrived, ZmqChannel
+
+        silence_s = self._config.parallel.watchdog_s_max
+        channel = ZmqChannel(silence_s=silence_s)
+        try:
+            attempt, peer = 0, ""
+            while process.returncode is None:
+                if not peer:
+                    attempt += 1
+                    peer = f"engine-{attempt}"
+                    channel.connect(peer, self.endpoint)
+                for event in channel.poll(0.0):
+                    if not isinstance(event, Arrived):
+                        peer = ""
+                        if "refused" not in event.reason:
+                            await self._end_if_silent(process, silence_s)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            channel.close()
+
+    async def _end_if_silent(self, process: asyncio.subprocess.Process, silence_s: float) -> None:
+        try:
+            await asyncio.wait_for(process.wait(), _ENDING_S if self.ending() is None else _ENDING_SAID_S)
+        except TimeoutError:
+            reason = f"engine: rank TP0 PP0 (pid {process.pid}), the leader, gave no sign of life for {silence_s:g} s"
+            _log.error("serinus: %s; it is killed", reason)
+            Fate(self._words).seal(reason, LOST_CODE)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    def ending(self) -> Ending | None:
+        """Why it ended, in its own words or in those of whoever ended it; None = nobody said."""
+        return Fate.read(self._words)
 
     async def ended(self) -> int:
         """Wait for its end; the exit code (negative: the signal that ended it)."""
@@ -84,4 +136,6 @@ class EngineProcess:
 
     async def stop(self, *, s_max: float) -> int:
         """See stop_process."""
+        if self._overseer is not None:
+            self._overseer.cancel()
         return 0 if self.process is None else await stop_process(self.process, s_max=s_max)

@@ -25,6 +25,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
 from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger, setup_logging
+from serinus.engine.fate import CONFIG_CODE, LOST_CODE, how_it_ended
 
 if TYPE_CHECKING:
     from serinus.front import EngineClient, FrontSettings, HttpServer
@@ -38,7 +39,7 @@ _GONE_GRACE_S = 2.0
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Serve until told to stop. Exit code 0, 1 when the engine died, 2 for wrong settings."""
+    """Serve until told to stop. Exit code 0, 1 when the engine died, 2 for wrong settings, 3 when a rank of it did."""
     clock = WallClock()
     started = clock.now()
     parser = make_parser(command)
@@ -52,7 +53,13 @@ def run(command: Command, words: Sequence[str]) -> int:
         config = ServeConfig.from_json(given["config"])
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus serve MODEL")
-    config = replace(config, kernels=replace(config.kernels, threads=engine_threads(config.kernels.threads, 1)))
+    threads = engine_threads(config.kernels.threads, len(config.parallel.local_ranks))
+    config = replace(config, kernels=replace(config.kernels, threads=threads))
+    if config.parallel.node_rank:
+        from serinus.cli.node import run_node
+
+        setup_logging(config.server.log_level, f"node {config.parallel.node_rank}")
+        return run_node(config)
     setup_logging(config.server.log_level, "" if child is not None else "front")
     from serinus.front import bind
 
@@ -112,11 +119,13 @@ class _Service:
     async def live(self) -> int:
         """Start the engine, serve, stop the engine; the exit code."""
         config = self._config
+        here = len(config.parallel.local_ranks)
         _log.info(
-            "serinus: %s as %s on %s, %s of %s cores",
+            "serinus: %s as %s on %s, %s%s of %s cores",
             config.model.model_path,
             config.engine_name,
             self._url,
+            "" if config.parallel.size == 1 else f"{config.parallel.size} ranks, {here} here with ",
             config.kernels.threads,
             cores(),
         )
@@ -144,8 +153,11 @@ class _Service:
     async def _watch(self, client: EngineClient) -> None:
         """The engine ended before it was told to: say so to whoever waits, and end too."""
         code = await self._engine.ended()
-        reason = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._code = 2 if code == 2 else 1
+        reason, ending = how_it_ended(code), self._engine.ending()
+        self._code = CONFIG_CODE if code == CONFIG_CODE else 1
+        if ending is not None:
+            self._code = ending.code if ending.code in (CONFIG_CODE, LOST_CODE) else self._code
+            reason = f"{reason}: {ending.reason}"
         _log.error("serinus: the engine %s %s", self._config.engine_name, reason)
         client.engine_gone(f"the engine {self._config.engine_name} {reason}")
         self._server.stop()

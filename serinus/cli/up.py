@@ -60,7 +60,7 @@ class Member:
 def members(config: UpConfig) -> list[Member]:
     """The engines of a group, prefill first, each with its port and its share of the cores."""
     roles = ["prefill"] * config.up.prefill + ["decode" if config.up.prefill else "unified"] * config.up.decode
-    threads = engine_threads(config.kernels.threads, len(roles))
+    threads = engine_threads(config.kernels.threads, sum(config.ranks_of(role).size for role in roles))
     group: list[Member] = []
     for role, port in zip(roles, free_ports(len(roles)), strict=True):
         number = sum(member.config.role == role for member in group)

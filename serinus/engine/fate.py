@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CONFIG_CODE", "LOST_CODE", "Ending", "Fate"]
+__all__ = ["CONFIG_CODE", "LOST_CODE", "Ending", "Fate", "how_it_ended"]
 
 CONFIG_CODE = 2
 """Exit code: settings, checkpoint or machine are wrong; to start again would not help."""
@@ -72,3 +73,8 @@ class Fate:
             return Ending(reason=str(said["reason"]), code=int(said["code"]))
         except (OSError, ValueError, KeyError):
             return None
+
+
+def how_it_ended(code: int) -> str:
+    """Of an exit code, as Python gives it: `died of SIGKILL`, `ended with exit code 2`."""
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,8 +1,8 @@
 """Followers: the other ranks of an engine, as its leader starts, finds and ends them.
 
-    followers = Followers(config, clock)             # where they will report; nothing runs yet
+    followers = Followers(config, clock)             # those of this machine are started, and import what they need
     group = RankGroup(followers.control_bind, ...)   # the leader's line
-    followers.start(control=group.address)           # those of this machine are started and load meanwhile
+    followers.start(control=group.address)           # all that report are told where everything is
     comm = followers.join()                          # all have reported; tensors can travel
 
 On one machine everything is in a private directory and on loopback; with `--nnodes` ranks of other machines report at
@@ -29,7 +29,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.ids import new_token
-from serinus.engine.fate import Fate
+from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate
 from serinus.engine.watchdog import RankFacts, Watchdog
 from serinus.parallel import Mesh
 from serinus.wire.messages import WatchWelcome
@@ -97,7 +97,9 @@ class Followers:
     """The other ranks of one engine. All methods are for the loop's thread."""
 
     def __init__(self, config: ServeConfig, clock: Clock, fate: Fate | None = None) -> None:
-        """Listen for ranks. `fate`: that of this process, which may be ended with its engine; None = it may not.
+        """Listen for ranks, start those of this machine.
+
+        `fate`: that of this process, which may be ended with its engine; None = it may not.
 
         Raises ConfigError: `--dist-init-addr` cannot be had here, or this is not machine 0.
         """
@@ -125,16 +127,16 @@ class Followers:
         )
         self._meeting: Any = None
         self._comm: Comm | None = None
+        config_file = self._home / "config.json"
+        config_file.write_text(self._config.to_json())
+        self._watchdog.start(lambda: self._spawn(config_file))
 
     def start(self, *, control: str) -> None:
-        """Start the ranks of this machine, and tell all that report that the leader's line is at `control`."""
+        """Tell the ranks that the leader's line is at `control`."""
         from serinus.parallel.comm import listen
 
         self._meeting = listen(f"{self._host or '127.0.0.1'}:0")
-        config_file = self._home / "config.json"
-        config_file.write_text(self._config.to_json())
-        welcome = WatchWelcome(control=control, store=self._meeting.address, token=self.token)
-        self._watchdog.start(welcome, lambda: self._spawn(config_file))
+        self._watchdog.welcome(WatchWelcome(control=control, store=self._meeting.address, token=self.token))
 
     def _spawn(self, config_file: Path) -> dict[int, subprocess.Popen[bytes]]:
         env = rank_env(self._config)
@@ -192,9 +194,17 @@ class Followers:
             for each in (leader, *self._watchdog.facts())
         ]
 
+    def fail(self, error: BaseException) -> None:
+        """The engine does not come up: tell the ranks why, and end them."""
+        code = CONFIG_CODE if isinstance(error, ConfigError) else LOST_CODE
+        self._close(Ending(reason=f"engine: the leader failed: {error}", code=code))
+
     def close(self) -> None:
         """End what has not ended. The ranks should have been told to stop. May be called again."""
-        self._watchdog.close()
+        self._close(None)
+
+    def _close(self, failure: Ending | None) -> None:
+        self._watchdog.close(failure)
         if self._comm is not None:
             self._comm.close()
         shutil.rmtree(self._home, ignore_errors=True)

@@ -45,9 +45,12 @@ class Lookout:
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serinus-lookout", daemon=True)
 
-    def report(self) -> WatchWelcome:
-        """Find the leader, say who we are, learn where everything is. Raises ConfigError (refused), PeerGone."""
+    def start(self) -> None:
+        """Look for the leader, and say who we are."""
         self._thread.start()
+
+    def welcome(self) -> WatchWelcome:
+        """Wait to learn where everything is. Raises ConfigError (refused), PeerGone."""
         self._answered.wait()
         if self._welcome is None:
             assert self._refused is not None, "engine: neither welcome nor refusal"

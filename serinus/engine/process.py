@@ -1,8 +1,9 @@
 """The engine process: `python -m serinus.engine.process --config FILE --endpoint ipc://...`.
 
 Started by `serinus serve`. Binds its front endpoint at once, loads, answers `Ready`, then runs the loop until it is
-told to stop. Ends when its parent ends. This is the process's one broad `except`: whatever the loop lets through is
-logged with its traceback, the front is told why, and the exit code is 1.
+told to stop. Ends when its parent ends. Where the engine has several ranks this is the leader's. This is the process's
+one broad `except`: whatever the loop lets through is logged with its traceback, the front is told why, and the exit
+code says it.
 """
 
 from __future__ import annotations
@@ -12,51 +13,86 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
-from serinus.core.errors import ConfigError
+from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger, setup_logging
+from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate
+
+if TYPE_CHECKING:
+    from serinus.engine.loop import EngineLoop
 
 __all__ = ["main"]
 
 
+_VERDICT_S = 3.0
+"""Seconds that the watchdog gets to say which rank's end broke the loop."""
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one engine to its end; returns the exit code: 0 told to stop, 1 it broke, 2 its settings are wrong."""
+    """Run one engine to its end; returns the exit code: 0 told to stop, 1 it broke, 2 its settings are wrong, 3 one of
+    its ranks broke or was lost."""
     parser = argparse.ArgumentParser(prog="serinus-engine", description="One engine process of `serinus serve`.")
     parser.add_argument("--config", required=True, help="file with the ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="zmq endpoint to bind for the front, e.g. ipc:///tmp/x")
     parser.add_argument("--parent", type=int, required=True, help="process id of the front; it ends with it")
+    parser.add_argument("--words", default="", help="file for the reason of its end, in a folder of its own")
     arguments = parser.parse_args(argv)
     end_with_parent(arguments.parent, signal.SIGKILL)
     clock = WallClock()
     started = clock.now()
     config = ServeConfig.from_json(Path(arguments.config).read_text())
-    setup_logging(config.server.log_level)
+    several = config.parallel.size > 1
+    setup_logging(config.server.log_level, "TP0 PP0" if several else "TP0")
+    fate = Fate(Path(arguments.words) if arguments.words else None)
     log = get_logger("engine")
+    loop: EngineLoop | None = None
     try:
+        from serinus.engine.followers import Followers
+
+        followers = Followers(config, clock, fate) if several else None
         from serinus.engine.launch import launch  # the heavy imports, timed as a start-up phase
 
-        loop = launch(config, arguments.endpoint, clock, started)
-    except ConfigError as error:
-        log.error("%s", error)
-        return 2
+        loop = launch(config, arguments.endpoint, clock, started, followers)
+        _obey_signals(loop)
+        loop.run()
+    except Exception as error:
+        if isinstance(error, ConfigError) and loop is None:
+            log.error("%s", error)
+            return fate.seal(str(error), CONFIG_CODE).code
+        ending = _ending(error, fate, several=several)
+        if several and isinstance(error, PeerGone):
+            log.error("engine: stopped by %s (%s)", ending.reason, error)
+        else:
+            log.exception("engine: stopped by %s", type(error).__name__)
+        if loop is not None:
+            loop.last_words(ending.reason)
+        return ending.code
+    finally:
+        if loop is not None:
+            loop.close()
+    return 0
+
+
+def _ending(error: Exception, fate: Fate, *, several: bool) -> Ending:
+    """Why the engine ends. Where another rank's end broke the loop, the watchdog's word on that."""
+    if several and isinstance(error, PeerGone):
+        fate.wait(_VERDICT_S)
+    reason = f"{type(error).__name__}: {error}"
+    return fate.seal(f"engine: rank TP0 PP0: {reason}" if several else reason, LOST_CODE if several else 1)
+
+
+def _obey_signals(loop: EngineLoop) -> None:
+    """SIGTERM ends the loop after what runs; Ctrl-C reaches the whole group, and the front decides."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         loop.request_stop(drain=True)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
-    try:
-        loop.run()
-    except Exception as error:
-        log.exception("engine: stopped by %s", type(error).__name__)
-        loop.last_words(f"{type(error).__name__}: {error}")
-        return 1
-    finally:
-        loop.close()
-    return 0
 
 
 if __name__ == "__main__":

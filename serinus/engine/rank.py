@@ -89,11 +89,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _obey(config: ServeConfig, rank: int, lookout: Lookout, clock: Clock) -> None:
     """Report, join, load, obey. Raises whatever breaks the rank."""
-    welcome = lookout.report()
+    lookout.start()
     from serinus.engine.devices import take_device  # the heavy imports, watched already
     from serinus.engine.ranks import make_follower
     from serinus.parallel.comm import TorchComm, find
 
+    welcome = lookout.welcome()
     parallel = config.parallel
     device = take_device(config, rank)
     meeting = find(welcome.store, parallel.dist_s_max)

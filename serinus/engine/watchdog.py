@@ -16,25 +16,23 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final
 
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError, FrameError, PeerGone
 from serinus.core.log import get_logger
-from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate
+from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate, how_it_ended
 from serinus.parallel import Mesh
 from serinus.wire import Arrived, ZmqChannel, decode, encode
 from serinus.wire.messages import Message, WatchEnd, WatchHello, WatchWelcome, WatchWords
 
-__all__ = ["RankFacts", "Watchdog", "difference", "how_it_ended"]
+__all__ = ["RankFacts", "Watchdog", "difference"]
 
 _TICK_S: Final = 0.1
 _WEIGH_S: Final = 0.3
@@ -86,6 +84,7 @@ class _Member:
     """Only on this machine."""
     peer: str = ""
     facts: RankFacts | None = None
+    welcomed: bool = False
     gone: bool = False
     """Its connection ended."""
 
@@ -122,22 +121,27 @@ class Watchdog:
         self._signs: list[_Sign] = []
         self._first_sign = 0.0
         self._welcome: WatchWelcome | None = None
+        self._failure: Ending | None = None
         self._here = threading.Event()
         self._leaving = threading.Event()
-        self._errors: SimpleQueue[OSError] = SimpleQueue()
+        self._judged = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serinus-watchdog", daemon=True)
         self._spawn: Callable[[], Mapping[int, subprocess.Popen[bytes]]] = dict
 
     # ---- the loop's thread ------------------------------------------------------------------------------------
 
-    def start(self, welcome: WatchWelcome, spawn: Callable[[], Mapping[int, subprocess.Popen[bytes]]]) -> None:
+    def start(self, spawn: Callable[[], Mapping[int, subprocess.Popen[bytes]]]) -> None:
         """Start the thread, and in it (their lives hang on it) the ranks of this machine."""
-        self._welcome = welcome
         self._spawn = spawn
         self._thread.start()
 
+    def welcome(self, welcome: WatchWelcome) -> None:
+        """What ranks that have reported, and those that will, are told."""
+        self._welcome = welcome
+
     def gather(self, s_max: float) -> None:
-        """Wait for every rank's first word. Raises ConfigError, PeerGone: some did not come (named), or were lost."""
+        """Wait until every rank has reported and was welcomed. Raises ConfigError, PeerGone: some did not come (they
+        are named), or were lost."""
         end = self._clock.now() + s_max
         while not self._here.wait(_TICK_S):
             self.check()
@@ -163,12 +167,15 @@ class Watchdog:
         """Of the ranks that have reported, by rank."""
         return [member.facts for member in self._members.values() if member.facts is not None]
 
-    def close(self) -> None:
-        """The engine stops: wait until its ranks have ended, kill what does not. May be called again."""
+    def close(self, failure: Ending | None = None) -> None:
+        """The engine stops: wait until its ranks have ended, kill what does not. With `failure` they are told it, and
+        not waited for. May be called again."""
+        self._failure = self._failure or failure
         self._leaving.set()
-        if self._thread.is_alive():
-            self._thread.join(_LEAVE_S + 2 * _END_S + _LOOP_S)
-        elif self._thread.ident is None:
+        end = self._clock.now() + _LEAVE_S + 2 * _END_S
+        while self._thread.is_alive() and not self._judged.is_set() and self._clock.now() < end:
+            self._thread.join(_TICK_S)
+        if self._thread.ident is None:
             self._channel.close()
 
     # ---- its own thread ---------------------------------------------------------------------------------------
@@ -194,9 +201,15 @@ class Watchdog:
                 self._take(event)
             else:
                 self._lost(event.peer)
+        welcome = self._welcome
         for rank, member in self._members.items():
+            if welcome is not None and member.peer and not member.welcomed:
+                member.welcomed = True
+                self._send(member.peer, welcome)
             if member.process is not None and (code := member.process.poll()) is not None:
                 self._sign(_Weight.EXIT, rank, how_it_ended(code), CONFIG_CODE if code == CONFIG_CODE else LOST_CODE)
+        if all(member.welcomed for member in self._members.values()):
+            self._here.set()
 
     def _take(self, event: Arrived) -> None:
         try:
@@ -228,10 +241,6 @@ class Watchdog:
         else:
             member.peer = peer
             member.facts = RankFacts(rank=hello.rank, pid=hello.pid, host=hello.host)
-            assert self._welcome is not None, "engine: a rank reports before the watchdog was started"
-            self._send(peer, self._welcome)
-            if all(each.facts is not None for each in self._members.values()):
-                self._here.set()
 
     def _refuse(self, peer: str, reason: str) -> None:
         _log.warning("engine: refused at %s: %s", self.address, reason)
@@ -267,8 +276,9 @@ class Watchdog:
         while self._alive() and self._clock.now() < end:
             self._channel.poll(_TICK_S)
         self._kill()
+        self._judged.set()
         if self._ends_process:
-            self._leaving.wait(_LOOP_S)
+            threading.Event().wait(_LOOP_S)
             _log.error("engine: %s ends with exit code %d", self._mesh.name(0), ending.code)
             os._exit(ending.code)
 
@@ -281,14 +291,15 @@ class Watchdog:
 
     def _leave(self) -> None:
         """The loop has ended: the ranks know it, or are told why."""
-        if self._fate.ending is not None:
-            self._tell(self._fate.ending)
-        end = self._clock.now() + _LEAVE_S
+        failure = self._fate.ending or self._failure
+        if failure is not None:
+            self._tell(failure)
+        end = self._clock.now() + (_LEAVE_S if failure is None else _END_S)
         while self._alive() and self._clock.now() < end:
             for event in self._channel.poll(_TICK_S):
                 if not isinstance(event, Arrived):
                     self._lost(event.peer)
-        if late := self._alive():
+        if failure is None and (late := self._alive()):
             _log.warning("engine: %s did not end, killed", ", ".join(map(self._mesh.name, late)))
             self._tell(Ending(reason="engine: the leader has stopped", code=LOST_CODE))
         self._kill()
@@ -314,11 +325,6 @@ class Watchdog:
 
     def _send(self, peer: str, message: Message) -> None:
         self._channel.send(peer, encode(message))
-
-
-def how_it_ended(code: int) -> str:
-    """`died of SIGKILL`, `ended with exit code 2`."""
-    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def difference(ours: str, theirs: str) -> str:

@@ -1,0 +1,68 @@
+"""`serinus serve --node-rank N`: the ranks of another machine's engine that live here. No HTTP: machine 0 answers.
+
+The ranks report to the leader themselves; this process starts them, passes SIGTERM on, and ends when they have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from pathlib import Path
+
+from serinus.cli.processes import stop_process
+from serinus.core.config import ServeConfig
+from serinus.core.log import get_logger
+from serinus.engine.fate import LOST_CODE, how_it_ended
+from serinus.engine.followers import mesh_of, rank_env, rank_words
+
+__all__ = ["run_node"]
+
+_log = get_logger("cli")
+_OTHERS_S = 5.0
+"""After one rank has ended, the others have this long: they hear it from their leader."""
+
+
+def run_node(config: ServeConfig) -> int:
+    """Run the ranks of this machine to their end. Exit code 0, 2 wrong settings, 3 the engine ended."""
+    return asyncio.run(_live(config))
+
+
+async def _live(config: ServeConfig) -> int:
+    parallel, mesh = config.parallel, mesh_of(config)
+    names = {rank: mesh.name(rank) for rank in parallel.local_ranks}
+    _log.info(
+        "serinus: %s of %s as machine %d of %d, leader at %s",
+        ", ".join(names.values()), config.model.model_path, parallel.node_rank, parallel.nnodes,
+        parallel.dist_init_addr,
+    )  # fmt: skip
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    with tempfile.TemporaryDirectory(prefix="serinus-") as home:
+        file = Path(home) / "config.json"
+        file.touch(0o600)
+        file.write_text(config.to_json())
+        ranks = {
+            rank: await asyncio.create_subprocess_exec(
+                *rank_words(file, rank, f"tcp://{parallel.dist_init_addr}"),
+                env=rank_env(config),
+                stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,
+            )
+            for rank in names
+        }
+        ends = {asyncio.create_task(process.wait()): rank for rank, process in ranks.items()}
+        stop = asyncio.create_task(told.wait())
+        done, _ = await asyncio.wait({*ends, stop}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & ends.keys():
+            if code := ranks[ends[task]].returncode:
+                _log.error("serinus: rank %s %s", names[ends[task]], how_it_ended(code))
+        if stop not in done:
+            await asyncio.wait(ends, timeout=_OTHERS_S)
+        stop.cancel()
+        codes = await asyncio.gather(*(stop_process(process, s_max=_OTHERS_S) for process in ranks.values()))
+    if told.is_set():
+        return 0
+    return next((2 for code in codes if code == 2), LOST_CODE if any(codes) else 0)
