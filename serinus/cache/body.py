@@ -12,7 +12,7 @@ from serinus.cache.events import EventLog, KvEvent
 from serinus.cache.keys import PageKeys
 from serinus.cache.ledger import STATE_MASK, PageLedger, Pages, PageState
 from serinus.cache.matching import Matcher
-from serinus.cache.node import Tier
+from serinus.cache.node import Lease, Tier
 from serinus.cache.policy import WRITE_POLICIES, check_settings
 from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.publish import Publisher, token_bytes
@@ -33,6 +33,7 @@ from serinus.cache.view import CacheCounters, cache_stats, tree_view
 from serinus.cache.window import Windows
 from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError
+from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
 
 __all__ = ["CacheBody", "words_of"]
@@ -144,6 +145,17 @@ class CacheBody:
             return Probe(device=found.end, total=found.end)
         usable = cover(found, self._window)
         return Probe(device=usable.device, total=usable.total)
+
+    def loads_over(self, lease: Lease, tokens: NDArray[np.int32]) -> frozenset[int]:
+        """Loads under way that fill pages which `tokens`, from the end of the lease on, would find in the tree: whoever
+        publishes them takes those pages for its own, and nobody knows yet whether their KV comes. Changes nothing."""
+        if not len(self.tiers.table) or not self.enable_prefix or lease.sound_end is not None:
+            return frozenset()
+        whole = len(tokens) - len(tokens) % self.page_size
+        found = self.tree.descend(lease.anchor, token_bytes(tokens[:whole]), lease.end)
+        filled = [node for node in (*found.path, found.partial) if node is not None and node.loading]
+        copies = map(self.tiers.table.get, self.tiers.table.over(filled) if filled else ())
+        return frozenset(copy.op for copy in copies if copy.kind is MoveKind.LOAD)
 
     def busy(self) -> str:
         """What keeps the cache from being reset, in words; empty when it is idle."""

@@ -73,7 +73,7 @@ class Incoming:
         return [state for state in self._batch.transfer.values() if not state.granted]
 
     def _grant(self, state: ReqState, now: float) -> Reservation:
-        state.granted = True
+        state.granted = state.sure = True
         state.held = state.computed
         if state.started is None:
             state.started = now

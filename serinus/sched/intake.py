@@ -60,6 +60,7 @@ class Intake:
         self, state: ReqState, work: SeqWork, seq: SeqResult, now: float, deltas: list[TokenDelta],
         chunks: list[ChunkReady],
     ) -> None:  # fmt: skip
+        state.sure = True
         if work.next_ids is not None and state.prompt_logprobs is not None:
             if len(seq.prompt_logprobs) != len(work.next_ids):
                 raise InvariantError(

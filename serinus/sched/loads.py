@@ -19,15 +19,16 @@ def begin_again(
 ) -> list[ReqState]:
     """Take the requests of these leases off their pages; returns those that must wait to be computed here.
 
-    A load is settled before anything computed on it is committed. So only requests in their first chunk can be among
-    them, or such whose pages no prefill engine knows yet: these wait for pages once more.
+    A load is settled before anything computed on it is committed, and before anybody publishes onto it. So whoever has
+    a chunk committed (or pages that a prefill engine knows) reads none of what did not come: it only shares nodes with
+    it, as where a window of an old prefix was fetched once more. It goes on; it cannot publish any more.
     """
     if not leases:
         return []
     bad = {id(lease) for lease in leases}
     waiting = []
-    for state in [state for state in states if id(state.lease) in bad]:
-        if state.phase is Phase.TRANSFER and not state.granted:
+    for state in [state for state in states if id(state.lease) in bad and not state.sure]:
+        if state.phase is Phase.TRANSFER:
             incoming.load_failed(state)
             continue
         if state.phase is not Phase.PREFILL:
@@ -36,7 +37,8 @@ def begin_again(
             )
         batch.remove(state)
         seats.leave(state)
-        state.started = None
+        if state.first_token is None:
+            state.started = None
         state.move(Phase.WAITING)
         waiting.append(state)
     return waiting

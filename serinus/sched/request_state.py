@@ -111,6 +111,8 @@ class ReqState:
     known: int = field(init=False)
     planned: int = 0
     computed: int = 0
+    sure: bool = False
+    """Every load that its pages came by has ended well: a chunk of it was committed since, or its pages are granted."""
     published: int = 0
     load: LoadPlan | None = None
     """What the host could add to its match, until that is loaded or let go."""
@@ -212,6 +214,7 @@ class ReqState:
     def go_on_from(self, length: int) -> None:
         """The KV of its first `length` tokens was found cached."""
         self.planned = self.computed = self.published = length
+        self.sure = False
 
     def append(self, token: int) -> None:
         """One more known token."""

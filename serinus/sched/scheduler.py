@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from serinus.cache import Lease, PrefixCache
+from serinus.cache import PrefixCache
 from serinus.core.errors import BadRequest, CapacityError, InvariantError
 from serinus.core.handoff import HandoffSpec, Reservation
 from serinus.core.parts import PageSpan, Part
@@ -174,9 +174,8 @@ class Scheduler:
                 f" (depth {self.settings.depth})"
             )
         if self._seats.tiered:
-            news = self._seats.poll()
-            self.in_flight = news.in_flight
-            self._begin_again(news.failed_loads)
+            self.in_flight = self._seats.poll()
+            self._begin_again()
         step = self._agenda.next_step(now)
         if step is None:
             return None
@@ -190,16 +189,20 @@ class Scheduler:
         Raises InvariantError where plan or result is not that of the oldest one.
         """
         check_result(self._open[0].plan if self._open else None, plan, result)
-        if self._seats.open_loads:
-            self._begin_again(self._seats.settle(self._open[0].loads))
-        return self._intake.take(self._open.popleft(), result, now)
+        loading = bool(self._seats.open_loads)
+        if loading:
+            self._seats.settle(self._open[0].loads)
+            self._begin_again()
+        outcome = self._intake.take(self._open.popleft(), result, now)
+        if loading:
+            self._begin_again()
+        return outcome
 
-    def _begin_again(self, leases: tuple[Lease, ...]) -> None:
-        """The KV of these leases never came from the host: what steps under way compute on it is nobody's."""
-        if leases:
-            for state in self._roster.begin_again(leases):
-                for step in self._open:
-                    step.forget(state)
+    def _begin_again(self) -> None:
+        """Whose KV never came from the host begins once more: what steps under way compute on it is nobody's."""
+        for state in self._roster.begin_again(self._seats.take_failed()):
+            for step in self._open:
+                step.forget(state)
 
     # Decode side of a handoff
 
@@ -242,6 +245,7 @@ class Scheduler:
         for tier, count in (cached_tokens or {}).items():
             state.cached_tokens[tier] = state.cached_tokens.get(tier, 0) + count
         self._incoming.take_over(state)
+        self._begin_again()
         return self._intake.take_token(state, token, logprobs, now)
 
     def recompute(self, rid: str, reason: str) -> bool:

@@ -57,6 +57,7 @@ class Seats:
         self._context = settings.context_length
         self._rows = list(range(settings.rows - 1, 0, -1))
         self._writes: list[TableWrite] = []
+        self._failed: list[Lease] = []
 
     @property
     def free_rows(self) -> tuple[int, ...]:
@@ -135,20 +136,26 @@ class Seats:
         if loaded.op:
             self.open_loads.add(loaded.op)
 
-    def poll(self) -> CacheNews:
-        """What ended since the last time."""
-        news = self.cache.poll()
-        self.open_loads.difference_update(news.ended_loads)
-        return news
+    def poll(self) -> int:
+        """Take what ended; how many copies and storage operations are left."""
+        return self._take_news(self.cache.poll())
 
-    def settle(self, loads: frozenset[int]) -> tuple[Lease, ...]:
-        """A forward pass has ended, and with it every load it waited for: the leases whose KV never came."""
+    def settle(self, loads: frozenset[int]) -> None:
+        """A forward pass has ended, and with it every load it waited for."""
         due = loads & self.open_loads
-        if not due:
-            return ()
-        news = self.cache.poll(settle=due)
-        self.open_loads.difference_update(due, news.ended_loads)
-        return news.failed_loads
+        if due:
+            self.open_loads -= due
+            self._take_news(self.cache.poll(settle=due))
+
+    def take_failed(self) -> tuple[Lease, ...]:
+        """Leases whose KV never came from the host, since the last time somebody asked."""
+        failed, self._failed = tuple(self._failed), []
+        return failed
+
+    def _take_news(self, news: CacheNews) -> int:
+        self.open_loads.difference_update(news.ended_loads)
+        self._failed.extend(news.failed_loads)
+        return news.in_flight
 
     # The storage
 
@@ -217,11 +224,15 @@ class Seats:
 
         Where the tree had them already, its own duplicates go back and its rows are rewritten to the canonical pages:
         first the rows, then the release (a duplicate freed before could be someone else's while a row names it). Where
-        layers slide, what lies behind its window is published by itself, so that its lease can leave it.
+        layers slide, what lies behind its window is published by itself, so that its lease can leave it. Where somebody
+        else is loading the same pages from the host, that load is settled first: what was computed never comes to lie
+        on KV that may not come.
         """
         size, end = self.page_size, state.computed // self.page_size * self.page_size
         if not self.shares or end <= state.published:
             return
+        if self.open_loads and state.lease is not None:
+            self.settle(self.cache.loads_over(state.lease, state.tokens[state.published : end]))
         if state.swa is not None:
             behind = self.window_start(end) * size
             if state.published < behind < end:

@@ -1,0 +1,203 @@
+"""Seeded trouble for one engine with several plans under way: prompts that share beginnings, a pool and a host tier that
+are too small, loads that fail, aborts between plan and commit. `python -m tests.sched.depth_drive 500` runs seeds.
+
+Oracles: the fake model's answers, every invariant now and then, ledgers that drain. It counts what happened, so
+that a test can say that it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from serinus.core.moves import MoveKind
+from serinus.core.request import FinishReason, Request
+from serinus.core.rng import Rng
+from serinus.testing.builders import make_request
+from serinus.testing.fake_runner import fake_continue, fake_prompt_logprobs
+from serinus.testing.tiny_engine import TinyEngine
+
+VOCAB = 50
+BEGINNINGS = [[7] * 13 + [8] * 12, [7] * 9 + [9] * 20, [6] * 28, [5] * 24, [4, 3] * 12, []]
+
+
+class Drive:
+    """One engine, and the dice."""
+
+    def __init__(self, seed: int, depth: int) -> None:
+        self.rng = rng = Rng(seed)
+        page_size = rng.choice([1, 2, 4])
+        window = rng.choice([None, None, 3, 6])
+        pages = rng.randint(40, 64) // page_size
+        host = rng.choice([0, 160, 240]) // page_size
+        swa = 0 if window is None else 3 + -(-window // page_size) + rng.randint(0, 30) // page_size
+        options: dict[str, Any] = {"host_pages": host, "host_swa_pages": host if window else 0}
+        self.engine = TinyEngine(
+            page_size=page_size, page_count=pages + 1, context_length=48, vocab_size=VOCAB, eos_ids=(0,), depth=depth,
+            journal=True, max_running_requests=rng.randint(2, 6), growth_tokens=rng.choice([0, 4]), window=window,
+            chunked_prefill_size=rng.choice([4, 8, 12]), swa_page_count=swa, auto=False,
+            schedule_policy=rng.choice(["fcfs", "lpm"]), **options,
+        )  # fmt: skip
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.running: set[str] = set()
+        self.happened: Counter[str] = Counter()
+
+    def arrive(self) -> None:
+        """One more request, of a length that fits."""
+        rng = self.rng
+        beginning = rng.choice(BEGINNINGS)
+        prompt = beginning[: max(rng.randint(0, 40), rng.randint(0, 40))] + [
+            rng.randint(1, 9) for _ in range(rng.randint(1, 12))
+        ]
+        cache = self.engine.cache
+        prompt = prompt[: min(46, (cache.page_count - 1) * cache.page_size - 1)]
+        rid = f"r{len(self.requests)}"
+        sampling: dict[str, Any] = rng.choice([{}, {"temperature": 1.0}, {"prompt_logprobs": 0}])
+        request = make_request(rid, prompt, seed=len(self.requests), max_new_tokens=rng.randint(1, 14), **sampling)
+        self.requests[rid] = request
+        self.engine.scheduler.add(request)
+
+    def plan(self) -> None:
+        """One more plan, where there is room for one; nobody in an older one may lose its pages to it, but to a load
+        that failed."""
+        engine = self.engine
+        under_way = engine.scheduler.under_way
+        if under_way == engine.settings.depth:
+            return
+        self._stopped()
+        before = {rid for rid in self.requests if engine.works_for(rid)}
+        retracted = engine.scheduler.stats().totals.retracted
+        plan = engine.plan()
+        if under_way and engine.scheduler.stats().totals.retracted > retracted:
+            self.happened["retracted beside a plan under way"] += 1
+        for rid in self._stopped() & before:
+            assert engine.mover is not None, f"{rid} lost its pages while a plan with it was under way"
+            self.happened["began again in a plan under way"] += 1
+        if plan is not None and any(engine.works_for(rid) for rid in before & {work.rid for work in plan.work}):
+            self.happened["chunks of one request in several plans"] += 1
+
+    def commit(self) -> None:
+        """The oldest plan ends."""
+        engine = self.engine
+        if not engine.scheduler.under_way:
+            return
+        engine.commit()
+        stopped = self._stopped()
+        if any(engine.works_for(rid) for rid in stopped):
+            self.happened["began again in a plan under way"] += 1
+        if any(rid in self.aborted and engine.works_for(rid) for rid in self.requests):
+            self.happened["aborted, and still in a later plan"] += 1
+
+    def _stopped(self) -> set[str]:
+        """Requests that ran, and wait again or are gone, since the last look."""
+        stopped = set()
+        for rid, queue in self.engine.scheduler.take_moves():
+            if queue == "running":
+                self.running.add(rid)
+            elif rid in self.running:
+                self.running.discard(rid)
+                stopped.add(rid)
+        return stopped
+
+    def abort(self) -> None:
+        """The client of one of them goes."""
+        rid = self.rng.choice(list(self.requests))
+        delta = self.engine.scheduler.abort(rid, "client gone")
+        if delta is not None:
+            self.engine.take(delta)
+            self.aborted.add(rid)
+
+    def end_a_copy(self) -> None:
+        """Backups end, and one load, well or badly, now or when it must."""
+        mover = self.engine.mover
+        if mover is None:
+            return
+        for op in [op for op, copy in mover.pending.items() if copy.moves[0].kind is MoveKind.BACKUP]:
+            mover.finish(op)
+        if mover.pending:
+            op = self.rng.choice(list(mover.pending))
+            if self.rng.random() < 0.6:
+                mover.fail(op)
+                self.happened["a load failed"] += 1
+            if self.rng.random() < 0.7:
+                mover.finish(op)
+
+    def turn(self) -> None:
+        """Something happens."""
+        dice = self.rng.random()
+        if dice < 0.12:
+            self.arrive()
+        elif dice < 0.15 and self.requests:
+            self.abort()
+        elif dice < 0.20:
+            self.engine.cache.evict(self.rng.randint(1, 20))
+        elif dice < 0.32:
+            self.end_a_copy()
+        elif dice < 0.40:
+            self.engine.catch_up(self.rng.randint(1, 2))
+        elif dice < 0.72:
+            self.plan()
+        else:
+            self.commit()
+        if self.rng.random() < 0.2:
+            self.engine.scheduler.sanity_check()
+
+    def finish(self) -> None:
+        """No more trouble; every answer is the oracle's."""
+        engine = self.engine
+        for _ in range(3000):
+            if engine.scheduler.idle:
+                break
+            engine.step()
+            engine.end_copies()
+        for rid, request in self.requests.items():
+            self._check(rid, request)
+        engine.end_copies()
+        while engine.cache.poll().in_flight:
+            engine.end_copies()
+        engine.check_drained()
+
+    def _check(self, rid: str, request: Request) -> None:
+        engine = self.engine
+        answer, wanted = engine.answers[rid], request.sampling.max_new_tokens
+        cache = engine.cache
+        room = min(48, (cache.page_count - 1) * cache.page_size) - len(request.prompt)
+        expected = fake_continue(request, min(wanted or room, room), VOCAB, [0], engine.runner.window)
+        if rid in self.aborted:
+            assert answer.finish is FinishReason.ABORT, f"{rid}: {answer}"
+            assert answer.tokens == expected[: len(answer.tokens)], f"{rid}: {answer}"
+            return
+        assert answer.tokens == expected, f"{rid}: {answer}, expected {expected}"
+        if request.sampling.prompt_logprobs is not None:
+            assert answer.prompt_logprobs == fake_prompt_logprobs(request), f"{rid}: {answer}"
+
+
+def drive(seed: int, depth: int, turns: int = 250) -> Counter[str]:
+    """One seed; what happened. Raises AssertionError or InvariantError where something is wrong."""
+    story = Drive(seed, depth)
+    for _ in range(turns):
+        story.turn()
+    story.finish()
+    return story.happened
+
+
+def main() -> None:
+    """Run seeds, say what happened."""
+    parser = argparse.ArgumentParser(description="several plans under way")
+    parser.add_argument("seeds", type=int, nargs="?", default=200)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    happened = Counter[str]()
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        try:
+            happened += drive(seed, 1 + seed % 3)
+        except Exception:
+            print(f"seed {seed}, depth {1 + seed % 3}")
+            raise
+    print(f"{arguments.seeds} seeds: {dict(happened)}")
+
+
+if __name__ == "__main__":
+    main()
