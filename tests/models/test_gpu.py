@@ -41,3 +41,21 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
         llm = LLM(str(tmp_path), device=device, dtype="float32", max_total_tokens=2048, chunked_prefill_size=64)
         answers[device] = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
     assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_two_ranks_over_nccl_give_the_tokens_of_one_gpu(family: str, tmp_path: Path) -> None:
+    """Needs two GPUs, one for each rank."""
+    sizes = {"layers": 7, "kv_heads": 2, "intermediate": 157, "vocab": 511}
+    make_checkpoint(tmp_path, family, dtype="float32", tokenizer=False, **sizes)  # type: ignore[arg-type]
+    prompts = [[(7 * i + j) % 500 for i in range(20 + 30 * j)] for j in range(4)]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    answers = {}
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        with LLM(
+            str(tmp_path), device="cuda", dtype="float32", max_total_tokens=2048, chunked_prefill_size=64,
+            skip_tokenizer_init=True, tp_size=tp, pp_size=pp,
+        ) as llm:  # fmt: skip
+            answers[tp, pp] = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
+    assert answers[2, 1] == answers[1, 1]
+    assert answers[1, 2] == answers[1, 1]

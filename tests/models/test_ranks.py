@@ -16,6 +16,7 @@ from serinus.core.errors import ConfigError, InvariantError, PeerGone
 from serinus.core.parts import Part
 from serinus.core.plan import StepPlan
 from serinus.core.sampling import SamplingParams
+from serinus.engine import LLM
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
 from serinus.models.weights import RandomSource, SafetensorsSource
@@ -138,6 +139,21 @@ def test_harmed_kv_of_any_one_rank_is_a_wrong_token(tmp_path: Path) -> None:
             for _ in range(3):
                 direct.step([(seq, 1)])
             assert (seq.output[0], seq.output[1] != right[1]) == (right[0], True)
+
+
+@pytest.mark.slow
+def test_processes_over_gloo_give_the_tokens_of_one(families: dict[str, Path]) -> None:
+    """The whole engine, with weights of uneven widths; stages in processes are in tests/engine/ranks."""
+    prompts = [[(7 * i + j) % 500 for i in range(20 + 30 * j)] for j in range(3)]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for tp in (1, 2):
+        with LLM(
+            str(families["llama"]), dtype="float32", max_total_tokens=1024, chunked_prefill_size=32,
+            skip_tokenizer_init=True, tp_size=tp,
+        ) as llm:  # fmt: skip
+            answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)])
+    assert answers[0] == answers[1]
 
 
 def test_a_toy_whose_row_would_be_cut_within_a_word_is_refused(tmp_path: Path) -> None:
