@@ -9,6 +9,7 @@ Knows neither queues nor sockets: who owns a page is asked through PageFacts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from serinus.cache import ResidentSlots
-from serinus.canary.coverage import DuePages, Span, due_pages
+from serinus.canary.coverage import DuePages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, Faults, NoFaults, PartLanes, StepChecks, WriteCheck
 from serinus.canary.ring import Ring
 from serinus.canary.settings import CanarySettings
@@ -35,7 +36,10 @@ TokenOracle = Callable[[SampleSpec, int], int]
 """(how the request's next token is chosen, position) -> the token that the sampler must have emitted there."""
 
 _SWEEP = -1
+_ARRIVAL = -2
 _SEQUENCES_PER_STEP = 1 << 16
+_STEPS_NAMED = 4
+"""Steps whose requests are known by name: a ring is read one step late at most."""
 
 
 class PageFacts(Protocol):
@@ -72,23 +76,24 @@ class Canary:
         *,
         faults: Faults | None = None,
         oracle: TokenOracle | None = None,
+        head_ids: Sequence[int] | None = None,
     ) -> None:
-        """`layer_ids`: the model's numbers of each part's layers; a part without layers is left out."""
+        """`layer_ids`: the model's numbers of each part's layers on this rank; a part without layers is left out.
+        `head_ids`: the numbers of this rank's KV heads; None = all. So the digests of all ranks add up."""
         self.settings = settings
         self.violations = ViolationLog()
         self._facts = facts
+        self._kernels = kernels
         self._oracle = oracle
         self._faults: Faults = faults or NoFaults()
         self.parts = {
-            part: _lanes(part, pool, tables[part], layer_ids[part], settings)
+            part: _lanes(part, pool, tables[part], layer_ids[part], head_ids, settings, kernels)
             for part, pool in pools.items()
             if pool.stamps_LS4 is not None
         }
         if not self.parts:
             raise InvariantError("canary: no pool keeps stamps, expected at least one")
-        self.hook = CanaryHook(
-            self.parts, kernels, page_size=settings.page_size, entries_max=settings.entries_max, faults=self._faults
-        )
+        self.hook = CanaryHook(self.parts, kernels, entries_max=settings.entries_max, faults=self._faults)
         self.steps = 0
         """Steps begun."""
         self.sweep_passes = 0
@@ -96,26 +101,31 @@ class Canary:
         self.due_slots = dict.fromkeys(self.parts, 0)
         """Slots that had to be verified around forward passes so far, by part."""
         self._cursor = dict.fromkeys(self.parts, 0)
-        self._expected_start: dict[str, int] = {}
-        self._names: dict[int, str] = {}
-        self._arrivals = 0
+        self._expected_starts: deque[dict[str, int]] = deque(maxlen=settings.plans_open)
+        self._rids: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_STEPS_NAMED)
+        self._arriving = ""
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Decide what this step verifies, and tell the hook."""
         self.steps += 1
-        base = self.steps * _SEQUENCES_PER_STEP
-        rids = tuple(work.rid for work in plan.work)
-        self._names = {name: rid for name, rid in self._names.items() if name >= base - 4 * _SEQUENCES_PER_STEP}
-        self._names.update((base + index, rid) for index, rid in enumerate(rids))
-        checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(plan.work), rids=rids)
-        fresh = [self._expected_start.get(work.rid) != work.start for work in plan.work]
-        self._expected_start = {work.rid: work.start + len(work.tokens) for work in plan.work}
+        base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
+        rids = tuple([each.rid for each in work])
+        self._rids.append((base, rids))
+        checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
+        rows, starts = [each.row for each in work], [each.start for each in work]
+        is_fresh = [self._expected(rid) != start for rid, start in zip(rids, starts, strict=True)]
+        self._expected_starts.append({each.rid: each.start + len(each.tokens) for each in work})
+        settings = self.settings
         for part in self.parts:
-            spans = checks.spans[part] = [self._span(work, part) for work in plan.work]
-            checks.due[part] = self._due(spans, fresh, part)
-            self.due_slots[part] += sum(due.slot_count for due in checks.due[part])
+            window = settings.window if part is Part.SWA else None
+            reads = checks.reads[part] = reads_of(
+                rows, starts, is_fresh, first_name=base, stride=settings.stride, window=window
+            )
+            columns, entries, slots = self._kernels.due(reads, self.steps, settings.page_size)
+            checks.due[part] = DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
+            self.due_slots[part] += slots
         self.hook.arm(checks)
 
     def returned(self, result: StepResult) -> StepResult:
@@ -133,6 +143,8 @@ class Canary:
         found: list[Violation] = []
         for lanes in self.parts.values():
             for ring in lanes.rings:
+                if ring.is_silent and ring is not lanes.running:
+                    continue
                 ring.mark()
                 news = ring.take(wait=wait)
                 if news is None:
@@ -165,7 +177,8 @@ class Canary:
         # A predecessor that is not there cannot be checked against; at position 0 there is none.
         previous = np.where((found.previous == 0) & (found.positions > 0), -1, found.previous)
         nobody = np.full(len(found.slots), _SWEEP)
-        self._verify(lanes, found.slots, found.positions, previous, None, nobody, lanes.sweeping)
+        tail = StampLane.TAIL_K
+        self._verify(lanes, tail, found.slots, found.positions, previous, None, nobody, lanes.sweeping)
 
     def arrived(self, rid: str, spans: Sequence[PageSpan], length: int, tokens: NDArray[np.int32]) -> list[Violation]:
         """Verify pages that came from elsewhere for positions below `length`, before anybody computes with them.
@@ -173,9 +186,7 @@ class Canary:
         `tokens`: the request's own, from position 0. Waits for the device. Cost: one read of these pages.
         """
         page_size = self.settings.page_size
-        self._arrivals += 1
-        name = -1 - self._arrivals
-        self._names[name] = rid
+        self._arriving = rid
         for span in spans:
             lanes = self.parts.get(span.part)
             if lanes is None or not len(span.pages):
@@ -185,12 +196,12 @@ class Canary:
             live = positions < length
             slots, positions = slots[live], positions[live]
             previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
-            names = np.full(len(slots), name)
-            self._verify(lanes, slots, positions, previous, tokens[positions].astype(np.int64), names, lanes.running)
+            names = np.full(len(slots), _ARRIVAL)
+            own = tokens[positions].astype(np.int64)
+            for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
+                self._verify(lanes, lane, slots, positions, previous, own, names, lanes.running)
             self.due_slots[span.part] += len(slots)
-        found = self.take(wait=True)
-        del self._names[name]
-        return found
+        return self.take(wait=True)
 
     def stats_line(self) -> str:
         """For the log, every so many steps."""
@@ -213,25 +224,12 @@ class Canary:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _span(self, work: SeqWork, part: Part) -> Span:
-        low = 0
-        if part is Part.SWA:
-            assert self.settings.window is not None, "canary: part SWA without a window"
-            low = max(0, work.start - self.settings.window + 1)
-        return Span(row=work.row, low=low, high=work.start)
-
-    def _due(self, spans: Sequence[Span], fresh: Sequence[bool], part: Part) -> list[DuePages]:
-        """Those that just came whole, the others by turns; a slot has its turn before it leaves the window."""
-        page_size, found = self.settings.page_size, []
-        turns = self.settings.stride
-        if part is Part.SWA and self.settings.window is not None:
-            turns = min(turns, max(1, self.settings.window - 1))
-        for is_fresh, stride in ((True, 1), (False, turns)):
-            index = [i for i, new in enumerate(fresh) if new is is_fresh]
-            due = due_pages([spans[i] for i in index], index, step=self.steps, stride=stride, page_size=page_size)
-            if len(due.rows):
-                found.append(due)
-        return found
+    def _expected(self, rid: str) -> int:
+        """Where a request that ran in one of the latest plans goes on; -1 = it did not."""
+        for starts in reversed(self._expected_starts):
+            if rid in starts:
+                return starts[rid]
+        return -1
 
     def _write_check(self, work: Sequence[SeqWork]) -> WriteCheck | None:
         if self._oracle is None or not work:
@@ -249,8 +247,8 @@ class Canary:
         return WriteCheck(tokens_T=np.concatenate(tokens), positions_T=np.concatenate(positions))
 
     def _verify(
-        self, lanes: PartLanes, slots: NDArray[np.int64], positions: NDArray[np.int64], previous: NDArray[np.int64],
-        tokens: NDArray[np.int64] | None, names: NDArray[np.int64], ring: Ring,
+        self, lanes: PartLanes, lane: StampLane, slots: NDArray[np.int64], positions: NDArray[np.int64],
+        previous: NDArray[np.int64], tokens: NDArray[np.int64] | None, names: NDArray[np.int64], ring: Ring,
     ) -> None:  # fmt: skip
         device = lanes.table_RC.device
         slots_E, positions_E, previous_E, names_E = (
@@ -259,7 +257,7 @@ class Canary:
         )
         tokens_E = None if tokens is None else torch.from_numpy(tokens).to(device)
         entries = Entries(slots_E=slots_E, positions_E=positions_E, previous_E=previous_E, sequences_E=names_E)
-        self.hook.verify_now(lanes, entries, tokens_E, ring)
+        self.hook.verify_now(lanes, lane, entries, tokens_E, ring)
 
     def _violation(self, lanes: PartLanes, row: list[int], ring: Ring) -> Violation:
         lane, reasons, slot, position, *stored, name = row
@@ -281,18 +279,27 @@ class Canary:
             expected_hash=stored[4],
             stored_digest=stored[5],
             found_digest=stored[6],
-            rid=self._names.get(name, ""),
+            rid=self._rid(name),
             owner=self._facts.owner(part, page),
             users=self._facts.users(part, page),
             history=self._facts.history(part, page),
         )
 
+    def _rid(self, name: int) -> str:
+        if name == _ARRIVAL:
+            return self._arriving
+        for base, rids in self._rids:
+            if base <= name < base + len(rids):
+                return rids[name - base]
+        return ""
+
     def _check_watch(self, part: Part, checked: list[int]) -> None:
         """Slots due = slots checked, or the canary itself is broken (on an accelerator: not more than were due)."""
         due = self.due_slots[part]
         tail = checked[StampLane.TAIL_K], checked[StampLane.TAIL_V]
-        on_cpu = self.parts[part].table_RC.device.type == "cpu"
-        if any(count > due for count in tail) or (on_cpu and any(count < due for count in tail)):
+        if tail == (due, due):
+            return
+        if max(tail) > due or self.parts[part].table_RC.device.type == "cpu":
             raise InvariantError(
                 f"canary: part {part.name} had {due} slots to verify, {tail} were (K, V); expected the same: a canary"
                 f" that does not sing"
@@ -315,24 +322,30 @@ class Canary:
 
 
 def _lanes(
-    part: Part, pool: DevicePool, table: RequestTable, layer_ids: Sequence[int], settings: CanarySettings
-) -> PartLanes:
+    part: Part, pool: DevicePool, table: RequestTable, layer_ids: Sequence[int], head_ids: Sequence[int] | None,
+    settings: CanarySettings, kernels: CanaryKernels,
+) -> PartLanes:  # fmt: skip
     spec = pool.spec
     assert pool.stamps_LS4 is not None, "canary: a pool without stamps"
     coefficients = None
     if settings.real_data != "none":
         factors = digest_coefficients(
-            layer_ids, range(spec.kv_head_count), spec.head_size, spec.dtype.itemsize,
+            layer_ids, head_ids or range(spec.kv_head_count), spec.head_size, spec.dtype.itemsize,
             partial=settings.real_data == "partial",
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
+    running = Ring(spec.device, settings.ring_rows)
+    watch = kernels.watch(table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, settings.page_size)
     return PartLanes(
         part=part,
         layers_kv=pool.layers,
+        layer_ids=layer_ids,
+        early_bytes=spec.slot_bytes // spec.layer_count if settings.real_data == "all" else 0,
         stamps_LS4=pool.stamps_LS4,
         table_RC=table.table,
         coefficients_L22W=coefficients,
-        running=Ring(spec.device, settings.ring_rows),
+        running=running,
         sweeping=Ring(spec.device, settings.ring_rows),
         writing=Ring(spec.device, settings.ring_rows),
+        watch=watch,
     )

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.canary.coverage import DuePages, Span, pieces
+from serinus.canary.coverage import DuePages, pieces
 from serinus.canary.ring import Ring
 from serinus.core.parts import Part
 from serinus.core.plan import StepResult
-from serinus.kernels.canary import CanaryKernels, StampLane
+from serinus.kernels.canary import CanaryKernels, StampLane, Watch
 from serinus.models import ForwardBatch
+
+_EARLY_BYTES: Final = 1 << 20
+"""So much KV of one layer is worth a call of its own: whoever computes the layer next then finds it in a cache."""
 
 __all__ = ["CanaryHook", "Entries", "Faults", "NoFaults", "PartLanes", "StepChecks", "WriteCheck"]
 
@@ -31,6 +34,8 @@ class PartLanes:
     part: Part
     layers_kv: Sequence[tuple[Tensor, Tensor]]
     """(k, v) pools of the part's layers."""
+    layer_ids: Sequence[int]
+    """The model's numbers of them."""
     stamps_LS4: Tensor
     table_RC: Tensor
     """req_to_token of the part, int32."""
@@ -42,6 +47,10 @@ class PartLanes:
     """What the sweep notes."""
     writing: Ring
     """What differed from the token oracle."""
+    early_bytes: int
+    """Of a slot in one layer, k and v, where all of them are digested; else 0."""
+    watch: Watch
+    """What verifies and writes around the forward pass, into `running`."""
 
     @property
     def rings(self) -> tuple[Ring, Ring, Ring]:
@@ -76,9 +85,9 @@ class StepChecks:
     """The number that the ring knows this step's work 0 by."""
     rids: tuple[str, ...] = ()
     """Of the step's work, in order."""
-    spans: dict[Part, list[Span]] = field(default_factory=dict)
-    """What each of them reads."""
-    due: dict[Part, list[DuePages]] = field(default_factory=dict)
+    reads: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
+    """What each of them reads: reads_5B of `canary_due`."""
+    due: dict[Part, DuePages] = field(default_factory=dict)
     """What of it is verified in this step."""
     write_check: WriteCheck | None = None
 
@@ -124,23 +133,19 @@ class CanaryHook:
     """A ForwardHook. Stand it behind the gate of loads: layer 0 is the first moment when all stamps are there."""
 
     def __init__(
-        self,
-        parts: Mapping[Part, PartLanes],
-        kernels: CanaryKernels,
-        *,
-        page_size: int,
-        entries_max: int,
-        faults: Faults,
+        self, parts: Mapping[Part, PartLanes], kernels: CanaryKernels, *, entries_max: int, faults: Faults
     ) -> None:
         self._parts = parts
         self._kernels = kernels
-        self._page_size = page_size
         self._entries_max = entries_max
         self._faults = faults
         self._checks: StepChecks | None = None
         self._batch: ForwardBatch | None = None
-        self._entries: dict[Part, list[Entries]] = {}
-        self._previous: dict[Part, Tensor] = {}
+        self._early: dict[Part, bool] = {}
+        self._is_early = False
+        of_layer = sorted((i, part, at) for part, lanes in parts.items() for at, i in enumerate(lanes.layer_ids))
+        self._of_layer = [(part, at) for _, part, at in of_layer]
+        """Part of each layer of this rank, and its number within that part."""
 
     def arm(self, checks: StepChecks) -> None:
         """Say what the next forward pass verifies. A pass that was not armed (a warm-up) is left alone."""
@@ -151,73 +156,54 @@ class CanaryHook:
         self._batch = batch
 
     def before_layer(self, layer_index: int) -> None:
-        """Before the first layer: HEAD is verified, then written."""
-        checks, batch = self._checks, self._batch
-        if layer_index or checks is None or batch is None:
+        """Before the first layer: HEAD is verified, then written. Where much of a layer is verified it is digested
+        now: attention then finds its bytes in a cache, and they are read from memory once."""
+        if not layer_index:
+            checks, batch = self._checks, self._batch
+            self._is_early = False
+            if checks is None or batch is None:
+                return
+            self._begin(checks, batch)
+        if not self._is_early:
             return
-        self._faults.before(checks, batch)
-        for part, lanes in self._parts.items():
-            self._entries[part] = [self._expand(lanes, checks, due) for due in self._pieces(checks, part)]
-            for entries in self._entries[part]:
-                self._verify(lanes, StampLane.HEAD_K, entries, None)
-            self._previous[part] = _slots_before(lanes.table_RC, batch)
-            self._write(lanes, StampLane.HEAD_K, batch, None)
-            if checks.write_check is not None:
-                self._check_written(lanes, batch, checks.write_check, checks.first_sequence)
+        part, at = self._of_layer[layer_index]
+        if self._early[part]:
+            self._parts[part].watch.digest(at)
 
     def after(self, batch: ForwardBatch) -> None:
         """After the last layer: TAIL is verified, with the KV itself where that is digested, then written."""
         checks, self._checks, self._batch = self._checks, None, None
         if checks is None:
             return
-        for part, lanes in self._parts.items():
-            for entries in self._entries.pop(part):
-                self._verify(lanes, StampLane.TAIL_K, entries, self._digest(lanes, entries.slots_E))
-            self._write(lanes, StampLane.TAIL_K, batch, self._digest(lanes, batch.slots_of(part)))
+        for lanes in self._parts.values():
+            lanes.watch.verify(StampLane.TAIL_K)
+            lanes.watch.write(StampLane.TAIL_K)
         self._faults.after(checks, batch)
 
-    def verify_now(self, lanes: PartLanes, entries: Entries, tokens_E: Tensor | None, ring: Ring) -> None:
-        """Verify TAIL stamps outside of a forward pass: at arrival, or in the sweep."""
-        digests_E2 = self._digest(lanes, entries.slots_E)
+    def _begin(self, checks: StepChecks, batch: ForwardBatch) -> None:
+        self._faults.before(checks, batch)
+        starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B
+        for part, lanes in self._parts.items():
+            watch = lanes.watch
+            watch.expand(pieces(checks.due[part], self._entries_max))
+            self._early[part] = lanes.early_bytes * watch.entry_count >= _EARLY_BYTES
+            self._is_early |= self._early[part]
+            watch.verify(StampLane.HEAD_K)
+            watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B)
+            watch.write(StampLane.HEAD_K)
+            if checks.write_check is not None:
+                self._check_written(lanes, batch, checks.write_check, checks.first_sequence)
+
+    def verify_now(
+        self, lanes: PartLanes, lane: StampLane, entries: Entries, tokens_E: Tensor | None, ring: Ring
+    ) -> None:
+        """Verify stamps outside of a forward pass: at arrival, or in the sweep."""
+        digests_E2 = None
+        if lane is StampLane.TAIL_K and lanes.coefficients_L22W is not None:
+            digests_E2 = self._kernels.digest(lanes.layers_kv, entries.slots_E, lanes.coefficients_L22W)
         self._kernels.verify(
-            lanes.stamps_LS4, StampLane.TAIL_K, entries.slots_E, entries.positions_E, entries.previous_E, tokens_E,
-            digests_E2, entries.sequences_E, ring.rows_QF, ring.count_1, ring.checked_L,
-        )  # fmt: skip
-
-    def _pieces(self, checks: StepChecks, part: Part) -> list[tuple[DuePages, slice]]:
-        return [
-            (due, piece)
-            for due in checks.due.get(part, ())
-            for piece in pieces(due, self._page_size, self._entries_max)
-        ]
-
-    def _expand(self, lanes: PartLanes, checks: StepChecks, piece: tuple[DuePages, slice]) -> Entries:
-        due, at = piece
-        counts = due.page_count[at] * self._page_size
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        device = lanes.table_RC.device
-        columns = (due.rows[at], due.low[at], due.high[at], due.first_page[at], offsets)
-        slots_E, positions_E, previous_E, index_E = self._kernels.plan(
-            lanes.table_RC, *(torch.from_numpy(column).to(device) for column in columns), int(offsets[-1]),
-            page_size=self._page_size, stride=due.stride,
-        )  # fmt: skip
-        named_B = torch.from_numpy(due.index[at] + checks.first_sequence).to(device)
-        return Entries(
-            slots_E=slots_E, positions_E=positions_E, previous_E=previous_E, sequences_E=named_B[index_E]
-        )  # fmt: skip
-
-    def _verify(self, lanes: PartLanes, lane: StampLane, entries: Entries, digests_E2: Tensor | None) -> None:
-        ring = lanes.running
-        self._kernels.verify(
-            lanes.stamps_LS4, lane, entries.slots_E, entries.positions_E, entries.previous_E, None, digests_E2,
-            entries.sequences_E, ring.rows_QF, ring.count_1, ring.checked_L,
-        )  # fmt: skip
-
-    def _write(self, lanes: PartLanes, lane: StampLane, batch: ForwardBatch, digests_T2: Tensor | None) -> None:
-        self._kernels.write(
-            lanes.stamps_LS4, lane, batch.slots_of(lanes.part), batch.positions_T, batch.tokens_T,
-            batch.attention.q_starts_B1, self._previous[lanes.part], digests_T2,
+            lanes.stamps_LS4, lane, entries.slots_E, entries.positions_E, entries.previous_E, tokens_E,
+            digests_E2, entries.sequences_E, *ring.tensors,
         )  # fmt: skip
 
     def _check_written(self, lanes: PartLanes, batch: ForwardBatch, expected: WriteCheck, first_sequence: int) -> None:
@@ -229,18 +215,5 @@ class CanaryHook:
         self._kernels.verify(
             lanes.stamps_LS4, StampLane.HEAD_K, slots_T, torch.from_numpy(expected.positions_T).to(device),
             torch.full_like(slots_T, -1), torch.from_numpy(expected.tokens_T).to(device), None,
-            index_T + first_sequence, ring.rows_QF, ring.count_1, ring.checked_L,
+            index_T + first_sequence, *ring.tensors,
         )  # fmt: skip
-
-    def _digest(self, lanes: PartLanes, slots_E: Tensor) -> Tensor | None:
-        if lanes.coefficients_L22W is None:
-            return None
-        return self._kernels.digest(lanes.layers_kv, slots_E, lanes.coefficients_L22W)
-
-
-def _slots_before(table_RC: Tensor, batch: ForwardBatch) -> Tensor:
-    """The slot before each sequence's first new token, [B]; 0 where that is position 0."""
-    attention = batch.attention
-    starts_B = attention.context_B - (attention.q_starts_B1[1:] - attention.q_starts_B1[:-1])
-    before_B = table_RC[attention.rows_B, (starts_B - 1).clamp_min(0)].long()
-    return torch.where(starts_B > 0, before_B, 0)

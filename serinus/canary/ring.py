@@ -23,18 +23,24 @@ class Ring:
         self.rows_QF: Tensor = torch.zeros((rows, RING_FIELDS), dtype=torch.int64, device=device)
         self.count_1: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
         self.checked_L: Tensor = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self.tensors: tuple[Tensor, Tensor, Tensor] = (self.rows_QF, self.count_1, self.checked_L)
+        """As the kernels take them."""
+        self._here = (self.count_1.numpy(), self.checked_L.numpy()) if device == "cpu" else None
         self._read = 0
-        self._on_cpu = device == "cpu"
         self._copies: tuple[Tensor, ...] | None = None
         self._event: Any = None
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a host sees at once that there is nothing new; of an accelerator's ring it does not."""
+        return self._here is not None and int(self._here[0][0]) == self._read
+
     def mark(self) -> None:
         """Everything noted by what was queued up to now may be read by a later `take`."""
-        if self._on_cpu or self._copies is not None:
+        if self._here is not None or self._copies is not None:
             return
-        sources = (self.rows_QF, self.count_1, self.checked_L)
-        self._copies = tuple(torch.empty_like(t, device="cpu", pin_memory=True) for t in sources)
-        for target, source in zip(self._copies, sources, strict=True):
+        self._copies = tuple(torch.empty_like(t, device="cpu", pin_memory=True) for t in self.tensors)
+        for target, source in zip(self._copies, self.tensors, strict=True):
             target.copy_(source, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
@@ -42,8 +48,9 @@ class Ring:
     def take(self, *, wait: bool = False) -> tuple[list[list[int]], int, list[int]] | None:
         """(rows of new violations, how many there are that have no row any more, checked so far by lane); None where
         nothing marked has come yet. `wait` blocks until it has."""
-        if self._on_cpu:
-            return self._new(self.rows_QF, int(self.count_1), self.checked_L.tolist())
+        if self._here is not None:
+            count_1, checked_L = self._here
+            return self._new(self.rows_QF, int(count_1[0]), checked_L.tolist())
         if self._copies is None:
             return None
         if wait:
@@ -55,6 +62,8 @@ class Ring:
         return self._new(rows, int(count), checked.tolist())
 
     def _new(self, rows: Tensor, count: int, checked: list[int]) -> tuple[list[list[int]], int, list[int]]:
+        if count == self._read:
+            return [], 0, checked
         size = len(rows)
         first = max(self._read, count - size)
         lost = first - self._read

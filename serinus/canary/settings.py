@@ -20,6 +20,8 @@ class CanarySettings:
     """none | partial | all: which KV bytes are digested."""
     stride: int = 1
     """1 = every page of every request in every step; N = each at least once in N steps."""
+    plans_open: int = 1
+    """Plans that the scheduler may have open at a time: a running request is in one of so many."""
     sweep_interval: int = 0
     """Steps between two sweeps of cached pages; 0 = never."""
     sweep_slots: int = 4096
@@ -32,7 +34,7 @@ class CanarySettings:
     def __post_init__(self) -> None:
         if self.real_data not in ("none", "partial", "all"):
             raise ConfigError(f"canary: real data is {self.real_data!r}, expected none, partial or all")
-        for name in ("stride", "sweep_slots", "ring_rows", "entries_max"):
+        for name in ("stride", "plans_open", "sweep_slots", "ring_rows", "entries_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"canary: {name} is {getattr(self, name)}, expected at least 1")
         if self.sweep_interval < 0:

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from types import ModuleType
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
 from serinus.kernels.ref import canary as ref
+from serinus.kernels.watch import CommonWatch, Watch
 
-__all__ = ["CanaryKernels", "Reason", "StampLane", "load_canary"]
+__all__ = ["CanaryKernels", "Reason", "StampLane", "Watch", "load_canary"]
 
 
 class StampLane(IntEnum):
@@ -32,13 +36,13 @@ class Reason(IntFlag):
     """What differed; a violation may have several."""
 
     VERIFY_CHAIN_HASH = 1
-    """The stamp's previous hash is not that of the slot that the row names before it."""
+    """The stamp's previous hash is not that of the slot that the row names before it (not known: of its twin)."""
     VERIFY_POSITION = 2
     """The stamp's position is not the one the row has this slot at."""
     VERIFY_TOKEN = 4
-    """The stamp's token is not the request's own."""
+    """The stamp's token is not the request's own (not known: not that of its twin, the stamp of K or V beside it)."""
     VERIFY_REAL_KV_HASH = 8
-    """The KV bytes are not those that were stamped."""
+    """The KV bytes are not those that were stamped; or a stamp that has no digest (HEAD) has one."""
     WRITE_TOKEN = 16
     """The token computed in this step is not the one expected."""
     WRITE_POSITION = 32
@@ -52,9 +56,18 @@ class CanaryKernels:
     column: str
     """The column that serves them."""
     digest: Callable[..., Tensor]
+    due: Callable[[NDArray[np.int64], int, int], tuple[NDArray[np.int64], int, int]]
     plan: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     verify: Callable[..., None]
     write: Callable[..., None]
+    own_watch: Callable[..., Watch] | None = None
+    """Of a column that has a watch of its own."""
+
+    def watch(self, *lanes: Any, **more: Any) -> Watch:
+        """The checks of one part around forward passes; arguments as CommonWatch has them, without the ops."""
+        if self.own_watch is not None:
+            return self.own_watch(*lanes, **more)
+        return CommonWatch(self, *lanes, **more)
 
 
 def load_canary(device: str, column: str = "auto") -> CanaryKernels:
@@ -70,8 +83,9 @@ def load_canary(device: str, column: str = "auto") -> CanaryKernels:
         return _of(column, ref)
     if column == "cpu" and kind == "cpu":
         from serinus.kernels.cpu import canary as cpu
+        from serinus.kernels.cpu.watch import CpuWatch
 
-        return _of(column, cpu)
+        return _of(column, cpu, CpuWatch)
     if column == "triton":
         from serinus.kernels.triton import canary as triton
 
@@ -81,7 +95,8 @@ def load_canary(device: str, column: str = "auto") -> CanaryKernels:
     )
 
 
-def _of(column: str, ops: ModuleType) -> CanaryKernels:
+def _of(column: str, ops: ModuleType, own_watch: Callable[..., Watch] | None = None) -> CanaryKernels:
     return CanaryKernels(
-        column=column, digest=ops.canary_digest, plan=ops.canary_plan, verify=ops.canary_verify, write=ops.canary_write
-    )
+        column=column, digest=ops.canary_digest, due=ops.canary_due, plan=ops.canary_plan, verify=ops.canary_verify,
+        write=ops.canary_write, own_watch=own_watch,
+    )  # fmt: skip

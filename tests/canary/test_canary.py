@@ -151,7 +151,8 @@ def test_pages_that_arrive_are_held_against_the_requests_own_tokens(tmp_path: Pa
     other = seq.prompt.copy()
     other[9] += 1
     accused = canary.arrived("mine", [span], length, other)
-    assert found(accused) == {(f"TAIL_{h}_FULL", "VERIFY_TOKEN", int(seq.slots[9])) for h in "KV"}
+    tags = [f"{when}_{half}_FULL" for when in ("HEAD", "TAIL") for half in "KV"]
+    assert found(accused) == {(tag, "VERIFY_TOKEN", int(seq.slots[9])) for tag in tags}
     assert {v.rid for v in accused} == {"mine"}
     late = PageSpan(part=Part.FULL, first=2, pages=pages[2:])
     assert canary.arrived("mine", [late], length, seq.prompt) == []

@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serinus.canary.coverage import DuePages, Span, due_pages, pieces
+from serinus.canary.coverage import DuePages, pieces, reads_of
+from serinus.kernels.cpu import canary as cpu
+from serinus.kernels.ref import canary as ref
 
-SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=5)
+BOUNDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=5)
+NAMES = 100
+
+
+def due_of(bounds: list[tuple[int, int]], strides: list[int], step: int, page_size: int) -> DuePages:
+    low, high = ([pick(pair) for pair in bounds] for pick in (min, max))
+    reads = np.array([[NAMES + i for i in range(len(bounds))], [*range(1, len(bounds) + 1)], low, high, strides])
+    columns, entries, slots = cpu.canary_due(reads, step, page_size)
+    expected = ref.canary_due(reads, step, page_size)
+    assert (columns.tolist(), entries, slots) == (expected[0].tolist(), *expected[1:])
+    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
 
 
 def positions(due: DuePages, page_size: int) -> list[tuple[int, int]]:
     """(sequence, position) that the plan kernel will expand and find due, written once more by hand."""
     found = []
-    for i, index in enumerate(due.index.tolist()):
-        for turn in range(int(due.page_count[i])):
-            page = int(due.first_page[i]) + turn * due.stride
-            for position in range(page * page_size, (page + 1) * page_size):
-                if due.low[i] <= position < due.high[i]:
-                    found.append((index, position))
+    names, _, low, high, first, stride, offsets = due.columns_7B.tolist()
+    for i, name in enumerate(names):
+        end = [*offsets, due.entry_count][i + 1]
+        assert end > offsets[i], "a sequence with nothing due"
+        for turn in range((end - offsets[i]) // page_size):
+            page = first[i] + turn * stride[i]
+            found += [
+                (name - NAMES, position)
+                for position in range(page * page_size, (page + 1) * page_size)
+                if low[i] <= position < high[i]
+            ]
     return found
 
 
-@given(SPANS, st.integers(1, 9), st.sampled_from((1, 2, 16)), st.integers(0, 50))
+@given(BOUNDS, st.data(), st.sampled_from((1, 2, 16)), st.integers(0, 50))
 def test_in_so_many_steps_every_slot_is_due_exactly_once(
-    bounds: list[tuple[int, int]], stride: int, page_size: int, first_step: int
+    bounds: list[tuple[int, int]], data: st.DataObject, page_size: int, first_step: int
 ) -> None:
-    spans = [Span(row=i + 1, low=min(pair), high=max(pair)) for i, pair in enumerate(bounds)]
+    strides = [data.draw(st.integers(1, 9)) for _ in bounds]
     seen: list[tuple[int, int]] = []
-    for step in range(first_step, first_step + stride):
-        due = due_pages(spans, range(len(spans)), step=step, stride=stride, page_size=page_size)
+    for step in range(first_step, first_step + max(strides)):
+        due = due_of(bounds, strides, step, page_size)
         now = positions(due, page_size)
         assert due.slot_count == len(now)
-        seen += now
-    everything = [(i, p) for i, span in enumerate(spans) for p in range(span.low, span.high)]
-    assert sorted(seen) == everything
+        seen += [(i, position) for i, position in now if step < first_step + strides[i]]
+    assert sorted(seen) == [(i, p) for i, pair in enumerate(bounds) for p in range(min(pair), max(pair))]
 
 
-@given(SPANS, st.integers(1, 100))
+@given(BOUNDS, st.integers(1, 100))
 def test_pieces_cover_all_sequences_in_order_and_keep_to_the_limit(
     bounds: list[tuple[int, int]], entries_max: int
 ) -> None:
-    spans = [Span(row=i + 1, low=min(pair), high=max(pair)) for i, pair in enumerate(bounds)]
-    due = due_pages(spans, range(len(spans)), step=0, stride=1, page_size=4)
-    cut = pieces(due, 4, entries_max)
-    assert [i for piece in cut for i in range(piece.start, piece.stop)] == list(range(len(due.rows)))
-    for piece in cut:
-        entries = int(due.page_count[piece].sum()) * 4
-        assert entries <= entries_max or piece.stop - piece.start == 1
+    due = due_of(bounds, [1] * len(bounds), 0, 4)
+    seen: list[tuple[int, int]] = []
+    for columns, count in pieces(due, entries_max):
+        assert count <= entries_max or columns.shape[1] == 1
+        seen += positions(DuePages(columns_7B=columns, entry_count=count, slot_count=0), 4)
+    assert seen == positions(due, 4)
+
+
+def test_a_sequence_that_just_came_is_verified_whole_and_a_window_moves_before_a_turn_is_over() -> None:
+    reads = reads_of([3, 4], [50, 6], [True, False], first_name=9, stride=16, window=None)
+    assert reads.tolist() == [[9, 10], [3, 4], [0, 0], [50, 6], [1, 16]]
+    reads = reads_of([3, 4], [50, 6], [True, False], first_name=9, stride=16, window=8)
+    assert reads.tolist() == [[9, 10], [3, 4], [43, 0], [50, 6], [1, 7]]

@@ -110,14 +110,13 @@ def _stamp(ops: Any, case: CanaryCase, stamps: Tensor, digests: Tensor) -> None:
     first = torch.cat([torch.arange(s, s + h) for s, h in zip(starts, halves, strict=False)]).to(device)
     rest = torch.cat([torch.arange(s + h, s + n) for s, h, n in zip(starts, halves, case.lengths, strict=False)])
     rest = rest.to(device)
-    nobody = torch.zeros(len(halves), dtype=torch.int64, device=device)
-    before = [int(case.slots[s + h - 1]) if h else 0 for s, h in zip(starts, halves, strict=False)]
-    for picked, counts, previous in (
-        (first, halves, nobody),
-        (rest, [n - h for n, h in zip(case.lengths, halves, strict=True)], torch.tensor(before, device=device)),
-    ):
+    rows = torch.arange(1, len(halves) + 1, device=device)
+    for picked, counts in ((first, halves), (rest, [n - h for n, h in zip(case.lengths, halves, strict=True)])):
         bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device=device)
-        inputs = (case.slots[picked], case.positions[picked], case.tokens[picked], bounds, previous)
+        inputs = (case.slots[picked], case.positions[picked], case.tokens[picked], bounds, case.table, rows)
+        live = torch.tensor(counts, device=device) > 0  # every sequence of a batch has a token
+        if not live.all():
+            inputs = (*inputs[:3], torch.cat((bounds[:1], bounds[1:][live])), case.table, rows[live])
         ops.canary_write(stamps, 0, *inputs, None)
         ops.canary_write(stamps, 2, *inputs, digests[picked])
 
@@ -128,9 +127,8 @@ def _plan(ops: Any, case: CanaryCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     first = [value // PAGE for value in low]
     pages = [-(-(-(-n // PAGE) - f) // case.stride) for n, f in zip(case.lengths, first, strict=True)]
     offsets = [0, *(torch.tensor(pages).cumsum(0) * PAGE).tolist()]
-    rows = torch.arange(1, len(low) + 1, device=device)
-    plan: tuple[Tensor, Tensor, Tensor, Tensor] = ops.canary_plan(
-        case.table, rows, case.low, torch.tensor(case.lengths, device=device), torch.tensor(first, device=device),
-        torch.tensor(offsets, device=device), offsets[-1], page_size=PAGE, stride=case.stride,
-    )  # fmt: skip
+    strides = [case.stride] * len(low)
+    names, rows = range(70, 70 + len(low)), range(1, len(low) + 1)
+    due = torch.tensor([[*names], [*rows], low, case.lengths, first, strides, offsets[:-1]], device=device)
+    plan: tuple[Tensor, Tensor, Tensor, Tensor] = ops.canary_plan(case.table, due, offsets[-1], page_size=PAGE)
     return plan

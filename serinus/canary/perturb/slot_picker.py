@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from serinus.canary.hook import PartLanes, StepChecks
 from serinus.core.rng import Rng
 from serinus.models import ForwardBatch
@@ -24,13 +26,15 @@ class Victim:
 
 def pick_active(rng: Rng, lanes: PartLanes, checks: StepChecks) -> Victim | None:
     """A slot that the step reads and does not write; None where there is none. Reads the table: waits for a device."""
-    spans = [(i, span) for i, span in enumerate(checks.spans[lanes.part]) if span.high > span.low]
-    if not spans:
+    _, rows, lows, highs, _ = checks.reads[lanes.part]
+    reading = np.flatnonzero(highs > lows).tolist()
+    if not reading:
         return None
-    sequence, span = rng.choice(spans)
-    position = rng.randrange(span.low, span.high)
-    slot = int(lanes.table_RC[span.row, position])
-    return Victim(sequence=sequence, row=span.row, position=position, slot=slot) if slot else None
+    sequence = rng.choice(reading)
+    row, low, high = (int(values[sequence]) for values in (rows, lows, highs))
+    position = rng.randrange(low, high)
+    slot = int(lanes.table_RC[row, position])
+    return Victim(sequence=sequence, row=row, position=position, slot=slot) if slot else None
 
 
 def pick_written(rng: Rng, lanes: PartLanes, batch: ForwardBatch) -> Victim | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
@@ -20,23 +21,43 @@ from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
 from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, UNKNOWN, check_digest
 
-__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "warm"]
+__all__ = [
+    "VERIFY_STEP",
+    "Digest",
+    "Plan",
+    "Verify",
+    "Write",
+    "canary_digest",
+    "canary_due",
+    "canary_plan",
+    "canary_verify",
+    "canary_write",
+    "run_digest",
+    "run_plan",
+    "run_verify",
+    "run_write",
+    "warm",
+]
 
-_Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead")
-_Plan = fields(
-    "ticket table rows lows highs first_pages offsets slots positions previous sequences sequence_count columns"
-    " page_size stride"
-)
-_Verify = fields(
-    "ticket stamps slot_count lane slots positions previous tokens digests sequences ring ring_rows violations"
+Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds")
+"""`adds`: the sums are added to what `out` holds."""
+Due = fields("ticket reads out count step page_size live entry_count slot_count")
+"""The last three are answers."""
+Plan = fields("ticket table due out sequence_count entry_count columns page_size")
+Verify = fields(
+    "ticket stamps slot_count lane slots positions previous tokens digests names ring ring_rows violations"
     " checked count step"
 )
-_Write = fields("ticket stamps slot_count lane slots positions tokens starts previous digests sequence_count")
+Write = fields(
+    "ticket stamps slot_count lane slots positions tokens starts rows table columns digests sequence_count total"
+)
 _AHEAD_BYTES = 8192
 """How far before its use a row is asked for."""
 _DIGEST_STEP = 16
 _DIGEST_ALONE_BYTES = 1 << 18
-_VERIFY_STEP = 2048
+VERIFY_STEP = 2048
+"""Entries that a thread verifies at a time."""
+_PLAN_ALONE = 4 * VERIFY_STEP
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -47,42 +68,39 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     """Digests [E, 2] of K and V of all layers' rows in some slots."""
     check_digest(layers_kv, coefficients_L22W)
     slots_E, coefficients_L22W = slots_E.contiguous(), coefficients_L22W.contiguous()
-    count, strips = len(slots_E), 2 * len(layers_kv)
-    out_E2 = torch.empty((count, 2), dtype=torch.int64)
-    pools = (ctypes.c_int64 * strips)(*[half.data_ptr() for pair in layers_kv for half in pair])
-    lanes, pool = coefficients_L22W.shape[-1], layers_kv[0][0]
-    slot_bytes = pool.stride(0) * pool.element_size()
-    threads = 1 if count * lanes * 2 * strips <= _DIGEST_ALONE_BYTES else thread_count()
-    step = min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS)
-    arguments = _Digest(
-        0, ctypes.addressof(pools), slots_E.data_ptr(), coefficients_L22W.data_ptr(), out_E2.data_ptr(), count,
-        len(layers_kv), lanes, slot_bytes, step, min(step, -(-_AHEAD_BYTES // (lanes * 2 * ROWS)) * ROWS),
+    out_E2 = torch.empty((len(slots_E), 2), dtype=torch.int64)
+    pools = (ctypes.c_int64 * (2 * len(layers_kv)))(*[half.data_ptr() for pair in layers_kv for half in pair])
+    pool = layers_kv[0][0]
+    arguments = Digest(
+        0, ctypes.addressof(pools), slots_E.data_ptr(), coefficients_L22W.data_ptr(), out_E2.data_ptr(), len(slots_E),
+        len(layers_kv), coefficients_L22W.shape[-1], pool.stride(0) * pool.element_size(), 0, 0, 0,
     )  # fmt: skip
-    _digest_body(VERSION)(arguments, threads)
+    run_digest(arguments)
     return out_E2
 
 
+def canary_due(reads_5B: NDArray[np.int64], step: int, page_size: int) -> tuple[NDArray[np.int64], int, int]:
+    """Columns of `canary_plan`, their entries, and how many of those are verified."""
+    reads_5B = np.ascontiguousarray(reads_5B, np.int64)
+    count = reads_5B.shape[1]
+    words = np.empty(7 * count, np.int64)
+    arguments = Due(0, reads_5B.ctypes.data, words.ctypes.data, count, step, page_size, 0, 0, 0)
+    _due_body(VERSION)(arguments, 1)
+    live = arguments.live
+    return words[: 7 * live].reshape(7, live), arguments.entry_count, arguments.slot_count
+
+
 def canary_plan(
-    table_RC: Tensor,
-    rows_B: Tensor,
-    low_B: Tensor,
-    high_B: Tensor,
-    first_page_B: Tensor,
-    offsets_B1: Tensor,
-    entry_count: int,
-    *,
-    page_size: int,
-    stride: int,
+    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slots, positions, previous slots and sequences of what to verify, [E] each."""
+    """Slots, positions, previous slots and names of what to verify, [E] each."""
     out_4E = torch.empty((4, entry_count), dtype=torch.int64)
-    rows_B, low_B, high_B = rows_B.contiguous(), low_B.contiguous(), high_B.contiguous()
-    first_page_B, offsets_B1 = first_page_B.contiguous(), offsets_B1.contiguous()
-    arguments = _Plan(
-        0, table_RC.data_ptr(), rows_B.data_ptr(), low_B.data_ptr(), high_B.data_ptr(), first_page_B.data_ptr(),
-        offsets_B1.data_ptr(), *(row.data_ptr() for row in out_4E), len(rows_B), table_RC.shape[1], page_size, stride,
+    due_7B = due_7B.contiguous()
+    arguments = Plan(
+        0, table_RC.data_ptr(), due_7B.data_ptr(), out_4E.data_ptr(), due_7B.shape[1], entry_count, table_RC.shape[1],
+        page_size,
     )  # fmt: skip
-    _plan_body(VERSION)(arguments, 1 if entry_count <= 4 * _VERIFY_STEP else thread_count())
+    run_plan(arguments)
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
 
 
@@ -104,13 +122,13 @@ def canary_verify(
     tokens = None if tokens_E is None else tokens_E.contiguous()
     digests = None if digests_E2 is None else digests_E2.contiguous()
     count = len(slots_E)
-    arguments = _Verify(
+    arguments = Verify(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, inputs[0].data_ptr(), inputs[1].data_ptr(),
         inputs[2].data_ptr(), 0 if tokens is None else tokens.data_ptr(), 0 if digests is None else digests.data_ptr(),
         inputs[3].data_ptr(), ring_QF.data_ptr(), len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), count,
-        _VERIFY_STEP,
+        VERIFY_STEP,
     )  # fmt: skip
-    _verify_body(VERSION)(arguments, 1 if count <= _VERIFY_STEP else thread_count())
+    run_verify(arguments)
 
 
 def canary_write(
@@ -120,22 +138,48 @@ def canary_write(
     positions_T: Tensor,
     tokens_T: Tensor,
     q_starts_B1: Tensor,
-    previous_B: Tensor,
+    table_RC: Tensor,
+    rows_B: Tensor,
     digests_T2: Tensor | None,
 ) -> None:
     """Stamp new tokens in lanes `lane` and `lane` + 1."""
-    inputs = [t.contiguous() for t in (slots_T, positions_T, tokens_T, q_starts_B1, previous_B)]
+    inputs = [t.contiguous() for t in (slots_T, positions_T, tokens_T, q_starts_B1, rows_B)]
     digests = None if digests_T2 is None else digests_T2.contiguous()
-    arguments = _Write(
-        0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs),
-        0 if digests is None else digests.data_ptr(), len(previous_B),
+    arguments = Write(
+        0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs), table_RC.data_ptr(),
+        table_RC.shape[1], 0 if digests is None else digests.data_ptr(), len(rows_B), len(slots_T),
     )  # fmt: skip
-    _write_body(VERSION)(arguments, 1 if len(slots_T) <= _VERIFY_STEP else thread_count())
+    run_write(arguments)
+
+
+def run_plan(arguments: ctypes.Structure) -> None:
+    """Expand a plan (Plan)."""
+    _plan_body(VERSION)(arguments, 1 if arguments.entry_count <= _PLAN_ALONE else thread_count())
+
+
+def run_verify(arguments: ctypes.Structure) -> None:
+    """Hold stamps against what they should be (Verify)."""
+    _verify_body(VERSION)(arguments, 1 if arguments.count <= VERIFY_STEP else thread_count())
+
+
+def run_write(arguments: ctypes.Structure) -> None:
+    """Stamp new tokens (Write)."""
+    _write_body(VERSION)(arguments, 1 if arguments.total <= VERIFY_STEP else thread_count())
+
+
+def run_digest(arguments: ctypes.Structure) -> None:
+    """Digest rows (Digest); how the work is cut is decided here."""
+    row_bytes, count = arguments.lanes * 2, arguments.count
+    alone = count * row_bytes * 2 * arguments.layers <= _DIGEST_ALONE_BYTES
+    threads = 1 if alone else thread_count()
+    step = max(ROWS, min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS))
+    arguments.step, arguments.ahead = step, min(step, -(-_AHEAD_BYTES // (row_bytes * ROWS)) * ROWS)
+    _digest_body(VERSION)(arguments, threads)
 
 
 def warm() -> None:
     """Compile, or load from the disk."""
-    for body in (_digest_body, _plan_body, _verify_body, _write_body):
+    for body in (_digest_body, _due_body, _plan_body, _verify_body, _write_body):
         body(VERSION)
 
 
@@ -157,7 +201,7 @@ def _digest_body(version: int) -> Body:
     def digest_slots(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 11, np.int64)
+        a = carray(args, 12, np.int64)
         count, strips, lanes, slot_bytes, step, ahead = a[5], a[6] * 2, a[7], a[8], a[9], a[10]
         blocks, whole = lanes // BLOCK, lanes // 8
         pools = carray(at(a[1]), strips, np.int64)
@@ -170,8 +214,9 @@ def _digest_body(version: int) -> Body:
             if first >= count:
                 break
             end = min(first + step, count)
-            for e in range(first * 2, end * 2):
-                out[e] = 0
+            if a[11] == 0:
+                for e in range(first * 2, end * 2):
+                    out[e] = 0
             # Strip by strip: the slots of a page lie side by side there, and the factors stay in the first cache.
             for strip in range(strips):
                 factors = a[3] + strip * lanes * 8
@@ -205,43 +250,76 @@ def _digest_body(version: int) -> Body:
 
 
 @cache
+def _due_body(version: int) -> Body:
+    def due(args: Any) -> None:
+        if version < 0:
+            return
+        a = carray(args, 9, np.int64)
+        count, step, page_size = a[3], a[4], a[5]
+        reads = carray(at(a[1]), 5 * count, np.int64)
+        live = 0
+        for b in range(count):
+            live += _due_count(reads[2 * count + b], reads[3 * count + b], reads[4 * count + b], step, page_size)[1] > 0
+        out = carray(at(a[2]), 7 * count, np.int64)
+        i, entries, slots = 0, 0, 0
+        for b in range(count):
+            low, high, stride = reads[2 * count + b], reads[3 * count + b], reads[4 * count + b]
+            first, pages = _due_count(low, high, stride, step, page_size)
+            if pages > 0:
+                out[i], out[live + i], out[2 * live + i], out[3 * live + i] = reads[b], reads[count + b], low, high
+                out[4 * live + i], out[5 * live + i], out[6 * live + i] = first, stride, entries
+                entries += pages * page_size
+                last = first + (pages - 1) * stride
+                slots += pages * page_size - max(0, low - first * page_size)
+                slots -= max(0, (last + 1) * page_size - high)
+                i += 1
+        a[6], a[7], a[8] = live, entries, slots
+
+    return compile_body(due)
+
+
+@inlined(fastmath=set())
+def _due_count(low: Any, high: Any, stride: Any, step: Any, page_size: Any) -> Any:
+    """(first page due, how many)."""
+    start, end = low // page_size, (high + page_size - 1) // page_size
+    turn = (step - start) % stride
+    first = start + (turn if turn >= 0 else turn + stride)
+    return first, (0 if high <= low or first >= end else (end - first + stride - 1) // stride)
+
+
+@cache
 def _plan_body(version: int) -> Body:
     def expand(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 15, np.int64)
-        count, columns, page_size, stride = a[11], a[12], a[13], a[14]
-        rows = carray(at(a[2]), count, np.int64)
-        lows = carray(at(a[3]), count, np.int64)
-        highs = carray(at(a[4]), count, np.int64)
-        first_pages = carray(at(a[5]), count, np.int64)
-        offsets = carray(at(a[6]), count + 1, np.int64)
-        total = offsets[count]
-        slots = carray(at(a[7]), total, np.int64)
-        positions = carray(at(a[8]), total, np.int64)
-        previous = carray(at(a[9]), total, np.int64)
-        sequences = carray(at(a[10]), total, np.int64)
+        a = carray(args, 8, np.int64)
+        count, total, columns, page_size = a[4], a[5], a[6], a[7]
+        due = carray(at(a[2]), 7 * count, np.int64)
+        out = carray(at(a[3]), 4 * total, np.int64)
         while True:
             b = fetch_add(a.ctypes.data, 1)
             if b >= count:
                 break
-            row = carray(at(a[1] + rows[b] * columns * 4), columns, np.int32)
-            for e in range(offsets[b], offsets[b + 1]):
-                inside = e - offsets[b]
-                position = (first_pages[b] + inside // page_size * stride) * page_size + inside % page_size
-                positions[e] = position
-                sequences[e] = b
-                if position < lows[b] or position >= highs[b]:
-                    slots[e] = 0
-                    previous[e] = 0
+            row = carray(at(a[1] + due[count + b] * columns * 4), columns, np.int32)
+            low, high = due[2 * count + b], due[3 * count + b]
+            first_page, stride, begin = due[4 * count + b], due[5 * count + b], due[6 * count + b]
+            end = total if b + 1 == count else due[6 * count + b + 1]
+            for e in range(begin, end):
+                inside = e - begin
+                position = (first_page + inside // page_size * stride) * page_size + inside % page_size
+                out[total + e] = position
+                out[3 * total + e] = due[b]
+                if position < low or position >= high:
+                    out[e] = 0
+                    out[2 * total + e] = 0
                     continue
-                slots[e] = row[position]
+                out[e] = row[position]
                 if position == 0:
-                    previous[e] = 0
-                elif position == lows[b]:
-                    previous[e] = UNKNOWN
+                    out[2 * total + e] = 0
+                elif position == low:
+                    out[2 * total + e] = UNKNOWN
                 else:
-                    previous[e] = row[position - 1]
+                    out[2 * total + e] = row[position - 1]
 
     return compile_body(expand)
 
@@ -256,7 +334,7 @@ def _verify_body(version: int) -> Body:
         slots = carray(at(a[4]), count, np.int64)
         positions = carray(at(a[5]), count, np.int64)
         previous = carray(at(a[6]), count, np.int64)
-        sequences = carray(at(a[9]), count, np.int64)
+        names = carray(at(a[9]), count, np.int64)
         ring = carray(at(a[10]), a[11] * RING_FIELDS, np.int64)
         while True:
             first = fetch_add(a.ctypes.data, step)
@@ -265,6 +343,7 @@ def _verify_body(version: int) -> Body:
             end = min(first + step, count)
             for half in range(2):
                 stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
+                twin = carray(at(a[1] + (lane + 1 - half) * slot_count * 32), slot_count * 4, np.int64)
                 checked = 0
                 for e in range(first, end):
                     slot = slots[e]
@@ -277,7 +356,7 @@ def _verify_body(version: int) -> Body:
                     if before == 0:
                         expected_hash = np.int64(_ANCHOR)
                     elif before == UNKNOWN:
-                        expected_hash = stored_hash
+                        expected_hash = twin[slot * 4 + 2]
                     else:
                         expected_hash = np.int64(
                             _mix(
@@ -286,12 +365,12 @@ def _verify_body(version: int) -> Body:
                                 np.uint64(stamps[before * 4 + 1]),
                             )
                         )
-                    wanted = token
+                    wanted = twin[slot * 4]
                     if a[7] != 0:
                         given = carray(at(a[7]), count, np.int64)[e]
                         if given != UNKNOWN:
                             wanted = given
-                    found = stored_digest
+                    found = np.int64(0)
                     if a[8] != 0:
                         found = carray(at(a[8]), count * 2, np.int64)[e * 2 + half]
                     reasons = 0
@@ -316,7 +395,7 @@ def _verify_body(version: int) -> Body:
                         ring[base + 8] = expected_hash
                         ring[base + 9] = stored_digest
                         ring[base + 10] = found
-                        ring[base + 11] = sequences[e]
+                        ring[base + 11] = names[e]
                 fetch_add(a[13] + (lane + half) * 8, checked)
 
     return compile_body(verify)
@@ -327,11 +406,10 @@ def _write_body(version: int) -> Body:
     def write(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 11, np.int64)
-        slot_count, lane, count = a[2], a[3], a[10]
+        a = carray(args, 14, np.int64)
+        slot_count, lane, columns, count, total = a[2], a[3], a[10], a[12], a[13]
         starts = carray(at(a[7]), count + 1, np.int64)
-        previous = carray(at(a[8]), count, np.int64)
-        total = starts[count]
+        rows = carray(at(a[8]), count, np.int64)
         slots = carray(at(a[4]), total, np.int64)
         positions = carray(at(a[5]), total, np.int64)
         tokens = carray(at(a[6]), total, np.int64)
@@ -341,7 +419,10 @@ def _write_body(version: int) -> Body:
                 break
             b, half = item // 2, item % 2
             stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
-            before = previous[b] * 4
+            before = np.int64(0)
+            if starts[b] < starts[b + 1] and positions[starts[b]] > 0:
+                row = carray(at(a[9] + rows[b] * columns * 4), columns, np.int32)
+                before = np.int64(row[positions[starts[b]] - 1]) * 4
             chain = _ANCHOR
             if before != 0:
                 chain = _mix(np.uint64(stamps[before + 2]), np.uint64(stamps[before]), np.uint64(stamps[before + 1]))
@@ -352,8 +433,8 @@ def _write_body(version: int) -> Body:
                     stamps[slot + 1] = positions[t]
                     stamps[slot + 2] = np.int64(chain)
                     stamps[slot + 3] = 0
-                    if a[9] != 0:
-                        stamps[slot + 3] = carray(at(a[9]), total * 2, np.int64)[t * 2 + half]
+                    if a[11] != 0:
+                        stamps[slot + 3] = carray(at(a[11]), total * 2, np.int64)[t * 2 + half]
                 chain = _mix(chain, np.uint64(tokens[t]), np.uint64(positions[t]))
 
     return compile_body(write)

@@ -28,6 +28,7 @@ __all__ = [
     "UNKNOWN",
     "add_digests",
     "canary_digest",
+    "canary_due",
     "canary_plan",
     "canary_verify",
     "canary_write",
@@ -131,43 +132,60 @@ def add_digests(one: Tensor, other: Tensor) -> Tensor:
     return low | (high << 32)
 
 
+def canary_due(reads_5B: NDArray[np.int64], step: int, page_size: int) -> tuple[NDArray[np.int64], int, int]:
+    """Which pages of each sequence are due in a step; on the host, for every column.
+
+    Args:
+        reads_5B: name, row, low and high (positions [low, high) may be verified) and stride of each sequence: page p is
+            due in the steps with step % stride == p % stride.
+    Returns: due_7B as `canary_plan` takes it, in the same order, without sequences that have nothing due; entries of
+        all due pages; how many of them are within [low, high).
+    """
+    names, rows, low, high, strides = reads_5B
+    start_page, end_page = low // page_size, -(-high // page_size)
+    first_page = start_page + (step - start_page) % strides
+    page_count = np.maximum((end_page - first_page + strides - 1) // strides, 0)
+    page_count[high <= low] = 0
+    last_page = first_page + (page_count - 1) * strides
+    # Whole pages, less what lies before `low` on the first and behind `high` on the last.
+    entries = page_count * page_size
+    before = (low - start_page * page_size) * (first_page == start_page)
+    behind = (end_page * page_size - high) * (last_page == end_page - 1)
+    slot_count = int(((entries - before - behind) * (page_count > 0)).sum())
+    offsets = np.cumsum(entries) - entries
+    due_7B = np.stack((names, rows, low, high, first_page, strides, offsets))[:, page_count > 0]
+    return np.ascontiguousarray(due_7B), int(entries.sum()), slot_count
+
+
 def canary_plan(
-    table_RC: Tensor,
-    rows_B: Tensor,
-    low_B: Tensor,
-    high_B: Tensor,
-    first_page_B: Tensor,
-    offsets_B1: Tensor,
-    entry_count: int,
-    *,
-    page_size: int,
-    stride: int,
+    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What to verify: every `stride`-th page of each sequence from page `first_page_B` on, within [low, high).
+    """What to verify: of each sequence the pages that are due, within [low, high).
 
     Args:
         table_RC: req_to_token of one part, int32.
-        rows_B: row of each sequence; low_B, high_B: positions that may be read; first_page_B: page index to begin at.
-        offsets_B1: where each sequence's entries begin; ascending by whole pages, the last is `entry_count`.
+        due_7B: int64, a column a sequence: its name (only handed on), row, low and high (positions that may be read),
+            page index to begin at, stride in pages, where its entries begin (ascending by whole pages from 0).
         entry_count: E, known to the host, so that nobody waits for the device.
     Returns: slots_E (0 where the position is outside [low, high): not verified), positions_E, previous_E (slot of the
-        position before; 0 at position 0; UNKNOWN at `low` otherwise), sequences_E. All int64.
+        position before; 0 at position 0; UNKNOWN at `low` otherwise), names_E. All int64.
     Cost: one read of the table's entries.
     """
-    entries_E = torch.arange(entry_count, dtype=torch.int64, device=rows_B.device)
-    sequences_E = torch.bucketize(entries_E, offsets_B1[1:], right=True)
-    inside_E = entries_E - offsets_B1[sequences_E]
-    pages_E = first_page_B[sequences_E] + inside_E // page_size * stride
+    names_B, rows_B, low_B, high_B, first_page_B, stride_B, offsets_B = due_7B
+    entries_E = torch.arange(entry_count, dtype=torch.int64, device=due_7B.device)
+    index_E = torch.bucketize(entries_E, offsets_B[1:].contiguous(), right=True)
+    inside_E = entries_E - offsets_B[index_E]
+    pages_E = first_page_B[index_E] + inside_E // page_size * stride_B[index_E]
     positions_E = pages_E * page_size + inside_E % page_size
-    low_E = low_B[sequences_E]
-    due_E = (positions_E >= low_E) & (positions_E < high_B[sequences_E])
+    low_E = low_B[index_E]
+    due_E = (positions_E >= low_E) & (positions_E < high_B[index_E])
     read_E = torch.where(due_E, positions_E, 0)
-    rows_E = rows_B[sequences_E]
+    rows_E = rows_B[index_E]
     slots_E = torch.where(due_E, table_RC[rows_E, read_E].long(), 0)
     previous_E = table_RC[rows_E, (read_E - 1).clamp_min(0)].long()
     previous_E = torch.where(positions_E == low_E, UNKNOWN, previous_E)
     previous_E = torch.where(positions_E == 0, 0, previous_E)
-    return slots_E, positions_E, torch.where(due_E, previous_E, 0), sequences_E
+    return slots_E, positions_E, torch.where(due_E, previous_E, 0), names_B[index_E]
 
 
 def canary_verify(
@@ -188,8 +206,9 @@ def canary_verify(
     Args:
         stamps_LS4: int64 stamps of one part.
         slots_E: slot 0 is skipped. positions_E: expected. previous_E: slot of the position before, 0 = chain head,
-            UNKNOWN = the chain is not checked. tokens_E: expected, UNKNOWN = not checked; None = none is.
-        digests_E2: found now, of K and V; None = not checked.
+            UNKNOWN = its hash must be that of the other lane. tokens_E: expected; where UNKNOWN (None = everywhere) the
+            token must be that of the other lane.
+        digests_E2: found now, of K and V; None = these stamps have none: it must be 0.
         sequences_E: who asks; only noted.
         ring_QF: int64 [Q, RING_FIELDS]; violation number n goes to row n % Q: overflow drops detail, never the count.
         count_1: int64, all violations ever. checked_L: int64, entries looked at ever, by lane.
@@ -201,13 +220,13 @@ def canary_verify(
     tokens_E = None if tokens_E is None else tokens_E[live_E]
     digests_E2 = None if digests_E2 is None else digests_E2[live_E]
     for half in range(2):
-        stored_E4 = stamps_LS4[lane + half, slots_E]
+        stored_E4, twin_E4 = stamps_LS4[lane + half, slots_E], stamps_LS4[lane + 1 - half, slots_E]
         before_E4 = stamps_LS4[lane + half, previous_E.clamp_min(0)]
         chained_E = mix(before_E4[:, 2], before_E4[:, 0], before_E4[:, 1])
         hashes_E = torch.where(previous_E == 0, ANCHOR, chained_E)
-        hashes_E = torch.where(previous_E == UNKNOWN, stored_E4[:, 2], hashes_E)
-        wanted_E = stored_E4[:, 0] if tokens_E is None else torch.where(tokens_E == UNKNOWN, stored_E4[:, 0], tokens_E)
-        found_E = stored_E4[:, 3] if digests_E2 is None else digests_E2[:, half]
+        hashes_E = torch.where(previous_E == UNKNOWN, twin_E4[:, 2], hashes_E)
+        wanted_E = twin_E4[:, 0] if tokens_E is None else torch.where(tokens_E == UNKNOWN, twin_E4[:, 0], tokens_E)
+        found_E = torch.zeros_like(slots_E) if digests_E2 is None else digests_E2[:, half]
         reasons_E = (
             (stored_E4[:, 2] != hashes_E) * _CHAIN
             + (stored_E4[:, 1] != positions_E) * _POSITION
@@ -233,7 +252,8 @@ def canary_write(
     positions_T: Tensor,
     tokens_T: Tensor,
     q_starts_B1: Tensor,
-    previous_B: Tensor,
+    table_RC: Tensor,
+    rows_B: Tensor,
     digests_T2: Tensor | None,
 ) -> None:
     """Stamp new tokens in lanes `lane` (K) and `lane` + 1 (V), in place.
@@ -241,10 +261,12 @@ def canary_write(
     Args:
         slots_T, positions_T, tokens_T: int64; sequence b has the tokens q_starts_B1[b] .. q_starts_B1[b + 1] - 1, at
             consecutive positions. A slot 0 (padding) is passed over.
-        previous_B: slot of the position before each sequence's first; 0 where that is position 0.
+        table_RC, rows_B: req_to_token and each sequence's row, which says where the position before its first lies.
         digests_T2: of K and V; None stamps 0.
     Cost: 64 bytes written a token; one after the other within a sequence.
     """
+    starts_B = positions_T[q_starts_B1[:-1]]
+    previous_B = torch.where(starts_B > 0, table_RC[rows_B, (starts_B - 1).clamp_min(0)].long(), 0)
     for half in range(2):
         lane_S4 = stamps_LS4[lane + half]
         before_B4 = lane_S4[previous_B]

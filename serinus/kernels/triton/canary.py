@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, check_digest
+from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, canary_due, check_digest
 
-__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write"]
+__all__ = ["canary_digest", "canary_due", "canary_plan", "canary_verify", "canary_write"]
 
 _BLOCK = 256
 _PLAN_SPLITS = 8
@@ -61,23 +61,13 @@ def _addresses(pools: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def canary_plan(
-    table_RC: Tensor,
-    rows_B: Tensor,
-    low_B: Tensor,
-    high_B: Tensor,
-    first_page_B: Tensor,
-    offsets_B1: Tensor,
-    entry_count: int,
-    *,
-    page_size: int,
-    stride: int,
+    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slots, positions, previous slots and sequences of what to verify, [E] each."""
-    out_4E = torch.empty((4, entry_count), dtype=torch.int64, device=rows_B.device)
+    """Slots, positions, previous slots and names of what to verify, [E] each."""
+    out_4E = torch.empty((4, entry_count), dtype=torch.int64, device=due_7B.device)
     if entry_count:
-        _plan[(len(rows_B), _PLAN_SPLITS)](
-            table_RC, table_RC.stride(0), rows_B.contiguous(), low_B.contiguous(), high_B.contiguous(),
-            first_page_B.contiguous(), offsets_B1.contiguous(), out_4E, entry_count, page_size, stride,
+        _plan[(due_7B.shape[1], _PLAN_SPLITS)](
+            table_RC, table_RC.stride(0), due_7B.contiguous(), due_7B.shape[1], out_4E, entry_count, page_size,
             SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
         )  # fmt: skip
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
@@ -117,18 +107,20 @@ def canary_write(
     positions_T: Tensor,
     tokens_T: Tensor,
     q_starts_B1: Tensor,
-    previous_B: Tensor,
+    table_RC: Tensor,
+    rows_B: Tensor,
     digests_T2: Tensor | None,
 ) -> None:
     """Stamp new tokens in lanes `lane` and `lane` + 1."""
-    if not len(previous_B):
+    if not len(rows_B):
         return
     slots_T = slots_T.contiguous()
     words_2T = torch.empty((2, len(slots_T)), dtype=torch.int64, device=slots_T.device)
-    _write[(len(previous_B), 2)](
+    _write[(len(rows_B), 2)](
         stamps_LS4, stamps_LS4.shape[1], lane, slots_T, positions_T.contiguous(), tokens_T.contiguous(),
-        q_starts_B1.contiguous(), previous_B.contiguous(), slots_T if digests_T2 is None else digests_T2.contiguous(),
-        words_2T, len(slots_T), HAS_DIGESTS=digests_T2 is not None, BLOCK=_WRITE_BLOCK, num_warps=1,
+        q_starts_B1.contiguous(), table_RC, table_RC.stride(0), rows_B.contiguous(),
+        slots_T if digests_T2 is None else digests_T2.contiguous(), words_2T, len(slots_T),
+        HAS_DIGESTS=digests_T2 is not None, BLOCK=_WRITE_BLOCK, num_warps=1,
     )  # fmt: skip
 
 
@@ -190,14 +182,14 @@ def _digest(
 
 @_jit
 def _plan(
-    table, columns, rows, lows, highs, first_pages, offsets, out, total, page_size, stride,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    table, columns, due, count, out, total, page_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
-    row = table + tl.load(rows + b) * columns
-    low, high = tl.load(lows + b), tl.load(highs + b)
-    first_page = tl.load(first_pages + b)
-    begin, end = tl.load(offsets + b), tl.load(offsets + b + 1)
+    name, row = tl.load(due + b), table + tl.load(due + count + b) * columns
+    low, high = tl.load(due + 2 * count + b), tl.load(due + 3 * count + b)
+    first_page, stride = tl.load(due + 4 * count + b), tl.load(due + 5 * count + b)
+    begin = tl.load(due + 6 * count + b)
+    end = tl.load(due + 6 * count + b + 1, mask=b + 1 < count, other=total)
     for at in range(begin + tl.program_id(1) * BLOCK, end, SPLITS * BLOCK):
         e = at + tl.arange(0, BLOCK)
         live = e < end
@@ -211,7 +203,7 @@ def _plan(
         tl.store(out + e, slot, mask=live)
         tl.store(out + total + e, position, mask=live)
         tl.store(out + 2 * total + e, previous, mask=live)
-        tl.store(out + 3 * total + e, (position * 0 + b).to(tl.int64), mask=live)
+        tl.store(out + 3 * total + e, position * 0 + name, mask=live)
 
 
 @_jit
@@ -228,6 +220,7 @@ def _verify(
     position = tl.load(base + slot * 4 + 1, mask=live, other=0)
     stored_hash = tl.load(base + slot * 4 + 2, mask=live, other=0)
     stored_digest = tl.load(base + slot * 4 + 3, mask=live, other=0)
+    twin = stamps + (lane + 1 - half).to(tl.int64) * slot_count * 4 + slot * 4
     expected_position = tl.load(positions + e, mask=live, other=0)
     before = tl.load(previous + e, mask=live, other=0)
     known = live & (before > 0)
@@ -236,12 +229,13 @@ def _verify(
         tl.load(base + before * 4, mask=known, other=0).to(tl.uint64, bitcast=True),
         tl.load(base + before * 4 + 1, mask=known, other=0).to(tl.uint64, bitcast=True),
     ).to(tl.int64, bitcast=True)
-    expected_hash = tl.where(before == 0, _ANCHOR, tl.where(before < 0, stored_hash, chained))
-    wanted = token
+    twin_hash = tl.load(twin + 2, mask=live & (before < 0), other=0)
+    expected_hash = tl.where(before == 0, _ANCHOR, tl.where(before < 0, twin_hash, chained))
+    wanted = tl.load(twin, mask=live, other=0)
     if HAS_TOKENS:
         given = tl.load(tokens + e, mask=live, other=-1)
-        wanted = tl.where(given == -1, token, given)
-    found = stored_digest
+        wanted = tl.where(given == -1, wanted, given)
+    found = token * 0
     if HAS_DIGESTS:
         found = tl.load(digests + e * 2 + half, mask=live, other=0)
     reasons = (
@@ -273,7 +267,7 @@ def _verify(
 
 @_jit
 def _write(
-    stamps, slot_count, lane, slots, positions, tokens, starts, previous, digests, words, total,
+    stamps, slot_count, lane, slots, positions, tokens, starts, table, columns, rows, digests, words, total,
     HAS_DIGESTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, half = tl.program_id(0), tl.program_id(1)
@@ -296,13 +290,15 @@ def _write(
             digest = tl.load(digests + t * 2 + half, mask=live, other=0)
         tl.store(base + slot * 4 + 3, digest, mask=real)
     tl.debug_barrier()
-    before = base + tl.load(previous + b) * 4
+    start = tl.load(positions + begin, mask=begin < end, other=0)
+    previous = tl.load(table + tl.load(rows + b) * columns + start - 1, mask=start > 0, other=0).to(tl.int64)
+    before = base + previous * 4
     chain = _mix(
         tl.load(before + 2).to(tl.uint64, bitcast=True),
         tl.load(before).to(tl.uint64, bitcast=True),
         tl.load(before + 1).to(tl.uint64, bitcast=True),
     )
-    chain = tl.where(tl.load(previous + b) == 0, tl.full((), _ANCHOR, tl.uint64), chain)
+    chain = tl.where(previous == 0, tl.full((), _ANCHOR, tl.uint64), chain)
     # The next word is on its way while this one is mixed in.
     slot = tl.load(slots + begin, mask=begin < end, other=0)
     word = tl.load(words + begin, mask=begin < end, other=0)
