@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from serinus.cache import CacheGeometry, PartPages, PrefixCache
@@ -21,7 +22,9 @@ from serinus.engine.prefill_role import PrefillRole
 from serinus.parallel import DecisionKind, DecisionLog, StepHeader
 from serinus.sched import SchedSettings, Scheduler
 from serinus.sched.request_state import Phase
+from serinus.testing.world.crew import SimCrew
 from serinus.testing.world.guard import GuardedStore
+from serinus.testing.world.line import RankLine
 from serinus.testing.world.mover import SimMover
 from serinus.testing.world.network import Network, SimChannel
 from serinus.testing.world.options import EngineShape, Options, Shape
@@ -118,8 +121,8 @@ class Engine:
         self.turns = 0
         self._plan: StepPlan | None = None
         self._partials: dict[int, list[int]] = {}
-        self._line_at: dict[int, float] = {}
-        """When the last header reaches each rank: none overtakes another."""
+        self._lines: list[RankLine] = [RankLine() for _ in self.ranks]
+        self.crew: SimCrew | None = None
         self._wake_at = float("inf")
         listens = self.address if shape.role == "prefill" else ""
         self.channel = SimChannel(self.network, self.name, listens, self.wake)
@@ -242,23 +245,45 @@ class Engine:
         header = self.log.header(self._headers)
         if plan is not None:
             self._partials = {}
-        slow = self.options.rank_delay_s if not self.network.calm else 0.0
+        cost = _STEP_S if plan is not None else 0.0
         for rank in self.ranks:
-            delay = self.rng.random() * slow if slow and rank.number else 0.0
-            cost = _STEP_S if plan is not None else 0.0
-            self._line_at[rank.number] = at = max(self._line_at.get(rank.number, 0.0), self.timeline.now_s + delay)
-            self.timeline.at(at + cost, self._heard, self.life, rank, header, plan)
+            self.tell(rank, partial(self._heard, self.life, rank, header, plan), cost)
 
-    def _heard(self, life: int, rank: Rank, header: StepHeader, plan: StepPlan | None) -> None:
+    def rank_delay(self) -> float:
+        """How long a word between the leader and another rank takes this time."""
+        slow = self.options.rank_delay_s if not self.network.calm else 0.0
+        return self.rng.random() * slow if slow else 0.0
+
+    def tell(self, rank: Rank, work: Callable[[], None], cost_s: float = 0.0) -> None:
+        """Put work on the one ordered line of a rank: it is done there, some time later, after all that came before.
+        The leader's own rank does at once what takes no time, if it has nothing else to do."""
+        line = self._lines[rank.number]
+        if not rank.number and not line.works and not cost_s:
+            work()
+            return
+        delay = self.rank_delay() if rank.number else 0.0
+        at, number = line.put(work, self.timeline.now_s + delay, cost_s)
+        self.timeline.at(at, self._reached, self.life, rank, number)
+
+    def _reached(self, life: int, rank: Rank, number: int) -> None:
         if life != self.life or not self.alive:
             return
         if self.timeline.now_s < self.paused_until:
-            self.timeline.at(self.paused_until, self._heard, life, rank, header, plan)
+            self.timeline.at(self.paused_until, self._reached, life, rank, number)
             return
+        self._lines[rank.number].work_off(number)
+
+    def settle(self) -> None:
+        """The leader waits until every rank has done what it was told."""
+        assert self._plan is None, "testing: the leader waits for its ranks in the middle of a step"
+        for line in self._lines:
+            line.work_off(line.last)
+
+    def _heard(self, life: int, rank: Rank, header: StepHeader, plan: StepPlan | None) -> None:
         rank.hear(header)
         if plan is not None:
             if self.mover is not None:
-                self.mover.gate()
+                self.mover.gate(rank)
             self._partials[rank.number] = rank.run(plan)
             if len(self._partials) == len(self.ranks):
                 self._commit(plan)
@@ -267,8 +292,8 @@ class Engine:
         seqs = []
         for index, work in enumerate(plan.work):
             fold = 0
-            for partial in self._partials.values():
-                fold ^= partial[index]
+            for folds in self._partials.values():
+                fold ^= folds[index]
             token = next_token(fold, self.world.vocab_size) if work.sample is not None else None
             seqs.append(SeqResult(token=token))
         self._plan = None
@@ -294,6 +319,8 @@ class Engine:
             and not machine.handoff_count
             and not quarantined
             and not self.cache.busy()
+            and not any(line.works for line in self._lines)
+            and (self.crew is None or self.crew.idle)
         )
 
     def gauges(self) -> dict[str, int]:

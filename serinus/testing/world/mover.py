@@ -1,13 +1,14 @@
 """Copies between device and host pages of a simulated engine (the PageMover of the cache): they end some time later.
 
-Every rank copies its own bytes. A forward pass waits for the loads that were submitted before it, as real ones do; a
-copy may fail, and then its targets hold something else.
+Every rank copies its own bytes, once it has come to the copy on its line. A forward pass waits for the loads that were
+submitted before it, as real ones do; a copy may fail, and then its targets hold something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ from serinus.core.parts import Part
 
 if TYPE_CHECKING:
     from serinus.testing.world.engine import Engine
+    from serinus.testing.world.ranks import Rank
 
 __all__ = ["SimMover"]
 
@@ -29,8 +31,11 @@ _BROKEN = 0xBB
 class _Op:
     moves: tuple[Move, ...]
     ends_at: float
-    moved: bool = False
-    ok: bool = True
+    begun: set[int] = field(default_factory=set)
+    """Ranks that have come to it on their lines."""
+    moved: set[int] = field(default_factory=set)
+    """Ranks on which its bytes have moved."""
+    ok: bool | None = None
 
 
 class SimMover:
@@ -54,44 +59,55 @@ class SimMover:
         for move in moves:
             by_op.setdefault(move.op, []).append(move)
         for number, own in by_op.items():
-            self._ops[number] = _Op(moves=tuple(own), ends_at=ends_at)
+            op = self._ops[number] = _Op(moves=tuple(own), ends_at=ends_at)
+            for rank in engine.ranks:
+                engine.tell(rank, partial(self._begin, op, rank))
         engine.timeline.at(ends_at, engine.wake)
 
-    def gate(self) -> None:
-        """A forward pass begins: what is to be loaded before it is loaded now."""
+    def _begin(self, op: _Op, rank: Rank) -> None:
+        op.begun.add(rank.number)
+        if rank.number:
+            self._engine.wake()
+
+    def gate(self, rank: Rank) -> None:
+        """A forward pass begins on a rank: what is to be loaded there before it is loaded now."""
         for op in self._ops.values():
-            if op.moves[0].kind is MoveKind.LOAD:
-                self._move(op)
+            if op.moves[0].kind is MoveKind.LOAD and rank.number in op.begun:
+                self._move(op, rank)
 
-    def _move(self, op: _Op) -> None:
-        if op.moved:
+    def _move(self, op: _Op, rank: Rank) -> None:
+        if rank.number in op.moved:
             return
-        op.moved = True
-        op.ok = not self._fails()
-        self.failed_count += not op.ok
+        op.moved.add(rank.number)
+        if op.ok is None:
+            op.ok = not self._fails()
+            self.failed_count += not op.ok
+        host = self._host[rank.number]
         for move in op.moves:
-            for rank, host in zip(self._engine.ranks, self._host, strict=True):
-                source, target = (rank.bytes, host) if move.kind is MoveKind.BACKUP else (host, rank.bytes)
-                target[move.target] = source[move.source] if op.ok else _BROKEN
+            source, target = (rank.bytes, host) if move.kind is MoveKind.BACKUP else (host, rank.bytes)
+            target[move.target] = source[move.source] if op.ok else _BROKEN
 
-    def _take(self, until: float, also: Collection[int] = ()) -> list[MoveDone]:
+    def _take(self, numbers: Sequence[int]) -> list[MoveDone]:
         done: list[MoveDone] = []
-        for number, op in list(self._ops.items()):
-            if op.ends_at <= until or number in also:
-                self._move(op)
-                del self._ops[number]
-                done.append(MoveDone(op=number, ok=op.ok, error="" if op.ok else "the copy failed"))
+        for number in numbers:
+            op = self._ops.pop(number)
+            for rank in self._engine.ranks:
+                self._move(op, rank)
+            done.append(MoveDone(op=number, ok=bool(op.ok), error="" if op.ok else "the copy failed"))
         return done
 
     def poll(self) -> list[MoveDone]:
-        now = self._engine.timeline.now_s
-        first_late = next((number for number, op in self._ops.items() if op.ends_at > now), None)
-        if first_late is None:
-            return self._take(now)
-        numbers = list(self._ops)
-        return self._take(-1.0, numbers[: numbers.index(first_late)])
+        now, everybody = self._engine.timeline.now_s, len(self._engine.ranks)
+        over: list[int] = []
+        for number, op in self._ops.items():
+            if op.ends_at > now or len(op.begun) < everybody:
+                break
+            over.append(number)
+        return self._take(over)
 
     def wait(self, ops: Collection[int]) -> list[MoveDone]:
         numbers = list(self._ops)
         last = max((numbers.index(number) for number in ops if number in self._ops), default=-1)
-        return self._take(-1.0, numbers[: last + 1])
+        if last >= 0:
+            self._engine.settle()
+        return self._take(numbers[: last + 1])

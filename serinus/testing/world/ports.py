@@ -1,4 +1,8 @@
-"""The real ports of pd on simulated ranks: settings, stores that check every access, backends, and what has landed."""
+"""The real ports of pd on simulated ranks: settings, stores that check every access, backends, and what has landed.
+
+Where bytes are staged, an engine of several ranks has a crew (crew.py). One-sided backends go from pool to pool off the
+line; the world's engines use them with several ranks all the same, in one thread, for the sake of the protocol.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from serinus.core.parts import Part
 from serinus.core.rng import MASK64, splitmix64
 from serinus.pd import (
+    Backend,
     DecodePort,
     DecodeResult,
     Landed,
@@ -17,6 +22,7 @@ from serinus.pd import (
     Quarantine,
     TcpBackend,
 )
+from serinus.testing.world.crew import SimCrew
 from serinus.testing.world.guard import check_landed
 from serinus.testing.world.one_sided import CAPABILITIES, Fabric, SimOneSided
 from serinus.wire import Gone, Letter, Post
@@ -76,17 +82,21 @@ def _arguments(engine: Engine, post: Post, shared: Shared) -> dict[str, Any]:
         backends=(name,), capabilities={name: CAPABILITIES[name]} if name in CAPABILITIES else {}, host="here",
         piece_bytes_max=2 * engine.ranks[0].page_bytes, park_tokens=24, lease_s=12.0, abort_s_max=9.0,
         connect_s_max=10.0, handoff_s_max=30.0, keepalive_s=1.0, silence_s_max=5.0, retry_s_min=0.2, retry_s_max=1.0,
-        cluster_secret=world.secret,
+        cluster_secret=world.secret, staging_pieces=1 if len(engine.ranks) == 1 else 3,
     )  # fmt: skip
     arguments: dict[str, Any] = {
-        "settings": settings, "post": post, "clock": engine.timeline, "mint": shared.mint,
-        "store": [{Part.FULL: store} for store in engine.stores],
+        "settings": settings, "post": post, "clock": engine.timeline, "mint": shared.mint
     }  # fmt: skip
+    stores = [{Part.FULL: store} for store in engine.stores]
     if name in CAPABILITIES:
         ends = [SimOneSided(shared.fabric, engine, rank.number, name) for rank in engine.ranks]
-        return {**arguments, "backends": ends[:1], "follower_backends": [[end] for end in ends[1:]]}
-    backend = shared.local if name == "local" else TcpBackend(_STAGING_BYTES)
-    return {**arguments, "backends": [backend]}
+        followers = [[end] for end in ends[1:]]
+        return {**arguments, "store": stores, "backends": ends[:1], "follower_backends": followers}
+    backend: Backend = shared.local if name == "local" else TcpBackend(_STAGING_BYTES)
+    if len(engine.ranks) == 1:
+        return {**arguments, "store": stores, "backends": [backend]}
+    engine.crew = SimCrew(engine, layout, backend)
+    return {**arguments, "crew": engine.crew, "backends": [backend]}
 
 
 _MAY_OVERTAKE = (Prepare, Grant, Fail, AbortGrant)
@@ -182,4 +192,4 @@ class SimPrefillPort(PrefillPort):
 
     def ungranted(self) -> list[str]:
         """Handoffs that wait for their grant."""
-        return [xid for xid, order in self.machine._orders.items() if order.granted_at is None]
+        return self.machine.ungranted
