@@ -1,8 +1,8 @@
 """What one engine counts, for Prometheus: `serinus:*` series with the stems and meanings of their SGLang counterparts.
 
-Every series carries the labels engine, role and rank. Setting a gauge is a dictionary store and an observation a
-bisection, so that the loop may call them every step; the text is made when somebody scrapes. What clients see (time
-to first token, between tokens, whole requests) is measured by the front, where they are. Knows nothing of HTTP.
+Every series carries the labels engine, role, rank, tp_rank and pp_rank. Setting a gauge is a dictionary store and an
+observation a bisection, so that the loop may call them every step; the text is made when somebody scrapes. What clients
+see (time to first token, between tokens, whole requests) is measured by the front, where they are. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METRICS", "MetricSpec", "Metrics"]
 
+_LABELS = ("engine", "role", "rank", "tp_rank", "pp_rank")
 _QUEUE_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _MOVE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
@@ -37,7 +38,7 @@ class MetricSpec:
     help: str
     """What it means, with its unit."""
     labels: tuple[str, ...] = ()
-    """Besides engine, role and rank."""
+    """Besides those of every series."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram; the last bucket, infinity, is not among them."""
     alias: str = ""
@@ -78,6 +79,13 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("num_decode_transfer_queue_reqs", "Decode: remote requests whose pages are granted"),
     _gauge("startup_time_seconds", "Where the start-up time went", "phase"),
     _gauge("scheduler_turns", "Turns of the loop since the start"),
+    _gauge("pp_bubble_fraction", "Part of the time with steps under way in which this rank computed nothing, 0 to 1"),
+    _gauge("control_step_seconds", "Ranks: seconds of the leader per step for telling and hearing, lately"),
+    _counter("rank_steps", "Ranks: steps whose results were taken"),
+    _counter("rank_compute_seconds", "Ranks: seconds in steps, without waiting for other ranks"),
+    _counter("rank_wait_seconds", "Ranks: seconds in steps of waiting for other ranks"),
+    _counter("control_bytes", "Ranks: bytes of headers that the leader sent"),
+    _counter("control_headers", "Ranks: headers that the leader sent"),
     _counter("num_requests", "Requests that were taken"),
     _counter("num_finished_requests", "Requests that ended, by reason", "reason"),
     _counter("num_aborted_requests", "Requests that the client, an operator or a peer ended"),
@@ -145,9 +153,16 @@ class _Histogram:
 class Metrics:
     """The series of one rank of one engine. One thread writes; a scrape from another sees whole numbers."""
 
-    def __init__(self, engine: str, role: str, rank: str = "TP0") -> None:
-        """`engine`: its name; `role`: unified, prefill or decode; `rank`: TP0, TP1 PP0..."""
-        self._where = (engine, role, rank)
+    def __init__(
+        self, engine: str, role: str, rank: str = "TP0", *, tp_rank: int = 0, pp_rank: int = 0, told: bool = False
+    ) -> None:
+        """`engine`: its name; `role`: unified, prefill or decode; `rank`: TP0, or TP1 PP0 where there are several.
+
+        `told`: of a rank that is elsewhere; only what is set appears.
+        """
+        self.ranks: list[Metrics] = []
+        """Those of other ranks of this engine, rendered with these."""
+        self._where = (engine, role, rank, str(tp_rank), str(pp_rank))
         self._specs = {spec.name: spec for spec in METRICS}
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, _Histogram] = {}
@@ -155,7 +170,7 @@ class Metrics:
             if spec.kind == "histogram":
                 self._histograms[spec.name] = _Histogram(spec.buckets)
             else:
-                self._values[spec.name] = {} if spec.labels else {(): 0.0}
+                self._values[spec.name] = {} if spec.labels or told else {(): 0.0}
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """A gauge is `value` now; `labels` in the order of its spec. A counter too may be set to a higher total."""
@@ -203,7 +218,7 @@ class Metrics:
         )
 
         for spec in METRICS:
-            names = ("engine", "role", "rank", *spec.labels)
+            names = (*_LABELS, *spec.labels)
             if spec.kind == "histogram":
                 filled = self._histograms[spec.name]
                 if any(filled.counts):
@@ -215,8 +230,9 @@ class Metrics:
             for name in (f"serinus:{spec.name}", spec.alias):
                 if name:
                     family = make(name, spec.help, labels=names)
-                    for labels, value in sorted(self._values[spec.name].items()):
-                        family.add_metric((*self._where, *labels), value)
+                    for one in (self, *self.ranks):
+                        for labels, value in sorted(one._values[spec.name].items()):
+                            family.add_metric((*one._where, *labels), value)
                     yield family
 
 

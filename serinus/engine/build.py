@@ -34,6 +34,7 @@ from serinus.engine.rank_build import (
     overrides_of,
     rows_of,
 )
+from serinus.engine.rank_watch import RankWatch
 from serinus.engine.ranks import RankExecutor, RankGroup, make_body
 from serinus.engine.ranks.tiers import TierPorts, lead_tiers
 from serinus.engine.sizes import part_specs
@@ -197,8 +198,9 @@ def _lead(
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
     cache = _cache(parts, ports, clock, events=events is not None)
-    metrics = Metrics(engine=config.engine_name, role=config.role)
-    watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval)
+    metrics = Metrics(engine=config.engine_name, role=config.role, rank="TP0" if line is None else names[0])
+    ranks = None if line is None else RankWatch(metrics, line, engine=config.engine_name, role=config.role, clock=clock)
+    watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval, ranks=ranks)
     scheduler = Scheduler(settings, cache)
     if parts.guard is not None:
         parts.guard.bind(cache, scheduler)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.core.lifeline import end_with_parent
+from serinus.core.lifeline import end_now, end_with_parent
 from serinus.core.log import get_logger, setup_logging
 from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate
 
@@ -96,4 +95,4 @@ def _obey_signals(loop: EngineLoop) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_now(main())

@@ -12,14 +12,13 @@ import argparse
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from types import FrameType
 
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.core.lifeline import end_with_parent
+from serinus.core.lifeline import end_now, end_with_parent
 from serinus.core.log import get_logger, setup_logging
 from serinus.engine.fate import CONFIG_CODE, LOST_CODE
 from serinus.engine.followers import mesh_of, shared_settings, signed
@@ -122,4 +121,4 @@ def _own_host(leader: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_now(main())

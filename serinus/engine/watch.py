@@ -14,6 +14,7 @@ from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import TokenDelta
+from serinus.engine.rank_watch import RankWatch
 from serinus.sched import Outcome, Scheduler
 
 __all__ = ["StepWatch"]
@@ -45,8 +46,10 @@ class _Window:
 class StepWatch:
     """Told of every step; speaks every `every_steps` decode steps (0 = never) and at every step with a prompt."""
 
-    def __init__(self, metrics: Metrics, clock: Clock, *, every_steps: int) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock, *, every_steps: int, ranks: RankWatch | None = None) -> None:
+        """`ranks`: who shows the other ranks of this engine, where there are any."""
         self.metrics = metrics
+        self._ranks = ranks
         self._clock = clock
         self._every_steps = every_steps
         self._decode_steps = 0
@@ -107,6 +110,8 @@ class StepWatch:
         for tier, count in totals.cached_tokens.items():
             metrics.set("cached_tokens", count, tier)
         self._refresh_cache(cache.stats())
+        if self._ranks is not None:
+            self._ranks.refresh()
         if self._clock.now() - self._last_step > 2 * _WINDOW_S:
             metrics.set("gen_throughput", 0.0)
 

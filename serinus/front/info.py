@@ -132,6 +132,7 @@ async def server_info(front: Front, exchange: Exchange) -> None:
     ready = front.ready
     settings = front.settings
     load = await _load(front)
+    ranks = load.pop("ranks", [])
     info: dict[str, Any] = {
         "version": serinus_version(),
         "engine": ready.engine,
@@ -147,6 +148,7 @@ async def server_info(front: Front, exchange: Exchange) -> None:
         "startup_seconds": ready.seconds,
         "draining": front.client.draining,
         "open_requests": front.client.open_count,
+        "ranks": ranks,
         "load": load,
         "info": dict(ready.info),
     }

@@ -17,12 +17,12 @@ def read(metrics: Metrics) -> dict[Sample, float]:
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for f in families for sample in f.samples}
 
 
-WHERE = (("engine", "decode-0"), ("rank", "TP1"), ("role", "decode"))
+WHERE = (("engine", "decode-0"), ("pp_rank", "0"), ("rank", "TP1 PP0"), ("role", "decode"), ("tp_rank", "1"))
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("decode-0", "decode", "TP1")
+    return Metrics("decode-0", "decode", "TP1 PP0", tp_rank=1)
 
 
 def test_every_series_names_engine_role_and_rank(metrics: Metrics) -> None:
@@ -42,7 +42,7 @@ def test_gauges_counters_and_labels_are_what_was_said(metrics: Metrics) -> None:
     samples = read(metrics)
     assert samples["serinus:num_running_reqs", WHERE] == 7
     assert samples["serinus:prompt_tokens_total", WHERE] == 11
-    assert samples["serinus:cached_tokens_total", (*WHERE, ("source", "device"))] == 4
+    assert samples["serinus:cached_tokens_total", tuple(sorted((*WHERE, ("source", "device"))))] == 4
     assert metrics.get("cached_tokens", "device") == 4
     assert metrics.get("cached_tokens", "host") == 0
 
@@ -52,8 +52,7 @@ def test_histograms_count_up_to_their_bounds(metrics: Metrics) -> None:
         metrics.observe("queue_time_seconds", value, count)
 
     def bucket(bound: str) -> float:
-        engine, rank, role = WHERE
-        return samples["serinus:queue_time_seconds_bucket", (engine, ("le", bound), rank, role)]
+        return samples["serinus:queue_time_seconds_bucket", tuple(sorted((*WHERE, ("le", bound))))]
 
     samples = read(metrics)
     assert [bucket("0.001"), bucket("0.005"), bucket("200.0"), bucket("+Inf")] == [1, 3, 3, 4]
@@ -108,3 +107,11 @@ def test_disaggregation_gauges_stand_at_zero_from_the_start(metrics: Metrics) ->
         "num_decode_transfer_queue_reqs",
     ):
         assert samples[f"serinus:{name}", WHERE] == 0
+
+
+def test_other_ranks_show_what_they_were_told_and_nothing_else(metrics: Metrics) -> None:
+    other = Metrics("decode-0", "decode", "TP0 PP1", pp_rank=1, told=True)
+    other.set("num_queue_reqs", 3)
+    metrics.ranks.append(other)
+    found = {name: value for (name, labels), value in read(metrics).items() if ("pp_rank", "1") in labels}
+    assert found == {"serinus:num_queue_reqs": 3, "vllm:num_requests_waiting": 3}

@@ -66,6 +66,9 @@ class RankExecutor:
         """Headers sent."""
         self.steps = 0
         """Steps whose results were taken."""
+        self.busy_seconds = 0.0
+        """Time in which a step was under way, up to the last that was taken."""
+        self._busy_since = 0.0
         self.rank_seconds = [(0.0, 0.0)] * mesh.size
         """Of each rank: seconds in steps without the waiting for others, and the waiting."""
         self.rank_counts = [(0,) * len(QUEUES)] * mesh.size
@@ -100,6 +103,8 @@ class RankExecutor:
         if len(self._open) >= self.depth:
             raise InvariantError(f"engine: step {plan.step} with {len(self._open)} under way, expected a free place")
         self.log.decide(DecisionKind.RUN, batch=[work.rid for work in plan.work])
+        if not self._open:
+            self._busy_since = self._clock.now()
         self._open.append(_Step(plan.step))
         self._orders.append(RunStep(plan=plan))
         self.flush()
@@ -114,6 +119,9 @@ class RankExecutor:
             return None
         self._open.popleft()
         self.steps += 1
+        now = self._clock.now()
+        self.busy_seconds += now - self._busy_since
+        self._busy_since = now
         self.findings = tuple((rank, found) for rank, done in sorted(step.done.items()) for found in done.findings)
         result = step.done[self.mesh.result_rank].result
         if result is None:
