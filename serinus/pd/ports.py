@@ -39,6 +39,11 @@ TICK_S = 0.25
 MOVING_S = 0.001
 """...and this often while operations of a one-sided backend are under way: nothing wakes it when they end."""
 
+OFFENCES = frozenset({"bad_data", "repeated_grant", "repeated_xid", "second_hello", "unexpected", "wrong_peer"})
+"""Reasons for which a machine drops a message that no peer sends who keeps to the protocol, however late it comes."""
+OFFENCES_MAX = 8
+"""A peer that sends so many over one connection is given up."""
+
 AnyBackend: TypeAlias = Backend | OneSided
 
 Event = TypeVar("Event")
@@ -82,6 +87,8 @@ class Port(ABC, Generic[Event, Result, Token]):
         self._pace = Pace()
         self._ticked_at = -1.0
         self._peers: dict[str, AttachPeer] = {}
+        self._blamed: Counter[str] = Counter()
+        """Messages without sense, by peer."""
 
     def _own_crew(self, layout: RankLayout, backends: Sequence[AnyBackend], clock: Clock) -> Crew:
         if self._stores is None:
@@ -112,7 +119,10 @@ class Port(ABC, Generic[Event, Result, Token]):
             else:
                 self._leave(item.peer)
                 event = PeerLost(peer=item.peer, reason=item.reason)
+            offences = self._offences()
             self._run(event, out)
+            if self._offences() > offences:
+                self._blame(item.peer, out)
         if self._reach.is_busy:
             self._reap(out)
         now = self._clock.now()
@@ -175,6 +185,16 @@ class Port(ABC, Generic[Event, Result, Token]):
             error = "" if item.result.state is OpState.DONE else item.result.error or "it failed"
             self._run(self._report(item.token, error), out)
 
+    def _offences(self) -> int:
+        """What no sound peer ever sends, so far."""
+        return sum(self.machine.rejects[reason] for reason in OFFENCES)
+
+    def _blame(self, peer: str, out: list[Result]) -> None:
+        """Every frame of it is sound, and what they say is not: after a few of them it is given up."""
+        self._blamed[peer] += 1
+        if self._blamed[peer] >= OFFENCES_MAX and peer in self._peers:
+            self._give_up(peer, f"pd: {OFFENCES_MAX} messages that make no sense", out)
+
     def _lost(self, peer: str, error: str, out: list[Result]) -> None:
         if peer in self._peers:
             self._give_up(peer, error, out)
@@ -199,6 +219,7 @@ class Port(ABC, Generic[Event, Result, Token]):
 
     def _leave(self, peer: str) -> None:
         """Every rank gives back what it has for the peer, once it has done what it was told before."""
+        self._blamed.pop(peer, None)
         if self._peers.pop(peer, None) is not None:
             self._reach.leave(peer)
             for rank in range(self._crew.size):

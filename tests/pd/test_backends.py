@@ -24,6 +24,7 @@ from serinus.pd import (
 )
 from serinus.pd.backends import Staged
 from serinus.pd.backends.base import SpanAllocator
+from serinus.pd.backends.shm import _MAPPED_MAX
 from serinus.wire.messages import Data
 
 AREA = 1 << 16
@@ -62,6 +63,22 @@ def test_bytes_staged_are_bytes_fetched(name: str) -> None:
         sender.release(staged.key)
     receiver.close()
     sender.close()
+
+
+def test_segments_of_several_ranks_stay_mapped_and_the_oldest_make_room() -> None:
+    backend = ShmBackend(AREA)
+    senders, receiver = [backend.sender() for _ in range(_MAPPED_MAX + 2)], backend.receiver()
+    for turn in range(2):
+        for value, sender in enumerate(senders):
+            staged = sender.stage(100)
+            assert staged is not None
+            staged.room[:] = value + turn
+            assert (receiver.fetch(data_of(staged), b"") == value + turn).all()
+            assert len(receiver._areas) <= _MAPPED_MAX  # type: ignore[attr-defined]
+            sender.release(staged.key)
+    receiver.close()
+    for sender in senders:
+        sender.close()
 
 
 @pytest.mark.parametrize("name", ["local", "shm", "tcp"])

@@ -34,8 +34,9 @@ from serinus.pd import (
     StartHandoff,
     TcpBackend,
 )
+from serinus.pd.ports import OFFENCES_MAX
 from serinus.wire import Arrived, ChannelEvent, Gone, LocalChannel, LocalHub, Post, encode
-from serinus.wire.messages import Keepalive
+from serinus.wire.messages import DataOk, Keepalive
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, first_token, full, make_request, make_settings, page_content
 
 PATIENT: dict[str, object] = dict.fromkeys(("connect_s_max", "handoff_s_max", "silence_s_max"), 1e6)
@@ -318,3 +319,19 @@ def test_ports_check_that_everything_fits() -> None:
     settings_ = make_settings("d", 1, layout=layout, backends=("tcp",))
     with pytest.raises(ConfigError, match="bytes a page"):
         PrefillPort(settings_, post=post, backends=[TcpBackend()], store=store, clock=clock)
+
+
+def test_a_peer_whose_messages_make_no_sense_is_given_up_after_a_few_of_them(make_pair: MakePair) -> None:
+    """Every frame is sound, so the post office has nothing against it; its handoffs are computed here."""
+    pair = make_pair([LocalBackend(4096)])
+    pair.start("r1")
+    while pair.results.get("r1") != "landed":
+        pair.turn()
+    (client,) = pair.prefill.machine.clients
+    for number in range(OFFENCES_MAX):
+        assert [news.state for news in pair.news] == ["up"], f"given up after {number}"
+        pair.prefill._post.send(client.peer, DataOk(xid="x", grant=number, piece=0, rank=0))
+        pair.turn()
+    assert [news.state for news in pair.news] == ["up", "down"]
+    assert "make no sense" in pair.news[-1].reason
+    assert pair.decode.rejects["unexpected"] == OFFENCES_MAX

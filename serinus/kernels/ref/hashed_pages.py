@@ -30,6 +30,7 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
     return width
 
 
+@torch.inference_mode()
 def hashed_pages(
     lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None, seed: int,
     inward: bool = False,

@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,8 @@ from serinus.wire import Buffer
 __all__ = ["ShmBackend", "host_identity", "shm_works"]
 
 _MEMFD: Final = "serinus-kv"
+_MAPPED_MAX: Final = 64
+"""Segments of one peer that stay mapped: more ranks than that take turns."""
 _NAME: Final = re.compile(r"([0-9]{1,10}):([0-9]{1,10}):([0-9]{1,20})")
 
 
@@ -99,22 +102,25 @@ class _ShmSender:
 
 
 class _ShmReceiver:
+    """Each rank of the peer stages in a segment of its own; the ones used last stay mapped."""
+
     def __init__(self) -> None:
-        self._name = ""
-        self._area: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self._areas: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
 
     def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
-        if data.shm_name != self._name or not self._name:
-            self._area = _attach(data.shm_name)
-            self._name = data.shm_name
+        area = self._areas.get(data.shm_name)
+        if area is None:
+            area = self._areas[data.shm_name] = _attach(data.shm_name)
+            if len(self._areas) > _MAPPED_MAX:
+                self._areas.popitem(last=False)
+        self._areas.move_to_end(data.shm_name)
         end = data.shm_offset + data.byte_count
-        if end > len(self._area):
-            raise TransferFailed(f"pd: bytes up to {end} announced, the segment has {len(self._area)}")
-        return self._area[data.shm_offset : end]
+        if end > len(area):
+            raise TransferFailed(f"pd: bytes up to {end} announced, the segment has {len(area)}")
+        return area[data.shm_offset : end]
 
     def close(self) -> None:
-        self._name = ""
-        self._area = np.empty(0, dtype=np.uint8)
+        self._areas.clear()
 
 
 def _attach(name: str) -> NDArray[np.uint8]:
