@@ -26,6 +26,7 @@ from serinus.engine.core import EngineCore
 from serinus.engine.executor import Executor, LocalExecutor
 from serinus.engine.followers import Followers, mesh_of
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
+from serinus.engine.kv_guard import KvGuard
 from serinus.engine.rank_build import (
     RankParts,
     build_rank,
@@ -36,6 +37,7 @@ from serinus.engine.rank_build import (
 )
 from serinus.engine.rank_watch import RankWatch
 from serinus.engine.ranks import RankExecutor, RankGroup, make_body
+from serinus.engine.ranks.canary import RanksGuard
 from serinus.engine.ranks.tiers import TierPorts, lead_tiers
 from serinus.engine.sizes import part_specs
 from serinus.engine.tiers import Tiers, host_counts
@@ -172,7 +174,8 @@ def build_core(config: ServeConfig, clock: Clock, followers: OtherRanks | None =
             parts = build_rank(config, mesh, 0, followers.join(), clock)
             undo.callback(parts.close)
             group.gather(followers.check, _HELLO_S)
-            executor = RankExecutor(group, make_body(parts, clock), mesh, clock, ends=(followers.close,))
+            whole = parts.canary is not None
+            executor = RankExecutor(group, make_body(parts, clock), mesh, clock, whole=whole, ends=(followers.close,))
             built = _lead(parts, executor, executor, followers, clock)
         except PeerGone as error:
             reason = followers.explained(error)
@@ -202,8 +205,9 @@ def _lead(
     ranks = None if line is None else RankWatch(metrics, line, engine=config.engine_name, role=config.role, clock=clock)
     watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval, ranks=ranks)
     scheduler = Scheduler(settings, cache)
-    if parts.guard is not None:
-        parts.guard.bind(cache, scheduler)
+    guard = _guard(parts, line)
+    if guard is not None:
+        guard.bind(cache, scheduler)
     core = EngineCore(
         scheduler=scheduler,
         executor=executor,
@@ -212,7 +216,7 @@ def _lead(
         cache=cache,
         tiers=parts.tiers,
         events=events,
-        guard=parts.guard,
+        guard=guard,
         sanity=config.cache.enable_sanity_check,
     )
     return Built(
@@ -229,6 +233,14 @@ def _lead(
         device=parts.device,
         seconds=parts.phases.seconds,
     )
+
+
+def _guard(parts: RankParts, line: RankExecutor | None) -> KvGuard | RanksGuard | None:
+    """The canary of the whole engine, where there is one."""
+    if line is None or parts.canary is None:
+        return parts.guard
+    shards = parts.spec.shards(parts.mesh, parts.config.parallel.partition)
+    return RanksGuard(parts.config, parts.spec, shards, line, lambda: line.findings)
 
 
 def _events(config: ServeConfig, clock: Clock) -> KvEventPublisher | None:

@@ -149,6 +149,7 @@ class EngineCore:
 
     def _look_around(self) -> None:
         """Nothing runs: the time for what takes long."""
+        self.guard.late()
         if self._unchecked and self.scheduler.idle:
             self._unchecked = False
             self.scheduler.sanity_check()

@@ -41,6 +41,10 @@ class Guard(Protocol):
         """Before the commit: the requests whose KV is not sound, in mode raise."""
         ...
 
+    def late(self) -> None:
+        """No step is under way: look after what was found since the last one."""
+        ...
+
     def arrived(self, rid: str, own: OwnPages | None) -> str:
         """The last pages of a prompt came by handoff: why they must not be used, or nothing."""
         ...
@@ -71,6 +75,9 @@ class NoGuard:
     def judge(self) -> Sequence[Verdict]:
         """Nobody."""
         return ()
+
+    def late(self) -> None:
+        """Nothing."""
 
     def arrived(self, rid: str, own: OwnPages | None) -> str:
         """Nothing."""

@@ -64,6 +64,9 @@ class KvGuard:
         self._own.tell()
         return self._judge.sentence(violations)
 
+    def late(self) -> None:
+        """All is judged in its step."""
+
     def arrived(self, rid: str, own: OwnPages | None) -> str:
         if own is None:
             return ""

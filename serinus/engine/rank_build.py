@@ -20,6 +20,7 @@ from serinus.core.parts import Part
 from serinus.engine.devices import take_device
 from serinus.engine.kv_guard import KvGuard, make_guard
 from serinus.engine.memory import trim
+from serinus.engine.rank_canary import RankCanary, make_rank_canary
 from serinus.engine.sizes import part_specs
 from serinus.engine.tiers import Tiers, build_tiers, host_counts, namespace_of
 from serinus.kernels import Kernels, load
@@ -73,6 +74,8 @@ class RankParts:
     """This rank's host pools, mover and files; None = none."""
     guard: KvGuard | None
     """The canary of an engine of one rank."""
+    canary: RankCanary | None
+    """This rank's canary, of several."""
     runner: Runner
     phases: Phases
 
@@ -104,7 +107,8 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     folder = resolve(config.model.model_path, config.model.revision)
     seed = config.model.random_seed or 0
     spec = load_spec(folder, overrides=overrides_of(config), load_format=config.model.load_format, seed=seed)
-    shard = spec.shards(mesh, config.parallel.partition)[rank]
+    shards = spec.shards(mesh, config.parallel.partition)
+    shard = shards[rank]
     own = spec.on(shard)
     dtype = choose_dtype(spec, config.model.dtype, device)
     context = context_of(config, spec)
@@ -131,15 +135,14 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         namespace = namespace_of(config, spec, specs[Part.FULL], dtype, some)
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
-        guard = None
+        memory = {} if tiers is None else tiers.host
+        guard = canary = None
         if mesh.size == 1:
-            guard = make_guard(config, spec, pools, tables, device, {} if tiers is None else tiers.host)
-        elif config.canary.kv_canary != "none":
-            raise ConfigError(
-                f"engine: kv_canary is {config.canary.kv_canary!r} with {mesh.size} ranks, expected none, or one rank"
-            )
+            guard = make_guard(config, spec, pools, tables, device, memory)
+        else:
+            canary = make_rank_canary(config, spec, shards, rank, pools, tables, device, memory)
         hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
-        hooks += [] if guard is None else [guard.hook]
+        hooks += [each.hook for each in (guard, canary) if each is not None]
         oracle = config.kernels.sampling_backend == "token_oracle"
         runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm)
     return RankParts(
@@ -157,6 +160,7 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         namespace=namespace,
         tiers=tiers,
         guard=guard,
+        canary=canary,
         runner=runner,
         phases=phases,
     )

@@ -8,15 +8,20 @@ the annotations: other types, dtypes or lengths are FrameErrors. No pickle, ever
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
 
+from serinus.canary import Violation
+from serinus.canary.perturb import Injection
 from serinus.core.errors import FrameError, SerinusError
 from serinus.core.moves import MoveDone, StorageDone
+from serinus.engine.rank_canary import CANARY_ORDERS, CanaryAnswer
 from serinus.engine.ranks.orders import RankCounts, RunStep, StepDone, Stop
 from serinus.engine.ranks.plans import (
     PlanColumns,
@@ -32,13 +37,23 @@ from serinus.pd import HAND_ANSWERS, HAND_ORDERS
 from serinus.wire import Parts, decode, encode
 from serinus.wire.messages import Message, RankHeader, RankReport
 
-__all__ = ["ANSWERS", "FINDINGS", "ORDERS", "decode_header", "decode_report", "encode_header", "encode_report"]
+__all__ = [
+    "ANSWERS",
+    "FINDINGS",
+    "ORDERS",
+    "Reader",
+    "decode_header",
+    "decode_report",
+    "encode_header",
+    "encode_report",
+]
 
 ORDERS: Final[tuple[type, ...]] = (
     RunStep,
     Stop,
     *TIER_ORDERS,
     *HAND_ORDERS,
+    *CANARY_ORDERS,
 )
 """What a header may carry."""
 ANSWERS: Final[tuple[type, ...]] = (
@@ -47,9 +62,10 @@ ANSWERS: Final[tuple[type, ...]] = (
     MoveDone,
     StorageDone,
     *HAND_ANSWERS,
+    CanaryAnswer,
 )
 """What a report may carry."""
-FINDINGS: Final[tuple[type, ...]] = ()
+FINDINGS: Final[tuple[type, ...]] = (Violation, Injection)
 """What StepDone.findings may hold."""
 
 _DTYPES: Final = {np.dtype(name).str: np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<u4", "<u8", "<f4", "<f8")}
@@ -119,42 +135,50 @@ class _Writer:
         return _Packed(array.dtype.str, array.shape, array.tobytes())
 
 
-class _Reader:
-    """The reverse; one for each frame."""
+class Reader:
+    """The reverse; one for each end of a line, as it remembers how types are read. Not for several threads."""
 
-    def __init__(self, payload: memoryview) -> None:
-        self._payload = payload
+    def __init__(self) -> None:
+        self.payload = memoryview(b"")
+        """Of the frame that is read."""
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
 
     def item(self, name: str, data: msgspec.Raw, allowed: tuple[type, ...]) -> object:
         """Raises FrameError: not one of `allowed`, or not as its fields say."""
         form = _FORMS.get(name)
         if form is None or form.kind not in allowed:
             raise FrameError("type", f"{name!r}, expected one of {[kind.__name__ for kind in allowed]}")
+        decoder = self._decoders.get(name)
+        if decoder is None:
+            decoder = self._decoders[name] = msgspec.msgpack.Decoder(form.wire, dec_hook=self._hook)
         try:
-            return form.unpack(msgspec.msgpack.decode(data, type=form.wire, dec_hook=self._hook), self)
+            return form.unpack(decoder.decode(data), self)
         except FrameError:
             raise
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, SerinusError) as error:
             raise FrameError("body", f"{name}: {str(error)[:200]}") from None
 
     def _hook(self, kind: Any, value: object) -> object:
-        packed = msgspec.convert(value, _Packed)
+        if not isinstance(value, list) or len(value) != len(_Packed.__struct_fields__):
+            raise FrameError("body", f"{type(value).__name__}, expected an array")
+        name, shape, data, offset = value
         wanted = _dtype_of(kind)
-        dtype = _DTYPES.get(packed.dtype)
+        dtype = _DTYPES.get(name) if isinstance(name, str) else None
         if dtype is None or (wanted is not None and dtype != wanted):
-            raise FrameError("body", f"an array of {packed.dtype!r}, expected {wanted}")
-        if len(packed.shape) > 2 or any(length < 0 for length in packed.shape):
-            raise FrameError("body", f"an array of shape {packed.shape}, expected at most two dimensions")
-        size = int(np.prod(packed.shape, dtype=object)) * dtype.itemsize
-        data: bytes | memoryview = packed.data
-        if packed.offset >= 0:
-            data = self._payload[packed.offset : packed.offset + size]
-        if len(data) != size:
-            raise FrameError("body", f"an array of shape {packed.shape} in {len(data)} bytes, expected {size}")
-        array = np.frombuffer(data, dtype).reshape(packed.shape)
+            raise FrameError("body", f"an array of {name!r}, expected {wanted}")
+        if not isinstance(shape, list) or not 1 <= len(shape) <= 2 or not isinstance(offset, int):
+            raise FrameError("body", f"an array of shape {shape!r} at {offset!r}, expected one or two dimensions")
+        if not all(isinstance(length, int) and length >= 0 for length in shape) or not isinstance(data, bytes):
+            raise FrameError("body", f"an array of shape {shape!r}, expected lengths and bytes")
+        size = prod(shape) * dtype.itemsize
+        found: bytes | memoryview = data if offset < 0 else self.payload[offset : offset + size]
+        if len(found) != size:
+            raise FrameError("body", f"an array of shape {shape} in {len(found)} bytes, expected {size}")
+        array = np.frombuffer(found, dtype).reshape(shape)
         return array if array.flags.writeable else array.copy()
 
 
+@cache
 def _dtype_of(kind: Any) -> np.dtype[Any] | None:
     """The dtype that an annotation names; None = any."""
     arguments = get_args(kind)
@@ -176,7 +200,7 @@ class _Form:
     kind: type
     wire: Any
     pack: Callable[[Any, _Writer], object]
-    unpack: Callable[[Any, _Reader], object]
+    unpack: Callable[[Any, Reader], object]
 
 
 def _as_it_is(value: Any, end: object) -> Any:
@@ -189,7 +213,7 @@ def _pack_done(done: StepDone, writer: _Writer) -> _Done:
     return _Done(done.step, result, done.seconds, done.wait_seconds, findings)
 
 
-def _unpack_done(done: _Done, reader: _Reader) -> StepDone:
+def _unpack_done(done: _Done, reader: Reader) -> StepDone:
     return StepDone(
         step=done.step,
         result=None if done.result is None else unpack_result(done.result),
@@ -227,13 +251,14 @@ def encode_header(header: StepHeader, rank: int, incarnation: int = 0) -> Parts:
     return encode(message, incarnation, header.step, writer.payload.joined())
 
 
-def decode_header(parts: Parts) -> StepHeader:
+def decode_header(parts: Parts, reader: Reader | None = None) -> StepHeader:
     """The reverse. Raises FrameError, and nothing else, whatever the bytes are."""
     frame = decode(parts)
     message = frame.message
     if not isinstance(message, RankHeader):
         raise FrameError("type", f"{type(message).__name__}, expected RankHeader")
-    reader = _Reader(frame.payload)
+    reader = reader or Reader()
+    reader.payload = frame.payload
     return StepHeader(
         step=message.step,
         digest=message.digest,
@@ -266,7 +291,7 @@ def encode_report(report: Report, incarnation: int = 0) -> Parts:
     return encode(message, incarnation, 0, writer.payload.joined())
 
 
-def decode_report(parts: Parts | Sequence[Any], rank: int) -> Report:
+def decode_report(parts: Parts, rank: int, reader: Reader | None = None) -> Report:
     """The reverse, from a rank that is known. Raises FrameError, and nothing else, whatever the bytes are."""
     frame = decode(parts)
     message = frame.message
@@ -276,5 +301,7 @@ def decode_report(parts: Parts | Sequence[Any], rank: int) -> Report:
         kind = ReportKind(message.kind)
     except ValueError:
         raise FrameError("body", f"a report of kind {message.kind!r}, expected a ReportKind") from None
-    body = None if message.body is None else _Reader(frame.payload).item(*message.body, ANSWERS)
+    reader = reader or Reader()
+    reader.payload = frame.payload
+    body = None if message.body is None else reader.item(*message.body, ANSWERS)
     return Report(rank=rank, kind=kind, key=message.key, reason=message.reason, step=message.step, body=body)

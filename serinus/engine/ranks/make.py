@@ -6,6 +6,7 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.engine.rank_build import RankParts, build_rank
 from serinus.engine.ranks.body import RankBody
+from serinus.engine.ranks.canary import attach_canary
 from serinus.engine.ranks.crew import attach_hand
 from serinus.engine.ranks.follow import Follower
 from serinus.engine.ranks.group import FollowerGroup
@@ -18,9 +19,13 @@ __all__ = ["make_body", "make_follower"]
 def make_body(parts: RankParts, clock: Clock) -> RankBody:
     """A rank that obeys everything it can be ordered."""
     comm = parts.comm
-    body = RankBody(rank=comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock, waited=lambda: comm.waited_s)
+    canary = parts.canary
+    body = RankBody(
+        rank=comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock, guard=canary, waited=lambda: comm.waited_s
+    )
     attach_tiers(body, parts.tiers)
-    attach_hand(body, parts, clock)
+    attach_canary(body, canary)
+    attach_hand(body, parts, clock, None if canary is None else canary.outgoing(parts.pools))
     return body
 
 
