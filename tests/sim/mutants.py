@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from serinus.core.clock import WallClock
+from serinus.core.rng import Rng
 from serinus.pd import PrefillSide
 from serinus.pd.clients import Client
 from serinus.pd.decode import DecodeSide
@@ -33,11 +34,12 @@ from serinus.sched.seats import Seats
 from serinus.testing.world import draw, run
 from serinus.testing.world.engine import Engine
 from serinus.testing.world.one_sided import SimOneSided
+from serinus.testing.world.options import Cancel, EngineShape, Options, Scenario, Shape, Work
 from serinus.testing.world.ports import Shared, SimPost
 from serinus.wire import ReliableLink
 from serinus.wire.messages import AbortGrant
 
-__all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]
+__all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt", "one_leaves_another_follows"]
 
 SEEDS_MAX = 200
 
@@ -51,6 +53,8 @@ class Mutant:
     """How pages travel in the worlds that must catch it; empty = as drawn."""
     apply: Callable[[], Any]
     """A context manager."""
+    world: Callable[[int], Scenario] | None = None
+    """The worlds that must catch it, where those of `draw` seldom come near it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +68,15 @@ class Kill:
 MUTANTS: list[Mutant] = []
 
 
-def mutant(name: str, *backends: str) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
+def mutant(
+    name: str, *backends: str, world: Callable[[int], Scenario] | None = None
+) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     """Register a patch, for worlds with each of these backends."""
 
     def register(patch: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
         for backend in backends or ("",):
             suffix = f" ({backend})" if len(backends) > 1 else ""
-            MUTANTS.append(Mutant(name=name + suffix, backend=backend, apply=contextmanager(patch)))
+            MUTANTS.append(Mutant(name=name + suffix, backend=backend, apply=contextmanager(patch), world=world))
         return patch
 
     return register
@@ -307,6 +313,43 @@ def rank_acts_alone() -> Iterator[None]:
         yield
 
 
+def one_leaves_another_follows(step: int) -> Scenario:
+    """A client leaves at some step while ranks fill its pages; another prompt, computed here, waits for them."""
+    rng = Rng(step).split("works")
+
+    def work(rid: str, at: float, new_tokens: int, prefill: str) -> Work:
+        prompt = tuple(rng.randrange(1, 16) for _ in range(20))
+        return Work(rid=rid, at=at, prompt=prompt, new_tokens=new_tokens, decode="d0", prefill=prefill)
+
+    engines = (
+        EngineShape(name="p0", role="prefill", pages=17, chunk=8),
+        EngineShape(name="d0", role="decode", tp=2, pages=8, chunk=8),
+    )
+    return Scenario(
+        seed=step, shape=Shape(engines=engines), options=Options(rank_delay_s=0.02),
+        works=(work("leaves", 0.0, 3, "p0"), work("follows", 0.001, 6, "")),
+        faults=(Cancel(rid="leaves", step=step),),
+    )  # fmt: skip
+
+
+@mutant("a hand is not on the line", world=one_leaves_another_follows)
+def hand_off_the_line() -> Iterator[None]:
+    """A rank moves pages for handoffs in an order of their own: plans and copies decided later may come before them."""
+    original, last = Engine.tell, dict[Any, float]()
+
+    def tell(self: Engine, rank: Any, work: Any, cost_s: float = 0.0) -> None:
+        if not rank.number or getattr(getattr(work, "func", None), "__name__", "") != "_obey":
+            original(self, rank, work, cost_s)
+            return
+        life = self.life
+        at = max(last.get(rank, 0.0), self.timeline.now_s + 0.5 * self.rng.random())
+        last[rank] = at
+        self.timeline.at(at, lambda: work() if self.alive and self.life == life else None)
+
+    with replaced(Engine, "tell", tell):
+        yield
+
+
 @mutant("digest not looked at", "tcp")
 def no_digest() -> Iterator[None]:
     """Bytes that changed on the way are taken."""
@@ -364,7 +407,8 @@ def hunt(item: Mutant, seeds: range = range(SEEDS_MAX)) -> Kill | None:
     """Run seeds under a mutant until one shows it; None = it survived."""
     with item.apply():
         for seed in seeds:
-            finding = run(draw(seed, backend=item.backend)).finding
+            scenario = draw(seed, backend=item.backend) if item.world is None else item.world(seed)
+            finding = run(scenario).finding
             if finding is not None:
                 return Kill(seed=seed, finding=f"{finding.kind}: {finding.text}")
     return None

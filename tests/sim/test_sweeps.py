@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 
 from serinus.testing.world import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
+from tests.sim.mutants import one_leaves_another_follows
 
 BACKENDS = ("local", "tcp", "push", "pull")
 
@@ -30,6 +31,12 @@ def test_a_crash_a_cancel_a_lost_or_repeated_frame_at_steps_of_a_handoff(backend
     assert recorded.counts["landed"] == 1, f"nothing was handed over: {recorded.counts}"
     steps, frames = -(-recorded.busy_steps // 3), -(-recorded.busy_frames // 3)
     assert _check(at_every_step(base, every=3)) == 5 * steps + 2 * frames
+
+
+@pytest.mark.slow
+def test_pages_that_a_rank_is_still_to_fill_go_to_the_next_request_at_once() -> None:
+    """What was ordered first is done first, on every rank."""
+    assert _check(one_leaves_another_follows(step) for step in range(0, 120, 2)) == 60
 
 
 @pytest.mark.slow
