@@ -58,8 +58,9 @@ class OwnCanary:
         """
         self.config = config
         self._host, self._host_pages = host, host_pages
-        own = spec.on(shards[rank]) if shards else spec
-        first_layer = shards[rank].layers.start if shards else 0
+        shard = shards[rank] if shards else None
+        own = spec if shard is None else spec.on(shard)
+        first_layer = 0 if shard is None else shard.layers.start
         plan = fault_plan(config, spec, has_host=bool(host))
         plan = _own_plan(plan, config, spec, own, shards, rank)
         has_oracle = config.kernels.sampling_backend == "token_oracle"
@@ -72,6 +73,7 @@ class OwnCanary:
                 real_data=config.canary.kv_canary_real_data,
                 stride=coverage_stride(config.canary.kv_canary_coverage),
                 sweep_interval=config.canary.kv_canary_sweep_interval,
+                plans_open=1 if shard is None or shard.pp == 1 else 2 * shard.pp,
             ),
             pools,
             tables,
@@ -80,6 +82,7 @@ class OwnCanary:
             facts,
             faults=self.perturber or NoFaults(),
             oracle=partial(oracle_token, vocab_size=spec.vocab_size) if has_oracle else None,
+            head_ids=None if shard is None else shard.kv_heads,
         )
         if self.perturber is not None:
             self.perturber.attach(self.canary.parts)
