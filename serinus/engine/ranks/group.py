@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from serinus.core.clock import Clock
 from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.log import get_logger
-from serinus.engine.ranks.codec import decode_header, decode_report, encode_header, encode_report
+from serinus.engine.ranks.codec import Reader, decode_header, decode_report, encode_header, encode_report
 from serinus.parallel import Mesh, OrderTo, Report, ReportKind, StepHeader
 from serinus.wire import Arrived, Gone, ZmqChannel, decode, encode
 from serinus.wire.messages import RankHello
@@ -68,6 +68,7 @@ class RankGroup:
         self._channel = ZmqChannel(bind, clock=clock)
         self._rank_of: dict[str, int] = {}
         self._peer_of: dict[int, str] = {}
+        self._reader = Reader()
         self._waiting: list[Report] = []
         self._closed = False
         self.why: Callable[[], str] = _nobody
@@ -155,7 +156,7 @@ class RankGroup:
 
     def _report(self, event: Arrived, rank: int) -> Report:
         try:
-            return decode_report(event.parts, rank)
+            return decode_report(event.parts, rank, self._reader)
         except FrameError as error:
             raise InvariantError(f"engine: rank {self.mesh.name(rank)} sent what cannot be read: {error}") from None
 
@@ -185,6 +186,7 @@ class FollowerGroup:
         self.control_bytes = 0
         """Received and sent."""
         self._gone = ""
+        self._reader = Reader()
         self._channel = ZmqChannel(clock=clock)
         self._channel.connect(_LEADER, address)
         self._channel.send(_LEADER, encode(RankHello(rank=rank, token=token, pid=os.getpid())))
@@ -200,7 +202,7 @@ class FollowerGroup:
                 self._gone = event.reason
                 continue
             try:
-                found.append(decode_header(event.parts))
+                found.append(decode_header(event.parts, self._reader))
             except FrameError as error:
                 name = self.mesh.name(self.rank)
                 raise InvariantError(f"engine: rank {name} got what it cannot read from its leader: {error}") from None

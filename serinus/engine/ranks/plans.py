@@ -7,7 +7,9 @@ that a plan is read without checking the same parameters in every step. Memory o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import accumulate
 from typing import Annotated, Final
 
 import msgspec
@@ -52,37 +54,25 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
     next_ids: NDArray[np.int32] | None
 
 
-class _Write(msgspec.Struct, frozen=True, array_like=True):
-    """core.TableWrite."""
-
-    row: Count
-    start: Count
-    part: Part
-    slots: NDArray[np.int64]
-
-
 class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
-    """core.StepPlan; N = sequences, T = tokens, S = sequences that sample."""
+    """core.StepPlan; N = sequences, T = tokens, S = sequences that sample, K = table writes, X = slots they write."""
 
     step: Count
     rids: tuple[str, ...]
-    rows_N: NDArray[np.int64]
-    starts_N: NDArray[np.int64]
-    counts_N: NDArray[np.int64]
+    work_3N: NDArray[np.int32]
+    """Row, start, token count."""
     tokens_T: NDArray[np.int32]
     slots_T: NDArray[np.int64]
     swa_slots_T: NDArray[np.int64] | None
-    sampling_S: NDArray[np.int64]
-    """Which of the N sample."""
-    set_S: NDArray[np.int64]
-    """Which of `sets` each uses."""
+    samples_4S: NDArray[np.int32]
+    """Which of the N, which of `sets`, position, tokens generated."""
     seeds_S: tuple[int, ...]
-    positions_S: NDArray[np.int64]
-    generated_S: NDArray[np.int64]
     sets: tuple[bytes, ...]
     penalties: tuple[_Penalty, ...]
     asked: tuple[_Asked, ...]
-    writes: tuple[_Write, ...]
+    writes_4K: NDArray[np.int32]
+    """Row, start, slot count, part."""
+    written_X: NDArray[np.int64]
 
 
 class _Seq(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +93,33 @@ class ResultColumns(msgspec.Struct, frozen=True, array_like=True):
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _SET_DECODER: Final = msgspec.msgpack.Decoder(_Set)
+
+
+def _setter(kind: type, name: str) -> Callable[[object, object], None]:
+    """What fills a field of a fresh instance of a frozen dataclass with slots: half the time of its constructor, which
+    matters for hundreds of them in every step. These three have no check at birth that it would go around."""
+    setter: Callable[[object, object], None] = kind.__dict__[name].__set__
+    return setter
+
+
+_new: Final = object.__new__
+_PARTS: Final = {part.value: part for part in Part}
+_set_rid, _set_row, _set_start = (_setter(SeqWork, name) for name in ("rid", "row", "start"))
+_set_tokens, _set_slots, _set_swa_slots = (_setter(SeqWork, name) for name in ("tokens", "slots", "swa_slots"))
+_set_sample, _set_prompt_logprobs, _set_next_ids = (
+    _setter(SeqWork, name) for name in ("sample", "prompt_logprobs", "next_ids")
+)
+_set_params, _set_seed, _set_position, _set_generated = (
+    _setter(SampleSpec, name) for name in ("params", "seed", "position", "generated")
+)
+_set_stop_ids, _set_prompt_ids, _set_output_ids = (
+    _setter(SampleSpec, name) for name in ("stop_ids", "prompt_ids", "output_ids")
+)
+_set_token, _set_logprobs, _set_all_logprobs = (
+    _setter(SeqResult, name) for name in ("token", "logprobs", "prompt_logprobs")
+)
+_ALL_FIELDS: Final = tuple(len(fields(kind)) for kind in (SeqWork, SampleSpec, SeqResult))
+assert _ALL_FIELDS == (9, 7, 3), "engine: SeqWork, SampleSpec or SeqResult has other fields than plans.py fills"
 
 
 class _Sets:
@@ -143,27 +160,26 @@ _NONE: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 def pack_plan(plan: StepPlan) -> PlanColumns:
     """A plan in columns. Cost: about 1 us a sequence."""
-    work = plan.work
+    work, writes = plan.work, plan.table_writes
     sampling = [(index, w.sample) for index, w in enumerate(work) if w.sample is not None]
     sets: dict[bytes, int] = {}
-    set_S = [sets.setdefault(_SETS.packed(s.params, s.stop_ids), len(sets)) for _, s in sampling]
+    packed = _SETS.packed
+    samples = [
+        (index, sets.setdefault(packed(s.params, s.stop_ids), len(sets)), s.position, s.generated)
+        for index, s in sampling
+    ]
     slides = [w.swa_slots for w in work if w.swa_slots is not None]
     if slides and len(slides) != len(work):
         raise FrameError("body", f"{len(slides)} of {len(work)} sequences of a plan have SWA slots, expected all")
     return PlanColumns(
         step=plan.step,
-        rids=tuple(w.rid for w in work),
-        rows_N=np.array([w.row for w in work], np.int64),
-        starts_N=np.array([w.start for w in work], np.int64),
-        counts_N=np.array([len(w.tokens) for w in work], np.int64),
+        rids=tuple([w.rid for w in work]),
+        work_3N=_columns([(w.row, w.start, len(w.tokens)) for w in work], 3),
         tokens_T=np.concatenate([w.tokens for w in work]) if work else _NONE.astype(np.int32),
         slots_T=np.concatenate([w.slots for w in work]) if work else _NONE,
         swa_slots_T=np.concatenate(slides) if slides else None,
-        sampling_S=np.array([index for index, _ in sampling], np.int64),
-        set_S=np.array(set_S, np.int64),
-        seeds_S=tuple(s.seed for _, s in sampling),
-        positions_S=np.array([s.position for _, s in sampling], np.int64),
-        generated_S=np.array([s.generated for _, s in sampling], np.int64),
+        samples_4S=_columns(samples, 4),
+        seeds_S=tuple([s.seed for _, s in sampling]),
         sets=tuple(sets),
         penalties=tuple(
             _Penalty(index, s.prompt_ids, s.output_ids)
@@ -175,70 +191,99 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
             for index, w in enumerate(work)
             if w.prompt_logprobs is not None
         ),
-        writes=tuple(_Write(w.row, w.start, w.part, w.slots) for w in plan.table_writes),
+        writes_4K=_columns([(w.row, w.start, len(w.slots), w.part.value) for w in writes], 4),
+        written_X=np.concatenate([w.slots for w in writes]) if writes else _NONE,
     )
 
 
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:
+    """[width, len(rows)]."""
+    return np.array(rows, np.int32).T if rows else np.zeros((width, 0), np.int32)
+
+
 def unpack_plan(columns: PlanColumns) -> StepPlan:
-    """The reverse. Raises FrameError where the columns do not fit each other."""
-    count = len(columns.rids)
-    _same(count, rows=columns.rows_N, starts=columns.starts_N, counts=columns.counts_N)
-    ends = np.cumsum(columns.counts_N)
-    if count and int(columns.counts_N.min()) < 1:
-        raise FrameError("body", "a sequence of a plan without tokens, expected at least one")
-    tokens = int(ends[-1]) if count else 0
-    _same(tokens, tokens=columns.tokens_T, slots=columns.slots_T)
-    if columns.swa_slots_T is not None:
-        _same(tokens, swa_slots=columns.swa_slots_T)
-    specs = _specs(columns, count)
-    asked = {item.work: item for item in columns.asked}
-    cuts = [0, *ends.tolist()]
-    rows, starts = columns.rows_N.tolist(), columns.starts_N.tolist()
+    """The reverse. Raises FrameError where the columns do not fit each other. Cost: about 2 us a sequence."""
+    rids = columns.rids
+    rows, starts, counts = _lists(columns.work_3N, 3, "work")
+    if len(rids) != len(rows):
+        raise FrameError("body", f"a plan of {len(rids)} requests has {len(rows)} rows, expected one for each")
+    cuts = _cuts(counts, 1)
     tokens_T, slots_T, swa_T = columns.tokens_T, columns.slots_T, columns.swa_slots_T
+    _same(cuts[-1], tokens=tokens_T, slots=slots_T)
+    if swa_T is not None:
+        _same(cuts[-1], swa_slots=swa_T)
+    specs = _specs(columns, len(rids))
+    asked = {item.work: item for item in columns.asked}
     work = []
-    for index, rid in enumerate(columns.rids):
+    for index, rid in enumerate(rids):
         begin, end = cuts[index], cuts[index + 1]
         wanted = asked.get(index)
-        work.append(
-            SeqWork(
-                rid=rid,
-                row=rows[index],
-                start=starts[index],
-                tokens=tokens_T[begin:end],
-                slots=slots_T[begin:end],
-                swa_slots=None if swa_T is None else swa_T[begin:end],
-                sample=specs.get(index),
-                prompt_logprobs=None if wanted is None else wanted.count,
-                next_ids=None if wanted is None else wanted.next_ids,
-            )
-        )
-    writes = tuple(TableWrite(row=w.row, start=w.start, slots=w.slots, part=w.part) for w in columns.writes)
-    return StepPlan(step=columns.step, work=tuple(work), table_writes=writes)
+        one = _new(SeqWork)
+        _set_rid(one, rid)
+        _set_row(one, rows[index])
+        _set_start(one, starts[index])
+        _set_tokens(one, tokens_T[begin:end])
+        _set_slots(one, slots_T[begin:end])
+        _set_swa_slots(one, None if swa_T is None else swa_T[begin:end])
+        _set_sample(one, specs.get(index))
+        _set_prompt_logprobs(one, None if wanted is None else wanted.count)
+        _set_next_ids(one, None if wanted is None else wanted.next_ids)
+        work.append(one)
+    return StepPlan(step=columns.step, work=tuple(work), table_writes=_writes(columns))
 
 
 def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
     """How those that sample do it, by their place."""
-    places, sets = columns.sampling_S.tolist(), columns.set_S.tolist()
-    _same(len(places), sets=sets, seeds=columns.seeds_S, positions=columns.positions_S, generated=columns.generated_S)
-    if any(not 0 <= place < count for place in places) or any(not 0 <= s < len(columns.sets) for s in sets):
+    places, sets, positions, generated = _lists(columns.samples_4S, 4, "samples")
+    seeds = columns.seeds_S
+    _same(len(places), seeds=seeds)
+    if places and (min(places) < 0 or max(places) >= count or min(sets) < 0 or max(sets) >= len(columns.sets)):
         raise FrameError("body", f"a plan of {count} sequences samples at {places} with sets {sets}")
     known = [_SETS.unpacked(data) for data in columns.sets]
     back = {item.work: item for item in columns.penalties}
-    positions, generated = columns.positions_S.tolist(), columns.generated_S.tolist()
     specs = {}
     for index, place in enumerate(places):
         params, stop_ids = known[sets[index]]
         looks = back.get(place)
-        specs[place] = SampleSpec(
-            params=params,
-            seed=columns.seeds_S[index],
-            position=positions[index],
-            generated=generated[index],
-            stop_ids=stop_ids,
-            prompt_ids=None if looks is None else looks.prompt_ids,
-            output_ids=None if looks is None else looks.output_ids,
-        )
+        one = _new(SampleSpec)
+        _set_params(one, params)
+        _set_seed(one, seeds[index])
+        _set_position(one, positions[index])
+        _set_generated(one, generated[index])
+        _set_stop_ids(one, stop_ids)
+        _set_prompt_ids(one, None if looks is None else looks.prompt_ids)
+        _set_output_ids(one, None if looks is None else looks.output_ids)
+        specs[place] = one
     return specs
+
+
+def _writes(columns: PlanColumns) -> tuple[TableWrite, ...]:
+    rows, starts, counts, parts = _lists(columns.writes_4K, 4, "writes")
+    cuts = _cuts(counts, 0)
+    _same(cuts[-1], written=columns.written_X)
+    if not set(parts) <= _PARTS.keys():
+        raise FrameError("body", f"table writes of parts {parts}, expected {list(_PARTS)}")
+    return tuple(
+        TableWrite(
+            row=row, start=start, slots=columns.written_X[cuts[index] : cuts[index + 1]], part=_PARTS[parts[index]]
+        )
+        for index, (row, start) in enumerate(zip(rows, starts, strict=True))
+    )
+
+
+def _lists(array: NDArray[np.int32], width: int, name: str) -> list[list[int]]:
+    """Its rows. Raises FrameError: not `width` of them, or a number below 0."""
+    if array.ndim != 2 or array.shape[0] != width or (array.size and int(array.min()) < 0):
+        raise FrameError("body", f"columns {name} of a plan, shape {array.shape}, expected {width} of numbers from 0")
+    rows: list[list[int]] = array.tolist()
+    return rows
+
+
+def _cuts(counts: list[int], least: int) -> list[int]:
+    """Where each stretch begins, and where the last one ends. Raises FrameError: one is shorter than `least`."""
+    if counts and min(counts) < least:
+        raise FrameError("body", f"a stretch of {min(counts)} in a plan, expected at least {least}")
+    return list(accumulate(counts, initial=0))
 
 
 def _same(count: int, **columns: Sequence[object] | NDArray[np.generic]) -> None:
@@ -266,8 +311,9 @@ def unpack_result(columns: ResultColumns) -> StepResult:
     seqs = []
     for index, token in enumerate(columns.tokens):
         more = with_logprobs.get(index)
-        if more is None:
-            seqs.append(SeqResult(token=token))
-        else:
-            seqs.append(SeqResult(token=token, logprobs=more.logprobs, prompt_logprobs=more.prompt_logprobs))
+        one = _new(SeqResult)
+        _set_token(one, token)
+        _set_logprobs(one, None if more is None else more.logprobs)
+        _set_all_logprobs(one, () if more is None else more.prompt_logprobs)
+        seqs.append(one)
     return StepResult(step=columns.step, seqs=tuple(seqs))

@@ -249,12 +249,17 @@ def test_an_order_of_any_other_content_is_refused_or_what_its_type_says(name: st
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rids": ("a",)}, "column rows of a plan has 2 entries, expected 1"),
-        ({"counts_N": np.array([0, 2], np.int64)}, "without tokens"),
+        ({"rids": ("a",)}, "a plan of 1 requests has 2 rows"),
+        ({"work_3N": np.array([[1, 2], [0, 0], [0, 2]], np.int32)}, "a stretch of 0"),
+        ({"work_3N": np.array([[1, 2], [0, -1], [1, 1]], np.int32)}, "numbers from 0"),
+        ({"work_3N": np.zeros((2, 2), np.int32)}, "expected 3"),
+        ({"work_3N": np.zeros((3, 2), np.int64)}, "expected int32"),
         ({"tokens_T": np.zeros(3, np.int32)}, "column tokens of a plan"),
-        ({"sampling_S": np.array([0, 2], np.int64)}, "samples at"),
-        ({"set_S": np.array([0, 9], np.int64)}, "with sets"),
-        ({"rows_N": np.zeros(2, np.int32)}, "expected int64"),
+        ({"samples_4S": np.array([[0, 2], [0, 0], [1, 1], [0, 0]], np.int32)}, "samples at"),
+        ({"samples_4S": np.array([[0, 1], [0, 9], [1, 1], [0, 0]], np.int32)}, "with sets"),
+        ({"seeds_S": (1,)}, "column seeds"),
+        ({"writes_4K": np.array([[1], [0], [2], [0]], np.int32)}, "column written"),
+        ({"writes_4K": np.array([[1], [0], [0], [7]], np.int32)}, "table writes of parts"),
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any], reason: str) -> None:
