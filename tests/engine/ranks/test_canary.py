@@ -14,6 +14,7 @@ from serinus.models import load_spec
 from serinus.testing.checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 from tests.engine.ranks.crew import Crew, crew
+from tests.engine.ranks.pair import pair
 
 WATCHED: dict[str, Any] = {
     "kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_coverage": "full", "kv_canary_sweep_interval": 3,
@@ -149,3 +150,27 @@ def test_a_fault_without_a_named_rank_lands_on_one_that_has_the_part(tmp_path: P
             served(engine, halves)
             found = {(each["rank"], each["part"]) for each in guard_of(engine).view()["latest"]}
             assert found == {(name, target.upper())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "name", "backend"), [({"tp_size": 2}, "TP1 PP0", "shm"), ({"pp_size": 2}, "TP0 PP1", "tcp")]
+)
+def test_what_one_rank_damages_on_its_way_out_is_found_by_its_like_and_computed_again(
+    toy: Path, mesh: dict[str, int], name: str, backend: str
+) -> None:
+    fault = {"kv_canary_perturb": "transfer_bytes=0.3", "kv_canary_perturb_rank": 1}
+    watched = {**WATCHED, "kv_canary": "raise", "kv_canary_perturb_warmup_steps": 0}
+    spec = load_spec(toy)
+    with pair(toy, {**mesh, **fault}, mesh, backend, **watched) as engines:
+        for i, prompt in enumerate(PROMPTS):
+            engines.add(f"r{i}", prompt)
+        engines.run()
+        for i, prompt in enumerate(PROMPTS):
+            assert engines.tokens(f"r{i}") == toy_continue(spec, prompt, 8), f"request {i}"
+        (sent, arrived) = (half.core.guard.view() for half in (engines.prefill, engines.decode))
+        assert {injection["rank"] for injection in sent["injected"]} == {name}
+        assert sent["violations"] == 0
+        assert {(each["rank"], each["tag"]) for each in arrived["latest"]} == {(name, "TAIL_K_FULL")}
+        assert {each["rid"] for each in arrived["latest"]} <= {f"r{i}" for i in range(len(PROMPTS))}
+        assert arrived["slots_due"] == arrived["slots_checked"]
