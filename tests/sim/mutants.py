@@ -20,7 +20,7 @@ import numpy as np
 
 from serinus.core.clock import WallClock
 from serinus.core.rng import Rng
-from serinus.pd import PrefillSide
+from serinus.pd import ForgetPrefill, PrefillSide
 from serinus.pd.clients import Client
 from serinus.pd.decode import DecodeSide
 from serinus.pd.decode_ends import DecodeEnds
@@ -29,6 +29,8 @@ from serinus.pd.dispatch import Dispatch
 from serinus.pd.events import CancelHandoff, PeerFenced
 from serinus.pd.landing import Landing
 from serinus.pd.modes import Mode
+from serinus.pd.ports import Port
+from serinus.pd.prefill_ends import PrefillEnds
 from serinus.sched import Scheduler
 from serinus.sched.seats import Seats
 from serinus.testing.world import draw, run
@@ -397,6 +399,27 @@ def pages_kept() -> Iterator[None]:
     """The hold of the last chunk of a handoff is not dropped."""
     original = Scheduler.handoff_drained
     with replaced(Scheduler, "handoff_drained", lambda self, rid: True if rid else original(self, rid)):
+        yield
+
+
+@mutant("a lost operation is a failed one", "push", "pull")
+def lost_is_failed() -> Iterator[None]:
+    """Nobody is given up or fenced for it: its pages are free while it may still move bytes."""
+    with (
+        replaced(Port, "_lost", lambda self, peer, error, out: None),
+        replaced(DecodePort, "_lost", lambda self, peer, error, out: None),
+    ):
+        yield
+
+
+@mutant("parked pages are sent after they were given up", "local")
+def parked_sent() -> Iterator[None]:
+    """What was computed before the grant is announced when it comes, though its pages went back."""
+
+    def give_up(self: PrefillSide, order: Any, out: list[Any]) -> None:
+        out.append(ForgetPrefill(xid=order.xid))
+
+    with replaced(PrefillEnds, "_give_up_pages", give_up):
         yield
 
 

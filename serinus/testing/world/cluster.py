@@ -242,7 +242,7 @@ class Cluster:
         """Nothing happens in this scenario but what a network does to frames (I16)."""
         options = self.scenario.options
         cancels_only = all(isinstance(fault, Cancel) for fault in self.scenario.faults)
-        return cancels_only and not options.corrupt and not options.lose_piece
+        return cancels_only and not options.corrupt and not options.lose_piece and not options.lose_op
 
     def check_failures(self) -> None:
         """I16: loss, repetition and reordering change only timing: no handoff may fail for them."""
@@ -296,6 +296,7 @@ class Cluster:
         counts["quarantined"] = self.network.quarantined
         counts["pieces lost"] = self.network.pieces_lost
         counts["late writes"] = self.fabric.late_count
+        counts["operations lost"] = self.fabric.lost_count
         for engine in self.engines.values():
             for name, value in engine.counts().items():
                 counts[name] += value

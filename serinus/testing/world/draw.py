@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serinus.core.rng import Rng
 from serinus.testing.world.options import (
     Cancel,
@@ -25,12 +27,13 @@ _SPAN_S = 1.5
 def draw(seed: int, *, backend: str = "") -> Scenario:
     """The scenario of a seed. `backend` fixes how pages travel."""
     rng = Rng(seed).split("scenario")
-    shape = _shape(rng, backend)
+    more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
+    shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
     prefills = [engine.name for engine in shape.engines if engine.role == "prefill"]
     works = _works(rng, shape, decodes, prefills)
     return Scenario(
-        seed=seed, shape=shape, options=_options(rng, shape), works=works, faults=_faults(rng, works, decodes, prefills)
+        seed=seed, shape=shape, options=_options(rng, more), works=works, faults=_faults(rng, works, decodes, prefills)
     )
 
 
@@ -83,7 +86,7 @@ def _works(rng: Rng, shape: Shape, decodes: list[str], prefills: list[str]) -> t
     return tuple(works)
 
 
-def _options(rng: Rng, shape: Shape) -> Options:
+def _options(rng: Rng, more: Rng) -> Options:
     def maybe(chance: float, most: float) -> float:
         return round(rng.random() * most, 4) if rng.random() < chance else 0.0
 
@@ -100,6 +103,7 @@ def _options(rng: Rng, shape: Shape) -> Options:
         restore=maybe(0.2, 0.3),
         rank_delay_s=maybe(0.5, 0.05),
         write_late_s=maybe(0.7, rng.choice((0.3, 3.0))),
+        lose_op=round(more.random() * 0.2, 4) if more.random() < 0.25 else 0.0,
     )
 
 

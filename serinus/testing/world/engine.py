@@ -134,7 +134,7 @@ class Engine:
             self.port = port
             self.role = DecodeRole(
                 scheduler=self.scheduler, port=port, channels=(), metrics=self.metrics, clock=self.timeline,
-                addresses=(), on_failure=world.on_failure,
+                addresses=(), on_failure=world.on_failure, optimistic=world.optimistic,
             )  # fmt: skip
         else:
             prefill = SimPrefillPort(self, post, self._shared)

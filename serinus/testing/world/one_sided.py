@@ -52,6 +52,8 @@ class _Op:
     """Pages still to be moved."""
     error: str = ""
     cancelled: bool = False
+    lost: bool = False
+    """Its end is not awaited any more; what of it lands, lands."""
     pages: list[int] = field(default_factory=list)
     """Own ones."""
     in_flight: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
@@ -72,6 +74,8 @@ class Fabric:
         self.ties: list[_Tie] = []
         self.moving = 0
         """Pages that are still to be moved, over all operations."""
+        self.lost_count = 0
+        """Operations that were reported as lost."""
         self.late_count = 0
         """Writes that landed after their asker had died."""
 
@@ -136,9 +140,17 @@ class SimOneSided:
         if int(self._engine.name[-1]) % 2:
             self._engine.epoch += self._rank == 0
             self._fabric.cut(self._engine)
+            self._end_reads("")
             return Fenced(everybody=True, endpoint=self._endpoint())
         self._fabric.cut(self._engine, self._peers.get(peer, "nobody"))
+        self._end_reads(self._peers.get(peer, "nobody"))
         return Fenced(everybody=False, endpoint=b"")
+
+    def _end_reads(self, name: str) -> None:
+        """What this rank reads from an engine (or from all) fills nothing any more."""
+        for peer, tie in self._ties.items():
+            if self.name == "pull" and (not name or self._peers[peer] == name):
+                tie.cut = True
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
         return self._begin(peer, pages, targets, self._write_page)
@@ -185,7 +197,8 @@ class SimOneSided:
             if not alive:
                 captured = op.in_flight.get(own)
             else:
-                self._engine.stores[self._rank].check_read(np.array([own]))
+                if not op.lost:
+                    self._engine.stores[self._rank].check_read(np.array([own]))
                 captured = self._engine.ranks[self._rank].bytes[own].copy()
             if captured is None:
                 self._over(op)
@@ -221,9 +234,15 @@ class SimOneSided:
     # ---- for the port -----------------------------------------------------------------------------------------------
 
     def poll(self, op: int) -> OpResult:
-        found = self._ops[op]
+        found, fabric = self._ops[op], self._fabric
         if found.moves:
-            return OpResult(state=OpState.PENDING)
+            chance = 0.0 if fabric.calm else fabric.options.lose_op
+            if not chance or fabric.rng.random() >= chance:
+                return OpResult(state=OpState.PENDING)
+            found.lost = True
+            fabric.lost_count += 1
+            del self._ops[op]
+            return OpResult(state=OpState.LOST, error="nobody knows what became of it")
         del self._ops[op]
         return OpResult(state=OpState.FAILED if found.error else OpState.DONE, error=found.error)
 

@@ -49,6 +49,8 @@ class Shape:
     on_failure: str = "recompute"
     secret: str = ""
     """Of the cluster."""
+    optimistic: bool = False
+    """Prompts are asked for before there are pages for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class Options:
     """A rank takes up to so much longer than the leader to do its part."""
     write_late_s: float = 0.0
     """A one-sided write lands up to so much later."""
+    lose_op: float = 0.0
+    """A one-sided operation under way is reported as lost: nobody knows what it still does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +186,7 @@ class Scenario:
         shape = self.shape
         engines = ", ".join(f"{e.name} (TP{e.tp} PP{e.pp}, {e.pages} pages)" for e in shape.engines)
         lines = [f"world    {engines}; {shape.backend}; {shape.layers} layers x {shape.heads} heads"]
+        lines += ["         prompts are asked for before there are pages for them"] * shape.optimistic
         for field in dataclasses.fields(self.options):
             value = getattr(self.options, field.name)
             if value:
