@@ -34,6 +34,7 @@ def layout_of(rank: HasPools) -> LayoutSignature:
     """What shapes this engine's KV bytes, as any of its ranks can say; pd.layout says what may differ between two."""
     spec, parallel, pool = rank.spec, rank.config.parallel, rank.pools[Part.FULL].spec
     stages = Mesh(tp=parallel.tp_size, pp=parallel.pp_size).stage_layers(spec.layer_count, parallel.partition)
+    stamp_bytes = max(each.spec.stamp_bytes for each in rank.pools.values()) // pool.page_size
     return LayoutSignature(
         model=spec.signature,
         kv_dtype=str(pool.dtype).removeprefix("torch."),
@@ -43,7 +44,8 @@ def layout_of(rank: HasPools) -> LayoutSignature:
         head_size=pool.head_size,
         layer_parts=bytes(spec.layer_parts),
         window=spec.window or 0,
-        stamp_bytes=max(each.spec.stamp_bytes for each in rank.pools.values()) // pool.page_size,
+        stamp_bytes=stamp_bytes,
+        stamp_data=rank.config.canary.kv_canary_real_data if stamp_bytes else "",
         tp=parallel.tp_size,
         pp=parallel.pp_size,
         stage_layers=tuple(len(layers) for layers in stages) if parallel.partition else (),

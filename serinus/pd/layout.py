@@ -1,6 +1,7 @@
 """How KV lies on the ranks of an engine, who may hand over to whom, and which bytes of whose page go where. Pure.
 
-The bytes of one page on one rank, in one part: [layer][lane k, v][token][head][head_size] (DevicePool.read_pages). Two
+The bytes of one page on one rank, in one part: [layer][lane k, v][token][head][head_size] (DevicePool.read_pages), then
+its stamps where there are any, which stamps.py cuts. Two
 engines exchange KV where everything that gives the bytes their meaning is equal. TP, PP and the page size may differ:
 `cut` says which layers and heads of which source rank go to which target rank, `recut` moves whole pieces at once
 (strided views; Python runs once per cut and page ratio, never per page).
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import LayoutMismatch
 from serinus.core.parts import Part
+from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
 from serinus.wire.messages import LayoutSignature
 
 __all__ = ["ITEM_BYTES", "Cut", "RankLayout", "Shard", "covers_pages", "cut", "difference", "recut", "target_range"]
@@ -27,8 +29,11 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 }  # fmt: skip
 """Bytes of one element, by the name of the KV dtype."""
 
+STAMP_BYTES: Final = STAMP_LANES * STAMP_FIELDS * 8
+"""Of one token of a part, where there are any."""
 _EQUAL: Final = (
     "model", "kv_dtype", "layer_count", "kv_head_count", "head_size", "lanes", "layer_parts", "window", "stamp_bytes",
+    "stamp_data",
 )  # fmt: skip
 _RECUT: Final = ("page_size", "tp", "pp", "stage_layers")
 RANKS_MAX: Final = 1024
@@ -98,10 +103,16 @@ class RankLayout:
     def view(self, rank: int, part: Part, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Pages rows[G, page_bytes], without stamps, as [G, layer, lane, token, head, bytes of a head]; no copy."""
         shard, signature = self.shards[rank], self.signature
-        return rows.reshape(
+        kv_bytes = self.page_bytes(rank, part) - self.page_size * signature.stamp_bytes
+        return rows[:, :kv_bytes].reshape(
             len(rows), len(shard.part_layers[part]), len(signature.lanes), self.page_size, len(shard.heads),
             signature.head_size * self.item_bytes,
         )  # fmt: skip
+
+    def layer_ids(self, rank: int, part: Part) -> list[int]:
+        """The model's numbers of a rank's layers of a part."""
+        parts = self.signature.layer_parts or bytes(self.signature.layer_count)
+        return [i for i in self.shards[rank].layers if parts[i] == part]
 
 
 def _check(signature: LayoutSignature) -> None:
@@ -136,6 +147,11 @@ def _lists_wrong(signature: LayoutSignature) -> str:
         return f"layer_parts has {len(parts)} entries, expected a part for each of {layers} layers"
     if (Part.SWA in parts) != (signature.window > 0):
         return f"window is {signature.window}, expected more than 0 exactly if there are sliding layers"
+    if signature.stamp_bytes not in (0, STAMP_BYTES) or bool(signature.stamp_bytes) != bool(signature.stamp_data):
+        return (
+            f"stamp_bytes is {signature.stamp_bytes} with stamp_data {signature.stamp_data!r}, expected 0 and nothing,"
+            f" or {STAMP_BYTES} and none, partial or all"
+        )
     return "" if signature.lanes else "lanes is empty, expected at least one"
 
 
@@ -153,7 +169,7 @@ def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: boo
 
     `can_recut` False: TP, PP and the page size must be equal too.
     """
-    for name in (*_EQUAL, *(() if can_recut and not ours.stamp_bytes else _RECUT)):
+    for name in (*_EQUAL, *(() if can_recut else _RECUT)):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
             return f"layout differs in {name}: {mine!r} here, {other!r} there"

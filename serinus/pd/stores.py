@@ -12,6 +12,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.pd.layout import Cut, RankLayout, covers_pages, cut, recut
 from serinus.pd.orders import FillPages
+from serinus.pd.stamps import StampIntake
 
 __all__ = ["Intake", "PageStore", "Routes", "Stores", "StoresOf", "check_stores", "read_pages"]
 
@@ -115,6 +116,7 @@ class Intake:
         for item in () if self.is_same else cut(source, target):
             if item.target_rank == rank:
                 self._cuts.setdefault((item.source_rank, item.part), []).append(item)
+        self._stamps = StampIntake(source, target) if source.signature.stamp_bytes and not self.is_same else None
 
     def rows_of(self, order: FillPages, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The bytes that came as source pages, [G, page_bytes]."""
@@ -136,4 +138,11 @@ class Intake:
             else:
                 out = read_pages(store, pages)
             recut(item, self._source, self._target, rows, order.first, out, order.target_first)
+            if self._stamps is not None:
+                self._stamps.land(order.xid, item, rows, order.first, out, order.target_first)
             store.write_pages(pages, out)
+
+    def forget(self, xid: str) -> None:
+        """A handoff is over."""
+        if self._stamps is not None:
+            self._stamps.forget(xid)

@@ -68,7 +68,9 @@ class LayoutSignature(PartBase, frozen=True, kw_only=True):
     window: Count = 0
     """Positions that a layer of part SWA sees; 0 = there is none."""
     stamp_bytes: Count = 0
-    """Per token and part, behind the KV of a page: what the canary keeps with it. Cannot be cut anew."""
+    """Per token and part, behind the KV of a page: what the canary keeps with it."""
+    stamp_data: Name = ""
+    """Which KV bytes these stamps digest: none, partial, all; empty where there are no stamps."""
     stage_layers: TopIds = ()
     """Layers of each pipeline stage; empty = as even as possible, the first stages get one more."""
 

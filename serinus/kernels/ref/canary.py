@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.core.stamps import PARTIAL_LANES, STAMP_FIELDS, digest_coefficients
+
 __all__ = [
     "ANCHOR",
     "RING_FIELDS",
@@ -37,8 +39,6 @@ __all__ = [
     "mix",
 ]
 
-STAMP_FIELDS = 4
-"""token, position, previous hash, digest."""
 ANCHOR = 0x5E41
 """The previous hash of position 0."""
 UNKNOWN = -1
@@ -52,42 +52,12 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _MASK32 = (1 << 32) - 1
-_PARTIAL_LANES = 8
 _PIECE_SLOTS = 1024
 
 
 def mix(previous_hash: Tensor, token: Tensor, position: Tensor) -> Tensor:
     """The next hash of a chain, int64: splitmix64(previous_hash ^ splitmix64(token ^ position << 32))."""
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
-
-
-def digest_coefficients(
-    layer_ids: Sequence[int], head_ids: Sequence[int], head_size: int, itemsize: int, *, partial: bool
-) -> NDArray[np.int32]:
-    """Odd coefficients [L, 2 halves, 2 sums, W] for the layers and KV heads that a rank holds, by their global numbers.
-
-    Each is a function of (layer, half, head, lane within the head, sum) alone, so that shards add up. `partial`: W is
-    8, the first 16 bytes of a row, and all are zero where that is not global head 0.
-    """
-    lanes = head_size * itemsize // 2
-    if partial:
-        lanes, head_ids = min(lanes, _PARTIAL_LANES), head_ids[:1]
-    layer, half, which, head, lane = np.meshgrid(
-        np.asarray(layer_ids, np.uint64),
-        np.arange(2, dtype=np.uint64),
-        np.arange(2, dtype=np.uint64),
-        np.asarray(head_ids, np.uint64),
-        np.arange(lanes, dtype=np.uint64),
-        indexing="ij",
-    )
-    word = (((layer * np.uint64(2) + half) * np.uint64(2) + which) << np.uint64(32)) | head << np.uint64(16) | lane
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        word = word + np.uint64(0x9E3779B97F4A7C15) if shift == 30 else word
-        word = (word ^ (word >> np.uint64(shift))) * np.uint64(factor)
-    odd = (word | np.uint64(1)).astype(np.uint32)
-    if partial:
-        odd = np.where(head == 0, odd, np.uint32(0))
-    return np.ascontiguousarray(odd.reshape(len(layer_ids), 2, 2, -1)).view(np.int32)
 
 
 def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
@@ -121,7 +91,7 @@ def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: 
     whole = pool[0].numel() * pool.element_size() // 2
     found = tuple(coefficients_L22W.shape)
     expected = (len(layers_kv), 2, 2, whole)
-    if found not in (expected, (*expected[:3], min(whole, _PARTIAL_LANES))) or coefficients_L22W.dtype != torch.int32:
+    if found not in (expected, (*expected[:3], min(whole, PARTIAL_LANES))) or coefficients_L22W.dtype != torch.int32:
         raise ValueError(f"kernels: digest coefficients {coefficients_L22W.dtype} {found}, expected int32 {expected}")
 
 
