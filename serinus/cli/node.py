@@ -1,6 +1,7 @@
 """`serinus serve --node-rank N`: the ranks of another machine's engine that live here. No HTTP: machine 0 answers.
 
-The ranks report to the leader themselves; this process starts them, passes SIGTERM on, and ends when they have ended.
+The ranks report to the leader themselves. This process starts them, passes SIGTERM on, ends when they have ended, and
+ends them when the leader is gone: one that stands still cannot do it itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from serinus.cli.processes import stop_process
+from serinus.cli.processes import connection_lost, stop_process
 from serinus.core.config import ServeConfig
 from serinus.core.log import get_logger
 from serinus.engine.fate import LOST_CODE, how_it_ended
@@ -19,8 +20,8 @@ from serinus.engine.followers import mesh_of, rank_env, rank_words
 __all__ = ["run_node"]
 
 _log = get_logger("cli")
-_OTHERS_S = 5.0
-"""After one rank has ended, the others have this long: they hear it from their leader."""
+_OTHERS_S = 3.0
+"""After one rank has ended, or the leader, the others have this long: they hear it from their leader, or miss it."""
 
 
 def run_node(config: ServeConfig) -> int:
@@ -55,14 +56,20 @@ async def _live(config: ServeConfig) -> int:
         }
         ends = {asyncio.create_task(process.wait()): rank for rank, process in ranks.items()}
         stop = asyncio.create_task(told.wait())
-        done, _ = await asyncio.wait({*ends, stop}, return_when=asyncio.FIRST_COMPLETED)
+        address, silence_s = f"tcp://{parallel.dist_init_addr}", parallel.watchdog_s_max
+        alone = asyncio.create_task(connection_lost(address, silence_s))
+        done, _ = await asyncio.wait({*ends, stop, alone}, return_when=asyncio.FIRST_COMPLETED)
         for task in done & ends.keys():
             if code := ranks[ends[task]].returncode:
                 _log.error("serinus: rank %s %s", names[ends[task]], how_it_ended(code))
         if stop not in done:
             await asyncio.wait(ends, timeout=_OTHERS_S)
+            if late := [names[rank] for rank, process in ranks.items() if process.returncode is None]:
+                _log.error("serinus: %s did not end with the engine, killed", ", ".join(late))
         stop.cancel()
-        codes = await asyncio.gather(*(stop_process(process, s_max=_OTHERS_S) for process in ranks.values()))
+        alone.cancel()
+        s_max = _OTHERS_S if told.is_set() else 0.0
+        codes = await asyncio.gather(*(stop_process(process, s_max=s_max) for process in ranks.values()))
     if told.is_set():
         return 0
     return next((2 for code in codes if code == 2), LOST_CODE if any(codes) else 0)

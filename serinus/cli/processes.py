@@ -20,11 +20,11 @@ from serinus.core.cores import cores, threads_env
 from serinus.core.log import get_logger
 from serinus.engine.fate import LOST_CODE, Ending, Fate
 
-__all__ = ["EngineProcess", "free_ports", "stop_process"]
+__all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process"]
 
 _log = get_logger("cli")
 _LOOK_S = 0.2
-"""Between two looks at whether an engine of several ranks stands still."""
+"""Between two looks at a connection that only tells whether somebody is there."""
 _ENDING_S = 2.0
 """From the end of its connection to the end of a process that is not standing still."""
 _ENDING_SAID_S = 5.0
@@ -54,6 +54,27 @@ async def stop_process(process: asyncio.subprocess.Process, *, s_max: float) -> 
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
+
+
+async def connection_lost(address: str, silence_s: float) -> None:
+    """Connect to a listening socket of wire, as often as it takes, and return when that connection breaks: its process
+    ended, or stood still for `silence_s` seconds."""
+    from serinus.wire import Arrived, ZmqChannel
+
+    channel = ZmqChannel(silence_s=silence_s)
+    try:
+        attempt = 0
+        while True:
+            attempt += 1
+            channel.connect(f"there-{attempt}", address)
+            reason = ""
+            while not reason:
+                await asyncio.sleep(_LOOK_S)
+                reason = "".join(event.reason for event in channel.poll(0.0) if not isinstance(event, Arrived))
+            if "refused" not in reason:
+                return
+    finally:
+        channel.close()
 
 
 class EngineProcess:
@@ -95,25 +116,10 @@ class EngineProcess:
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
         """End a leader that stands still: its ranks miss it too, but only here it can be ended. (An engine of one rank
         that stands still is waited for: nothing else depends on it, and it may go on.)"""
-        from serinus.wire import Arrived, ZmqChannel
-
         silence_s = self._config.parallel.watchdog_s_max
-        channel = ZmqChannel(silence_s=silence_s)
-        try:
-            attempt, peer = 0, ""
-            while process.returncode is None:
-                if not peer:
-                    attempt += 1
-                    peer = f"engine-{attempt}"
-                    channel.connect(peer, self.endpoint)
-                for event in channel.poll(0.0):
-                    if not isinstance(event, Arrived):
-                        peer = ""
-                        if "refused" not in event.reason:
-                            await self._end_if_silent(process, silence_s)
-                await asyncio.sleep(_LOOK_S)
-        finally:
-            channel.close()
+        while process.returncode is None:
+            await connection_lost(self.endpoint, silence_s)
+            await self._end_if_silent(process, silence_s)
 
     async def _end_if_silent(self, process: asyncio.subprocess.Process, silence_s: float) -> None:
         try:

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             return fate.seal(str(error), CONFIG_CODE).code
         ending = _ending(error, fate, several=several)
         if several and isinstance(error, PeerGone):
-            log.error("engine: stopped by %s (%s)", ending.reason, error)
+            log.error("%s", error if str(error) == ending.reason else f"{ending.reason} ({error})")
         else:
             log.exception("engine: stopped by %s", type(error).__name__)
         if loop is not None:

@@ -1,0 +1,112 @@
+"""Engines of several ranks as real processes: right answers, and an end as a whole, in words, whoever is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from serinus.testing.servers import Server, free_port
+
+from .cluster import HTTP, ask_all, generate_all, has_open, idle, metric, until
+from .grid import SMALL, Node, all_gone, ended, have_namespaces, prompts, ranks_of, right, signal_rank, toy, two_hosts
+
+pytestmark = pytest.mark.slow
+
+HOSTS = "namespaces" if have_namespaces() else "two loopback addresses, as no namespace can be made here"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def grid(checkpoint: Path) -> Iterator[Server]:
+    """Two stages of two slices each."""
+    with Server("serve", str(checkpoint), "--tp-size", "2", "--pp-size", "2", *SMALL) as server:
+        yield server
+
+
+def test_a_grid_of_ranks_answers_what_one_process_would(grid: Server, checkpoint: Path) -> None:
+    load = [(prompt, 12) for prompt in prompts(12, seed=1)]
+    answers = generate_all(grid.url, load)
+    assert [answer["output_ids"] for answer in answers] == [right(checkpoint, *item) for item in load]
+    idle(grid.url)
+
+
+def test_every_rank_is_shown_with_its_place_its_queues_and_its_time(grid: Server) -> None:
+    ranks = ranks_of(grid.url)
+    assert list(ranks) == ["TP0 PP0", "TP1 PP0", "TP0 PP1", "TP1 PP1"]
+    assert len({rank["pid"] for rank in ranks.values()}) == 4
+    generate_all(grid.url, [(prompt, 4) for prompt in prompts(4, seed=2)])
+    for rank in ranks.values():
+        where = {"rank": rank["name"], "tp_rank": str(rank["tp_rank"]), "pp_rank": str(rank["pp_rank"])}
+        assert metric(grid.url, "rank_compute_seconds_total", **where) > 0
+        assert metric(grid.url, "num_running_reqs", **where) == 0
+        text = HTTP.get(f"{grid.url}/metrics").text
+        assert f'rank="{rank["name"]}"' in text
+    assert metric(grid.url, "control_bytes_total") > 0
+    assert metric(grid.url, "rank_steps_total") > 0
+
+
+def test_a_killed_rank_ends_the_engine_in_words_and_its_client_hears_them(grid: Server) -> None:
+    pids = [rank["pid"] for rank in ranks_of(grid.url).values()]
+    with ThreadPoolExecutor(1) as pool:
+        signal_rank(grid.url, "TP1 PP1", signal.SIGSTOP)  # so that the request is there when it dies
+        (answer,) = ask_all(pool, grid.url, [[1, 2, 3]], 400)
+        until(lambda: has_open(grid.url, 1), "the request is there")
+        signal_rank(grid.url, "TP1 PP1", signal.SIGKILL)
+        assert ended(grid) == 3
+        assert answer.result().status_code in (500, 503)
+        assert "rank TP1 PP1" in answer.result().json()["error"]["message"]
+    assert "died of SIGKILL" in grid.wait_line("the engine unified-0 ended with exit code 3")
+    all_gone(pids)
+
+
+def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Path) -> None:
+    with Server("serve", str(checkpoint), "--pp-size", "2", *SMALL) as server, ThreadPoolExecutor(1) as pool:
+        pids = [rank["pid"] for rank in ranks_of(server.url).values()]
+        signal_rank(server.url, "TP0 PP0", signal.SIGSTOP)
+        (answer,) = ask_all(pool, server.url, [[1, 2, 3]], 4)
+        assert ended(server) == 3
+        assert answer.result().status_code == 503
+        assert "rank TP0 PP0" in answer.result().json()["error"]["message"]
+        assert "gave no sign of life for 2 s" in server.output
+        all_gone(pids)
+
+
+@pytest.mark.parametrize("hosts", [HOSTS])
+def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str) -> None:
+    with two_hosts(hosts) as pair:
+        words = (str(checkpoint), "--tp-size", "2", "--nnodes", "2", *SMALL)
+        words += ("--dist-init-addr", f"{pair.address}:{free_port()}")
+        with Node(pair, *words, "--node-rank", "1") as node, Server("serve", *words) as server:
+            load = [(prompt, 8) for prompt in prompts(4, seed=3)]
+            answers = generate_all(server.url, load)
+            assert [answer["output_ids"] for answer in answers] == [right(checkpoint, *item) for item in load]
+            signal_rank(server.url, "TP1 PP0", signal.SIGSTOP)
+            assert ended(server) == 3
+            assert "rank TP1 PP0" in server.output
+            assert "no sign of life for 2 s" in server.output
+            code, output = node.end()
+            assert code == 3, output
+            assert "TP1 PP0 did not end with the engine" in output, "a rank that stands still says nothing itself"
+
+
+def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(checkpoint: Path, tmp_path: Path) -> None:
+    with two_hosts("loopback") as pair:
+        words = ("--tp-size", "2", "--nnodes", "2", *SMALL, "--dist-init-addr", f"{pair.address}:{free_port()}")
+        with Node(pair, str(tmp_path / "nowhere"), *words, "--node-rank", "1") as node:
+            server = Server("serve", str(checkpoint), *words)
+            try:
+                assert server.process.wait(60) == 2
+                assert "rank TP1 PP0" in server.output
+                assert "nowhere" in server.output
+            finally:
+                server.kill()
+            code, output = node.end()
+            assert code == 2, output
