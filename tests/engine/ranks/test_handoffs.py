@@ -1,4 +1,4 @@
-"""Prefill engines of several ranks hand over to decode engines of several: every rank moves its own layers and heads."""
+"""Prefill engines of several ranks hand over to decode engines of several: every rank moves its own share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from serinus.core.errors import ConfigError
 from serinus.core.rng import Rng
+from serinus.engine.layouts import data_backends
 from serinus.models import load_spec
 from serinus.testing.checkpoints import make_checkpoint, make_toy
 from serinus.testing.oracle import toy_continue
@@ -53,7 +54,7 @@ def test_every_layout_hands_over_to_every_other(
 
 @pytest.mark.slow
 def test_ranks_without_layers_of_a_part_hand_over_what_they_have(tmp_path: Path) -> None:
-    """Stage 1 of FSFS cut 1,1,2 has no FULL layer... and decode cuts the stages elsewhere."""
+    """Of FSFS cut 1,1,2 stage 1 has no FULL layer and stage 0 no sliding one; decode has one stage."""
     path = make_toy(
         tmp_path, vocab=64, context=128, layers=4, kv_heads=2, tokenizer=False, window=8, layer_types="FSFS"
     )
@@ -171,9 +172,9 @@ def test_requests_that_leave_at_any_time_leave_nothing_behind(toy: Path, backend
         assert not port._port.machine.rejects["unknown_piece"]
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_backends_that_reach_into_pools_are_refused_with_several_ranks(toy: Path, backend: str) -> None:
-    from serinus.engine.layouts import data_backends
-
-    with pytest.raises(ConfigError, match="2 ranks, expected auto, shm or tcp"):
-        data_backends(config_of(toy, mode="decode", transfer_backend=backend, pp_size=2), "t")
+def test_ranks_on_several_hosts_share_no_memory(toy: Path) -> None:
+    settings = {"mode": "decode", "pp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
+    names = [backend.name for backend in data_backends(config_of(toy, **settings), "t")]
+    assert names == ["tcp"]
+    with pytest.raises(ConfigError, match="'shm' with 2 hosts"):
+        data_backends(config_of(toy, **settings, transfer_backend="shm"), "t")

@@ -1,0 +1,347 @@
+"""Ranks that come late to what they were told: nothing stays staged or unanswered, pages keep their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from serinus.core.clock import ManualClock
+from serinus.core.errors import ConfigError, TransferFailed
+from serinus.core.handoff import ChunkReady
+from serinus.core.parts import Part
+from serinus.pd import (
+    AbortPrefill,
+    AddPrefill,
+    CancelHandoff,
+    DecodePort,
+    FillPages,
+    Hand,
+    HandAnswer,
+    HandOrder,
+    Landed,
+    PeerState,
+    PrefillDrained,
+    PrefillPort,
+    RankLayout,
+    Recompute,
+    ReleaseChunk,
+    StagePiece,
+    StartHandoff,
+    TcpBackend,
+)
+from serinus.wire import LocalHub, Post
+from serinus.wire.messages import LayoutSignature
+from tests.pd.tiny import LAYOUT, PAGE_SIZE, first_token, full, make_request, make_settings
+
+PATIENT: dict[str, object] = dict.fromkeys(("connect_s_max", "handoff_s_max", "silence_s_max"), 1e6)
+LENGTH = 24
+PAGES = LENGTH // PAGE_SIZE
+
+
+def layout_of(**changes: Any) -> LayoutSignature:
+    return msgspec.structs.replace(LAYOUT, kv_head_count=2, layer_count=2, **changes)
+
+
+class Store:
+    """Pages of one rank."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.data = np.zeros((64, page_bytes), np.uint8)
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        out[:] = self.data[pages]
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        self.data[pages] = data
+
+
+class LateCrew:
+    """Hands that do what they were told when the test says so, each in its own order."""
+
+    is_local = False
+
+    def __init__(self, hands: Sequence[Hand]) -> None:
+        self.hands = tuple(hands)
+        self.lines: list[deque[HandOrder]] = [deque() for _ in hands]
+        self._answers: list[HandAnswer] = []
+
+    @property
+    def size(self) -> int:
+        return len(self.hands)
+
+    def order(self, rank: int, order: HandOrder) -> None:
+        self.lines[rank].append(order)
+
+    def work(self, rank: int | None = None) -> None:
+        """A rank (or each) does all it was told."""
+        for number in range(self.size) if rank is None else (rank,):
+            while self.lines[number]:
+                answer = self.hands[number].obey(self.lines[number].popleft())
+                if answer is not None:
+                    self._answers.append(answer)
+
+    def waiting(self, kind: type) -> int:
+        return sum(isinstance(order, kind) for line in self.lines for order in line)
+
+    def look(self) -> None:
+        """Nothing comes by itself."""
+
+    def poll(self) -> list[HandAnswer]:
+        found, self._answers = self._answers, []
+        return found
+
+    def close(self) -> None:
+        """Their ranks close them."""
+
+
+class Failing(TcpBackend):
+    """A backend without memory."""
+
+    def sender(self) -> Any:
+        raise TransferFailed("no memory here")
+
+
+class Pair:
+    """Prefill and decode engines of two ranks each."""
+
+    def __init__(
+        self, prefill: LayoutSignature, decode: LayoutSignature, *, staging: int = 4096, depth: int = 3,
+        failing: int | None = None,
+    ) -> None:  # fmt: skip
+        hub, self.clock = LocalHub(), ManualClock(10.0)
+        self.crews, self.stores, ports = [], [], []
+        for number, layout in enumerate((prefill, decode)):
+            shape = RankLayout(layout)
+            ranks = range(len(shape.shards))
+            stores = [Store(shape.page_bytes(rank, Part.FULL)) for rank in ranks]
+            hands = [
+                Hand(
+                    rank, layout=shape, stores={Part.FULL: stores[rank]}, clock=self.clock,
+                    backends=[Failing(staging) if (number, rank) == (0, failing) else TcpBackend(staging)],
+                )
+                for rank in ranks
+            ]  # fmt: skip
+            self.crews.append(LateCrew(hands))
+            self.stores.append(stores)
+            channel = hub.channel("local://p") if number == 0 else hub.channel()
+            settings = make_settings(
+                "pd"[number], number + 1, layout=layout, backends=("tcp",), staging_pieces=depth, piece_bytes_max=64,
+                **PATIENT,
+            )  # fmt: skip
+            ports.append((PrefillPort, DecodePort)[number](
+                settings, post=Post(channel, incarnation=number + 1, clock=self.clock), clock=self.clock,
+                backends=[TcpBackend(staging)], crew=self.crews[number],
+            ))  # fmt: skip
+        self.prefill, self.decode = ports
+        self.p, self.d = self.crews
+        rng = np.random.default_rng(3)
+        for store in self.stores[0]:
+            store.data[:] = rng.integers(1, 250, store.data.shape)
+        self.request = make_request("r", LENGTH)
+        self.ends: list[object] = []
+        self.orders: list[AddPrefill] = []
+
+    def start(self) -> None:
+        pages = np.arange(1, 1 + PAGES, dtype=np.int32)
+        self._act(self.decode.handle(
+            StartHandoff(rid="r", request=self.request, address="local://p", held=0, spans=full(0, pages))
+        ))  # fmt: skip
+        while not self.orders:
+            self.turn()
+        order = self.orders[0]
+        chunk = ChunkReady(
+            xid=order.xid, spans=full(0, np.arange(11, 11 + PAGES, dtype=np.int32)), last=True,
+            token=first_token(order.request.prompt),
+        )  # fmt: skip
+        self._act(self.prefill.handle(chunk))
+
+    def turn(self) -> None:
+        self.clock.advance(0.1)
+        self._act(self.decode.poll(0.0))
+        self._act(self.prefill.poll(0.0))
+
+    def settle(self) -> None:
+        for _ in range(40):
+            self.p.work()
+            self.d.work()
+            self.turn()
+
+    def ended(self, kind: type) -> list[Any]:
+        return [end for end in self.ends if isinstance(end, kind)]
+
+    def check_empty(self) -> None:
+        assert [hand.staged_count for hand in self.p.hands] == [0] * self.p.size
+        assert self.prefill.staged_count == 0
+        assert self.decode._fillings == {} == self.decode.machine._copying
+        assert self.decode.machine.handoff_count == self.prefill.machine.handoff_count == 0
+
+    def _act(self, results: Sequence[object]) -> None:
+        for result in results:
+            if isinstance(result, AddPrefill):
+                self.orders.append(result)
+            elif isinstance(result, (Landed, Recompute, PrefillDrained, AbortPrefill, ReleaseChunk)):
+                self.ends.append(result)
+
+
+TWO = (layout_of(tp=2), layout_of(pp=2))
+
+
+def test_a_prompt_lands_when_all_ranks_have_done_their_part() -> None:
+    pair = Pair(*TWO)
+    pair.start()
+    pair.p.work(0)
+    pair.turn()
+    pair.d.work()
+    pair.turn()
+    assert pair.ended(Landed) == []
+    assert pair.ended(ReleaseChunk) == [], "rank 1 has not read its pages"
+    pair.settle()
+    assert len(pair.ended(Landed)) == len(pair.ended(PrefillDrained)) == 1
+    pair.check_empty()
+
+
+def test_pieces_staged_after_the_end_are_given_back() -> None:
+    pair = Pair(*TWO)
+    pair.start()
+    pair.p.work(0)
+    pair.turn()
+    assert pair.p.waiting(StagePiece) > 0
+    pair._act(pair.decode.handle(CancelHandoff(rid="r")))
+    while not pair.ended(AbortPrefill):
+        pair.turn()
+    pair.p.work(1)
+    assert pair.p.hands[1].staged_count > 0, "it was told so before the end"
+    pair.settle()
+    pair.check_empty()
+    assert not pair.prefill.machine.rejects["unknown_piece"]
+
+
+def test_a_page_that_is_still_to_be_filled_belongs_to_whoever_comes_next_on_the_line() -> None:
+    """The copy of a closed grant is obeyed before what the next owner is told, and its sender hears of it."""
+    pair = Pair(*TWO)
+    pair.start()
+    pair.p.work()
+    while not pair.d.waiting(FillPages):
+        pair.turn()
+    late = pair.d.waiting(FillPages)
+    assert pair.decode.handle(CancelHandoff(rid="r")) == [], "its pages are free, no quarantine"
+    taken = pair.prefill.staged_count
+    assert taken >= late // 2
+    pair.d.work()
+    for store in pair.stores[1]:  # the next owner's plan comes down the line now
+        store.data[1 : 1 + PAGES] = 255
+    pair.settle()
+    assert all((store.data[1 : 1 + PAGES] == 255).all() for store in pair.stores[1])
+    assert pair.ended(Landed) == []
+    pair.check_empty()
+
+
+def test_a_connection_that_ends_leaves_nothing_at_ranks_that_come_late() -> None:
+    pair = Pair(*TWO)
+    pair.start()
+    pair.p.work(0)
+    pair.turn()
+    pair.turn()
+    assert pair.d.waiting(FillPages) > 0
+    pair.prefill.close()
+    while not pair.ended(Recompute):
+        pair.turn()
+    pair.p.work()
+    pair.d.work()
+    pair.turn()
+    assert [hand.staged_count for hand in pair.p.hands] == [0, 0]
+    assert [len(hand._docks) + len(hand._sources) for hand in (*pair.p.hands, *pair.d.hands)] == [0] * 4
+    assert pair.decode._fillings == {} == pair.decode.machine._copying
+    assert pair.ended(Recompute)[0].code == "peer_gone"
+
+
+def test_a_byte_that_one_rank_finds_changed_fails_the_handoff_once() -> None:
+    pair = Pair(*TWO)
+    pair.start()
+    pair.p.work()
+    while not pair.d.waiting(FillPages):
+        pair.turn()
+    order = next(order for order in pair.d.lines[1] if isinstance(order, FillPages))
+    spoilt = order.payload.copy()
+    spoilt[3] ^= 1
+    pair.d.lines[1][pair.d.lines[1].index(order)] = _with_payload(order, spoilt)
+    pair.d.work(0)
+    pair.turn()
+    assert pair.ended(Recompute) == [], "rank 1 may still write: the copy is not over"
+    pair.settle()
+    assert [end.code for end in pair.ended(Recompute)] == ["digest"]
+    assert pair.ended(Landed) == []
+    pair.check_empty()
+
+
+def _with_payload(order: FillPages, payload: NDArray[np.uint8]) -> FillPages:
+    values = {name: getattr(order, name) for name in order.__dataclass_fields__}
+    return FillPages(**{**values, "payload": payload})
+
+
+def test_a_rank_that_cannot_stage_fails_the_handoff_once() -> None:
+    pair = Pair(*TWO, failing=1)
+    pair.start()
+    pair.settle()
+    assert [end.code for end in pair.ended(Recompute)] == ["transfer"]
+    (end,) = pair.ended(AbortPrefill)
+    assert "rank 1 cannot stage its pages: no memory here" in end.reason
+    pair.check_empty()
+    (peer,) = pair.decode.machine.peers
+    assert peer.state is PeerState.UP
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("staging", [64, 128, 192])
+def test_a_full_area_keeps_pieces_in_order_however_many_are_asked_for(depth: int, staging: int) -> None:
+    """One piece has 64 bytes: some fit, the next does not, and one behind it must not overtake it."""
+    pair = Pair(layout_of(pp=2), layout_of(tp=2), staging=staging, depth=depth)
+    pair.start()
+    pair.settle()
+    assert len(pair.ended(Landed)) == 1
+    assert pair.ended(Recompute) == []
+    pair.check_empty()
+
+
+def test_no_room_when_it_was_asked_for_is_room_when_the_answer_comes() -> None:
+    """Rank 0 was full; before the leader hears of it the peer has taken everything: it is asked again, not given up."""
+    pair = Pair(layout_of(pp=2), layout_of(tp=2), staging=64, depth=2)
+    pair.start()
+    pair.p.work(0)  # the first is staged, the second finds no room; the leader has not looked
+    answers = pair.p.poll()
+    assert [type(answer).__name__ for answer in answers] == ["PieceStaged", "StageFull"]
+    pair.p._answers.append(answers[0])
+    for _ in range(4):
+        pair.turn()
+        pair.d.work()
+    assert pair.prefill.staged_count == 0
+    pair.p._answers.append(answers[1])
+    pair.settle()
+    assert len(pair.ended(Landed)) == 1
+    pair.check_empty()
+
+
+def test_a_piece_that_is_larger_than_an_empty_area_fails() -> None:
+    pair = Pair(layout_of(pp=2), layout_of(tp=2), staging=32)
+    pair.start()
+    pair.settle()
+    (end,) = pair.ended(AbortPrefill)
+    assert "do not fit into the empty staging area" in end.reason
+    pair.check_empty()
+
+
+def test_a_crew_of_another_size_is_refused() -> None:
+    pair = Pair(*TWO)
+    post = Post(LocalHub().channel(), incarnation=9, clock=pair.clock)
+    settings = make_settings("d", 9, layout=layout_of(), backends=("tcp",))
+    with pytest.raises(ConfigError, match="a crew of 2 ranks, the layout has 1"):
+        DecodePort(settings, post=post, backends=[TcpBackend()], crew=pair.d, clock=pair.clock)
+    with pytest.raises(ConfigError, match="neither stores nor a crew"):
+        DecodePort(settings, post=post, backends=[TcpBackend()], clock=pair.clock)
