@@ -59,7 +59,7 @@ class Agenda:
         self._totals.retracted += len(growth.gone)
         states: list[ReqState | None] = list(growth.decoding)
         decode_count = len(states)
-        work = self._batch.decode_work(growth.decoding, self._step + 1)
+        work = self._batch.decode_work(growth.decoding)
         left = self._add_chunks(work, states, growth)
         new_count, found = 0, Counter[str]()
         if left > 0 and self._roster.waiting:

@@ -18,7 +18,7 @@ from serinus.sched.seats import Seats
 __all__ = ["Batch", "Growth"]
 
 _NOBODY = 1 << 62
-_last_step = attrgetter("last_step")
+_turn = attrgetter("turn")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Batch:
     def __init__(self, seats: Seats, depth: int) -> None:
         self._seats = seats
         self._depth = depth
+        self._turn = 0
         self._page_size = seats.page_size
         self.prefilling: list[ReqState] = []
         self.decoding: list[ReqState] = []
@@ -84,13 +85,17 @@ class Batch:
                 self._make_room(first, first.full.end, growth)
         if growth.gone or growth.barred:
             growth.decoding = [s for s in growth.decoding if s.phase is Phase.DECODE and s.known <= s.full.room]
+        if self._depth > 1:
+            for turn, state in enumerate(growth.decoding, self._turn + 1):
+                state.turn = turn
+            self._turn += len(growth.decoding)
         return growth
 
     def _share(self) -> list[ReqState]:
         """The decoding requests whose turn it is: with several plans under way each takes a part of them, so that all
         stay busy. Who waits longest for a token comes first."""
         count = -(-len(self.decoding) // self._depth)
-        return sorted((state for state in self.decoding if not state.under_way), key=_last_step)[:count]
+        return sorted((state for state in self.decoding if not state.under_way), key=_turn)[:count]
 
     def _make_room(self, state: ReqState, full_end: int, growth: Growth) -> None:
         """One more page of part SWA (where it has one), and FULL pages up to `full_end`."""
@@ -109,13 +114,13 @@ class Batch:
             victim.retracted = True
             growth.gone.append(victim)
 
-    def decode_work(self, decoding: Iterable[ReqState], step: int) -> list[SeqWork]:
+    def decode_work(self, decoding: Iterable[ReqState]) -> list[SeqWork]:
         """One token for each of these."""
         work = []
         for state in decoding:
             known = state.known
             start = known - 1
-            state.planned, state.last_step = known, step
+            state.planned = known
             work.append(
                 SeqWork(
                     rid=state.request.rid,

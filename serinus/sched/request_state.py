@@ -138,8 +138,8 @@ class ReqState:
     """The prompt, where the sampler needs it for a penalty."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Collected so far, where asked for: those of the first len() prompt tokens."""
-    last_step: int = 0
-    """The step that was planned last with its newest token."""
+    turn: int = 0
+    """Number of its last turn to decode, counted over all requests; only where several plans can be under way."""
     skips: int = 0
     """Times lpm let others pass it."""
     retracted: bool = False

@@ -1,7 +1,8 @@
 """An engine without a model or a process: scheduler, tiny cache and fake runner under one manual clock. Torch-free.
 
 Its runner is what a rank is: plans, and copies between device and host, are obeyed in the order in which they were
-given, but as late as the test likes. So whoever touches pages has to catch up with the plans before: `catch_up`.
+given, but as late as the test likes; by then no plan may have changed. Whoever touches pages has to catch up with the
+plans before: `catch_up`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.core.clock import ManualClock
@@ -34,6 +38,18 @@ class _MoverInLine(FakeMover):
     def submit(self, moves: Sequence[Move]) -> None:
         self._catch_up()
         super().submit(moves)
+
+
+def _bytes_of(plan: StepPlan) -> bytes:
+    """All that a plan's arrays say."""
+    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [write.slots for write in plan.table_writes]
+    for work in plan.work:
+        arrays += [work.tokens, work.slots]
+        maybe = [work.swa_slots, work.next_ids]
+        if work.sample is not None:
+            maybe += [work.sample.prompt_ids, work.sample.output_ids]
+        arrays += [each for each in maybe if each is not None]
+    return b"".join(each.tobytes() for each in arrays)
 
 
 class TinyEngine:
@@ -65,7 +81,7 @@ class TinyEngine:
             page_size=page_size, context_length=context_length, rows=running + 1, vocab_size=vocab_size, **settings
         )
         self.clock = ManualClock()
-        self._line: deque[StepPlan] = deque()
+        self._line: deque[tuple[StepPlan, bytes]] = deque()
         self._under_way: deque[StepPlan] = deque()
         self._results: deque[StepResult] = deque()
         self.runner = FakeRunner(
@@ -117,14 +133,16 @@ class TinyEngine:
         """The next plan goes into the line; None where nothing can run."""
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
-            self._line.append(plan)
+            self._line.append((plan, _bytes_of(plan)))
             self._under_way.append(plan)
         return plan
 
     def catch_up(self, count: int | None = None) -> None:
         """Run the plans that are in the line: the first `count` of them, or all."""
         for _ in range(len(self._line) if count is None else min(count, len(self._line))):
-            self._results.append(self.runner.run(self._line.popleft()))
+            plan, written = self._line.popleft()
+            assert _bytes_of(plan) == written, f"testing: arrays of step {plan.step} changed while it was under way"
+            self._results.append(self.runner.run(plan))
 
     def commit(self) -> Outcome:
         """Run the oldest plan under way, unless it has, and commit it."""

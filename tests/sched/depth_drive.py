@@ -1,5 +1,5 @@
-"""Seeded trouble for one engine with several plans under way: prompts that share beginnings, a pool and a host tier that
-are too small, loads that fail, aborts between plan and commit. `python -m tests.sched.depth_drive 500` runs seeds.
+"""Seeded trouble for one engine with several plans under way: prompts that share beginnings, a pool and a host tier
+that are too small, loads that fail, aborts between plan and commit. `python -m tests.sched.depth_drive 500` runs seeds.
 
 Oracles: the fake model's answers, every invariant now and then, ledgers that drain. It counts what happened, so
 that a test can say that it did.
