@@ -176,8 +176,8 @@ class EngineCore:
             return
         self._closed = True
         if self._tiers is not None:
-            end = self._clock.now() + _QUIET_S
-            while (left := self._cache.poll().in_flight) and self._clock.now() < end:
+            end, left = self._clock.now() + _QUIET_S, 0
+            while self.executor.sound and (left := self._cache.poll().in_flight) and self._clock.now() < end:
                 pause(_PAUSE_S)
             if left:
                 _log.warning("engine: %d copies and storage operations are given up", left)

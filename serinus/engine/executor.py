@@ -37,6 +37,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def sound(self) -> bool:
+        """Whether all who do the work are there, as far as is known."""
+        ...
+
+    @property
     def journals(self) -> bool:
         """Whether `record` is to be told where requests go."""
         ...
@@ -70,6 +75,7 @@ class LocalExecutor:
     """One rank, in this process: `submit` does it all."""
 
     depth = 1
+    sound = True
     journals = False
     channels: Sequence[ZmqChannel] = ()
 

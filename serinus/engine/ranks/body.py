@@ -7,7 +7,7 @@ tiers, handoffs and the canary are their owners'.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError
@@ -17,6 +17,10 @@ from serinus.engine.ranks.orders import RankCounts, RunStep, StepDone, Stop
 from serinus.parallel import DecisionFollower, Mesh, RankTable, StepHeader
 
 __all__ = ["AnswerSource", "RankBody", "RankGuard"]
+
+
+_TELL_STEPS: Final = 8
+"""A rank that does not sample, and has no canary, tells of so many steps at once: each answer wakes the leader."""
 
 
 class AnswerSource(Protocol):
@@ -89,6 +93,7 @@ class RankBody:
         self.stopped = False
         """Told to stop."""
         self._headers = 0
+        self._untold: StepDone | None = None
         self._told = self.table.counts
         self._runner = runner
         self._clock = clock
@@ -130,6 +135,7 @@ class RankBody:
         if self.table.counts != self._told:
             self._told = self.table.counts
             answers.append(RankCounts(counts=self._told))
+            answers += self._tell()
         return answers
 
     def news(self) -> list[object]:
@@ -145,7 +151,12 @@ class RankBody:
         """The last decisions it applied, as evidence."""
         return ", ".join(map(str, self.follower.tail)) or "nothing"
 
-    def _run(self, order: RunStep) -> tuple[StepDone]:
+    def _tell(self) -> tuple[StepDone, ...]:
+        """The steps that were not worth a frame each."""
+        untold, self._untold = self._untold, None
+        return () if untold is None else (untold,)
+
+    def _run(self, order: RunStep) -> tuple[StepDone, ...]:
         plan = order.plan
         batch, rids = self.table.take_batch(), tuple(work.rid for work in plan.work)
         if batch != rids:
@@ -164,7 +175,15 @@ class RankBody:
         self.steps += 1
         self.seconds += seconds
         self.wait_seconds += wait_seconds
-        return (StepDone(step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, findings=findings),)
+        if self._untold is not None:
+            seconds += self._untold.seconds
+            wait_seconds += self._untold.wait_seconds
+        done = StepDone(step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, findings=findings)
+        if result is None and self._guard is None and self.steps % _TELL_STEPS:
+            self._untold = done
+            return ()
+        self._untold = None
+        return (done,)
 
     def _stop(self, order: Stop) -> None:
         self.stopped = True

@@ -62,6 +62,8 @@ class RankExecutor:
         """Sent to followers."""
         self.control_seconds = 0.0
         """Spent on saying and hearing, without the waiting."""
+        self.sound = True
+        """Whether all ranks do their work, as far as this one knows."""
         self.headers = 0
         """Headers sent."""
         self.steps = 0
@@ -112,6 +114,8 @@ class RankExecutor:
     def take(self) -> StepResult | None:
         if not self._open:
             return None
+        for answer in self.body.news():
+            self._heard(0, answer)
         self._listen(0.0)
         self._hand_out()
         step = self._open[0]
@@ -138,7 +142,12 @@ class RankExecutor:
         header = self.log.header(self.headers, orders)
         self.control_bytes += self._group.announce(header)
         self.control_seconds += self._clock.now() - begun
-        for answer in self.body.obey(header):
+        try:
+            answers = self.body.obey(header)
+        except BaseException:
+            self.sound = False
+            raise
+        for answer in answers:
             self._heard(0, answer)
 
     def pump(self, wait_s: float = 0.0) -> None:
@@ -155,7 +164,7 @@ class RankExecutor:
         self._closed = True
         self._orders.clear()  # what was ordered and has not left is not worth doing any more
         self._group.announce(self.log.header(self.headers + 1, (Stop(),)))
-        self._group.close()
+        self._group.close(None if self.sound else 0.0)
         for end in self._ends:
             end()
 
@@ -183,10 +192,15 @@ class RankExecutor:
 
     def _listen(self, wait_s: float) -> None:
         """Take in what came from the followers."""
-        reports = self._group.reports(wait_s)
+        try:
+            reports = self._group.reports(wait_s)
+        except BaseException:
+            self.sound = False
+            raise
         begun = self._clock.now()
         for report in reports:
             if report.kind is ReportKind.FAILED:
+                self.sound = False
                 raise self._failed(report)
             self._heard(report.rank, report.body)
         self.control_seconds += self._clock.now() - begun

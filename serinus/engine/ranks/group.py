@@ -43,8 +43,8 @@ class Followers(Protocol):
         """What has come; waits so long for the first. Raises PeerGone: a rank is lost."""
         ...
 
-    def close(self) -> None:
-        """Hang up."""
+    def close(self, wait_s: float | None = None) -> None:
+        """Hang up, once the followers have; waits for them so long at most, None = as long as is fit."""
         ...
 
 
@@ -121,13 +121,13 @@ class RankGroup:
         found, self._waiting = self._waiting, []
         return found + self._poll(0.0 if found else wait_s)
 
-    def close(self, wait_s: float = _FAREWELL_S) -> None:
+    def close(self, wait_s: float | None = None) -> None:
         """Hang up, once the followers have: a line that breaks loses what they have not read, the word to stop among
-        it. Waits for them so long at most. May be called again."""
+        it. Waits for them so long at most, None = two seconds. May be called again."""
         if self._closed:
             return
         self._closed = True
-        end = self._clock.now() + wait_s
+        end = self._clock.now() + (_FAREWELL_S if wait_s is None else wait_s)
         while self._rank_of and (left_s := end - self._clock.now()) > 0:
             for event in self._channel.poll(left_s):
                 if isinstance(event, Gone):

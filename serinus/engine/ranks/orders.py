@@ -21,14 +21,15 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A rank has done its part of a step."""
+    """A rank has done its part of a step, and of all before it; only the rank that samples and those with a canary
+    answer every one."""
 
     step: int
     """The plan's number."""
     result: StepResult | None = None
     """From the rank that samples; None from others."""
     seconds: float = 0.0
-    """From its beginning to its end there, `wait_seconds` included."""
+    """Spent in steps there since the last answer, `wait_seconds` included."""
     wait_seconds: float = 0.0
     """Spent waiting for other ranks."""
     findings: tuple[object, ...] = ()
