@@ -30,6 +30,7 @@ __all__ = [
     "DecodeAction",
     "FencePeer",
     "ForgetPrefill",
+    "HandoffOver",
     "Landed",
     "OfferPiece",
     "OpenPeer",
@@ -130,6 +131,14 @@ class CopyIn(_Intake):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffOver:
+    """Receiver-checked, with stamps: no CopyIn of it comes any more, ranks may forget what they know of it."""
+
+    peer: str
+    xid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckIn(_Intake):
     """Push: the bytes are in our pages already; check their digests and report Copied, before what comes after."""
 
@@ -219,8 +228,8 @@ class Recompute:
 
 
 DecodeAction = (
-    Send | ClosePeer | AttachPeer | PeerChanged | OpenPeer | CopyIn | CheckIn | ReadIn | CancelReads | FencePeer
-    | Quarantine | QuarantineOver | Landed | Recompute
+    Send | ClosePeer | AttachPeer | PeerChanged | OpenPeer | CopyIn | HandoffOver | CheckIn | ReadIn | CancelReads
+    | FencePeer | Quarantine | QuarantineOver | Landed | Recompute
 )  # fmt: skip
 
 # ---- actions of a prefill engine ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Final
 
 from serinus.core.ids import GrantCounter, new_xid
 from serinus.core.parts import PageSpan
-from serinus.pd.actions import CancelReads, DecodeAction, Quarantine, Recompute, Send
+from serinus.pd.actions import CancelReads, DecodeAction, HandoffOver, Quarantine, Recompute, Send
 from serinus.pd.asked import Asked
 from serinus.pd.landing import Landing
 from serinus.pd.layout import RankLayout
@@ -89,7 +89,7 @@ class DecodeEnds:
 
     def _close(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
         """Close the grant and say so to the peer. From here on nothing is written for it, or its pages are held."""
-        self._forget(handoff)
+        self._forget(handoff, out)
         reading = self._seclude(handoff, now, out)
         if self._registry.named(handoff.peer) is None:
             return
@@ -103,9 +103,11 @@ class DecodeEnds:
         self._close(handoff, code, reason, now, out)
         out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
 
-    def _forget(self, handoff: Asked) -> None:
+    def _forget(self, handoff: Asked, out: list[DecodeAction]) -> None:
         del self._handoffs[handoff.rid]
         del self._xids[handoff.xid]
+        if self._layout.signature.stamp_bytes and handoff.mode is Mode.RECEIVER_CHECKED and handoff.landing is not None:
+            out.append(HandoffOver(peer=handoff.peer, xid=handoff.xid))
 
     def _seclude(self, handoff: Asked, now: float, out: list[DecodeAction]) -> bool:
         """Quarantine what somebody may still write; whether that is we ourselves (reads under way)."""
@@ -140,14 +142,14 @@ class DecodeEnds:
             self._land(handoff, done, landing, now, out)
 
     def _land(self, handoff: Asked, done: Done, landing: Landing, now: float, out: list[DecodeAction]) -> None:
-        self._forget(handoff)
+        self._forget(handoff, out)
         peer = self._registry.named(handoff.peer)
         out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
         out.append(handoff.landed(done, landing, peer.engine if peer is not None else "", now))
 
     def _failed_there(self, handoff: Asked, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
         """The peer gave it up: say what it still waits for, and recompute."""
-        self._forget(handoff)
+        self._forget(handoff, out)
         reading = self._seclude(handoff, now, out)
         self._ask_to_stop(handoff, out)
         if handoff.mode is Mode.PULL and not reading:

@@ -21,6 +21,7 @@ from serinus.pd.actions import (
     ClosePeer,
     CopyIn,
     FencePeer,
+    HandoffOver,
     Landed,
     OpenPeer,
     PeerChanged,
@@ -90,6 +91,9 @@ class DecodePort(Port[DecodeEvent, DecodeResult, ReadIn]):
                     self._post.send(action.peer, action.message, action.payload)
                 case CopyIn():
                     self._copy_in(action)
+                case HandoffOver():
+                    for rank in range(self._crew.size if action.peer in self._peers else 0):
+                        self._crew.order(rank, action)
                 case CheckIn():
                     events.appendleft(self._check_in(action, 0.0))
                 case ReadIn():

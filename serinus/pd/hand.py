@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError, DigestMismatch, InvariantError, TransferFailed
 from serinus.core.parts import Part
-from serinus.pd.actions import OfferPiece, StagePiece, Unstage
+from serinus.pd.actions import HandoffOver, OfferPiece, StagePiece, Unstage
 from serinus.pd.backends import Backend, Receiver, Sender
 from serinus.pd.events import PieceStaged, StageFailed, StageFull, no_bytes
 from serinus.pd.integrity import check_digests, copy_in, copy_out, digest_stored, take
@@ -85,6 +85,10 @@ class Hand:
                 )
             case LeavePeer():
                 self._leave(order.peer)
+            case HandoffOver():
+                source = self._sources.get(order.peer)
+                if source is not None:
+                    source.intake.forget(order.xid)
         return None
 
     def close(self) -> None:

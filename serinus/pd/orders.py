@@ -5,8 +5,8 @@ runs and the copies of the tiers, and are obeyed one after the other; answers co
 later. From that follows all the safety there is to it: a page that is free on the leader may be given out again while
 a rank has not yet come to what it was told about it, as whoever gets it next reaches that rank after that.
 
-StagePiece, OfferPiece and Unstage go to ranks as the machine asks for them (actions.py); what it asks of all ranks of
-a decode engine together is FillPages, one for each rank that has some of the bytes.
+StagePiece, OfferPiece, Unstage and HandoffOver go to ranks as the machine asks for them (actions.py); what it asks of
+all ranks of a decode engine together is FillPages, one for each rank that has some of the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.parts import Part
-from serinus.pd.actions import OfferPiece, StagePiece, Unstage
+from serinus.pd.actions import HandoffOver, OfferPiece, StagePiece, Unstage
 from serinus.pd.events import PieceStaged, StageFailed, StageFull, no_bytes
 from serinus.wire.messages import LayoutSignature
 
@@ -94,9 +94,9 @@ class PagesFilled:
     """digest | transfer, where it failed."""
 
 
-HandOrder: TypeAlias = JoinPeer | LeavePeer | StagePiece | OfferPiece | Unstage | FillPages
+HandOrder: TypeAlias = JoinPeer | LeavePeer | StagePiece | OfferPiece | Unstage | FillPages | HandoffOver
 HandAnswer: TypeAlias = PieceStaged | StageFull | StageFailed | PagesFilled
-HAND_ORDERS = (JoinPeer, LeavePeer, StagePiece, OfferPiece, Unstage, FillPages)
+HAND_ORDERS = (JoinPeer, LeavePeer, StagePiece, OfferPiece, Unstage, FillPages, HandoffOver)
 """Types that a hand obeys."""
 HAND_ANSWERS = (PieceStaged, StageFull, StageFailed, PagesFilled)
 """Of a StagePiece one of the first three; of a FillPages the last."""

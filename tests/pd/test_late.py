@@ -35,6 +35,7 @@ from serinus.pd import (
     StartHandoff,
     TcpBackend,
 )
+from serinus.pd.layout import STAMP_BYTES
 from serinus.wire import LocalHub, Post
 from serinus.wire.messages import LayoutSignature
 from tests.pd.tiny import LAYOUT, PAGE_SIZE, first_token, full, make_request, make_settings
@@ -296,6 +297,27 @@ def test_a_rank_that_cannot_stage_fails_the_handoff_once() -> None:
     pair.check_empty()
     (peer,) = pair.decode.machine.peers
     assert peer.state is PeerState.UP
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_ranks_forget_the_stamps_of_a_handoff_that_is_over(ends_well: bool) -> None:
+    stamped = {"stamp_bytes": STAMP_BYTES, "stamp_data": "none"}
+    pair = Pair(layout_of(tp=2, **stamped), layout_of(pp=2, **stamped), staging=1 << 20)
+    pair.start()
+    pair.p.work()
+    while not pair.d.waiting(FillPages):
+        pair.turn()
+    pair.d.work(0)
+    known = pair.d.hands[0]._sources.values()
+    assert all(source.intake._stamps is not None and source.intake._stamps._begun for source in known)
+    if not ends_well:
+        pair._act(pair.decode.handle(CancelHandoff(rid="r")))
+    pair.settle()
+    assert len(pair.ended(Landed)) == ends_well
+    sources = [source for hand in pair.d.hands for source in hand._sources.values()]
+    assert len(sources) == 2
+    assert all(source.intake._stamps is not None and not source.intake._stamps._begun for source in sources)
+    pair.check_empty()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
