@@ -1,9 +1,9 @@
 """Comm: tensors between the ranks of one engine, while they run one and the same step.
 
-Three of a kind: SoloComm (one rank), ThreadComm (ranks as threads of one process) and TorchComm (processes, gloo on
-the CPU and NCCL on GPUs). All ranks of a stage call the collectives in the same order, as all run the same plans in the
-same order; nothing here is entered on what a rank sees by itself. The one file of this room that needs torch: import it
-by its module path.
+Three of a kind: SoloComm (one rank), ThreadComm (ranks as threads of one process) and TorchComm (processes: NCCL on
+GPUs; on the CPU gloo, and memory that the ranks of a stage share where they are on one machine). All ranks of a stage
+call the collectives in the same order, as all run the same plans in the same order; nothing here is entered on what a
+rank sees by itself. Needs torch, unlike the rest of the room: import it by its module path.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from threading import Condition, Event
-from typing import Any, Final, Protocol, TypeVar
+from threading import Event
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,11 @@ from torch import Tensor
 from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel.mesh import Mesh
+from serinus.parallel.near import NearFile, NearStage
+from serinus.parallel.thread_comm import ThreadComm
 
 __all__ = ["Comm", "Meeting", "SoloComm", "ThreadComm", "TorchComm", "find", "listen"]
 
-_T = TypeVar("_T")
 _torch: Any = dist
 """Its stores and groups have no types."""
 _TAG: Final = 0
@@ -45,8 +45,11 @@ class Comm(Protocol):
 
     mesh: Mesh
     rank: int
-    waited_s: float
-    """Seconds its caller has spent waiting for other ranks; on a GPU, where the stream waits, next to none."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds its caller has spent waiting for other ranks; on a GPU, where the stream waits, next to none."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the stage, in place; the same bits on each. Returns x, contiguous."""
@@ -112,133 +115,6 @@ class SoloComm:
 
     def close(self) -> None:
         """Nothing."""
-
-
-_Line = SimpleQueue[Tensor | None]
-"""To one rank from the stage before; None = somebody left."""
-
-
-class _Table:
-    """Where threads lay down what others read, and wait for one another."""
-
-    def __init__(self, size: int) -> None:
-        self._places: list[Any] = [None] * size
-        self._turn = Condition()
-        self._turns = 0
-        self._arrived = 0
-        self._closed = False
-
-    def exchange(self, index: int, value: _T, read: Callable[[list[_T]], _T], timeout_s: float) -> _T:
-        """`read` of what all have laid down; all return only when all have read. Raises PeerGone: one does not come."""
-        self._places[index] = value
-        self._meet(timeout_s)
-        found = read(list(self._places))
-        self._meet(timeout_s)
-        return found
-
-    def close(self) -> None:
-        """Whoever waits, now or later, is failed."""
-        with self._turn:
-            self._closed = True
-            self._turn.notify_all()
-
-    def _meet(self, timeout_s: float) -> None:
-        with self._turn:
-            turn = self._turns
-            self._arrived += 1
-            if self._arrived == len(self._places):
-                self._arrived, self._turns = 0, turn + 1
-                self._turn.notify_all()
-            self._turn.wait_for(lambda: self._turns != turn or self._closed, timeout_s)
-            if self._turns == turn:
-                raise PeerGone("parallel: a rank left or did not come, expected all of its mesh")
-
-
-class ThreadComm:
-    """Ranks as threads of one process: for tests, which need no processes to prove that ranks add up."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        rank: int,
-        tables: tuple[_Table, _Table],
-        lines: list[_Line],
-        timeout_s: float,
-    ) -> None:
-        self.mesh = mesh
-        self.rank = rank
-        self.waited_s = 0.0
-        self._clock = WallClock()
-        self._index = mesh.tp_rank(rank)
-        self._stage, self._all = tables
-        self._lines = lines
-        self._timeout_s = timeout_s
-
-    @staticmethod
-    def ranks_of(mesh: Mesh, timeout_s: float = 60.0) -> tuple[ThreadComm, ...]:
-        """One for each rank. Whoever waits longer than `timeout_s` for another is failed."""
-        stages = [_Table(mesh.tp) for _ in range(mesh.pp)]
-        everybody = _Table(mesh.size)
-        lines: list[_Line] = [_Line() for _ in range(mesh.size)]
-        return tuple(
-            ThreadComm(mesh, rank, (stages[mesh.pp_rank(rank)], everybody), lines, timeout_s)
-            for rank in range(mesh.size)
-        )
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See Comm."""
-        return x.copy_(self._meet(x, lambda found: torch.stack(found).sum(0, dtype=x.dtype)))
-
-    def gather_last(self, x: Tensor) -> Tensor | None:
-        """See Comm."""
-        found = self._meet(x, lambda found: torch.cat(found, dim=-1) if self._index == 0 else x)
-        return found if self._index == 0 else None
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        """See Comm."""
-        return x.copy_(self._meet(x, lambda found: found[0].clone()))
-
-    def send(self, x: Tensor) -> None:
-        """See Comm."""
-        self._lines[self.rank + self.mesh.tp].put(x)
-
-    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See Comm. Raises ValueError where something else comes."""
-        began = self._clock.now()
-        try:
-            x = self._lines[self.rank].get(timeout=self._timeout_s)
-            self.waited_s += self._clock.now() - began
-        except Empty:
-            raise PeerGone(f"parallel: nothing came for {self.mesh.name(self.rank)} in {self._timeout_s:g} s") from None
-        if x is None:
-            self._lines[self.rank].put(None)
-            raise PeerGone(
-                f"parallel: {self.mesh.name(self.rank)} waits for a stage that left, expected all of its mesh"
-            )
-        if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
-            raise ValueError(f"parallel: {list(x.shape)} {x.dtype} came, expected {list(shape)} {dtype}")
-        return x.clone()  # across processes nobody writes into the sender's tensor either
-
-    def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
-        """See Comm."""
-
-        def least(found: list[tuple[int, ...]]) -> tuple[int, ...]:
-            return tuple(map(min, zip(*found, strict=True)))
-
-        return self._all.exchange(self.rank, tuple(values), least, self._timeout_s)
-
-    def close(self) -> None:
-        """See Comm."""
-        self._stage.close()
-        self._all.close()
-        for line in self._lines:
-            line.put(None)
-
-    def _meet(self, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        began = self._clock.now()
-        found = self._stage.exchange(self._index, x, read, self._timeout_s)
-        self.waited_s += self._clock.now() - began
-        return found
 
 
 class Meeting:
@@ -320,6 +196,7 @@ class TorchComm:
         timeout_s: float = 60.0,
         check: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        near: bool = True,
     ) -> None:
         """Wait for all ranks, then connect to those of the own stage and of the own slice.
 
@@ -330,13 +207,14 @@ class TorchComm:
             timeout_s: longest wait, for ranks to come now and for any tensor later.
             check: called again and again while ranks are waited for here or in `smallest`; raises where one is lost.
             clock: what `waited_s` counts by; None = the machine's.
+            near: whether ranks of one stage and machine may add up in memory instead of through gloo.
         Raises:
             PeerGone: ranks that did not come in time, each named.
             ConfigError: torch has no backend for the device, or `host` is none of our addresses.
         """
         self.mesh = mesh
         self.rank = rank
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         self._clock = clock or WallClock()
         self._check = check
         self._meeting = meeting
@@ -344,19 +222,29 @@ class TorchComm:
         self._device = device
         self._round = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._fence("join")
         stage, line = f"stage-{mesh.pp_rank(rank)}", f"line-{mesh.tp_rank(rank)}"
-        self._stage = self._group(stage, mesh.tp_rank(rank), mesh.tp, host)
-        self._line = self._group(line, mesh.pp_rank(rank), mesh.pp, host)
+        self._fence("join")
+        self._near = self._meet_near(stage) if near and mesh.tp > 1 and device == "cpu" else None
+        self._stage: Any = None if self._near is not None else self._group(stage, mesh.tp_rank(rank), mesh.tp, host)
+        self._line: Any = self._group(line, mesh.pp_rank(rank), mesh.pp, host)
+
+    @property
+    def waited_s(self) -> float:
+        """See Comm."""
+        return self._waited_s + (0.0 if self._near is None else self._near.waited_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Comm."""
+        if self._near is not None:
+            return self._near.all_reduce(x)
         if self._stage is not None:
             self._wait(lambda: self._stage.allreduce([x]))
         return x
 
     def gather_last(self, x: Tensor) -> Tensor | None:
         """See Comm."""
+        if self._near is not None:
+            return self._near.gather_last(x)
         if self._stage is None:
             return x
         options = _torch.GatherOptions()
@@ -370,6 +258,8 @@ class TorchComm:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See Comm."""
+        if self._near is not None:
+            return self._near.broadcast(x)
         if self._stage is not None:
             options = _torch.BroadcastOptions()
             options.rootRank = 0
@@ -401,6 +291,8 @@ class TorchComm:
     def close(self) -> None:
         """See Comm."""
         self._sent.clear()
+        if self._near is not None:
+            self._near.close()
         if self._device != "cpu":
             for group in (self._stage, self._line):
                 if group is not None:
@@ -426,6 +318,33 @@ class TorchComm:
             f"parallel: {', '.join(missing)} did not come to {self._meeting.address} within {self._timeout_s:g} s,"
             f" expected all {self.mesh.size} ranks"
         )
+
+    def _meet_near(self, stage: str) -> NearStage | None:
+        """Memory with all ranks of the stage; None where one of them is on another machine."""
+        store, index, size = self._meeting.store, self.mesh.tp_rank(self.rank), self.mesh.tp
+        file: NearFile | None = None
+        try:
+            if index == 0 and NearFile.possible():
+                file = NearFile.make(size)
+            if index == 0:
+                store.set(f"near-{stage}", "" if file is None else file.path.name)
+            self._fence("named")
+            name = store.get(f"near-{stage}").decode()
+            if index and name and NearFile.possible():
+                file = NearFile.find(name, index, size)
+            first = self.mesh.rank_of(tp_rank=0, pp_rank=self.mesh.pp_rank(self.rank))
+            have = [bool(said[0]) for said in self._fence("near", (file is not None,))[first : first + size]]
+        except RuntimeError as error:
+            raise self._gone(error) from None
+        finally:
+            if file is not None and index == 0:
+                file.path.unlink()
+        if file is None:
+            return None
+        if not all(have):
+            file.close()
+            return None
+        return NearStage(file, index, size, self._clock, self._timeout_s, self._check)
 
     def _group(self, name: str, index: int, size: int, host: str) -> Any:
         """The ranks that share a stage or a slice; None where we are alone."""
@@ -457,7 +376,7 @@ class TorchComm:
             start().wait()
         except RuntimeError as error:
             raise self._gone(error) from None
-        self.waited_s += self._clock.now() - began
+        self._waited_s += self._clock.now() - began
 
     def _done(self, work: Any) -> None:
         """What was sent is out; says so if it is not."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -14,7 +17,7 @@ from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel import Mesh
 from serinus.parallel.comm import Comm, Meeting, SoloComm, ThreadComm, TorchComm, find, listen
 
-KINDS = ("threads", "gloo")
+KINDS = ("threads", "gloo", "memory")
 T = TypeVar("T")
 
 
@@ -24,9 +27,9 @@ def _each(ranks: Sequence[Comm], work: Callable[[Comm], T]) -> list[T]:
         return list(threads.map(work, ranks))
 
 
-def _joined(meeting: Meeting, mesh: Mesh, timeout_s: float = 30.0) -> list[Comm]:
+def _joined(meeting: Meeting, mesh: Mesh, *, near: bool) -> list[Comm]:
     def join(rank: int) -> Comm:
-        return TorchComm(meeting if rank == 0 else find(meeting.address), mesh, rank, timeout_s=timeout_s)
+        return TorchComm(meeting if rank == 0 else find(meeting.address), mesh, rank, timeout_s=30.0, near=near)
 
     with ThreadPoolExecutor(mesh.size) as threads:
         return list(threads.map(join, range(mesh.size)))
@@ -35,7 +38,10 @@ def _joined(meeting: Meeting, mesh: Mesh, timeout_s: float = 30.0) -> list[Comm]
 @contextmanager
 def _ranks(kind: str, mesh: Mesh) -> Iterator[Sequence[Comm]]:
     ranks: Sequence[Comm]
-    ranks = ThreadComm.ranks_of(mesh, 30.0) if kind == "threads" else _joined(listen("127.0.0.1:0"), mesh)
+    if kind == "threads":
+        ranks = ThreadComm.ranks_of(mesh, 30.0)
+    else:
+        ranks = _joined(listen("127.0.0.1:0"), mesh, near=kind == "memory")
     yield ranks
     for comm in ranks:
         comm.close()
@@ -75,6 +81,48 @@ def test_integer_sums_wrap_and_bf16_sums_are_the_same_bits_everywhere(kind: str)
     assert torch.equal(first, second)
     assert torch.equal(second, third)
     assert float((first.float() - values.float().sum(0)).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_larger_than_a_slot_add_up_and_come_together(kind: str) -> None:
+    """Slots of shared memory are 1 MiB: several rounds, the last of them short."""
+    rows = torch.arange(300_001, dtype=torch.float32)
+
+    def work(comm: Comm) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        x = torch.stack([rows, rows + comm.rank])
+        return comm.all_reduce(x.clone()), comm.gather_last(x), comm.broadcast(x)
+
+    with _ranks(kind, Mesh(tp=2)) as ranks:
+        (one, gathered, first), (two, none, second) = _each(ranks, work)
+    assert torch.equal(one, torch.stack([2 * rows, 2 * rows + 1]))
+    assert torch.equal(one, two)
+    assert gathered is not None
+    assert torch.equal(gathered, torch.stack([torch.cat([rows, rows]), torch.cat([rows, rows + 1])]))
+    assert none is None
+    assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_fails_those_who_wait_for_it() -> None:
+    """In shared memory nothing tells of it but the lock that the kernel let go of."""
+    script = (
+        "import sys\nfrom serinus.parallel import Mesh\nfrom serinus.parallel.comm import TorchComm, find\n"
+        "comms = [TorchComm(find(a), Mesh(tp=2), 1, near=n) for a, n in zip(sys.argv[1:], (True, False))]\n"
+        "print('joined', flush=True)\nsys.stdin.read()\n"
+    )
+    meetings = [listen("127.0.0.1:0") for _ in range(2)]
+    command = [sys.executable, "-c", script, *(meeting.address for meeting in meetings)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        ranks = [TorchComm(m, Mesh(tp=2), 0, near=n) for m, n in zip(meetings, (True, False), strict=True)]
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"joined\n"
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        assert {line.split()[-1] for line in maps if "serinus-ranks" in line} == {"(deleted)"}
+        child.kill()
+        for comm in ranks:
+            with pytest.raises(PeerGone, match="parallel: "):
+                comm.all_reduce(torch.ones(4))
+            comm.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,7 +33,7 @@ FLOORS = {
 TORCH_FREE = ("core", "wire", "cache", "front", "sched", "parallel")
 """Rooms that never import torch, nor anything that does. `cli` may, but only while a command runs."""
 
-TORCH_FILES = ("serinus/parallel/comm.py",)
+TORCH_FILES = tuple(f"serinus/parallel/{name}.py" for name in ("comm", "near", "thread_comm"))
 """Files of these rooms that do. Whoever needs one imports it by its module path."""
 
 

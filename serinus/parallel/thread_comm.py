@@ -1,0 +1,144 @@
+"""ThreadComm: ranks as threads of one process. For tests, which need no processes to prove that ranks add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from threading import Condition
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from serinus.core.clock import WallClock
+from serinus.core.errors import PeerGone
+from serinus.parallel.mesh import Mesh
+
+__all__ = ["ThreadComm"]
+
+_T = TypeVar("_T")
+_Line = SimpleQueue[Tensor | None]
+"""To one rank from the stage before; None = somebody left."""
+
+
+class _Table:
+    """Where threads lay down what others read, and wait for one another."""
+
+    def __init__(self, size: int) -> None:
+        self._places: list[Any] = [None] * size
+        self._turn = Condition()
+        self._turns = 0
+        self._arrived = 0
+        self._closed = False
+
+    def exchange(self, index: int, value: _T, read: Callable[[list[_T]], _T], timeout_s: float) -> _T:
+        """`read` of what all have laid down; all return only when all have read. Raises PeerGone: one does not come."""
+        self._places[index] = value
+        self._meet(timeout_s)
+        found = read(list(self._places))
+        self._meet(timeout_s)
+        return found
+
+    def close(self) -> None:
+        """Whoever waits, now or later, is failed."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    def _meet(self, timeout_s: float) -> None:
+        with self._turn:
+            turn = self._turns
+            self._arrived += 1
+            if self._arrived == len(self._places):
+                self._arrived, self._turns = 0, turn + 1
+                self._turn.notify_all()
+            self._turn.wait_for(lambda: self._turns != turn or self._closed, timeout_s)
+            if self._turns == turn:
+                raise PeerGone("parallel: a rank left or did not come, expected all of its mesh")
+
+
+class ThreadComm:
+    """One rank's end; see Comm."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        tables: tuple[_Table, _Table],
+        lines: list[_Line],
+        timeout_s: float,
+    ) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.waited_s = 0.0
+        self._clock = WallClock()
+        self._index = mesh.tp_rank(rank)
+        self._stage, self._all = tables
+        self._lines = lines
+        self._timeout_s = timeout_s
+
+    @staticmethod
+    def ranks_of(mesh: Mesh, timeout_s: float = 60.0) -> tuple[ThreadComm, ...]:
+        """One for each rank. Whoever waits longer than `timeout_s` for another is failed."""
+        stages = [_Table(mesh.tp) for _ in range(mesh.pp)]
+        everybody = _Table(mesh.size)
+        lines: list[_Line] = [_Line() for _ in range(mesh.size)]
+        return tuple(
+            ThreadComm(mesh, rank, (stages[mesh.pp_rank(rank)], everybody), lines, timeout_s)
+            for rank in range(mesh.size)
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Comm."""
+        return x.copy_(self._meet(x, lambda found: torch.stack(found).sum(0, dtype=x.dtype)))
+
+    def gather_last(self, x: Tensor) -> Tensor | None:
+        """See Comm."""
+        found = self._meet(x, lambda found: torch.cat(found, dim=-1) if self._index == 0 else x)
+        return found if self._index == 0 else None
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Comm."""
+        return x.copy_(self._meet(x, lambda found: found[0].clone()))
+
+    def send(self, x: Tensor) -> None:
+        """See Comm."""
+        self._lines[self.rank + self.mesh.tp].put(x)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See Comm. Raises ValueError where something else comes."""
+        began = self._clock.now()
+        try:
+            x = self._lines[self.rank].get(timeout=self._timeout_s)
+            self.waited_s += self._clock.now() - began
+        except Empty:
+            raise PeerGone(f"parallel: nothing came for {self.mesh.name(self.rank)} in {self._timeout_s:g} s") from None
+        if x is None:
+            self._lines[self.rank].put(None)
+            raise PeerGone(
+                f"parallel: {self.mesh.name(self.rank)} waits for a stage that left, expected all of its mesh"
+            )
+        if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+            raise ValueError(f"parallel: {list(x.shape)} {x.dtype} came, expected {list(shape)} {dtype}")
+        return x.clone()  # across processes nobody writes into the sender's tensor either
+
+    def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """See Comm."""
+
+        def least(found: list[tuple[int, ...]]) -> tuple[int, ...]:
+            return tuple(map(min, zip(*found, strict=True)))
+
+        return self._all.exchange(self.rank, tuple(values), least, self._timeout_s)
+
+    def close(self) -> None:
+        """See Comm."""
+        self._stage.close()
+        self._all.close()
+        for line in self._lines:
+            line.put(None)
+
+    def _meet(self, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        began = self._clock.now()
+        found = self._stage.exchange(self._index, x, read, self._timeout_s)
+        self.waited_s += self._clock.now() - began
+        return found
