@@ -15,6 +15,7 @@ import torch
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
+from serinus.core.cores import engine_threads
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.engine.devices import take_device
@@ -101,8 +102,11 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     if mesh.size > 1:
         take_device(config, rank)
     device = choose_device(config.model.device)
-    if config.kernels.threads:
-        torch.set_num_threads(config.kernels.threads)
+    threads = config.kernels.threads
+    if mesh.size > 1:
+        threads = engine_threads(threads, len(config.parallel.local_ranks))
+    if threads:
+        torch.set_num_threads(threads)
     kernels = load(device, config.kernels.attention_backend)
     folder = resolve(config.model.model_path, config.model.revision)
     seed = config.model.random_seed or 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from serinus.core.clock import Clock
-from serinus.core.errors import InvariantError
+from serinus.core.errors import InvariantError, PeerGone
 from serinus.core.plan import StepPlan, StepResult
 from serinus.engine.ranks.body import RankBody
 from serinus.engine.ranks.group import Followers
@@ -144,6 +144,9 @@ class RankExecutor:
         self.control_seconds += self._clock.now() - begun
         try:
             answers = self.body.obey(header)
+        except PeerGone as error:  # in the middle of a step: who is lost, and why, others know
+            self.sound = False
+            raise PeerGone(self._group.why() or str(error)) from error
         except BaseException:
             self.sound = False
             raise

@@ -30,6 +30,9 @@ _log = get_logger("engine")
 class Followers(Protocol):
     """What a leader needs of those who lead."""
 
+    why: Callable[[], str]
+    """Who knows why a rank was lost, in words; empty = nobody."""
+
     @property
     def channels(self) -> Sequence[ZmqChannel]:
         """What to wait on for reports."""
