@@ -195,11 +195,11 @@ def _plan(
         live = e < end
         inside = e - begin
         position = (first_page + inside // page_size * stride) * page_size + inside % page_size
-        due = live & (position >= low) & (position < high)
-        slot = tl.load(row + position, mask=due, other=0).to(tl.int64)
-        chained = due & (position > low)
+        wanted = live & (position >= low) & (position < high)
+        slot = tl.load(row + position, mask=wanted, other=0).to(tl.int64)
+        chained = wanted & (position > low)
         previous = tl.load(row + position - 1, mask=chained, other=0).to(tl.int64)
-        previous = tl.where(due & (position == low) & (position != 0), -1, previous)
+        previous = tl.where(wanted & (position == low) & (position != 0), -1, previous)
         tl.store(out + e, slot, mask=live)
         tl.store(out + total + e, position, mask=live)
         tl.store(out + 2 * total + e, previous, mask=live)
