@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from serinus.cache.ledger import FREE_OWNER
+from serinus.cache.prefetch import Prefetches
 from serinus.core.clock import WallClock
 from serinus.core.rng import Rng
 from serinus.pd import ForgetPrefill, PrefillSide
@@ -420,6 +422,37 @@ def parked_sent() -> Iterator[None]:
         out.append(ForgetPrefill(xid=order.xid))
 
     with replaced(PrefillEnds, "_give_up_pages", give_up):
+        yield
+
+
+@mutant("what the storage did not bring is used")
+def storage_believed() -> Iterator[None]:
+    """Pages that a read did not fill hang in the tree like those that it filled."""
+    original = Prefetches.done
+
+    def done(self: Prefetches, done: Any) -> bool:
+        prefetch = self._by_op.get(done.op)
+        if prefetch is not None and done.op in prefetch.batches:
+            done = replace(done, good=len(prefetch.batches[done.op].pages))
+        return original(self, done)
+
+    with replaced(Prefetches, "done", done):
+        yield
+
+
+@mutant("host pages are free while the storage fills them")
+def storage_pages_freed() -> Iterator[None]:
+    """The request went away, and its prefetch's pages with it, before the reader said that it had ended."""
+    original = Prefetches._abandon
+
+    def abandon(self: Prefetches, prefetch: Any) -> None:
+        original(self, prefetch)
+        ledger = self._host_shelf.ledger
+        for batch in prefetch.batches.values():
+            if batch.good < 0:
+                ledger.move(batch.pages, prefetch.owner, FREE_OWNER, "too early")
+
+    with replaced(Prefetches, "_abandon", abandon):
         yield
 
 

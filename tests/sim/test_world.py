@@ -46,7 +46,7 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
         "landed", "recomputed", "retracted", "cancel", "crash", "pause", "partition", "pieces lost",
         "frames sent again", "rejected crc",
         "rejected closed_grant", "decode failed: peer_gone", "prefill failed: aborted", "quarantined",
-        "operations lost", "end length", "end stop", "end abort", "end lost",
+        "operations lost", "prefetched tokens", "end length", "end stop", "end abort", "end lost",
     )  # fmt: skip
     missing = [name for name in expected if not counts.get(name)]
     assert not missing, f"never happened: {missing}, in {counts}"

@@ -115,6 +115,11 @@ class Cluster:
             )
             for work in scenario.works
         }
+        kept = rng.split("kept")
+        for work in scenario.works:
+            if kept.random() < 0.5:
+                for engine in self.engines.values():
+                    engine.keep(work.prompt, work.salt)
         self._by_step: dict[int, list[Fault]] = {}
         for work in scenario.works:
             self.timeline.at(work.at, self._arrive, work)

@@ -29,6 +29,8 @@ def draw(seed: int, *, backend: str = "") -> Scenario:
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
+    prefetch = more.choice(("none", "best_effort", "timeout", "wait_complete"))
+    shape = replace(shape, engines=tuple(replace(e, prefetch=prefetch) if e.host_pages else e for e in shape.engines))
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
     prefills = [engine.name for engine in shape.engines if engine.role == "prefill"]
     works = _works(rng, shape, decodes, prefills)
@@ -101,7 +103,7 @@ def _options(rng: Rng, more: Rng) -> Options:
         lose_piece=maybe(0.2, 0.3),
         allocation=maybe(0.2, 0.2),
         restore=maybe(0.2, 0.3),
-        rank_delay_s=maybe(0.5, 0.05),
+        rank_delay_s=maybe(0.5, more.choice((0.05, 0.05, 0.3))),
         write_late_s=maybe(0.7, rng.choice((0.3, 3.0))),
         lose_op=round(more.random() * 0.2, 4) if more.random() < 0.25 else 0.0,
     )

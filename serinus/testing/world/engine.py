@@ -11,7 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from serinus.cache import CacheGeometry, PartPages, PrefixCache
+from serinus.cache.keys import HASH_BYTES
 from serinus.core.errors import CapacityError, RequestError
 from serinus.core.metrics import Metrics
 from serinus.core.plan import SeqResult, StepPlan, StepResult
@@ -30,6 +33,7 @@ from serinus.testing.world.network import Network, SimChannel
 from serinus.testing.world.options import EngineShape, Options, Shape
 from serinus.testing.world.ports import Shared, SimDecodePort, SimPost, SimPrefillPort
 from serinus.testing.world.ranks import Rank
+from serinus.testing.world.storage import SimStorage
 from serinus.testing.world.timeline import Timeline
 from serinus.testing.world.toy import Lanes, next_token
 
@@ -97,16 +101,19 @@ class Engine:
             for number in range(shape.tp * shape.pp)
         ]  # fmt: skip
         self.mover = SimMover(self, shape.host_pages, self._copy_fails) if shape.host_pages else None
+        self.storage = self._storage()
         self.cache = FlakyCache(
-            CacheGeometry(page_size=shape.page_size, full_pages=shape.pages, host_full_pages=shape.host_pages),
-            mover=self.mover, write_policy=shape.write_policy,
+            CacheGeometry(
+                page_size=shape.page_size, full_pages=shape.pages, host_full_pages=shape.host_pages, read_batch_pages=2
+            ),
+            mover=self.mover, storage=self.storage, write_policy=shape.write_policy,
         )  # fmt: skip
         self.cache.refuse = self._refuses
         self.scheduler = Scheduler(
             SchedSettings(
                 page_size=shape.page_size, context_length=world.context_length, rows=ROWS, vocab_size=world.vocab_size,
                 max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, growth_tokens=4,
-                min_remote_tokens=2, eos_ids=(0,),
+                min_remote_tokens=2, eos_ids=(0,), prefetch_policy=shape.prefetch, prefetch_s_max=0.2,
             ),
             self.cache,
         )  # fmt: skip
@@ -143,6 +150,22 @@ class Engine:
                 scheduler=self.scheduler, port=prefill, channels=(), metrics=self.metrics, clock=self.timeline
             )
         self.wake()
+
+    def _storage(self) -> SimStorage | None:
+        shape = self.shape
+        if self.mover is None or shape.prefetch == "none":
+            return None
+        return SimStorage(
+            self, self.mover, self._shared.folders.setdefault((shape.page_size, shape.tp, shape.pp), {})
+        )  # fmt: skip
+
+    def keep(self, prompt: tuple[int, ...], salt: str) -> None:
+        """Its storage, where it has one, knows the whole pages of a prompt from an earlier day."""
+        tokens = np.array(prompt[: len(prompt) // self.shape.page_size * self.shape.page_size], np.int32)
+        if self.storage is not None and len(tokens):
+            names = self.cache.shelves.keys
+            chained = names.chain(names.seed(salt.encode()), tokens.tobytes())
+            self.storage.keep([chained[at : at + HASH_BYTES] for at in range(0, len(chained), HASH_BYTES)], tokens)
 
     def kill(self) -> None:
         """kill -9: nothing is said to anybody; the operating system closes the connections."""
@@ -338,6 +361,7 @@ class Engine:
         counts = {f"rejected {reason}": count for reason, count in self.port.rejects.items()}
         cache = self.cache.stats()
         counts["loaded tokens"], counts["failed copies"] = cache.loaded_tokens, cache.failed_copies
+        counts["prefetched tokens"] = cache.prefetched_tokens
         counts["backed up tokens"] = cache.backup_tokens
         counts["recomputed"] = totals.recomputed
         counts["retracted"] = totals.retracted

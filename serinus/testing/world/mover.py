@@ -50,6 +50,10 @@ class SimMover:
         self._ops: dict[int, _Op] = {}
         self.failed_count = 0
 
+    def host(self, rank: Rank) -> NDArray[np.uint8]:
+        """A rank's pages on the host."""
+        return self._host[rank.number]
+
     def submit(self, moves: Sequence[Move]) -> None:
         engine = self._engine
         late = 0.0 if engine.calm else engine.options.late_s

@@ -31,6 +31,8 @@ class EngineShape:
     """Pages of its host pool, the padding page included; 0 = there is none."""
     write_policy: str = "write_through"
     """When pages are copied to the host."""
+    prefetch: str = "none"
+    """How long a request waits for the storage behind the host pool; none = there is no storage."""
     chunk: int = 8
     """Prompt tokens of one step at most."""
 
@@ -76,7 +78,7 @@ class Options:
     allocation: float = 0.0
     """The cache has no room, though it has."""
     restore: float = 0.0
-    """A copy between device and host fails."""
+    """A copy between device and host fails; a storage operation ends midway."""
     rank_delay_s: float = 0.0
     """A rank takes up to so much longer than the leader to do its part."""
     write_late_s: float = 0.0

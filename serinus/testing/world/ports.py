@@ -25,6 +25,7 @@ from serinus.pd import (
 from serinus.testing.world.crew import SimCrew
 from serinus.testing.world.guard import check_landed
 from serinus.testing.world.one_sided import CAPABILITIES, Fabric, SimOneSided
+from serinus.testing.world.storage import Folder
 from serinus.wire import Gone, Letter, Post
 from serinus.wire.messages import AbortGrant, Data, DataOk, Fail, Grant, LayoutSignature, Prepare
 
@@ -48,6 +49,8 @@ class Shared:
         self.fabric = fabric
         self.local = LocalBackend(_STAGING_BYTES)
         self._minted = 0
+        self.folders: dict[tuple[int, int, int], Folder] = {}
+        """What is stored, by page size, tensor and pipeline ranks of the engines that share it."""
 
     def incarnation(self, name: str, life: int) -> int:
         """Of one life of one engine."""

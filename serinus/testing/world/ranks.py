@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from serinus.core.plan import SeqWork, StepPlan
 from serinus.parallel import DecisionFollower, RankTable, StepHeader
-from serinus.testing.world.toy import ROOT, Lanes, link
+from serinus.testing.world.toy import ROOT, Lanes, expected_kv, link
 
 __all__ = ["Rank", "share"]
 
@@ -100,6 +100,14 @@ class Rank:
         pages, offsets = np.divmod(slots, self.page_size)
         words: NDArray[np.uint64] = self.kv[pages, :, :, offsets, :].reshape(len(slots), -1)
         return words
+
+    def pages_of(self, tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """The bytes of whole pages of a sequence: [pages, page_bytes]."""
+        words = expected_kv(self.lanes, tokens, self.which)
+        shape = (len(tokens) // self.page_size, self.page_size, len(self.layers), 2, len(self.heads))
+        pages = np.ascontiguousarray(words.reshape(shape).transpose(0, 2, 3, 1, 4))
+        found: NDArray[np.uint8] = pages.view(np.uint8).reshape(shape[0], -1)
+        return found
 
     # ---- pages as bytes (pd's PageStore) ----------------------------------------------------------------------------
 
