@@ -155,6 +155,9 @@ class _Service:
         code = await self._engine.ended()
         reason, ending = how_it_ended(code), self._engine.ending()
         self._code = CONFIG_CODE if code == CONFIG_CODE else 1
+        if self._config.parallel.size > 1 and ending is None:
+            self._code = LOST_CODE if self._code == 1 else self._code
+            reason = f"has lost rank TP0 PP0, its leader: it {reason}"
         if ending is not None:
             self._code = ending.code if ending.code in (CONFIG_CODE, LOST_CODE) else self._code
             reason = f"{reason}: {ending.reason}"

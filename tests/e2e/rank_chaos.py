@@ -1,0 +1,188 @@
+"""Abort storms and lost ranks on real engines of several ranks, round after round.
+
+    python -m tests.e2e.rank_chaos --rounds 200 --seed 1
+
+A storm: many requests at once; some clients hang up, some requests are aborted by their id, the others must get what
+the oracle says; afterwards every gauge of every rank is zero, every page is free or cached, and no rank has more open
+files than at the start. Every few rounds a rank, the leader too, is killed or stopped in the middle of a storm: the
+engine ends as a whole within 10 s with exit code 3 and names the rank, every client has the right answer or an error in
+words, and no process is left. A lost engine is started again in the next shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from serinus.testing.servers import Server
+
+from .cluster import HTTP, busy, until
+from .grid import SMALL, all_gone, prompts, ranks_of, right, toy
+
+SHAPES = ((2, 1), (1, 2), (2, 2), (1, 3))
+"""(TP, PP) of engines, in turn."""
+END_S = 10.0
+"""A lost rank ends its engine within this time."""
+FILES_MORE = 6
+"""Open files that a rank may have more than after its first storm."""
+
+
+class Storm:
+    """Requests to one engine, some of which are left or aborted."""
+
+    def __init__(self, url: str, checkpoint: Path, rng: random.Random, count: int) -> None:
+        self.seen: Counter[str] = Counter()
+        self._url = url
+        self._checkpoint = checkpoint
+        self._rng = rng
+        self._plans = [
+            (f"storm-{rng.randrange(1 << 40)}", prompt, rng.choice(("stay", "stay", "leave", "abort")))
+            for prompt in prompts(count, rng.randrange(1 << 30))
+        ]
+
+    def begin(self, pool: ThreadPoolExecutor) -> list[Future[str]]:
+        """Send them all."""
+        return [
+            pool.submit(self._ask, *plan, self._rng.randint(1, 24), self._rng.randint(0, 3)) for plan in self._plans
+        ]
+
+    def _ask(self, rid: str, prompt: list[int], end: str, count: int, events: int) -> str:
+        """One client; what became of it, `wrong: ...` where that should not be."""
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling}
+        try:
+            if end == "leave":
+                return self._leave(body, events)
+            return self._judged(HTTP.post(f"{self._url}/generate", json=body), prompt, count)
+        except httpx.TransportError as error:
+            return f"cut: {type(error).__name__}"
+
+    def _leave(self, body: dict[str, Any], events: int) -> str:
+        with HTTP.stream("POST", f"{self._url}/generate", json={**body, "stream": True}) as answer:
+            if answer.status_code >= 400:
+                return f"said {answer.status_code}"
+            for seen, _ in enumerate(answer.iter_lines()):
+                if seen >= events:
+                    break
+        return "left"
+
+    def _judged(self, answer: httpx.Response, prompt: list[int], count: int) -> str:
+        if answer.status_code != 200:
+            words = answer.json().get("error", {}).get("message", "")
+            return f"said {answer.status_code}" if words else f"wrong: {answer.status_code} without words"
+        said, expected = answer.json(), right(self._checkpoint, prompt, count)
+        if said["output_ids"] == expected:
+            return "right"
+        aborted = said["meta_info"]["finish_reason"]["type"] == "abort"
+        if aborted and said["output_ids"] == expected[: len(said["output_ids"])]:
+            return "aborted"
+        return f"wrong: {said['output_ids']}, expected {expected}"
+
+    def judge(self, futures: Sequence[Future[str]], *, calm: bool) -> None:
+        """Wait for all. In calm nobody is cut off, and nobody hears of an engine that is gone."""
+        for future in futures:
+            what = future.result(60)
+            self.seen[what] += 1
+            assert not what.startswith("wrong"), what
+            assert not calm or what in ("right", "aborted", "left"), what
+
+
+class Engine:
+    """One engine under test, by its shape."""
+
+    def __init__(self, checkpoint: Path, shape: tuple[int, int]) -> None:
+        tp, pp = shape
+        self.server = Server("serve", str(checkpoint), "--tp-size", str(tp), "--pp-size", str(pp), *SMALL)
+        self.server.__enter__()
+        self.url = self.server.url
+        self.ranks = {name: int(rank["pid"]) for name, rank in ranks_of(self.url).items()}
+        self._files: dict[str, int] = {}
+
+    def check(self) -> None:
+        """Nothing is left of a storm, on any rank."""
+        until(lambda: not busy(self.url), f"all gauges of all ranks are zero: {busy(self.url)}", 30)
+        for name, pid in self.ranks.items():
+            files = len(os.listdir(f"/proc/{pid}/fd"))
+            first = self._files.setdefault(name, files)
+            assert files <= first + FILES_MORE, f"{name} has {files} open files, {first} after its first storm"
+
+    def lose(self, name: str, number: signal.Signals) -> float:
+        """Kill or stop a rank; seconds until the engine has ended as it should."""
+        begun = time.monotonic()
+        os.kill(self.ranks[name], number)
+        code = self.server.process.wait(END_S)
+        seconds = time.monotonic() - begun
+        assert code == 3, f"exit code {code} after {number.name} to {name}, expected 3:\n{self.server.output}"
+        said = self.server.wait_line(r"the engine unified-0 (ended|died|has lost)", 5)
+        assert name in said, f"{said}: expected {name}"
+        all_gone(list(self.ranks.values()))
+        return seconds
+
+
+def run(rounds: int, seed: int, every: int, count: int) -> dict[str, Any]:
+    """All rounds; what happened. Raises AssertionError for whatever should not."""
+    rng = random.Random(seed)
+    seen: Counter[str] = Counter()
+    ends: dict[str, list[float]] = {}
+    engine: Engine | None = None
+    shapes = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 * count) as pool:
+        checkpoint = toy(Path(folder))
+        try:
+            for index in range(1, rounds + 1):
+                if engine is None:
+                    engine = Engine(checkpoint, SHAPES[shapes % len(SHAPES)])
+                    shapes += 1
+                storm = Storm(engine.url, checkpoint, rng, count)
+                asked = storm.begin(pool)
+                loses = index % every == 0
+                if loses:
+                    name, number = rng.choice(list(engine.ranks)), rng.choice((signal.SIGKILL, signal.SIGSTOP))
+                    ends.setdefault(number.name, []).append(engine.lose(name, number))
+                storm.judge(asked, calm=not loses)
+                seen += storm.seen
+                if loses:
+                    engine.server.kill()
+                    engine = None
+                else:
+                    engine.check()
+                print(f"round {index}: {dict(storm.seen)}", file=sys.stderr, flush=True)
+        finally:
+            if engine is not None:
+                engine.server.kill()
+    return {
+        "rounds": rounds,
+        "seed": seed,
+        "requests": sum(seen.values()),
+        "seen": dict(seen),
+        "lost": {name: {"count": len(times), "slowest_s": round(max(times), 2)} for name, times in ends.items()},
+    }
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", type=int, default=4, help="a rank is lost in each such round")
+    parser.add_argument("--count", type=int, default=24, help="requests of a storm")
+    arguments = parser.parse_args()
+    print(json.dumps(run(arguments.rounds, arguments.seed, arguments.every, arguments.count)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
