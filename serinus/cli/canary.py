@@ -253,7 +253,12 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
         users = ",".join(item["users"])
         lines.append(
             f"  step {item['step']}: {'|'.join(item['reasons'])} by {item['tag']}: slot {item['slot']}, page"
-            f" {item['page']}, position {item['position']}, request {item['rid'] or '-'!a}, owner {item['owner']!a},"
-            f" users {users!a}, history {item['history']!a}"
+            f" {item['page']}{_of_rank(item)}, position {item['position']}, request {item['rid'] or '-'!a},"
+            f" owner {item['owner']!a}, users {users!a}, history {item['history']!a}"
         )
     return lines
+
+
+def _of_rank(item: dict[str, Any]) -> str:
+    """On whose pools it was found, where an engine has several ranks."""
+    return f" of rank {item['rank']}" if item.get("rank") else ""

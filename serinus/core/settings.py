@@ -157,7 +157,7 @@ class CacheSettings:
         False, "keep KV that leaves the device in host memory (and in storage)", "--enable-hicache"
     )
     hicache_ratio: float = setting(2.0, "host tier: its size, as a multiple of the device's", low=0.1)
-    hicache_size: float = setting(0.0, "host tier: its size in GB; 0 = by --hicache-ratio", low=0)
+    hicache_size: float = setting(0.0, "host tier: its size in GB, of each rank; 0 = by --hicache-ratio", low=0)
     hicache_write_policy: str = setting(
         "write_through",
         "when KV goes to the host: at once, at its second use, or only when it must leave the device",
@@ -167,7 +167,9 @@ class CacheSettings:
         "none", "where KV is kept beyond the host; survives a restart", choices=("none", "file")
     )
     hicache_storage_dir: str = setting("", "folder of the storage backend `file`", metavar="DIR")
-    hicache_storage_size: float = setting(0.0, "storage: GB at most, the oldest go first; 0 = no bound", low=0)
+    hicache_storage_size: float = setting(
+        0.0, "storage: GB at most, of all ranks together, the oldest go first; 0 = no bound", low=0
+    )
     hicache_storage_prefetch_policy: str = setting(
         "timeout",
         "how long a request waits for storage: not at all, up to --hicache-prefetch-timeout, or to the end",

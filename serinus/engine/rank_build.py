@@ -140,11 +140,9 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
         memory = {} if tiers is None else tiers.host
-        guard = canary = None
-        if mesh.size == 1:
-            guard = make_guard(config, spec, pools, tables, device, memory)
-        else:
-            canary = make_rank_canary(config, spec, shards, rank, pools, tables, device, memory)
+        alone, several = mesh.size == 1, mesh.size > 1
+        guard = make_guard(config, spec, pools, tables, device, memory) if alone else None
+        canary = make_rank_canary(config, spec, shards, rank, pools, tables, device, memory) if several else None
         hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
         hooks += [each.hook for each in (guard, canary) if each is not None]
         oracle = config.kernels.sampling_backend == "token_oracle"
