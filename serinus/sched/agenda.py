@@ -100,7 +100,7 @@ class Agenda:
             work.append(chunk)
             states.append(state)
             left -= len(chunk.tokens)
-        return 0 if growth.barred else left
+        return left
 
     def _admit(self, budget: int, now: float) -> list[tuple[ReqState, SeqWork]]:
         """Bring in waiting requests, in the policy's order, until budget, rows or pages are used up."""

@@ -32,11 +32,6 @@ class Growth:
     barred_seq: int = _NOBODY
     """Age of the oldest that lacks a page until somebody who is under way can give one: nobody younger gets a chunk."""
 
-    @property
-    def barred(self) -> bool:
-        """Whether somebody sits this plan out."""
-        return self.barred_seq != _NOBODY
-
 
 class Batch:
     """The running requests, and those in transit towards it. Lists are in the order in which requests came to them."""
@@ -83,7 +78,7 @@ class Batch:
             first = next((state for state in self.prefilling if state.wants_chunk), None)
             if first is not None and first.swa is not None and first.swa.room <= first.planned and not first.under_way:
                 self._make_room(first, first.full.end, growth)
-        if growth.gone or growth.barred:
+        if growth.gone or growth.barred_seq != _NOBODY:
             growth.decoding = [s for s in growth.decoding if s.phase is Phase.DECODE and s.known <= s.full.room]
         if self._depth > 1:
             for turn, state in enumerate(growth.decoding, self._turn + 1):

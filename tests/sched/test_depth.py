@@ -203,6 +203,20 @@ def test_a_window_moves_on_under_chunks_of_several_plans(window: int) -> None:
     finish(engine, a=long, b=PROMPT)
 
 
+def test_a_prompt_whose_window_moves_on_at_its_commit_takes_no_page_from_others_before() -> None:
+    engine = TinyEngine(depth=2, window=4, swa_page_count=9, growth_tokens=0, chunked_prefill_size=-1)
+    old = list(range(100, 148))
+    engine.add("old", old, max_new_tokens=2)
+    engine.scheduler.add(make_request("young", [5] * 6, max_new_tokens=2), remote=True)
+    assert [each.rid for each in engine.scheduler.take_reservations(0.0)] == ["young"]
+    first = planned(engine)
+    assert first.work[0].start + len(first.work[0].tokens) < len(old)  # as far as there are pages for its window
+    engine.take(engine.scheduler.landed("young", 7, None, 0.0))
+    assert rids(planned(engine)) == ["young"]
+    assert engine.scheduler.stats().totals.retracted == 0
+    finish(engine, old=old)
+
+
 def test_chunks_for_a_decode_engine_are_announced_as_they_are_committed() -> None:
     engine = TinyEngine(depth=3, chunked_prefill_size=8)
     engine.scheduler.add(make_request("x", PROMPT, max_new_tokens=4), handoff=HandoffSpec(xid="x", held=4))
