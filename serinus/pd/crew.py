@@ -65,7 +65,9 @@ class LocalCrew:
         """Nothing comes from elsewhere."""
 
     def poll(self) -> list[HandAnswer]:
-        found, self._answers = self._answers, []
+        found = self._answers
+        if found:
+            self._answers = []
         return found
 
     def close(self) -> None:

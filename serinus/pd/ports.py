@@ -87,6 +87,7 @@ class Port(ABC, Generic[Event, Result, Token]):
         self._pace = Pace()
         self._ticked_at = -1.0
         self._peers: dict[str, AttachPeer] = {}
+        self._offences = 0
         self._blamed: Counter[str] = Counter()
         """Messages without sense, by peer."""
 
@@ -110,7 +111,7 @@ class Port(ABC, Generic[Event, Result, Token]):
         out: list[Result] = []
         self._pace.look(self._clock.now())
         self._crew.look()
-        self._run_all(self._answers(), out)
+        self._run_all(self._told(self._crew.poll()), out)
         for item in self._post.poll(min(timeout_s, MOVING_S) if self._reach.is_busy else timeout_s):
             if isinstance(item, Letter):
                 event: Received | PeerLost = Received(
@@ -119,9 +120,9 @@ class Port(ABC, Generic[Event, Result, Token]):
             else:
                 self._leave(item.peer)
                 event = PeerLost(peer=item.peer, reason=item.reason)
-            offences = self._offences()
+            rejected = self.machine.rejects.total()
             self._run(event, out)
-            if self._offences() > offences:
+            if self.machine.rejects.total() > rejected:
                 self._blame(item.peer, out)
         if self._reach.is_busy:
             self._reap(out)
@@ -166,15 +167,16 @@ class Port(ABC, Generic[Event, Result, Token]):
         events: deque[Event | Received | PeerLost | Tick] = deque((event,))
         while events:
             self._perform(events.popleft(), events, out)
-            events.extend(self._answers())
+            if answers := self._crew.poll():
+                events.extend(self._told(answers))
 
     def _run_all(self, events: Sequence[Event], out: list[Result]) -> None:
         for event in events:
             self._run(event, out)
 
-    def _answers(self) -> list[Event]:
-        """What the ranks have answered, as events."""
-        return [event for answer in self._crew.poll() if (event := self._answered(answer)) is not None]
+    def _told(self, answers: Sequence[HandAnswer]) -> list[Event]:
+        """What ranks have answered, as events."""
+        return [event for answer in answers if (event := self._answered(answer)) is not None]
 
     def _reap(self, out: list[Result]) -> None:
         """Operations that are over are reported. Where one was lost its peer is given up first: decode fences then, and
@@ -185,12 +187,13 @@ class Port(ABC, Generic[Event, Result, Token]):
             error = "" if item.result.state is OpState.DONE else item.result.error or "it failed"
             self._run(self._report(item.token, error), out)
 
-    def _offences(self) -> int:
-        """What no sound peer ever sends, so far."""
-        return sum(self.machine.rejects[reason] for reason in OFFENCES)
-
     def _blame(self, peer: str, out: list[Result]) -> None:
-        """Every frame of it is sound, and what they say is not: after a few of them it is given up."""
+        """Something of it was rejected. Where every frame of it is sound, and what they say is what no sound peer ever
+        sends, it is given up after a few of them."""
+        offences = sum(self.machine.rejects[reason] for reason in OFFENCES)
+        if offences == self._offences:
+            return
+        self._offences = offences
         self._blamed[peer] += 1
         if self._blamed[peer] >= OFFENCES_MAX and peer in self._peers:
             self._give_up(peer, f"pd: {OFFENCES_MAX} messages that make no sense", out)
