@@ -161,7 +161,13 @@ class Followers:
         device = comm_device(self._config, 0)
         try:
             self._comm = TorchComm(
-                self._meeting, self._mesh, 0, device=device, host=self._host or "127.0.0.1", timeout_s=s_max
+                self._meeting,
+                self._mesh,
+                0,
+                device=device,
+                host=self._host or "127.0.0.1",
+                timeout_s=s_max,
+                check=self.check,
             )
         except PeerGone as error:
             raise self.explained(error) from error

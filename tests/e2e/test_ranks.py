@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from serinus.testing.servers import Server, free_port
 
 from .cluster import HTTP, ask_all, generate_all, has_open, idle, metric, until
 from .grid import SMALL, Node, all_gone, ended, have_namespaces, prompts, ranks_of, right, signal_rank, toy, two_hosts
+from .rank_chaos import Storm
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,14 @@ def test_every_rank_is_shown_with_its_place_its_queues_and_its_time(grid: Server
         assert f'rank="{rank["name"]}"' in text
     assert metric(grid.url, "control_bytes_total") > 0
     assert metric(grid.url, "rank_steps_total") > 0
+
+
+def test_a_storm_of_aborts_leaves_nothing_behind_on_any_rank(grid: Server, checkpoint: Path) -> None:
+    storm = Storm(grid.url, checkpoint, random.Random(5), 40)
+    with ThreadPoolExecutor(80) as pool:
+        storm.judge(storm.begin(pool), calm=True)
+    assert storm.seen["right"]
+    idle(grid.url)
 
 
 def test_a_killed_rank_ends_the_engine_in_words_and_its_client_hears_them(grid: Server) -> None:
