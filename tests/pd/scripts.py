@@ -7,6 +7,7 @@ held. Values are drawn near what is legal, so that scripts come far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from serinus.pd import (
     Copied,
     CopyIn,
     DecodeSide,
+    EndPrefill,
     Fence,
     FencePeer,
     Mode,
@@ -33,8 +35,11 @@ from serinus.pd import (
     ReadIn,
     Received,
     Recompute,
+    StageFailed,
+    StageFull,
     StagePiece,
     Tick,
+    Unstage,
     WritePiece,
 )
 from serinus.wire import decode, encode
@@ -181,23 +186,39 @@ def run_decode(choices: Choices, steps: int) -> None:
 def run_prefill(choices: Choices, steps: int) -> None:
     """A prefill side with clients that say anything; its engine computes what it is asked for."""
     mode = MODES[choices.pick(3)]
-    side = PrefillSide(settings_for(mode, "p", 2))
+    side = PrefillSide(replace(settings_for(mode, "p", 2), staging_pieces=1 + choices.pick(3)))
     now, due, jobs = 0.0, list[Any](), dict[str, Any]()
+    staged = set[tuple[str, str, int]]()
 
     def tell(event: Any) -> None:
         for action in side.handle(event, now):
             name = type(action).__name__
             if isinstance(action, (StagePiece, OfferPiece, WritePiece)):
                 due.append(action)
+            elif isinstance(action, Unstage):
+                staged.remove((action.peer, action.xid, action.piece))
             elif isinstance(action, AddPrefill):
                 assert action.xid not in jobs, f"{action.xid} was added twice"
                 jobs[action.xid] = action
             elif name in ("PrefillDrained", "AbortPrefill", "ForgetPrefill"):
                 jobs.pop(action.xid, None)
 
-    def perform(action: Any) -> None:
-        kind = PieceWritten if isinstance(action, WritePiece) else PieceStaged
-        tell(kind(peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank, digests=bytes(8)))
+    def perform(picked: Any) -> None:
+        """Those of a peer in their order; some find no room, or fail."""
+        action = next(action for action in due if action.peer == picked.peer)
+        due.remove(action)
+        common = {"peer": action.peer, "xid": action.xid, "piece": action.piece, "rank": action.rank}
+        others = sum(peer == action.peer for peer, _xid, _piece in staged)
+        if isinstance(action, WritePiece):
+            tell(PieceWritten(**common, digests=bytes(8)))
+        elif isinstance(action, OfferPiece) or choices.pick(4):
+            if isinstance(action, StagePiece):
+                staged.add((action.peer, action.xid, action.piece))
+            tell(PieceStaged(**common, digests=bytes(8)))
+        elif choices.pick(2) or not others:
+            tell(StageFailed(**common, reason="bad"))
+        else:
+            tell(StageFull(**common, others=others))
 
     for _ in range(steps):
         roll = choices.pick(16)
@@ -210,15 +231,24 @@ def run_prefill(choices: Choices, steps: int) -> None:
             now += (0.3, 2.0, 400.0)[choices.pick(3)]
             tell(Tick())
         elif roll in (3, 4) and due:
-            perform(due.pop(choices.pick(len(due))))
+            perform(due[choices.pick(len(due))])
         elif roll == 5:
             tell(PeerLost(peer=f"in-{choices.pick(2)}", reason="gone"))
         else:
             tell(Received(peer=f"in-{choices.pick(2)}", incarnation=5, message=message_of(choices, mode)))
+    for client in side.clients:
+        for xid in [order.xid for order in list(side._orders.values()) if order.peer == client.peer]:
+            tell(EndPrefill(xid=xid, code="error"))
+    for action in list(due):
+        if isinstance(action, StagePiece) and action in due:
+            perform(action)
+    taken = {(client.peer, *key[:2]) for client in side.clients for key in client.staged}
+    alive = {client.peer for client in side.clients}
+    assert {key for key in staged if key[0] in alive} == taken, "what is staged is what the peer has still to take"
     for peer in ("in-0", "in-1"):
         tell(PeerLost(peer=peer, reason="the end"))
     while due:
-        perform(due.pop())
+        perform(due[0])
     assert side.handoff_count == 0, "I12: every order ended"
 
 
