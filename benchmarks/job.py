@@ -24,7 +24,6 @@ from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine import EngineCore, build_core
-from serinus.engine.tiers import pause
 from serinus.kernels import load
 from serinus.models import ModelSpec
 
@@ -56,9 +55,8 @@ def serinus_run(core: EngineCore, prompts: list[list[int]], output: int) -> Run:
     middle = begin
     while not core.scheduler.idle:
         outcome = core.step()
-        if outcome is None:  # everybody waits for storage
-            assert core.wait_s is not None, "nothing can run, expected a step"
-            pause(core.wait_s)
+        if outcome is None:  # everybody waits for storage, or for other ranks
+            assert core.waited(), "nothing can run, expected a step"
             continue
         for delta in outcome.deltas:
             outputs[int(delta.rid)].extend(delta.token_ids)

@@ -1,5 +1,5 @@
 """What the control line between ranks costs per step: a decode step of 64 requests at PP2 x TP2, ranks as processes
-whose runner computes nothing. `python -m benchmarks.parallel_control [--requests 64] [--tp 2] [--pp 2]`."""
+whose runner computes nothing. `python benchmarks/parallel_control.py [--requests 64] [--tp 2] [--pp 2]`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def measure(mesh: Mesh, requests: int, steps: int) -> dict[str, object]:
     """Lead and time."""
     with tempfile.TemporaryDirectory() as folder:
         group = RankGroup(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK)
-        words = [sys.executable, "-m", "benchmarks.parallel_control", "--follow", group.address]
+        words = [sys.executable, __file__, "--follow", group.address]
         shape = ["--tp", str(mesh.tp), "--pp", str(mesh.pp)]
         children = [subprocess.Popen([*words, *shape, "--rank", str(rank)]) for rank in range(1, mesh.size)]
         group.gather(lambda: None, 60.0)

@@ -87,10 +87,10 @@ def first_token(url: str, seed: int) -> tuple[float, dict[str, Any]]:
     return CLOCK.now() - begin, answer.json()["meta_info"]
 
 
-def handoff(path: Path, rounds: int) -> dict[str, Any]:
+def handoff(path: Path, rounds: int, *flags: str) -> dict[str, Any]:
     """Time to first token through a handoff against the same prefill engine answering by itself, in turns."""
     pool = ("--max-total-tokens", "4096")  # small enough that memory is in use, not touched for the first time
-    with Server("up", str(path), *pool, "--disaggregation-transfer-backend", "shm") as up:
+    with Server("up", str(path), *pool, "--disaggregation-transfer-backend", "shm", *flags) as up:
         ready = float(re.search(r"ready in ([\d.]+) s", up.wait_line("serinus up: ready in"))[1])  # type: ignore[index]
         members = httpx.get(f"{up.url}/server_info").json()["engines"]
         prefill = next(m["url"] for m in members if m["server_info"]["role"] == "prefill")
