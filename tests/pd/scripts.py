@@ -19,6 +19,7 @@ from serinus.pd import (
     CancelHandoff,
     Capabilities,
     CheckIn,
+    ClosePeer,
     Copied,
     CopyIn,
     DecodeSide,
@@ -183,18 +184,54 @@ def run_decode(choices: Choices, steps: int) -> None:
     assert not side._copying
 
 
+def _sensible(side: PrefillSide, peer: str, choices: Choices) -> Message:
+    """What a sound decode engine might say next."""
+    client = side._clients.get(peer)
+    if client is None:
+        return Hello(engine=peer, role="decode", layout=LAYOUT, backends=("b",), host="here")
+    orders = [order for order in side._orders.values() if order.peer == peer]
+    waiting = [order for order in orders if order.granted_at is None]
+    staged = sorted(client.staged)
+    if staged and choices.pick(2):
+        xid, piece, rank = staged[choices.pick(len(staged))]
+        return DataOk(xid=xid, grant=1, piece=piece, rank=rank)
+    if waiting and choices.pick(3):
+        order = waiting[choices.pick(len(waiting))]
+        pages = list(range(1, 1 + order.end - order.held // 4))
+        spans = (SpanPages(part=0, first=order.held // 4, pages=pages),)
+        return Grant(xid=order.xid, grant=order.grant, spans=spans, digest_seed=7)
+    if orders and not choices.pick(6):
+        return Fail(xid=orders[0].xid, grant=orders[0].grant, code="aborted", reason="left")
+    grant = max((*client.closed, *client.live, client.floor, 10)) + 1
+    return Prepare(
+        xid=f"{peer}-{grant}", grant=grant, rid="r", prompt=bytes(4 * (1 + choices.pick(40))), sampling=Sampling(),
+        seed=1, held=0, deadline_s=100.0,
+    )  # fmt: skip
+
+
 def run_prefill(choices: Choices, steps: int) -> None:
     """A prefill side with clients that say anything; its engine computes what it is asked for."""
     mode = MODES[choices.pick(3)]
     side = PrefillSide(replace(settings_for(mode, "p", 2), staging_pieces=1 + choices.pick(3)))
     now, due, jobs = 0.0, list[Any](), dict[str, Any]()
     staged = set[tuple[str, str, int]]()
+    names, lives = ["in-0", "in-1"], 2
+
+    def left(peer: str) -> None:
+        """A name is never used again; what was staged for it is gone."""
+        nonlocal lives
+        staged.difference_update([key for key in staged if key[0] == peer])
+        if peer in names:
+            names[names.index(peer)] = f"in-{lives}"
+            lives += 1
 
     def tell(event: Any) -> None:
         for action in side.handle(event, now):
             name = type(action).__name__
             if isinstance(action, (StagePiece, OfferPiece, WritePiece)):
                 due.append(action)
+            elif isinstance(action, ClosePeer):
+                left(action.peer)
             elif isinstance(action, Unstage):
                 staged.remove((action.peer, action.xid, action.piece))
             elif isinstance(action, AddPrefill):
@@ -212,7 +249,7 @@ def run_prefill(choices: Choices, steps: int) -> None:
         if isinstance(action, WritePiece):
             tell(PieceWritten(**common, digests=bytes(8)))
         elif isinstance(action, OfferPiece) or choices.pick(4):
-            if isinstance(action, StagePiece):
+            if isinstance(action, StagePiece) and action.peer in names:
                 staged.add((action.peer, action.xid, action.piece))
             tell(PieceStaged(**common, digests=bytes(8)))
         elif choices.pick(2) or not others:
@@ -233,9 +270,14 @@ def run_prefill(choices: Choices, steps: int) -> None:
         elif roll in (3, 4) and due:
             perform(due[choices.pick(len(due))])
         elif roll == 5:
-            tell(PeerLost(peer=f"in-{choices.pick(2)}", reason="gone"))
+            peer = names[choices.pick(2)]
+            left(peer)
+            tell(PeerLost(peer=peer, reason="gone"))
+        elif roll > 8:
+            peer = names[choices.pick(2)]
+            tell(Received(peer=peer, incarnation=5 + int(peer[3:]), message=_sensible(side, peer, choices)))
         else:
-            tell(Received(peer=f"in-{choices.pick(2)}", incarnation=5, message=message_of(choices, mode)))
+            tell(Received(peer=names[choices.pick(2)], incarnation=5, message=message_of(choices, mode)))
     for client in side.clients:
         for xid in [order.xid for order in list(side._orders.values()) if order.peer == client.peer]:
             tell(EndPrefill(xid=xid, code="error"))
@@ -243,9 +285,9 @@ def run_prefill(choices: Choices, steps: int) -> None:
         if isinstance(action, StagePiece) and action in due:
             perform(action)
     taken = {(client.peer, *key[:2]) for client in side.clients for key in client.staged}
-    alive = {client.peer for client in side.clients}
-    assert {key for key in staged if key[0] in alive} == taken, "what is staged is what the peer has still to take"
-    for peer in ("in-0", "in-1"):
+    assert staged == taken, "what is staged is what the peer has still to take"
+    for peer in list(names):
+        left(peer)
         tell(PeerLost(peer=peer, reason="the end"))
     while due:
         perform(due[0])
