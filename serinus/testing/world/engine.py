@@ -113,7 +113,7 @@ class Engine:
             SchedSettings(
                 page_size=shape.page_size, context_length=world.context_length, rows=ROWS, vocab_size=world.vocab_size,
                 max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, growth_tokens=4,
-                min_remote_tokens=2, eos_ids=(0,), prefetch_policy=shape.prefetch, prefetch_s_max=0.2,
+                min_remote_tokens=2, eos_ids=(0,), prefetch_policy=shape.prefetch, prefetch_s_max=0.05,
             ),
             self.cache,
         )  # fmt: skip

@@ -101,7 +101,7 @@ class SimStorage:
     def _reached(self, op: _Op, rank: Rank) -> None:
         engine = self._engine
         late = 0.0 if engine.calm else engine.options.late_s
-        engine.timeline.after(_OP_S + (engine.rng.random() * late * 0.2 if late else 0.0), self._act, op, rank)
+        engine.timeline.after(_OP_S + (engine.rng.random() * late * 0.5 if late else 0.0), self._act, op, rank)
 
     def _act(self, op: _Op, rank: Rank) -> None:
         """On a thread of its own, so beside whatever the rank does."""
