@@ -20,6 +20,7 @@ from serinus.core.errors import InvariantError
 
 __all__ = ["Decision", "DecisionFollower", "DecisionKind", "DecisionLog", "OrderTo", "StepHeader"]
 
+_JSON: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _TAIL: Final = 64
 """Decisions kept as evidence."""
 
@@ -48,7 +49,7 @@ class Decision:
 
     def folded(self, digest: int) -> int:
         """The rolling digest with this decision. Cost: a few microseconds."""
-        text = json.dumps([self.number, self.kind.value, self.rid, self.payload], sort_keys=True, separators=(",", ":"))
+        text = _JSON.encode([self.number, self.kind.value, self.rid, self.payload])
         return xxhash.xxh3_64_intdigest(text.encode(), digest)
 
     def __str__(self) -> str:
