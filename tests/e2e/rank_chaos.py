@@ -1,12 +1,14 @@
 """Abort storms and lost ranks on real engines of several ranks, round after round.
 
-    python -m tests.e2e.rank_chaos --rounds 200 --seed 1
+    python -m tests.e2e.rank_chaos --rounds 200 --seed 1             # one engine
+    python -m tests.e2e.rank_chaos --rounds 100 --seed 1 --pairs     # prefill and decode behind their router
 
 A storm: many requests at once; some clients hang up, some requests are aborted by their id, the others must get what
 the oracle says; afterwards every gauge of every rank is zero, every page is free or cached, and no rank has more open
 files than at the start. Every few rounds a rank, the leader too, is killed or stopped in the middle of a storm: the
 engine ends as a whole within 10 s with exit code 3 and names the rank, every client has the right answer or an error in
-words, and no process is left. A lost engine is started again in the next shape.
+words, and no process is left. A lost engine is started again in the next shape. Of a pair, one engine loses a rank: the
+other stays, `serinus up` starts the lost one again, and prompts are handed over as before.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ import httpx
 
 from serinus.testing.servers import Server
 
-from .cluster import HTTP, busy, until
+from .cluster import HTTP, busy, engines, handed_over, until
 from .grid import SMALL, all_gone, prompts, ranks_of, right, toy
 
 SHAPES = ((2, 1), (1, 2), (2, 2), (1, 3))
 """(TP, PP) of engines, in turn."""
+PAIRS = (((1, 2), (1, 1)), ((2, 2), (2, 1)), ((2, 1), (1, 2)))
+"""(TP, PP) of prefill and of decode engines, in turn."""
 END_S = 10.0
 """A lost rank ends its engine within this time."""
 FILES_MORE = 6
@@ -132,19 +136,67 @@ class Engine:
         return seconds
 
 
-def run(rounds: int, seed: int, every: int, count: int) -> dict[str, Any]:
+class Pair:
+    """A prefill and a decode engine of several ranks, with the face of an Engine."""
+
+    def __init__(self, checkpoint: Path, shape: tuple[tuple[int, int], tuple[int, int]]) -> None:
+        words = ["up", str(checkpoint), "--disaggregation-min-tokens", "4", *SMALL]
+        for role, (tp, pp) in zip(("prefill", "decode"), shape, strict=True):
+            words += [f"--{role}-tp-size", str(tp), f"--{role}-pp-size", str(pp)]
+        self.server = Server(*words)
+        self.server.__enter__()
+        self.url = self.server.url
+        self._look()
+
+    def _look(self) -> None:
+        seen = engines(self.url)
+        self._lives = {name: info["incarnation"] for name, info in seen.items()}
+        self.ranks = {
+            f"{name} {rank['name']}": int(rank["pid"]) for name, info in seen.items() for rank in info["ranks"]
+        }
+
+    def check(self) -> None:
+        """Nothing is left of a storm, on any rank of both; prompts are handed over."""
+        until(lambda: not busy(self.url), f"all gauges of all ranks are zero: {busy(self.url)}", 60)
+        until(lambda: handed_over(self.url, list(range(40))), "prompts are handed over", 60)
+
+    def lose(self, name: str, number: signal.Signals) -> float:
+        """Kill or stop a rank; seconds until its engine has ended. Returns when that engine is back."""
+        engine, rank = name.split(" ", 1)
+        own = [pid for each, pid in self.ranks.items() if each.startswith(engine)]
+        begun = time.monotonic()
+        os.kill(self.ranks[name], number)
+        all_gone(own)
+        seconds = time.monotonic() - begun
+        assert seconds < END_S, f"{name} was lost, its engine ended after {seconds:.1f} s"
+        said = self.server.wait_line(rf"{engine} .*the engine {engine} (ended|died|has lost).*{rank}", 10)
+        assert said
+
+        def is_back() -> bool:
+            info = engines(self.url).get(engine)
+            return info is not None and info["incarnation"] != self._lives[engine]
+
+        until(is_back, f"{engine} is back", 120)
+        self._look()
+        return seconds
+
+
+def run(rounds: int, seed: int, every: int, count: int, *, pairs: bool = False) -> dict[str, Any]:
     """All rounds; what happened. Raises AssertionError for whatever should not."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
     ends: dict[str, list[float]] = {}
-    engine: Engine | None = None
+    engine: Engine | Pair | None = None
     shapes = 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 * count) as pool:
         checkpoint = toy(Path(folder))
         try:
             for index in range(1, rounds + 1):
                 if engine is None:
-                    engine = Engine(checkpoint, SHAPES[shapes % len(SHAPES)])
+                    if pairs:
+                        engine = Pair(checkpoint, PAIRS[shapes % len(PAIRS)])
+                    else:
+                        engine = Engine(checkpoint, SHAPES[shapes % len(SHAPES)])
                     shapes += 1
                 storm = Storm(engine.url, checkpoint, rng, count)
                 asked = storm.begin(pool)
@@ -154,7 +206,7 @@ def run(rounds: int, seed: int, every: int, count: int) -> dict[str, Any]:
                     ends.setdefault(number.name, []).append(engine.lose(name, number))
                 storm.judge(asked, calm=not loses)
                 seen += storm.seen
-                if loses:
+                if loses and (not pairs or index % (3 * every) == 0):
                     engine.server.kill()
                     engine = None
                 else:
@@ -179,8 +231,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=int, default=4, help="a rank is lost in each such round")
     parser.add_argument("--count", type=int, default=24, help="requests of a storm")
+    parser.add_argument("--pairs", action="store_true", help="prefill and decode engines behind their router")
     arguments = parser.parse_args()
-    print(json.dumps(run(arguments.rounds, arguments.seed, arguments.every, arguments.count)))
+    result = run(arguments.rounds, arguments.seed, arguments.every, arguments.count, pairs=arguments.pairs)
+    print(json.dumps(result))
     return 0
 
 
