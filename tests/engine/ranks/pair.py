@@ -85,7 +85,9 @@ class Pair:
         self._keep(self.decode.turn())
         self._keep(self.prefill.turn())
         halves = (self.prefill, self.decode)
-        wait_any([c for half in halves for c in (*half.handoffs.channels, *half.core.executor.channels)], 0.001)
+        channels = [c for half in halves for c in (*half.handoffs.channels, *half.core.executor.channels)]
+        busy = any(half.core._open for half in halves)
+        wait_any(channels, 0.001 if busy else min(half.handoffs.wait_s(0.2) for half in halves))
 
     def run(self) -> None:
         """Until neither holds a request and every rank has heard of it."""
