@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.engine.ranks.tiers import CopyPages, RankMover, RankStorage, TierHand
+from serinus.engine.ranks.tiers import (
+    CopyPages,
+    QueryPages,
+    RankMover,
+    RankStorage,
+    ReadPages,
+    TierHand,
+    WritePages,
+)
 from serinus.testing.fake_mover import POISON, FakeMover, FakeStorage, StoredPages
 from tests.cache.base import READ_BATCH_PAGES, Req
 from tests.cache.model import Pool, Shape
@@ -43,7 +51,7 @@ class Rank:
     def obey(self) -> None:
         """Everything that was ordered."""
         while self.orders:
-            self.hand.obey(self.orders.popleft())
+            self.answers.extend(self.hand.obey(self.orders.popleft()))
 
     def look(self) -> None:
         """What ended is on its way to the leader."""
@@ -78,8 +86,9 @@ class TestLine:
                 if move.kind is MoveKind.LOAD:
                     for each in self._ranks:
                         each.pool[move.part][move.target] = np.uint64(POISON | move.op)
-        for op in {move.op for move in order.moves} if isinstance(order, CopyPages) else {order.op}:
-            self.unanswered.setdefault(op, set(range(self.size)))
+        begun = {order.op} if isinstance(order, (QueryPages, ReadPages, WritePages)) else set()
+        for op in {move.op for move in order.moves} if isinstance(order, CopyPages) else begun:
+            self.unanswered[op] = set(range(self.size))
         for each in self._ranks if rank is None else [self._ranks[rank]]:
             each.orders.append(order)
 

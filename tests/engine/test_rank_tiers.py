@@ -19,6 +19,7 @@ from serinus.core.rng import Rng
 from serinus.engine.ranks.tiers import (
     CancelPages,
     CopyPages,
+    EndCopies,
     QueryPages,
     RankMover,
     RankStorage,
@@ -26,6 +27,7 @@ from serinus.engine.ranks.tiers import (
     TierHand,
     WritePages,
 )
+from serinus.testing.fake_mover import FakeMover
 from tests.cache.drive import drive
 from tests.cache.model import Shape
 from tests.cache.ranked import RankedWorld
@@ -62,7 +64,7 @@ class Wire:
 
 
 def move(op: int, kind: MoveKind = MoveKind.BACKUP) -> Move:
-    return Move(op=op, kind=kind, part=Part.FULL, source=np.array([1], np.int32), target=np.array([2], np.int32))
+    return Move(op=op, kind=kind, part=Part.FULL, source=np.array([op], np.int32), target=np.array([op], np.int32))
 
 
 def test_a_copy_has_ended_when_every_rank_said_so_and_failed_where_one_did() -> None:
@@ -82,6 +84,27 @@ def test_a_copy_has_ended_when_every_rank_said_so_and_failed_where_one_did() -> 
     assert mover.wait([1]) == [MoveDone(op=1, ok=True, seconds=1.0, byte_count=12)]
     assert not mover.open_ops
     assert mover.poll() == []
+
+
+def test_a_rank_answers_at_once_what_its_leader_waits_for() -> None:
+    wire = Wire()
+    leader = RankMover(wire, NAMES)
+    leader.submit([move(1), move(2)])
+    wire.later = [(rank, MoveDone(op=1, ok=True)) for rank in range(3)]
+    assert [done.op for done in leader.wait([1])] == [1]
+    assert wire.orders[1:] == [EndCopies(ops=(1,))]
+
+    content = {Part.FULL: np.zeros((4, 2), np.uint64)}
+    copies = FakeMover(page_size=2, device=content, host_pages={Part.FULL: 4})
+    hand = TierHand(copies, None)
+    assert not hand.obey(wire.orders[0])
+    assert hand.busy
+    assert hand.answers() == []
+    assert [done.op for done in hand.obey(wire.orders[1])] == [1]
+    assert not hand.obey(wire.orders[1]), "answered twice"
+    copies.finish(2)
+    assert [done.op for done in hand.answers()] == [2]
+    assert not hand.busy
 
 
 def test_copies_that_ended_are_told_in_the_order_of_submission() -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from serinus.cache import PageMover, PageStorage
 from serinus.core.errors import InvariantError
+from serinus.core.log import get_logger
 from serinus.core.moves import Move, MoveDone, StorageDone
 from serinus.core.parts import Part
 from serinus.engine.ranks.line import Line
@@ -29,6 +30,7 @@ __all__ = [
     "TIER_ORDERS",
     "CancelPages",
     "CopyPages",
+    "EndCopies",
     "QueryPages",
     "RankMover",
     "RankStorage",
@@ -41,8 +43,9 @@ __all__ = [
     "lead_tiers",
 ]
 
-_WAIT_S = 0.001
-"""How long one look for answers may sleep while a copy is waited for."""
+_log = get_logger("engine")
+_WAIT_S = 0.05
+"""How long one look for answers may sleep while copies are waited for; an answer ends it."""
 
 
 # ---- orders ---------------------------------------------------------------------------------------------------------
@@ -53,6 +56,13 @@ class CopyPages:
     """Begin copies between device and host; see PageMover.submit. Answered by a MoveDone for each op."""
 
     moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndCopies:
+    """The leader waits for these: wait for them too, and answer at once."""
+
+    ops: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +101,7 @@ class CancelPages:
     op: int
 
 
-TIER_ORDERS = (CopyPages, QueryPages, ReadPages, WritePages, CancelPages)
+TIER_ORDERS = (CopyPages, EndCopies, QueryPages, ReadPages, WritePages, CancelPages)
 """What a TierHand obeys."""
 
 
@@ -104,19 +114,23 @@ class TierHand:
     def __init__(self, mover: PageMover, storage: PageStorage | None) -> None:
         """Both are the rank's own, over its own host pools."""
         self._mover, self._storage = mover, storage
-        self._open = 0
+        self._copies: set[int] = set()
+        self._operations = 0
 
     @property
     def busy(self) -> bool:
         """Whether something is under way that no answer has told of: the rank must go on looking."""
-        return self._open > 0
+        return bool(self._copies) or self._operations > 0
 
-    def obey(self, order: object) -> None:
-        """Begin what is ordered. Raises InvariantError for a storage order where there is no storage."""
+    def obey(self, order: object) -> Sequence[MoveDone]:
+        """Begin what is ordered; the answers that are there at once. Raises InvariantError for a storage order where
+        there is no storage."""
         match order:
             case CopyPages(moves=moves):
-                self._open += len({move.op for move in moves})
+                self._copies.update(move.op for move in moves)
                 self._mover.submit(moves)
+            case EndCopies(ops=ops):
+                return self._ended(self._mover.wait(self._copies.intersection(ops)))
             case QueryPages(op=op, keys=keys, parts=parts):
                 self._begin(order).query(op, keys, parts)
             case ReadPages(op=op, part=part, keys=keys, pages=pages):
@@ -127,19 +141,23 @@ class TierHand:
                 self._shelf(order).cancel(op)
             case _:
                 raise InvariantError(f"engine: {type(order).__name__} for the tiers, expected one of their orders")
+        return ()
 
     def answers(self) -> list[MoveDone | StorageDone]:
         """What ended since the last call. Never blocks."""
-        if not self._open:
-            return []
-        found: list[MoveDone | StorageDone] = [*self._mover.poll()]
-        if self._storage is not None:
-            found += self._storage.poll()
-        self._open -= len(found)
+        found: list[MoveDone | StorageDone] = [*self._ended(self._mover.poll())] if self._copies else []
+        if self._operations and self._storage is not None:
+            stored = self._storage.poll()
+            self._operations -= len(stored)
+            found += stored
         return found
 
+    def _ended(self, done: Sequence[MoveDone]) -> Sequence[MoveDone]:
+        self._copies.difference_update(each.op for each in done)
+        return done
+
     def _begin(self, order: object) -> PageStorage:
-        self._open += 1
+        self._operations += 1
         return self._shelf(order)
 
     def _shelf(self, order: object) -> PageStorage:
@@ -252,6 +270,8 @@ class RankMover:
             seconds=max(answer.seconds for answer in answers),
             byte_count=sum(answer.byte_count for answer in answers),
         )
+        if not folded.ok:
+            _log.warning("engine: copy %d failed: %s", folded.op, folded.error)
         self._ended.append((fold.index, folded))
 
     def poll(self) -> list[MoveDone]:
@@ -263,10 +283,11 @@ class RankMover:
 
     def wait(self, ops: Collection[int]) -> list[MoveDone]:
         """Block until these have ended on all ranks; returns everything that `poll` would return then."""
-        wait_s = 0.0
-        while any(op in self._folds.open for op in ops):
-            self._line.pump(wait_s)
-            wait_s = _WAIT_S
+        missing = tuple(op for op in ops if op in self._folds.open)
+        if missing:
+            self._line.order(EndCopies(ops=missing))
+        while any(op in self._folds.open for op in missing):
+            self._line.pump(_WAIT_S)
         return self.poll()
 
     @property
