@@ -14,6 +14,7 @@ other stays, `serinus up` starts the lost one again, and prompts are handed over
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -59,12 +60,23 @@ class Storm:
 
     def begin(self, pool: ThreadPoolExecutor) -> list[Future[str]]:
         """Send them all."""
-        return [
-            pool.submit(self._ask, *plan, self._rng.randint(1, 24), self._rng.randint(0, 3)) for plan in self._plans
-        ]
+        rng = self._rng
+        asked = [pool.submit(self._ask, *plan, rng.randint(1, 24), rng.randint(0, 3)) for plan in self._plans]
+        for (rid, _, end), answer in zip(self._plans, asked, strict=True):
+            if end == "abort":
+                pool.submit(self._abort, rid, answer)
+        return asked
+
+    def _abort(self, rid: str, answer: Future[str]) -> None:
+        """End a request by its id, in whatever state it is, as soon as its front knows it."""
+        with contextlib.suppress(httpx.TransportError, KeyError):
+            while not answer.done():
+                if HTTP.post(f"{self._url}/abort_request", json={"rid": rid}).json()["aborted"]:
+                    return
 
     def _ask(self, rid: str, prompt: list[int], end: str, count: int, events: int) -> str:
         """One client; what became of it, `wrong: ...` where that should not be."""
+        count += 100 if end == "abort" else 0
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling}
         try:
