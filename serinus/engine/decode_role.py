@@ -17,8 +17,6 @@ from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.engine.guard import Guard, NoGuard
 from serinus.engine.wire_counts import Rarely, WireCounts
 from serinus.pd import (
-    MOVING_S,
-    TICK_S,
     CancelHandoff,
     DecodePort,
     DecodeResult,
@@ -149,7 +147,7 @@ class DecodeRole:
         return ()
 
     def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, MOVING_S if self._port.is_moving else TICK_S)
+        return min(longest_s, self._port.wait_s)
 
     def peers(self) -> list[dict[str, Any]]:
         return [

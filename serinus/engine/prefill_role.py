@@ -15,8 +15,6 @@ from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
 from serinus.engine.wire_counts import Rarely, WireCounts
 from serinus.pd import (
-    MOVING_S,
-    TICK_S,
     AbortPrefill,
     AddPrefill,
     Drain,
@@ -81,7 +79,7 @@ class PrefillRole:
         return self._port.machine.ungranted
 
     def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, MOVING_S if self._port.is_moving else TICK_S)
+        return min(longest_s, self._port.wait_s)
 
     def peers(self) -> list[dict[str, Any]]:
         return [

@@ -24,6 +24,11 @@ class Crew(Protocol):
         """Whether an order is obeyed before `order` returns."""
         ...
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `look` would find something that wakes nobody: do not sleep."""
+        ...
+
     def order(self, rank: int, order: HandOrder) -> None:
         """Have it obeyed there after all that this rank was told before, whoever told it, and before all that comes
         after; its answer, where it has one, comes with a later `poll`."""
@@ -46,6 +51,7 @@ class LocalCrew:
     """Hands of this thread: an order is obeyed at once."""
 
     is_local = True
+    has_news = False
 
     def __init__(self, hands: Sequence[Hand]) -> None:
         """`hands`: by rank."""

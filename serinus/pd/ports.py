@@ -150,9 +150,11 @@ class Port(ABC, Generic[Event, Result, Token]):
         return self._post.resent_count
 
     @property
-    def is_moving(self) -> bool:
-        """Whether operations are under way whose end wakes nobody: poll again within MOVING_S."""
-        return self._reach.is_busy
+    def wait_s(self) -> float:
+        """Poll again within this: TICK_S, or less where something is under way whose end wakes nobody."""
+        if self._crew.has_news:
+            return 0.0
+        return MOVING_S if self._reach.is_busy else TICK_S
 
     def close(self) -> None:
         """End all connections; give Shutdown first, so that the peers hear of it."""

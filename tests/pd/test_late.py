@@ -67,6 +67,7 @@ class LateCrew:
     """Hands that do what they were told when the test says so, each in its own order."""
 
     is_local = False
+    has_news = False
 
     def __init__(self, hands: Sequence[Hand]) -> None:
         self.hands = tuple(hands)

@@ -16,11 +16,14 @@ from serinus.engine.ranks.line import Line
 from serinus.pd import (
     HAND_ANSWERS,
     HAND_ORDERS,
+    FillPages,
     Hand,
     HandAnswer,
     HandOrder,
+    OfferPiece,
     PageStore,
     RankLayout,
+    StagePiece,
     frame_backends,
 )
 
@@ -29,6 +32,8 @@ __all__ = ["STAGING_PIECES", "RankCrew", "attach_hand"]
 STAGING_PIECES = 8
 """Pieces of one rank that may be asked to be staged and not be reported yet: a rank hears of them between two steps and
 should find enough to do then."""
+
+_ANSWERED = (FillPages, OfferPiece, StagePiece)
 
 
 class RankCrew:
@@ -39,6 +44,8 @@ class RankCrew:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._answers: list[HandAnswer] = []
+        self._own_due = 0
+        """Answers of the leader's own rank that nobody has taken in: it obeys with the header; no socket tells."""
         for kind in HAND_ANSWERS:
             line.subscribe(kind, self._take)
 
@@ -46,7 +53,12 @@ class RankCrew:
     def size(self) -> int:
         return self._line.size
 
+    @property
+    def has_news(self) -> bool:
+        return self._own_due > 0
+
     def order(self, rank: int, order: HandOrder) -> None:
+        self._own_due += not rank and isinstance(order, _ANSWERED)
         self._line.order(order, rank)
 
     def look(self) -> None:
@@ -61,6 +73,7 @@ class RankCrew:
         self._line.pump()
 
     def _take(self, rank: int, answer: HandAnswer) -> None:
+        self._own_due -= not rank
         self._answers.append(answer)
 
 

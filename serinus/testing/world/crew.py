@@ -33,6 +33,7 @@ class SimCrew:
     """The hands of all ranks of one life of one engine (pd.Crew)."""
 
     is_local = False
+    has_news = False
 
     def __init__(self, engine: Engine, layout: LayoutSignature, backend: Backend) -> None:
         self._engine = engine

@@ -86,8 +86,7 @@ class Pair:
         self._keep(self.prefill.turn())
         halves = (self.prefill, self.decode)
         channels = [c for half in halves for c in (*half.handoffs.channels, *half.core.executor.channels)]
-        busy = any(half.core._open for half in halves)
-        wait_any(channels, 0.001 if busy else min(half.handoffs.wait_s(0.2) for half in halves))
+        wait_any(channels, min(half.handoffs.wait_s(0.001) for half in halves))
 
     def run(self) -> None:
         """Until neither holds a request and every rank has heard of it."""

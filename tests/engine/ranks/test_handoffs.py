@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.engine.layouts import data_backends
+from serinus.engine.ranks.crew import RankCrew
 from serinus.models import load_spec
+from serinus.pd import PieceStaged, StagePiece, Unstage
 from serinus.testing.checkpoints import make_checkpoint, make_toy
 from serinus.testing.oracle import toy_continue
 from tests.engine.ranks.crew import config_of, crew
@@ -170,6 +174,48 @@ def test_requests_that_leave_at_any_time_leave_nothing_behind(toy: Path, backend
             engines.turn()
         assert engines.decode.count("num_transfer_failed_reqs") == 0
         assert not port._port.machine.rejects["unknown_piece"]
+
+
+class Line:
+    """Keeps what is ordered."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[object, int | None]] = []
+        self.takers: dict[type, Any] = {}
+
+    def order(self, order: object, rank: int | None = None) -> None:
+        self.orders.append((order, rank))
+
+    def subscribe(self, body_type: type, take: Any) -> None:
+        self.takers[body_type] = take
+
+    def pump(self, wait_s: float = 0.0) -> None:
+        """Nothing comes by itself."""
+
+
+def test_nobody_sleeps_on_what_the_leaders_own_rank_has_answered() -> None:
+    line = Line()
+    ranks = RankCrew(line)
+    common: dict[str, Any] = {
+        "peer": "p",
+        "xid": "x",
+        "piece": 0,
+        "part": Part.FULL,
+        "digest_seed": 1,
+        "backend": "shm",
+    }
+    ranks.order(1, StagePiece(**common, rank=1, pages=np.array([1], np.int32)))
+    ranks.order(0, Unstage(peer="p", xid="x", piece=0, rank=0))
+    assert not ranks.has_news, "followers wake the loop, and nobody answers an Unstage"
+    ranks.order(0, StagePiece(**common, rank=0, pages=np.array([1], np.int32)))
+    assert ranks.has_news
+    answer = PieceStaged(peer="p", xid="x", piece=0)
+    line.takers[PieceStaged](0, answer)
+    assert ranks.poll() == [answer]
+    assert not ranks.has_news
+    assert [rank for _order, rank in line.orders] == [1, 0, 0]
 
 
 def test_ranks_on_several_hosts_share_no_memory(toy: Path) -> None:
