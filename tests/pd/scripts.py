@@ -209,88 +209,101 @@ def _sensible(side: PrefillSide, peer: str, choices: Choices) -> Message:
     )  # fmt: skip
 
 
-def run_prefill(choices: Choices, steps: int) -> None:
-    """A prefill side with clients that say anything; its engine computes what it is asked for."""
-    mode = MODES[choices.pick(3)]
-    side = PrefillSide(replace(settings_for(mode, "p", 2), staging_pieces=1 + choices.pick(3)))
-    now, due, jobs = 0.0, list[Any](), dict[str, Any]()
-    staged = set[tuple[str, str, int]]()
-    names, lives = ["in-0", "in-1"], 2
+class _Engine:
+    """A prefill engine reduced to what a script needs: it computes what it is asked for, and stages what it is told."""
 
-    def left(peer: str) -> None:
-        """A name is never used again; what was staged for it is gone."""
-        nonlocal lives
-        staged.difference_update([key for key in staged if key[0] == peer])
-        if peer in names:
-            names[names.index(peer)] = f"in-{lives}"
-            lives += 1
+    def __init__(self, choices: Choices) -> None:
+        self.mode = MODES[choices.pick(3)]
+        self.side = PrefillSide(replace(settings_for(self.mode, "p", 2), staging_pieces=1 + choices.pick(3)))
+        self.choices = choices
+        self.now = 0.0
+        self.due: list[Any] = []
+        self.jobs: dict[str, Any] = {}
+        self.staged: set[tuple[str, str, int]] = set()
+        self.names = ["in-0", "in-1"]
+        self._lives = 2
 
-    def tell(event: Any) -> None:
-        for action in side.handle(event, now):
+    def tell(self, event: Any) -> None:
+        for action in self.side.handle(event, self.now):
             name = type(action).__name__
             if isinstance(action, (StagePiece, OfferPiece, WritePiece)):
-                due.append(action)
+                self.due.append(action)
             elif isinstance(action, ClosePeer):
-                left(action.peer)
+                self.left(action.peer)
             elif isinstance(action, Unstage):
-                staged.remove((action.peer, action.xid, action.piece))
+                self.staged.remove((action.peer, action.xid, action.piece))
             elif isinstance(action, AddPrefill):
-                assert action.xid not in jobs, f"{action.xid} was added twice"
-                jobs[action.xid] = action
+                assert action.xid not in self.jobs, f"{action.xid} was added twice"
+                self.jobs[action.xid] = action
             elif name in ("PrefillDrained", "AbortPrefill", "ForgetPrefill"):
-                jobs.pop(action.xid, None)
+                self.jobs.pop(action.xid, None)
 
-    def perform(picked: Any) -> None:
-        """Those of a peer in their order; some find no room, or fail."""
-        action = next(action for action in due if action.peer == picked.peer)
-        due.remove(action)
+    def left(self, peer: str) -> None:
+        """A name is never used again; what was staged for it is gone."""
+        self.staged.difference_update([key for key in self.staged if key[0] == peer])
+        if peer in self.names:
+            self.names[self.names.index(peer)] = f"in-{self._lives}"
+            self._lives += 1
+
+    def lose(self, peer: str) -> None:
+        self.left(peer)
+        self.tell(PeerLost(peer=peer, reason="gone"))
+
+    def perform(self, picked: Any) -> None:
+        """The first of that peer; some find no room, or fail."""
+        action = next(action for action in self.due if action.peer == picked.peer)
+        self.due.remove(action)
         common = {"peer": action.peer, "xid": action.xid, "piece": action.piece, "rank": action.rank}
-        others = sum(peer == action.peer for peer, _xid, _piece in staged)
+        others = sum(peer == action.peer for peer, _xid, _piece in self.staged)
         if isinstance(action, WritePiece):
-            tell(PieceWritten(**common, digests=bytes(8)))
-        elif isinstance(action, OfferPiece) or choices.pick(4):
-            if isinstance(action, StagePiece) and action.peer in names:
-                staged.add((action.peer, action.xid, action.piece))
-            tell(PieceStaged(**common, digests=bytes(8)))
-        elif choices.pick(2) or not others:
-            tell(StageFailed(**common, reason="bad"))
+            self.tell(PieceWritten(**common, digests=bytes(8)))
+        elif isinstance(action, OfferPiece) or self.choices.pick(4):
+            if isinstance(action, StagePiece) and action.peer in self.names:
+                self.staged.add((action.peer, action.xid, action.piece))
+            self.tell(PieceStaged(**common, digests=bytes(8)))
+        elif self.choices.pick(2) or not others:
+            self.tell(StageFailed(**common, reason="bad"))
         else:
-            tell(StageFull(**common, others=others))
+            self.tell(StageFull(**common, others=others))
 
+    def compute(self) -> None:
+        job = self.jobs.pop(sorted(self.jobs)[self.choices.pick(len(self.jobs))])
+        count = -(-len(job.request.prompt) // 4) - job.held // 4
+        pages = np.arange(1, count + 1, dtype=np.int32)
+        self.tell(ChunkReady(xid=job.xid, spans=full(job.held // 4, pages), last=True, token=1))
+
+
+def run_prefill(choices: Choices, steps: int) -> None:
+    """A prefill side with clients that say anything; its engine computes what it is asked for."""
+    engine = _Engine(choices)
+    side = engine.side
     for _ in range(steps):
-        roll = choices.pick(16)
-        if roll in (0, 1) and jobs:
-            job = jobs.pop(sorted(jobs)[choices.pick(len(jobs))])
-            count = -(-len(job.request.prompt) // 4) - job.held // 4
-            pages = np.arange(1, count + 1, dtype=np.int32)
-            tell(ChunkReady(xid=job.xid, spans=full(job.held // 4, pages), last=True, token=1))
+        roll, peer = choices.pick(16), engine.names[choices.pick(2)]
+        if roll in (0, 1) and engine.jobs:
+            engine.compute()
         elif roll == 2:
-            now += (0.3, 2.0, 400.0)[choices.pick(3)]
-            tell(Tick())
-        elif roll in (3, 4) and due:
-            perform(due[choices.pick(len(due))])
+            engine.now += (0.3, 2.0, 400.0)[choices.pick(3)]
+            engine.tell(Tick())
+        elif roll in (3, 4) and engine.due:
+            engine.perform(engine.due[choices.pick(len(engine.due))])
         elif roll == 5:
-            peer = names[choices.pick(2)]
-            left(peer)
-            tell(PeerLost(peer=peer, reason="gone"))
+            engine.lose(peer)
         elif roll > 8:
-            peer = names[choices.pick(2)]
-            tell(Received(peer=peer, incarnation=5 + int(peer[3:]), message=_sensible(side, peer, choices)))
+            message = _sensible(side, peer, choices)
+            engine.tell(Received(peer=peer, incarnation=5 + int(peer[3:]), message=message))
         else:
-            tell(Received(peer=names[choices.pick(2)], incarnation=5, message=message_of(choices, mode)))
-    for client in side.clients:
-        for xid in [order.xid for order in list(side._orders.values()) if order.peer == client.peer]:
-            tell(EndPrefill(xid=xid, code="error"))
-    for action in list(due):
-        if isinstance(action, StagePiece) and action in due:
-            perform(action)
+            engine.tell(Received(peer=peer, incarnation=5, message=message_of(choices, engine.mode)))
+    for xid in list(side._orders):
+        engine.tell(EndPrefill(xid=xid, code="error"))
+    for action in list(engine.due):
+        if isinstance(action, StagePiece) and action in engine.due:
+            engine.perform(action)
     taken = {(client.peer, *key[:2]) for client in side.clients for key in client.staged}
-    assert staged == taken, "what is staged is what the peer has still to take"
-    for peer in list(names):
-        left(peer)
-        tell(PeerLost(peer=peer, reason="the end"))
-    while due:
-        perform(due[0])
+    assert engine.staged == taken, "what is staged is what the peer has still to take"
+    for peer in list(engine.names):
+        engine.lose(peer)
+    while engine.due:
+        engine.perform(engine.due[0])
     assert side.handoff_count == 0, "I12: every order ended"
 
 
