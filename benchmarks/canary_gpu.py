@@ -16,7 +16,7 @@ from torch import Tensor
 
 from serinus.kernels.canary import load_canary
 from serinus.kernels.ref import canary as ref
-from serinus.kernels.ref.canary import RING_FIELDS, digest_coefficients
+from serinus.kernels.ref.canary import RING_FIELDS, canary_due, digest_coefficients
 
 LAYERS, HEADS, SIZE, PAGE = 32, 8, 128, 16
 REQUESTS, CONTEXT = 64, 4096
@@ -65,21 +65,20 @@ def main() -> None:
         torch.from_numpy(digest_coefficients(range(LAYERS), range(HEADS), SIZE, 2, partial=partial)).cuda()
         for partial in (False, True)
     )
-    table, plan_inputs = make_table(per_request)
+    table, _ = make_table(per_request)
     copy_gb_s = copy_rate(args.rounds)
     values: dict[str, object] = {"device": torch.cuda.get_device_name(), "copy_gb_s": round(copy_gb_s, 1)}
     slot_bytes = LAYERS * 2 * HEADS * SIZE * 2
 
-    def plan(first: Tensor, pages: int, stride: int) -> tuple[Tensor, ...]:
-        offsets = torch.arange(REQUESTS + 1, device="cuda") * pages * PAGE
-        return ops.plan(
-            table, *plan_inputs, first, offsets, REQUESTS * pages * PAGE, page_size=PAGE, stride=stride
-        )  # fmt: skip
+    def plan(stride: int) -> Callable[[], tuple[Tensor, ...]]:
+        zeros = [0] * REQUESTS
+        reads = [zeros, [*range(1, REQUESTS + 1)], zeros, [CONTEXT] * REQUESTS, [stride] * REQUESTS]
+        columns, entries, _ = canary_due(torch.tensor(reads).numpy(), 0, PAGE)
+        due = torch.from_numpy(columns).cuda()
+        return lambda: ops.plan(table, due, entries, page_size=PAGE)
 
-    first = torch.zeros(REQUESTS, dtype=torch.int64, device="cuda")
-    entries = plan(first, per_request, 1)
-    few_entries = plan(first, per_request // 16, 16)
-    values["plan_us"] = round(replay_us(lambda: plan(first, per_request, 1)), 1)
+    entries, few_entries = plan(1)(), plan(16)()
+    values["plan_us"] = round(replay_us(plan(1)), 1)
     for name, slots, coefficients in (
         ("digest_all_262144", entries[0], factors),
         ("digest_all_16384", few_entries[0], factors),
@@ -99,7 +98,7 @@ def main() -> None:
     values["equal"] = bool((ref.canary_digest(kv, some, factors) == ops.digest(kv, some, factors)).all())
     values["ref_digest_4096_us"] = round(best_us(lambda: ref.canary_digest(kv, some, factors), 3), 1)
     values["digest_4096_us"] = round(best_us(lambda: ops.digest(kv, some, factors), args.rounds), 1)
-    values |= stamps(ops, entries, digests, slot_count, args.rounds)
+    values |= stamps(ops, entries, digests, slot_count, args.rounds, table)
     sys.stdout.write(json.dumps({"benchmark": "canary_gpu", **values}) + "\n")
 
 
@@ -120,7 +119,7 @@ def make_table(per_request: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
 
 
 def stamps(
-    ops: object, entries: tuple[Tensor, ...], digests: Tensor, slot_count: int, rounds: int
+    ops: object, entries: tuple[Tensor, ...], digests: Tensor, slot_count: int, rounds: int, table: Tensor
 ) -> dict[str, object]:
     """Write and verify stamps of all entries, beside the reference."""
     stamps = torch.zeros((4, slot_count, 4), dtype=torch.int64, device="cuda")
@@ -129,11 +128,11 @@ def stamps(
     slots, positions, previous, sequences = entries
     tokens = positions % 32000
     starts = torch.arange(REQUESTS + 1, device="cuda") * CONTEXT
-    nobody = torch.zeros(REQUESTS, dtype=torch.int64, device="cuda")
+    rows = torch.arange(1, REQUESTS + 1, device="cuda")
 
     def write(column: object, lane: int) -> None:
         getattr(column, "write", getattr(column, "canary_write", None))(  # type: ignore[misc]
-            stamps, lane, slots, positions, tokens, starts, nobody, digests if lane else None
+            stamps, lane, slots, positions, tokens, starts, table, rows, digests if lane else None
         )
 
     def verify(column: object, lane: int) -> None:
@@ -150,13 +149,13 @@ def stamps(
     one_start = torch.arange(REQUESTS + 1, device="cuda")
     one = (slots[::CONTEXT].contiguous(), positions[::CONTEXT].contiguous(), tokens[::CONTEXT].contiguous())
     found["write_64x1_us"] = round(
-        replay_us(lambda: ops.write(stamps, 2, *one, one_start, nobody, digests[:REQUESTS])), 1
+        replay_us(lambda: ops.write(stamps, 2, *one, one_start, table, rows, digests[:REQUESTS])), 1
     )
     long = torch.tensor([0, 8192], device="cuda")
     found["write_1x8192_us"] = round(
         replay_us(
             lambda: ops.write(
-                stamps, 2, slots[:8192], positions[:8192], tokens[:8192], long, nobody[:1], digests[:8192]
+                stamps, 2, slots[:8192], positions[:8192], tokens[:8192], long, table, rows[:1], digests[:8192]
             )
         ),
         1,

@@ -158,10 +158,13 @@ class Clients:
             reason = f"role is {hello.role!r}, expected 'decode'"
         elif not backend:
             ours, theirs = ", ".join(settings.backends), ", ".join(hello.backends)
-            reason = difference(settings.layout, hello.layout) or f"no common data backend: {ours} here, {theirs} there"
+            reason = (
+                difference(settings.layout, hello.layout, we_send=True)
+                or f"no common data backend: {ours} here, {theirs} there"
+            )
         else:
             can_recut = settings.capabilities_of(backend).can_recut
-            reason = difference(settings.layout, hello.layout, can_recut=can_recut)
+            reason = difference(settings.layout, hello.layout, can_recut=can_recut, we_send=True)
         if reason:
             self.refuse(peer, incarnation, hello, reason, out)
             return

@@ -164,10 +164,10 @@ def _stages(signature: LayoutSignature) -> list[range]:
     return [range(first, end) for first, end in pairwise(ends)]
 
 
-def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: bool = True) -> str:
+def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: bool = True, we_send: bool = False) -> str:
     """Why these two cannot exchange KV, in words with both values; empty = they can.
 
-    `can_recut` False: TP, PP and the page size must be equal too.
+    `can_recut` False: TP, PP and the page size must be equal too. `we_send`: KV goes from us to them, else to us.
     """
     for name in (*_EQUAL, *(() if can_recut else _RECUT)):
         mine, other = getattr(ours, name), getattr(theirs, name)
@@ -181,6 +181,13 @@ def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: boo
     if large % small:
         return (
             f"layout differs in page_size: {ours.page_size} here, {theirs.page_size} there, neither divides the other"
+        )
+    source, target = (ours, theirs) if we_send else (theirs, ours)
+    if ours.window and target.page_size > source.page_size:
+        # What lies before the window in its first page is gone at the sender; the larger page would be there in part.
+        return (
+            f"layout differs in page_size: {ours.page_size} here, {theirs.page_size} there; with sliding layers pages"
+            f" are cut into smaller ones, never put together"
         )
     return ""
 

@@ -17,7 +17,7 @@ from serinus.engine.build import Built, build_core
 from serinus.engine.decode_role import DecodeRole
 from serinus.engine.handoffs import pd_settings
 from serinus.engine.prefill_role import PrefillRole
-from serinus.pd import DecodePort, LocalBackend, PrefillPort
+from serinus.pd import Backend, DecodePort, LocalBackend, PrefillPort
 from serinus.wire import LocalHub, Post
 
 __all__ = ["EnginePair"]
@@ -34,12 +34,14 @@ class EnginePair:
         *,
         decode_settings: Mapping[str, Any] | None = None,
         prefill_settings: Mapping[str, Any] | None = None,
+        backend: Backend | None = None,
         **settings: Any,
     ) -> None:
-        """`settings`: of both engines, by their names (docs/settings.md); the other two of one of them."""
+        """`settings`: of both engines, by their names (docs/settings.md); the other two of one of them. `backend`: how
+        pages travel, `local` where none is given."""
         self.clock = ManualClock()
         self.deltas: dict[str, list[TokenDelta]] = {}
-        backend, hub = LocalBackend(), LocalHub()
+        backend, hub = backend or LocalBackend(), LocalHub()
         self.decode = self._build(checkpoint, "decode", {**settings, **(decode_settings or {})})
         self.prefill = self._build(checkpoint, "prefill", {**settings, **(prefill_settings or {})})
         prefill_post = Post(hub.channel(_ADDRESS), incarnation=1, clock=self.clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason
 from serinus.kernels.canary import Reason
+from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
 from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
@@ -242,3 +244,32 @@ def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Pa
     for rid in rids:
         assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 300)
     pair.close()
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"local": LocalBackend, "shm": ShmBackend, "tcp": TcpBackend}
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [("full", (4, 8)), ("both", (8, 4)), ("swa", (8, 4))])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stamps_hold_where_pages_of_another_size_are_cut_anew_and_damage_in_flight_shows(
+    toys: dict[str, Path], shape: str, sizes: tuple[int, int], backend: str
+) -> None:
+    part = Part.SWA if shape == "swa" else Part.FULL
+    pair = CanaryPDFixture(
+        toys[shape], perturb_prefill="transfer_bytes=1.0", target=part, armed=False, backend=BACKENDS[backend](),
+        prefill_settings={"page_size": sizes[0]}, decode_settings={"page_size": sizes[1]}, kv_canary="raise",
+    )  # fmt: skip
+    rids = pair.send_parallel_short_requests(3, distinct_prompts=True, prompt_tokens=29)
+    pair.run()
+    pair.assert_no_violation()
+    assert pair.built("prefill").core.scheduler.stats().totals.finished >= 3, "prompts were not handed over"
+    pair.arm("prefill")
+    rids += pair.send_parallel_short_requests(2, distinct_prompts=True, prompt_tokens=29)
+    pair.run()
+    assert len(pair.injections("prefill")) == 1
+    found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
+    assert {v.reasons for v in found} == {Reason.VERIFY_REAL_KV_HASH}
+    assert len({v.position for v in found}) == 1
+    pair.assert_no_violation(side="prefill")
+    for rid in rids:
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 8)

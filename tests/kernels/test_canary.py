@@ -79,6 +79,20 @@ def test_the_triton_column_equals_the_reference_under_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_attention_that_digests_what_it_reads_equals_attention_and_digest_under_the_interpreter() -> None:
+    command = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "tests.kernels.watched_attention_case", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_attention_that_digests_what_it_reads_equals_attention_and_digest_on_a_gpu() -> None:
+    from .watched_attention_case import differences
+
+    assert {seed: words for seed in range(20) if (words := differences(seed, "cuda"))} == {}
+
+
 @pytest.mark.gpu
 def test_the_triton_column_equals_the_reference_on_a_gpu() -> None:
     from serinus.kernels.triton import canary as triton_column

@@ -1,0 +1,230 @@
+"""Paged decode attention that digests the KV it reads: the canary's digest of a layer without reading it again.
+
+One query a sequence. A program has one sequence, one KV head and one stretch of its tokens; sums of the digest are
+added atomically, in a buffer of 16 bytes a slot that stays in the second cache. What it means: attention of the
+reference, and canary_digest of the layers that were attended to, over the slots that canary_plan expands.
+
+The sums of (lane * coefficient) modulo 2**32 are made by the matrix unit, exactly: both bytes of a lane less 128, times
+the four balanced bytes of a coefficient, are integers of at most 2**14, of which fp32 adds up 2 * D without rounding.
+Byte planes are then put together modulo 2**32; what the 128 took off is the same for every token. (Products of int8
+were slower: 403 us a layer where these take 291, and attention alone 258.)
+
+B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of req_to_token,
+E = slots verified, P = stretches of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["Planes", "byte_planes", "new_sums", "packed_sums", "watched_decode_attention"]
+
+_GROUP = 16
+"""Query heads of one KV head, padded to what a matrix unit takes."""
+_PLAIN, _WATCHED = (128, 4, 3, 4), (64, 2, 3, 4)
+"""Block, warps, stages, stretches that were fastest on an H200 (benchmarks/canary_gpu_step.py)."""
+_COLUMNS = 16
+"""Byte planes of both sums, padded to what a matrix unit takes."""
+
+
+_HEAD_SIZE_MAX = 512
+"""Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planes:
+    """Coefficients of one layer, cut into bytes."""
+
+    planes: Tensor
+    """fp16 [half, head, low or high byte of the lane, D, column]: sum 0 in columns 0-3, sum 1 in 4-7."""
+    bias: Tensor
+    """int32 [half, head, sum]: what the bytes less 128 lack."""
+
+
+def byte_planes(factors_22W: Tensor, kv_heads: int) -> Planes:
+    """From the coefficients of one layer, int32; once, at start."""
+    size = factors_22W.shape[-1] // kv_heads
+    if size > _HEAD_SIZE_MAX:
+        raise ValueError(f"kernels: heads of {size}, expected at most {_HEAD_SIZE_MAX}")
+    factors = factors_22W.long().view(2, 2, kv_heads, size).permute(0, 2, 3, 1) & 0xFFFFFFFF  # half, head, D, sum
+    planes = torch.zeros((2, kv_heads, 2, size, _COLUMNS), dtype=torch.float16, device=factors.device)
+    left = factors.clone()
+    for place in range(4):
+        digit = ((left & 0xFF) + 128) % 256 - 128
+        left = (left - digit) >> 8
+        for which in range(2):
+            planes[:, :, 0, :, 4 * which + place] = digit[..., which].half()
+            if place < 3:  # the high byte of a lane is worth 256 more
+                planes[:, :, 1, :, 4 * which + place + 1] = digit[..., which].half()
+    bias = (128 * 257 * factors.sum(2)) & 0xFFFFFFFF
+    return Planes(planes=planes.contiguous(), bias=torch.where(bias >> 31 > 0, bias - (1 << 32), bias).int())
+
+
+def new_sums(entry_count: int, device: torch.device | str) -> Tensor:
+    """Zeros, int32 [half, sum, E], for the layers of one pass."""
+    return torch.zeros((2, 2, entry_count), dtype=torch.int32, device=device)
+
+
+def packed_sums(sums_22E: Tensor) -> Tensor:
+    """Digests [E, 2] as canary_digest gives them."""
+    low, high = (sums_22E[:, i].long() & 0xFFFFFFFF for i in range(2))
+    return (low | high << 32).T.contiguous()
+
+
+def watched_decode_attention(
+    q_BND: Tensor, k_SHD: Tensor, v_SHD: Tensor, table_RC: Tensor, rows_B: Tensor, context_B: Tensor, scale: float,
+    *, page_size: int, planes: Planes | None = None, due_7B: Tensor | None = None, sums_22E: Tensor | None = None,
+    context_max: int = 0, stretches: int = 0, block: int = 0, warps: int = 0, stages: int = 0,
+) -> Tensor:  # fmt: skip
+    """Attention of one layer, [B, N, D]; with planes the digest of what is due is added to the sums.
+
+    Args:
+        table_RC: int32. rows_B, context_B: int64; sequence b sees context_B[b] tokens.
+        planes: of this layer; due_7B: of canary_plan, with every sequence in its place;
+            sums_22E: of new_sums.
+        context_max: of context_B at most; 0 = the columns of the table.
+        stretches, block, warps, stages: how the work is cut; 0 = as measured best.
+    Cost: one read of the KV; no host wait.
+    """
+    batch, heads, size = q_BND.shape
+    kv_heads = k_SHD.shape[1]
+    is_watched = planes is not None and due_7B is not None and sums_22E is not None
+    best = _WATCHED if is_watched else _PLAIN
+    given = (block, warps, stages, stretches)
+    block, warps, stages, parts = (asked or usual for asked, usual in zip(given, best, strict=True))
+    longest = context_max or table_RC.shape[1]
+    stretch = triton.cdiv(triton.cdiv(longest, parts), block) * block
+    out_BND = torch.empty_like(q_BND)
+    partial_PBND = torch.empty((parts, batch, heads, size), dtype=torch.float32, device=q_BND.device)
+    stats_P2BN = torch.empty((parts, 2, batch, heads), dtype=torch.float32, device=q_BND.device)
+    digest = (rows_B, rows_B, rows_B, 0)  # nobody looks at them
+    if planes is not None and due_7B is not None and sums_22E is not None:
+        digest = (planes.planes, planes.bias, due_7B, sums_22E.shape[-1])
+    _attend[(batch, kv_heads, parts)](
+        q_BND, k_SHD, v_SHD, table_RC, table_RC.stride(0), rows_B, context_B, partial_PBND, stats_P2BN, *digest[:3],
+        rows_B if sums_22E is None else sums_22E, digest[3], scale * 1.4426950408889634, stretch, batch,
+        HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=_GROUP, SIZE=size, PAGE=page_size, BLOCK=block,
+        WATCHED=is_watched, COLUMNS=_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _join[(batch, heads)](
+        partial_PBND, stats_P2BN, out_BND, batch, HEADS=heads, SIZE=size, STRETCHES=parts, num_warps=1
+    )
+    return out_BND
+
+
+_jit: Any = triton.jit
+_IN_ASSEMBLY = not triton.knobs.runtime.interpret
+"""Triton's interpreter knows none."""
+
+
+@_jit
+def _attend(
+    q, k, v, table, columns, rows, contexts, partial, stats, planes, bias, due, sums, entries, scale, stretch, batch,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + b).to(tl.int32)
+    row = table + tl.load(rows + b) * columns
+    g, d = tl.arange(0, GROUP), tl.arange(0, SIZE)
+    query = b * HEADS * QUERIES + h * QUERIES + g
+    inside = g < QUERIES
+    q_GD = tl.load(q + query[:, None] * SIZE + d[None, :], mask=inside[:, None], other=0.0)
+    best_G = tl.full((GROUP,), -1e30, tl.float32)
+    total_G = tl.zeros((GROUP,), tl.float32)
+    mixed_GD = tl.zeros((GROUP, SIZE), tl.float32)
+    begin = part * stretch
+    end = tl.minimum(begin + stretch, context)
+    k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
+    if WATCHED:
+        c = tl.arange(0, COLUMNS)
+        mine = planes + h * 2 * SIZE * COLUMNS + d[:, None] * COLUMNS + c[None, :]
+        k_low, k_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
+        mine += HEADS * 2 * SIZE * COLUMNS
+        v_low, v_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
+        # A column's place in each sum; 0 where it is none of it.
+        place = (tl.full((COLUMNS,), 1, tl.uint32) << ((c % 4) * 8).to(tl.uint32)).to(tl.uint32)
+        one, other = tl.where(c < 4, place, 0).to(tl.uint32), tl.where((c >= 4) & (c < 8), place, 0).to(tl.uint32)
+        k_one, k_other = tl.load(bias + h * 2), tl.load(bias + h * 2 + 1)
+        v_one, v_other = tl.load(bias + (HEADS + h) * 2), tl.load(bias + (HEADS + h) * 2 + 1)
+        low, high = tl.load(due + 2 * batch + b).to(tl.int32), tl.load(due + 3 * batch + b).to(tl.int32)
+        first, stride = tl.load(due + 4 * batch + b).to(tl.int32), tl.load(due + 5 * batch + b).to(tl.int32)
+        entry = tl.load(due + 6 * batch + b).to(tl.int32)
+    for at in range(begin, end, BLOCK):
+        t = at + tl.arange(0, BLOCK)
+        slot = tl.load(row + t, mask=t < end, other=0).to(tl.int64)[:, None] * (HEADS * SIZE)
+        k_TD = tl.load(k_head + slot)
+        scores_GT = tl.dot(q_GD, tl.trans(k_TD)) * scale
+        scores_GT = tl.where((t < end)[None, :], scores_GT, -1e30)
+        v_TD = tl.load(v_head + slot)
+        better_G = tl.maximum(best_G, tl.max(scores_GT, 1))
+        weights_GT = tl.exp2(scores_GT - better_G[:, None])
+        fade_G = tl.exp2(best_G - better_G)
+        total_G = total_G * fade_G + tl.sum(weights_GT, 1)
+        mixed_GD = tl.dot(weights_GT.to(v_TD.dtype), v_TD, mixed_GD * fade_G[:, None])
+        best_G = better_G
+        if WATCHED:
+            # The first due page not before this block's first; a block without a due page is left alone.
+            page = at // PAGE
+            turns = tl.maximum(page - first + stride - 1, 0) // stride
+            if first + turns * stride < page + (BLOCK + PAGE - 1) // PAGE:
+                turn = t // PAGE - first
+                is_due = (t >= low) & (t < high) & (t < end) & (turn >= 0) & (turn % stride == 0)
+                spot = sums + entry + turn // stride * PAGE + t % PAGE
+                k_sums = _sums(k_TD, k_low, k_high, IN_ASSEMBLY)
+                _add(spot, k_sums, one, k_one, is_due)
+                _add(spot + entries, k_sums, other, k_other, is_due)
+                v_sums = _sums(v_TD, v_low, v_high, IN_ASSEMBLY)
+                _add(spot + 2 * entries, v_sums, one, v_one, is_due)
+                _add(spot + 3 * entries, v_sums, other, v_other, is_due)
+    where = part * batch * HEADS * QUERIES
+    tl.store(partial + (where + query)[:, None] * SIZE + d[None, :], mixed_GD, mask=inside[:, None])
+    tl.store(stats + 2 * where + query, best_G, mask=inside)
+    tl.store(stats + 2 * where + batch * HEADS * QUERIES + query, total_G, mask=inside)
+
+
+@_jit
+def _sums(rows_TD, low_DC, high_DC, IN_ASSEMBLY: tl.constexpr):
+    """Byte planes of both sums, [T, C] integers in fp32. In assembly two lanes are taken apart at a time: 0x6400 | byte
+    is 1024 + byte in fp16."""
+    words = rows_TD.to(tl.uint16, bitcast=True)
+    if IN_ASSEMBLY:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; and.b32 t, $2, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $0, t, $3;"
+            " shr.b32 t, $2, 8; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $1, t, $3; }",
+            "=&r,=&r,r,r", [words, tl.full(words.shape, 1152.0, tl.float16)], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, high = (words & 0xFF).to(tl.float16) - 128.0, (words >> 8).to(tl.float16) - 128.0
+    return tl.dot(high.to(tl.float16), high_DC, tl.dot(low.to(tl.float16), low_DC))
+
+
+@_jit
+def _add(spot, sums_TC, places_C, bias, mask):
+    whole = sums_TC.to(tl.int32).to(tl.uint32, bitcast=True) * places_C[None, :]
+    total = tl.sum(whole, 1).to(tl.uint32).to(tl.int32, bitcast=True) + bias
+    tl.atomic_add(spot, total, mask=mask, sem="relaxed")
+
+
+@_jit
+def _join(partial, stats, out, batch, HEADS: tl.constexpr, SIZE: tl.constexpr, STRETCHES: tl.constexpr):
+    b, n = tl.program_id(0), tl.program_id(1)
+    d, query = tl.arange(0, SIZE), b * HEADS + n
+    every = batch * HEADS
+    best = tl.full((), -1e30, tl.float32)
+    for part in range(STRETCHES):
+        best = tl.maximum(best, tl.load(stats + 2 * part * every + query))
+    total = tl.full((), 0.0, tl.float32)
+    mixed = tl.zeros((SIZE,), tl.float32)
+    for part in range(STRETCHES):
+        weight = tl.exp2(tl.load(stats + 2 * part * every + query) - best)
+        total += tl.load(stats + (2 * part + 1) * every + query) * weight
+        mixed += tl.load(partial + (part * every + query) * SIZE + d) * weight
+    tl.store(out + query * SIZE + d, (mixed / total).to(out.dtype.element_ty))
