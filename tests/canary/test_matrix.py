@@ -17,6 +17,7 @@ from serinus.core.parts import Part
 from serinus.front import FrontSettings
 from serinus.testing.canary_matrix import CLEAN, Subject, plan_matrix, run_cell
 from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
+from serinus.testing.checkpoints import make_checkpoint
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import running_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
@@ -67,6 +68,17 @@ def test_a_perfect_matrix_is_exit_code_0_and_is_written_down(
     assert found["settings"]["kv_canary_coverage"] == "full"
     assert {cell["mode"] for cell in found["cells"]} == {CLEAN, *MODES}
     assert all(cell["slots_checked"] for cell in found["cells"])
+
+
+@pytest.mark.slow
+def test_a_model_of_the_families_that_are_served_passes_the_selftest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "mistral", "mistral", tokenizer=False, sliding_window=9, dtype="bfloat16")
+    assert main(["canary", "selftest", str(folder), "--page-size", "4", "--faults", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "0 false alarms: the matrix is perfect" in text
+    assert "mistral" in text
 
 
 @pytest.mark.slow
