@@ -108,8 +108,9 @@ class StampIntake:
         heads = np.flatnonzero(others.factors_2HW.any((0, 2)))
         lanes = np.ascontiguousarray(kv[:, :, heads]).view(np.uint16).reshape(kv.shape[0] * kv.shape[1], -1)
         factors = others.factors_2HW[:, heads].reshape(2, -1)
-        low, high = (lanes.astype(np.uint32) @ factors.T).astype(np.uint64).T
-        return low | high << np.uint64(32)
+        sums_2N: NDArray[np.uint64] = (lanes.astype(np.uint32) @ factors.T).astype(np.uint64).T
+        packed: NDArray[np.uint64] = sums_2N[0] | sums_2N[1] << np.uint64(32)
+        return packed
 
 
 def _others(source: RankLayout, item: Cut) -> list[_Others]:
