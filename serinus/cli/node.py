@@ -59,9 +59,9 @@ async def _live(config: ServeConfig) -> int:
         address, silence_s = f"tcp://{parallel.dist_init_addr}", parallel.watchdog_s_max
         alone = asyncio.create_task(connection_lost(address, silence_s))
         done, _ = await asyncio.wait({*ends, stop, alone}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done & ends.keys():
-            if code := ranks[ends[task]].returncode:
-                _log.error("serinus: rank %s %s", names[ends[task]], how_it_ended(code))
+        for task, rank in ends.items():
+            if task in done and (code := ranks[rank].returncode):
+                _log.error("serinus: rank %s %s", names[rank], how_it_ended(code))
         if stop not in done:
             await asyncio.wait(ends, timeout=_OTHERS_S)
             if late := [names[rank] for rank, process in ranks.items() if process.returncode is None]:
