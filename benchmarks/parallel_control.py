@@ -1,14 +1,12 @@
-"""What the control line between ranks costs per step: a decode step of 64 requests at PP2 x TP2, ranks as processes
-whose runner computes nothing. `python benchmarks/parallel_control.py [--requests 64] [--tp 2] [--pp 2]`."""
+"""What the control line between ranks costs per step, for parallel.py: ranks as processes whose runner computes nothing."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +16,11 @@ from serinus.core.sampling import SamplingParams
 from serinus.engine.ranks import Follower, FollowerGroup, RankBody, RankExecutor, RankGroup
 from serinus.parallel import Mesh
 
+__all__ = ["measure"]
+
 CLOCK = WallClock()
+_HERE = Path(__file__).parent
+_FOLLOW = "from parallel_control import follow; follow({address!r}, {rank}, {mesh.tp}, {mesh.pp})"
 
 
 class Nothing:
@@ -32,8 +34,9 @@ class Nothing:
         return StepResult(step=plan.step, seqs=(SeqResult(token=7),) * len(plan.work)) if self._answers else None
 
 
-def follow(address: str, rank: int, mesh: Mesh) -> None:
+def follow(address: str, rank: int, tp: int, pp: int) -> None:
     """A follower's process."""
+    mesh = Mesh(tp=tp, pp=pp)
     group = FollowerGroup(address, mesh=mesh, rank=rank, clock=CLOCK)
     follower = Follower(RankBody(rank=rank, mesh=mesh, runner=Nothing(rank, mesh), clock=CLOCK), group)
     follower.run()
@@ -58,9 +61,12 @@ def measure(mesh: Mesh, requests: int, steps: int) -> dict[str, object]:
     """Lead and time."""
     with tempfile.TemporaryDirectory() as folder:
         group = RankGroup(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK)
-        words = [sys.executable, __file__, "--follow", group.address]
-        shape = ["--tp", str(mesh.tp), "--pp", str(mesh.pp)]
-        children = [subprocess.Popen([*words, *shape, "--rank", str(rank)]) for rank in range(1, mesh.size)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", _FOLLOW.format(address=group.address, rank=rank, mesh=mesh)], cwd=_HERE
+            )
+            for rank in range(1, mesh.size)
+        ]
         group.gather(lambda: None, 60.0)
         body = RankBody(rank=0, mesh=mesh, runner=Nothing(0, mesh), clock=CLOCK)
         executor = RankExecutor(group, body, mesh, CLOCK)
@@ -94,24 +100,3 @@ def measure(mesh: Mesh, requests: int, steps: int) -> dict[str, object]:
         for child in children:
             child.wait()
         return found
-
-
-def main() -> None:
-    """Print one JSON line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--follow")
-    parser.add_argument("--rank", type=int, default=0)
-    arguments = parser.parse_args()
-    mesh = Mesh(tp=arguments.tp, pp=arguments.pp)
-    if arguments.follow:
-        follow(arguments.follow, arguments.rank, mesh)
-    else:
-        print(json.dumps(measure(mesh, arguments.requests, arguments.steps)))
-
-
-if __name__ == "__main__":
-    main()
