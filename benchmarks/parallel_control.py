@@ -1,4 +1,4 @@
-"""What the control line between ranks costs per step, for parallel.py: ranks as processes whose runner computes nothing."""
+"""What the control line between ranks costs a step, for parallel.py: processes of ranks that compute nothing."""
 
 from __future__ import annotations
 
