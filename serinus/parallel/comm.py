@@ -35,6 +35,8 @@ _TAG: Final = 0
 _KNOCK_S: Final = 1.0
 _RETRY_S: Final = 0.1
 _LOOK_S: Final = 0.01
+_KEPT: Final = 2
+"""Of what was sent, for each stage: a leader has no more plans open than stages, so the oldest of these is out."""
 _GROUPS: dict[str, Any] = {
     name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
 }
@@ -65,7 +67,8 @@ class Comm(Protocol):
         ...
 
     def send(self, x: Tensor) -> None:
-        """To the same slice of the next stage. Returns at once; x is kept until it is out, and must not be written."""
+        """To the same slice of the next stage. x is kept until it is out, and must not be written. Returns at once, as
+        long as fewer than two for each stage are on their way."""
         ...
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -268,8 +271,8 @@ class TorchComm:
 
     def send(self, x: Tensor) -> None:
         """See Comm."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._done(self._sent.popleft()[0])
+        while self._sent and (len(self._sent) >= _KEPT * self.mesh.pp or self._sent[0][0].is_completed()):
+            self._done(self._sent.popleft()[0])  # gloo says that it is out to those alone who wait for it
         try:
             work = self._line.send([x], self.mesh.pp_rank(self.rank) + 1, _TAG)
         except RuntimeError as error:

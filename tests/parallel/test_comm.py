@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -135,6 +136,18 @@ def test_a_stage_sends_several_times_before_the_next_one_listens(kind: str) -> N
             for step in range(4):
                 x = ranks[rank].recv((step + 1, 3), torch.float32)
                 assert x.tolist() == [[10.0 * (rank - 2) + step] * 3] * (step + 1)
+
+
+def test_what_was_sent_long_ago_is_not_kept() -> None:
+    kept = []
+    with _ranks("gloo", Mesh(pp=2)) as ranks:
+        for step in range(32):
+            x = torch.full((3,), float(step))
+            kept.append(weakref.ref(x))
+            ranks[0].send(x)
+            del x
+            assert ranks[1].recv((3,), torch.float32).tolist() == [float(step)] * 3
+        assert sum(each() is not None for each in kept) <= 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
