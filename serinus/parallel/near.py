@@ -43,7 +43,6 @@ _SPINS: Final = 200
 _EAGER_S: Final = 0.002
 """Time spent looking before it is looked now and then."""
 _NAP_S: Final = 0.0002
-_CLOSED: Final = -1
 
 
 class NearFile:
@@ -133,6 +132,8 @@ class NearStage:
         self._timeout_s = timeout_s
         self._check = check
         self._round = 0
+        """Of the last exchange; in our flag, with all its bits turned once we have left."""
+        self._closed = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Comm."""
@@ -163,16 +164,18 @@ class NearStage:
         return None if found is None else found.view(-1, *x.shape).movedim(0, -2).flatten(-2)
 
     def close(self) -> None:
-        """Whoever waits for this rank, now or later, is failed."""
-        self._flags[self._index] = _CLOSED
-        self._file.close()
+        """Whoever waits for more of this rank, now or later, is failed; what it has laid down may still be read."""
+        if not self._closed:
+            self._closed = True
+            self._flags[self._index] = ~self._round
+            self._file.close()
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         return torch.split_with_sizes(x.view(-1), _lengths(x.numel(), _SLOT_BYTES // x.element_size()))
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
         """What every rank has laid down in this round, by rank. To be read before the next round."""
-        if self._flags[self._index] == _CLOSED:
+        if self._closed:
             raise PeerGone("parallel: this rank has left its stage, expected no more of it")
         slots = [slot[: part.nbytes].view(part.dtype) for slot in self._sets[self._round % 2]]
         slots[self._index].copy_(part)
@@ -190,8 +193,10 @@ class NearStage:
         began = self._clock.now()
         spent_s = 0.0
         while (seen := flags[other]) < wanted:
+            if ~seen >= wanted:
+                return  # it left, after this round
             late = spent_s > _EAGER_S
-            if seen == _CLOSED or spent_s > self._timeout_s or (late and not self._file.alive(other)):
+            if seen < 0 or spent_s > self._timeout_s or (late and not self._file.alive(other)):
                 raise PeerGone(f"parallel: slice {other} of this stage left or does not come, expected all of them")
             if not late:
                 os.sched_yield()

@@ -14,9 +14,11 @@ from typing import TypeVar
 import pytest
 import torch
 
+from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel import Mesh
 from serinus.parallel.comm import Comm, Meeting, SoloComm, ThreadComm, TorchComm, find, listen
+from serinus.parallel.near import NearFile, NearStage
 
 KINDS = ("threads", "gloo", "memory")
 T = TypeVar("T")
@@ -156,6 +158,38 @@ def test_the_smallest_of_all_ranks_is_what_each_hears(kind: str) -> None:
         assert _each(ranks, lambda comm: comm.smallest((comm.rank, 9 - comm.rank))) == [(0, 6)] * 4
         assert _each(ranks, lambda comm: comm.smallest((4 + comm.rank,))) == [(4,)] * 4
         assert _each(ranks, lambda comm: comm.smallest(())) == [()] * 4
+
+
+class _Meanwhile(WallClock):
+    """Something happens when the time is asked for the first time."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._acts = [act]
+
+    def now(self) -> float:
+        while self._acts:
+            self._acts.pop()()
+        return super().now()
+
+
+def test_a_rank_that_leaves_after_a_round_does_not_fail_those_who_come_to_look_later() -> None:
+    """As at the end of an engine: one rank has its last step and the word to stop, the other was off the core."""
+    file = NearFile.make(2)
+    assert file is not None
+    other_file = NearFile.find(file.path.name, 1, 2)
+    file.path.unlink()
+    assert other_file is not None
+    other = NearStage(other_file, 1, 2, WallClock(), 30.0, None)
+
+    def last_round() -> None:
+        other.all_reduce(torch.ones(3))
+        other.close()
+
+    late = NearStage(file, 0, 2, _Meanwhile(last_round), 30.0, None)
+    assert late.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    with pytest.raises(PeerGone, match="slice 1 of this stage left"):
+        late.all_reduce(torch.ones(3))
+    late.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
