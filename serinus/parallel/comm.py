@@ -37,6 +37,7 @@ _RETRY_S: Final = 0.1
 _LOOK_S: Final = 0.01
 _KEPT: Final = 2
 """Of what was sent, for each stage: a leader has no more plans open than stages, so the oldest of these is out."""
+_SEE_OFF_S: Final = 2.0
 _GROUPS: dict[str, Any] = {
     name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
 }
@@ -80,7 +81,8 @@ class Comm(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything; whoever waits for this rank is failed. Idempotent; nothing else may follow."""
+        """Let go of everything, once what was sent is out (two seconds at most, and not where a rank was lost); whoever
+        waits for more of this rank is failed. Idempotent; nothing else may follow."""
         ...
 
 
@@ -224,6 +226,8 @@ class TorchComm:
         self._timeout_s = timeout_s
         self._device = device
         self._round = 0
+        self._broken = False
+        """Another rank has failed this one."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         stage, line = f"stage-{mesh.pp_rank(rank)}", f"line-{mesh.tp_rank(rank)}"
         self._fence("join")
@@ -293,7 +297,7 @@ class TorchComm:
 
     def close(self) -> None:
         """See Comm."""
-        self._sent.clear()
+        self._see_off()
         if self._near is not None:
             self._near.close()
         if self._device != "cpu":
@@ -388,5 +392,17 @@ class TorchComm:
         except RuntimeError as error:
             raise self._gone(error) from None
 
+    def _see_off(self) -> None:
+        """Wait a moment for what is on its way: gloo hands it over when it is asked for, not before."""
+        until = self._clock.now() + _SEE_OFF_S
+        while self._sent and not self._broken:
+            left_s = max(until - self._clock.now(), _LOOK_S)
+            try:
+                self._sent.popleft()[0].wait(timedelta(seconds=left_s))
+            except RuntimeError:  # nobody came for it, or nobody is there
+                break
+        self._sent.clear()
+
     def _gone(self, error: RuntimeError) -> PeerGone:
+        self._broken = True
         return PeerGone(f"parallel: {self.mesh.name(self.rank)} lost a rank of its mesh ({str(error).splitlines()[0]})")

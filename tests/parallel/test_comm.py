@@ -153,6 +153,18 @@ def test_what_was_sent_long_ago_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_a_rank_has_sent_comes_though_it_leaves(kind: str) -> None:
+    """Told to stop with several plans under way, a stage is done long before the next one has asked for its part."""
+    with _ranks(kind, Mesh(pp=2)) as ranks, ThreadPoolExecutor(1) as thread:
+        ranks[0].send(torch.ones(3))
+        ranks[0].send(torch.full((100_000,), 2.0))
+        leaving = thread.submit(ranks[0].close)
+        assert ranks[1].recv((3,), torch.float32).tolist() == [1.0] * 3
+        assert float(ranks[1].recv((100_000,), torch.float32).sum()) == 200_000.0
+        leaving.result(20.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_smallest_of_all_ranks_is_what_each_hears(kind: str) -> None:
     with _ranks(kind, Mesh(tp=2, pp=2)) as ranks:
         assert _each(ranks, lambda comm: comm.smallest((comm.rank, 9 - comm.rank))) == [(0, 6)] * 4
