@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,66 +34,16 @@ from serinus.pd.ports import Port
 from serinus.pd.prefill_ends import PrefillEnds
 from serinus.sched import Scheduler
 from serinus.sched.seats import Seats
-from serinus.testing.world import draw, run
 from serinus.testing.world.engine import Engine
 from serinus.testing.world.one_sided import SimOneSided
 from serinus.testing.world.options import Cancel, EngineShape, Options, Scenario, Shape, Work
 from serinus.testing.world.ports import Shared, SimPost
 from serinus.wire import ReliableLink
 from serinus.wire.messages import AbortGrant
+from tests.sim import window_mutants  # noqa: F401
+from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
 __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt", "one_leaves_another_follows"]
-
-SEEDS_MAX = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """One broken rule."""
-
-    name: str
-    backend: str
-    """How pages travel in the worlds that must catch it; empty = as drawn."""
-    apply: Callable[[], Any]
-    """A context manager."""
-    world: Callable[[int], Scenario] | None = None
-    """The worlds that must catch it, where those of `draw` seldom come near it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """How a mutant was caught."""
-
-    seed: int
-    finding: str
-
-
-MUTANTS: list[Mutant] = []
-
-
-def mutant(
-    name: str, *backends: str, world: Callable[[int], Scenario] | None = None
-) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
-    """Register a patch, for worlds with each of these backends."""
-
-    def register(patch: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-        for backend in backends or ("",):
-            suffix = f" ({backend})" if len(backends) > 1 else ""
-            MUTANTS.append(Mutant(name=name + suffix, backend=backend, apply=contextmanager(patch), world=world))
-        return patch
-
-    return register
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """`owner.name` is `value` for a while; gives what it was."""
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield before
-    finally:
-        setattr(owner, name, before)
 
 
 # ---- PD.md: aborts and quarantine (push) --------------------------------------------------------------------------
@@ -457,17 +406,6 @@ def storage_pages_freed() -> Iterator[None]:
 
 
 # ---- hunting ------------------------------------------------------------------------------------------------------
-
-
-def hunt(item: Mutant, seeds: range = range(SEEDS_MAX)) -> Kill | None:
-    """Run seeds under a mutant until one shows it; None = it survived."""
-    with item.apply():
-        for seed in seeds:
-            scenario = draw(seed, backend=item.backend) if item.world is None else item.world(seed)
-            finding = run(scenario).finding
-            if finding is not None:
-                return Kill(seed=seed, finding=f"{finding.kind}: {finding.text}")
-    return None
 
 
 def main(words: list[str]) -> int:

@@ -39,7 +39,10 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
     """Otherwise two thousand clean seeds would prove nothing: everything that may happen does, somewhere."""
     counts: dict[str, int] = {}
     for seed in range(120):
-        result = run(draw(seed))
+        scenario = draw(seed)
+        result = run(scenario)
+        if scenario.shape.slides:
+            counts["landed sliding"] = counts.get("landed sliding", 0) + result.counts["landed"]
         for name, count in [*result.counts.items(), *(("end " + end, n) for end, n in result.ends.items())]:
             counts[name] = counts.get(name, 0) + count
     expected = (
@@ -51,6 +54,7 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
     missing = [name for name in expected if not counts.get(name)]
     assert not missing, f"never happened: {missing}, in {counts}"
     assert counts["landed"] > 120
+    assert counts["landed sliding"] > 20
 
 
 def test_a_scenario_survives_being_written_down() -> None:

@@ -17,13 +17,13 @@ from serinus.core.errors import SerinusError
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
-from serinus.testing.world.engine import Engine
+from serinus.testing.world.engine import Engine, lanes_of
 from serinus.testing.world.network import Network
 from serinus.testing.world.one_sided import Fabric
 from serinus.testing.world.options import Cancel, Crash, Fault, Partition, Pause, Scenario, Work
 from serinus.testing.world.ports import Shared
 from serinus.testing.world.timeline import Timeline
-from serinus.testing.world.toy import Lanes, expected_answer
+from serinus.testing.world.toy import expected_answer
 
 __all__ = ["Client", "Cluster", "Finding", "Run", "run"]
 
@@ -107,7 +107,7 @@ class Cluster:
             for shape in scenario.shape.engines
         }  # fmt: skip
         self.fabric.engines.update(self.engines)
-        lanes = Lanes.of(scenario.shape.layers, scenario.shape.heads, scenario.shape.context_length)
+        lanes = lanes_of(scenario.shape)
         self.clients = {
             work.rid: Client(
                 work=work,
@@ -327,12 +327,7 @@ class Cluster:
         self.check_failures()
         for engine in self.engines.values():
             engine.scheduler.sanity_check()
-            used = engine.cache.used_pages
-            if used:
-                raise Broken(f"I12: {engine.name} still uses {used} pages: {engine.cache.ledger.counts()}")
-            engine.cache.reset()
-            if engine.cache.free_pages != engine.shape.pages - 1:
-                raise Broken(f"I12: {engine.name} has {engine.cache.free_pages} free pages after a flush")
+            self._check_pages(engine)
             stuck = {name: value for name, value in engine.gauges().items() if value}
             if stuck:
                 raise Broken(f"I12: gauges of {engine.name} are {stuck}, expected 0")
@@ -341,6 +336,16 @@ class Cluster:
                     raise Broken(f"I13: rank {rank.number} of {engine.name} has another log than its leader")
                 if rank.begun or rank.table.batches:
                     raise Broken(f"I12: rank {rank.number} of {engine.name} keeps {rank.begun} {rank.table.batches}")
+
+    def _check_pages(self, engine: Engine) -> None:
+        for part, count in engine.pages.items():
+            used = count - 1 - engine.cache.available(part)
+            if used:
+                raise Broken(f"I12: {engine.name} still uses {used} pages of part {part.name}")
+        engine.cache.reset()
+        for part, count in engine.pages.items():
+            if engine.cache.free(part) != count - 1:
+                raise Broken(f"I12: {engine.name} has {engine.cache.free(part)} free {part.name} pages after a flush")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from serinus.core.parts import Part
 from serinus.pd import (
     Backend,
     FillPages,
@@ -39,7 +38,7 @@ class SimCrew:
         self._engine = engine
         self.hands = [
             Hand(
-                rank.number, layout=RankLayout(layout), stores={Part.FULL: rank}, backends=[backend],
+                rank.number, layout=RankLayout(layout), stores=rank.stores, backends=[backend],
                 clock=engine.timeline,
             )
             for rank in engine.ranks
@@ -61,9 +60,9 @@ class SimCrew:
     def order(self, rank: int, order: HandOrder) -> None:
         engine = self._engine
         if isinstance(order, StagePiece):
-            engine.stores[rank].check_read(order.pages)
+            engine.stores[rank][order.part].check_read(order.pages)
         elif isinstance(order, FillPages):
-            engine.stores[rank].check_write(order.pages)
+            engine.stores[rank][order.part].check_write(order.pages)
         if isinstance(order, LeavePeer) and not engine.alive:
             self.hands[rank].obey(order)  # the process ended: the system takes back what it held
             return

@@ -20,17 +20,23 @@ from serinus.testing.world.options import (
 
 __all__ = ["draw"]
 
+_SLIDING = 0.2
+"""Worlds in which layers slide."""
+
 _SPAN_S = 1.5
 """Work and faults begin within this time."""
 
 
-def draw(seed: int, *, backend: str = "") -> Scenario:
-    """The scenario of a seed. `backend` fixes how pages travel."""
+def draw(seed: int, *, backend: str = "", slides: bool | None = None) -> Scenario:
+    """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only."""
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
     prefetch = more.choice(("none", "best_effort", "timeout", "wait_complete"))
     shape = replace(shape, engines=tuple(replace(e, prefetch=prefetch) if e.host_pages else e for e in shape.engines))
+    window = Rng(seed).split("sliding")
+    if window.random() < _SLIDING if slides is None else slides:
+        shape = _sliding(window, shape)
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
     prefills = [engine.name for engine in shape.engines if engine.role == "prefill"]
     works = _works(rng, shape, decodes, prefills)
@@ -62,6 +68,24 @@ def _shape(rng: Rng, backend: str) -> Shape:
     )  # fmt: skip
     secret = rng.choice(("", "", "", "open sesame"))
     return Shape(engines=engines, backend=backend, secret=secret)
+
+
+def _sliding(rng: Rng, shape: Shape) -> Shape:
+    """Layers slide. Pages of prefill engines are then not smaller than those of decode engines."""
+    window = rng.choice((2, 3, 5, 6, 9))
+    decode = min(e.page_size for e in shape.engines if e.role == "prefill")
+    engines = []
+    for engine in shape.engines:
+        size = engine.page_size if engine.role == "prefill" else min(engine.page_size, decode)
+        pages = -(-window // size)
+        least = pages + max(1, pages // 8) + 1  # what one request needs
+        engines.append(
+            replace(
+                engine, page_size=size, pages=1 + (engine.pages - 1) * engine.page_size // size,
+                swa_pages=1 + least + rng.choice((0, 1, 4, 8, 12)),
+            )
+        )  # fmt: skip
+    return replace(shape, engines=tuple(engines), slides=rng.choice(("FS", "SF", "SS", "FS")), window=window)
 
 
 def _works(rng: Rng, shape: Shape, decodes: list[str], prefills: list[str]) -> tuple[Work, ...]:

@@ -17,6 +17,7 @@ from serinus.cache import CacheGeometry, PartPages, PrefixCache
 from serinus.cache.keys import HASH_BYTES
 from serinus.core.errors import CapacityError, RequestError
 from serinus.core.metrics import Metrics
+from serinus.core.parts import Part
 from serinus.core.plan import SeqResult, StepPlan, StepResult
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.rng import Rng
@@ -37,7 +38,7 @@ from serinus.testing.world.storage import SimStorage
 from serinus.testing.world.timeline import Timeline
 from serinus.testing.world.toy import Lanes, next_token
 
-__all__ = ["ROWS", "Engine", "FlakyCache"]
+__all__ = ["ROWS", "Engine", "FlakyCache", "lanes_of"]
 
 ROWS = 5
 _STEP_S = 0.004
@@ -51,6 +52,11 @@ _QUEUE = {
     Phase.TRANSFER: "transfer",
     Phase.INFLIGHT: "inflight",
 }
+
+
+def lanes_of(world: Shape) -> Lanes:
+    """Of its model."""
+    return Lanes.of(world.layers, world.heads, world.context_length, world.slides, world.window)
 
 
 class FlakyCache(PrefixCache):
@@ -92,10 +98,12 @@ class Engine:
         self.alive = True
         shape, world = self.shape, self.world
         self.incarnation = self._shared.incarnation(self.name, self.life)
-        lanes = Lanes.of(world.layers, world.heads, world.context_length)
+        lanes = lanes_of(world)
+        self.pages = {Part.FULL: shape.pages, **({Part.SWA: shape.swa_pages} if world.window else {})}
+        """Of each part, the padding page included."""
         self.ranks = [
             Rank(
-                number, lanes=lanes, tp=shape.tp, pp=shape.pp, pages=shape.pages, page_size=shape.page_size, rows=ROWS,
+                number, lanes=lanes, tp=shape.tp, pp=shape.pp, pages=self.pages, page_size=shape.page_size, rows=ROWS,
                 context=world.context_length,
             )
             for number in range(shape.tp * shape.pp)
@@ -104,7 +112,9 @@ class Engine:
         self.storage = self._storage()
         self.cache = FlakyCache(
             CacheGeometry(
-                page_size=shape.page_size, full_pages=shape.pages, host_full_pages=shape.host_pages, read_batch_pages=2
+                page_size=shape.page_size, full_pages=shape.pages, swa_pages=shape.swa_pages,
+                window=world.window or None, host_full_pages=shape.host_pages,
+                host_swa_pages=shape.host_pages if world.window else 0, read_batch_pages=2,
             ),
             mover=self.mover, storage=self.storage, write_policy=shape.write_policy,
         )  # fmt: skip
@@ -117,7 +127,9 @@ class Engine:
             ),
             self.cache,
         )  # fmt: skip
-        self.stores = [GuardedStore(self, rank) for rank in self.ranks]
+        self.stores = [
+            {part: GuardedStore(self, part, own) for part, own in rank.stores.items()} for rank in self.ranks
+        ]  # fmt: skip
         self.epoch = 0
         """Times that everybody was cut off from our memory."""
         self.log = DecisionLog()

@@ -44,21 +44,21 @@ class SimMover:
     def __init__(self, engine: Engine, host_pages: int, fails: Callable[[], bool]) -> None:
         self._engine = engine
         self._fails = fails
-        self._host: list[NDArray[np.uint8]] = [
-            np.zeros((host_pages, rank.page_bytes), np.uint8) for rank in engine.ranks
-        ]  # fmt: skip
+        self._host: list[dict[Part, NDArray[np.uint8]]] = [
+            {part: np.zeros((host_pages, own.page_bytes), np.uint8) for part, own in rank.parts.items()}
+            for rank in engine.ranks
+        ]
         self._ops: dict[int, _Op] = {}
         self.failed_count = 0
 
-    def host(self, rank: Rank) -> NDArray[np.uint8]:
-        """A rank's pages on the host."""
-        return self._host[rank.number]
+    def host(self, rank: Rank, part: Part) -> NDArray[np.uint8]:
+        """A rank's pages of a part on the host."""
+        return self._host[rank.number][part]
 
     def submit(self, moves: Sequence[Move]) -> None:
         engine = self._engine
         late = 0.0 if engine.calm else engine.options.late_s
         ends_at = engine.timeline.now_s + _COPY_S + (engine.rng.random() * late * 0.1 if late else 0.0)
-        assert all(move.part is Part.FULL for move in moves), f"testing: moves of other parts: {moves}"
         by_op: dict[int, list[Move]] = {}
         for move in moves:
             by_op.setdefault(move.op, []).append(move)
@@ -86,10 +86,13 @@ class SimMover:
         if op.ok is None:
             op.ok = not self._fails()
             self.failed_count += not op.ok
-        host = self._host[rank.number]
         for move in op.moves:
-            source, target = (rank.bytes, host) if move.kind is MoveKind.BACKUP else (host, rank.bytes)
-            target[move.target] = source[move.source] if op.ok else _BROKEN
+            host, own = self._host[rank.number][move.part], rank.parts[move.part]
+            if move.kind is MoveKind.BACKUP:
+                host[move.target] = own.take_pages(move.source) if op.ok else _BROKEN
+            else:
+                broken = np.full((len(move.target), own.page_bytes), _BROKEN, np.uint8)
+                own.write_pages(move.target, host[move.source] if op.ok else broken)
 
     def _take(self, numbers: Sequence[int]) -> list[MoveDone]:
         done: list[MoveDone] = []

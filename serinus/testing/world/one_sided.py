@@ -48,6 +48,7 @@ class _Tie:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Op:
     tie: _Tie
+    part: Part
     moves: int
     """Pages still to be moved."""
     error: str = ""
@@ -153,16 +154,16 @@ class SimOneSided:
                 tie.cut = True
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
-        return self._begin(peer, pages, targets, self._write_page)
+        return self._begin(peer, part, pages, targets, self._write_page)
 
     def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
-        return self._begin(peer, pages, sources, self._read_page)
+        return self._begin(peer, part, pages, sources, self._read_page)
 
-    def _begin(self, peer: str, pages: NDArray[np.int32], others: NDArray[np.int32], move: object) -> int:
+    def _begin(self, peer: str, part: Part, pages: NDArray[np.int32], others: NDArray[np.int32], move: object) -> int:
         tie = self._ties.get(peer)
         if tie is None:
             raise TransferFailed(f"testing: {self._engine.name} is not connected to {peer}")
-        op = _Op(tie=tie, moves=len(pages), pages=pages.tolist())
+        op = _Op(tie=tie, part=part, moves=len(pages), pages=pages.tolist())
         self._last += 1
         self._ops[self._last] = op
         at = 0.0
@@ -198,8 +199,8 @@ class SimOneSided:
                 captured = op.in_flight.get(own)
             else:
                 if not op.lost:
-                    self._engine.stores[self._rank].check_read(np.array([own]))
-                captured = self._engine.ranks[self._rank].bytes[own].copy()
+                    self._engine.stores[self._rank][op.part].check_read(np.array([own]))
+                captured = self._page(op.part, own)
             if captured is None:
                 self._over(op)
                 return
@@ -208,8 +209,7 @@ class SimOneSided:
             return
         fabric.late_count += not alive
         target = tie.target
-        target.stores[tie.target_rank].check_write(np.array([other]))
-        target.ranks[tie.target_rank].bytes[other] = captured
+        target.stores[tie.target_rank][op.part].write_pages(np.array([other]), captured)
         self._over(op)
 
     def _read_page(self, op: _Op, own: int, other: int, captured: None) -> None:
@@ -226,9 +226,8 @@ class SimOneSided:
         if (self._engine.name, tie.target.name) in self._fabric.blocked:
             self._fabric.timeline.after(_AGAIN_S, self._read_page, op, own, other, None)
             return
-        data = tie.target.ranks[tie.target_rank].bytes[other]
-        self._engine.stores[self._rank].check_write(np.array([own]))
-        self._engine.ranks[self._rank].bytes[own] = data
+        data = tie.target.ranks[tie.target_rank].parts[op.part].take_pages(np.array([other]))
+        self._engine.stores[self._rank][op.part].write_pages(np.array([own]), data)
         self._over(op)
 
     # ---- for the port -----------------------------------------------------------------------------------------------
@@ -254,4 +253,8 @@ class SimOneSided:
         """The process is gone: nobody reaches its memory, and what its network card has taken over lands still."""
         self._fabric.cut(self._engine)
         for op in self._ops.values():
-            op.in_flight = {page: self._engine.ranks[self._rank].bytes[page].copy() for page in op.pages}
+            op.in_flight = {page: self._page(op.part, page) for page in op.pages}
+
+    def _page(self, part: Part, page: int) -> NDArray[np.uint8]:
+        """A copy of an own page."""
+        return self._engine.ranks[self._rank].parts[part].take_pages(np.array([page]))

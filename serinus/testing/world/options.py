@@ -27,8 +27,10 @@ class EngineShape:
     pages: int = 17
     """Pages of its pool, the padding page included."""
     page_size: int = 4
+    swa_pages: int = 0
+    """The same of part SWA, where layers slide."""
     host_pages: int = 0
-    """Pages of its host pool, the padding page included; 0 = there is none."""
+    """Pages of its host pool of each part, the padding page included; 0 = there is none."""
     write_policy: str = "write_through"
     """When pages are copied to the host."""
     prefetch: str = "none"
@@ -51,6 +53,10 @@ class Shape:
     on_failure: str = "recompute"
     secret: str = ""
     """Of the cluster."""
+    slides: str = ""
+    """F or S (sliding) of each layer; empty = none slides."""
+    window: int = 0
+    """Positions that a sliding layer sees, the token itself included; 0 = none slides."""
     optimistic: bool = False
     """Prompts are asked for before there are pages for them."""
 
@@ -188,6 +194,7 @@ class Scenario:
         shape = self.shape
         engines = ", ".join(f"{e.name} (TP{e.tp} PP{e.pp}, {e.pages} pages)" for e in shape.engines)
         lines = [f"world    {engines}; {shape.backend}; {shape.layers} layers x {shape.heads} heads"]
+        lines += [f"         layers {shape.slides}, a window of {shape.window}"] * bool(shape.slides)
         lines += ["         prompts are asked for before there are pages for them"] * shape.optimistic
         for field in dataclasses.fields(self.options):
             value = getattr(self.options, field.name)

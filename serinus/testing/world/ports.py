@@ -78,19 +78,21 @@ def _arguments(engine: Engine, post: Post, shared: Shared) -> dict[str, Any]:
     world, shape, name = engine.world, engine.shape, shared.backend
     layout = LayoutSignature(
         model="toy", kv_dtype="float32", page_size=shape.page_size, layer_count=world.layers,
-        kv_head_count=world.heads, head_size=2, tp=shape.tp, pp=shape.pp,
+        kv_head_count=world.heads, head_size=2, tp=shape.tp, pp=shape.pp, window=world.window,
+        layer_parts=bytes(Part.SWA if letter == "S" else Part.FULL for letter in world.slides),
     )  # fmt: skip
+    page_bytes = max(own.page_bytes for rank in engine.ranks for own in rank.parts.values())
     settings = PdSettings(
         engine=engine.name, incarnation=engine.incarnation, layout=layout, vocab_size=world.vocab_size,
         backends=(name,), capabilities={name: CAPABILITIES[name]} if name in CAPABILITIES else {}, host="here",
-        piece_bytes_max=2 * engine.ranks[0].page_bytes, park_tokens=24, lease_s=12.0, abort_s_max=9.0,
+        piece_bytes_max=2 * page_bytes, park_tokens=24, lease_s=12.0, abort_s_max=9.0,
         connect_s_max=10.0, handoff_s_max=30.0, keepalive_s=1.0, silence_s_max=5.0, retry_s_min=0.2, retry_s_max=1.0,
         cluster_secret=world.secret, staging_pieces=1 if len(engine.ranks) == 1 else 3,
     )  # fmt: skip
     arguments: dict[str, Any] = {
         "settings": settings, "post": post, "clock": engine.timeline, "mint": shared.mint
     }  # fmt: skip
-    stores = [{Part.FULL: store} for store in engine.stores]
+    stores = engine.stores
     if name in CAPABILITIES:
         ends = [SimOneSided(shared.fabric, engine, rank.number, name) for rank in engine.ranks]
         followers = [[end] for end in ends[1:]]

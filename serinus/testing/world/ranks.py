@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.parts import Part
 from serinus.core.plan import SeqWork, StepPlan
+from serinus.core.rng import splitmix64
 from serinus.parallel import DecisionFollower, RankTable, StepHeader
-from serinus.testing.world.toy import ROOT, Lanes, expected_kv, link
+from serinus.testing.world.toy import ROOT, Lanes, expected_kv, is_linked, link
 
-__all__ = ["Rank", "share"]
-
-FREED = 0xDD
-"""What a page is filled with when it changes hands, so that nobody can live on old bytes."""
+__all__ = ["Rank", "RankPart", "share"]
 
 
 def share(count: int, parts: int, index: int) -> range:
@@ -24,31 +23,112 @@ def share(count: int, parts: int, index: int) -> range:
     return range(first, first + each + (index < more))
 
 
-class Rank:
-    """One rank: pool, row table, follower. Lanes are (layer, k or v, head); a word is 8 bytes."""
+class RankPart:
+    """One part of one rank: its pool and its row table (pd's PageStore). A word is 8 bytes; a rank may have no layer
+    of a part, whose pages then have no bytes."""
 
     def __init__(
-        self, number: int, *, lanes: Lanes, tp: int, pp: int, pages: int, page_size: int, rows: int, context: int
+        self, lanes: Lanes, layers: list[int], heads: range, *, pages: int, page_size: int, rows: int, context: int
     ) -> None:
+        self.layers = layers
+        self.page_count = pages
+        self.page_size = page_size
+        self.which: NDArray[np.intp] = np.array(
+            [(layer * 2 + kv) * lanes.heads + head for layer in layers for kv in (0, 1) for head in heads], np.intp
+        )
+        """The model's lanes that are here."""
+        self._lanes = lanes
+        self._shape = (len(layers), 2, len(heads))
+        self._kv: NDArray[np.uint64] = np.zeros((pages, len(layers), 2, page_size, len(heads)), np.uint64)
+        self._bytes: NDArray[np.uint8] = self._kv.view(np.uint8).reshape(pages, -1)
+        self.table_RC: NDArray[np.int64] = np.zeros((rows, context), np.int64)
+        self.weights_PL = lanes.weight_PL[:, self.which]
+        self._odd, self._salt = lanes.odd_L[self.which], lanes.salt_L[self.which]
+        self._inverse = lanes.inverse_L[self.which]
+
+    def put(self, slots: NDArray[np.int64], chain_T: NDArray[np.uint64]) -> None:
+        """Write the KV of tokens with these chains."""
+        pages, offsets = np.divmod(slots, self.page_size)
+        words = chain_T[:, None] * self._odd + self._salt
+        self._kv[pages, :, :, offsets, :] = words.reshape(len(chain_T), *self._shape)
+
+    def read(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """What these slots hold: [slots, lanes of this part here]."""
+        pages, offsets = np.divmod(slots, self.page_size)
+        words: NDArray[np.uint64] = self._kv[pages, :, :, offsets, :].reshape(len(slots), -1)
+        return words
+
+    def chains(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """What chains these slots were made of, as each lane says: [slots, lanes]."""
+        return (self.read(slots) - self._salt) * self._inverse
+
+    def chain(self, slot: int) -> int:
+        """The same of one slot, as the first lane says."""
+        page, offset = divmod(slot, self.page_size)
+        return self._lanes.chain(self._kv[page, 0, 0, offset, 0], int(self.which[0]))
+
+    def pages_of(self, tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """The bytes of whole pages of a sequence: [pages, page_bytes]."""
+        words = expected_kv(self._lanes, tokens, self.which)
+        count = len(tokens) // self.page_size
+        pages = np.ascontiguousarray(words.reshape(count, self.page_size, *self._shape).transpose(0, 2, 3, 1, 4))
+        found: NDArray[np.uint8] = pages.view(np.uint8).reshape(count, self.page_bytes)
+        return found
+
+    # ---- pages as bytes (pd's PageStore) ----------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self._bytes.shape[1])
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        """Copy pages out."""
+        out[:] = self._bytes[pages]
+
+    def take_pages(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
+        """A copy of pages, [pages, page_bytes]."""
+        found = np.empty((len(pages), self.page_bytes), np.uint8)
+        self.read_pages(pages, found)
+        return found
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        """Fill pages."""
+        self._bytes[pages] = data
+
+
+class Rank:
+    """One rank: its parts, and a follower of the decision log."""
+
+    def __init__(
+        self, number: int, *, lanes: Lanes, tp: int, pp: int, pages: Mapping[Part, int], page_size: int, rows: int,
+        context: int,
+    ) -> None:  # fmt: skip
+        """`pages`: of each part that the model has."""
         self.number = number
         self.lanes = lanes
-        self.page_size = page_size
         self.layers = share(lanes.layers, pp, number // tp)
         self.heads = share(lanes.heads, tp, number % tp)
-        self.which: NDArray[np.intp] = np.array(
-            [(layer * 2 + kv) * lanes.heads + head for layer in self.layers for kv in (0, 1) for head in self.heads],
-            np.intp,
-        )
-        self.kv: NDArray[np.uint64] = np.zeros((pages, len(self.layers), 2, page_size, len(self.heads)), np.uint64)
-        self.bytes: NDArray[np.uint8] = self.kv.view(np.uint8).reshape(pages, -1)
-        self.table_RC: NDArray[np.int64] = np.zeros((rows, context), np.int64)
+        slides = lanes.slides
+        self.parts = {
+            part: RankPart(
+                lanes, [layer for layer in self.layers if slides[layer] is (part is Part.SWA)], self.heads,
+                pages=count, page_size=page_size, rows=rows, context=context,
+            )
+            for part, count in pages.items()
+        }  # fmt: skip
+        """Those without layers here included."""
         self.follower = DecisionFollower(number)
         self.begun: set[str] = set()
         """Requests for which this rank has begun a prefetch from storage."""
         self.table = RankTable(self)
-        self._weights = lanes.weight_PL[:, self.which]
-        self._odd, self._salt = lanes.odd_L[self.which], lanes.salt_L[self.which]
-        self._first = int(self.which[0])
+        self._first = Part.SWA if slides[self.layers[0]] else Part.FULL
+        """Whose first lane says how far the chain came."""
+
+    @property
+    def stores(self) -> dict[Part, RankPart]:
+        """Of the parts that have bytes here."""
+        return {part: own for part, own in self.parts.items() if own.layers}
 
     # ---- by decision ------------------------------------------------------------------------------------------------
 
@@ -72,58 +152,43 @@ class Rank:
         rids = tuple(work.rid for work in plan.work)
         assert batch == rids, f"testing: rank {self.number} was told to run {batch}, its plan says {rids} (I14)"
         for write in plan.table_writes:
-            self.table_RC[write.row, write.start : write.start + len(write.slots)] = write.slots
+            self.parts[write.part].table_RC[write.row, write.start : write.start + len(write.slots)] = write.slots
         return [self._compute(work) for work in plan.work]
 
     def _compute(self, work: SeqWork) -> int:
         end = work.start + len(work.tokens)
-        size = self.page_size
-        row = self.table_RC[work.row]
-        assert np.array_equal(row[work.start : end], work.slots), f"testing: {work.rid} writes slots not in its row"
-        before = ROOT
-        if work.start:
-            page, offset = divmod(int(row[work.start - 1]), size)
-            before = self.lanes.chain(self.kv[page, 0, 0, offset, 0], self._first)
+        for part, own in self.parts.items():
+            slots = work.slots if part is Part.FULL else work.swa_slots
+            row = own.table_RC[work.row]
+            assert slots is not None, f"testing: {work.rid} has no slots of part {part.name}"
+            assert np.array_equal(row[work.start : end], slots), f"testing: {work.rid} writes slots not in its row"
+        before = self._before(work) if work.start else ROOT
         chain = np.empty(len(work.tokens), np.uint64)
         for index, token in enumerate(work.tokens.tolist()):
             before = link(before, token)
             chain[index] = before
-        pages, offsets = np.divmod(work.slots, size)
-        words = chain[:, None] * self._odd + self._salt
-        self.kv[pages, :, :, offsets, :] = words.reshape(len(chain), len(self.layers), 2, len(self.heads))
-        if work.sample is None:
-            return 0
-        return int(np.bitwise_xor.reduce(self.read(row[:end]) * self._weights[:end], axis=None))
+        fold = 0
+        for part, own in self.parts.items():
+            if not own.layers:
+                continue
+            row = own.table_RC[work.row]
+            own.put(row[work.start : end], chain)
+            if work.sample is not None:
+                first = max(0, end - self.lanes.window) if part is Part.SWA else 0
+                words = own.read(row[first:end]) * own.weights_PL[first:end]
+                fold ^= int(np.bitwise_xor.reduce(words, axis=None))
+        return fold
 
-    def read(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """What these slots hold: [slots, lanes of this rank]."""
-        pages, offsets = np.divmod(slots, self.page_size)
-        words: NDArray[np.uint64] = self.kv[pages, :, :, offsets, :].reshape(len(slots), -1)
-        return words
-
-    def pages_of(self, tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """The bytes of whole pages of a sequence: [pages, page_bytes]."""
-        words = expected_kv(self.lanes, tokens, self.which)
-        shape = (len(tokens) // self.page_size, self.page_size, len(self.layers), 2, len(self.heads))
-        pages = np.ascontiguousarray(words.reshape(shape).transpose(0, 2, 3, 1, 4))
-        found: NDArray[np.uint8] = pages.view(np.uint8).reshape(shape[0], -1)
-        return found
-
-    # ---- pages as bytes (pd's PageStore) ----------------------------------------------------------------------------
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page on this rank."""
-        return int(self.bytes.shape[1])
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        """Copy pages out."""
-        out[:] = self.bytes[pages]
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        """Fill pages."""
-        self.bytes[pages] = data
-
-    def spoil(self, pages: Sequence[int]) -> None:
-        """These pages changed hands."""
-        self.bytes[list(pages)] = FREED
+    def _before(self, work: SeqWork) -> int:
+        """The chain before a piece of work, as the KV of the position before it says. What the window holds of the
+        positions before must fit it, in every sliding lane; if not, everything from here on is wrong."""
+        own = self.parts[self._first]
+        before = own.chain(int(own.table_RC[work.row, work.start - 1]))
+        own = self.parts.get(Part.SWA, own)
+        if self.lanes.window and own.layers:
+            first = max(0, work.start + 1 - self.lanes.window)
+            chains = own.chains(own.table_RC[work.row, first : work.start])
+            path = np.concatenate(([np.uint64(ROOT)], chains[:, 0])) if not first else chains[:, 0]
+            if int(path[-1]) != before or (chains != chains[:, :1]).any() or not is_linked(path):
+                return splitmix64(before ^ 1)
+        return before

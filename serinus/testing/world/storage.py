@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Folder", "SimStorage"]
 
-Folder = dict[tuple[int, bytes], NDArray[np.uint8]]
-"""What is stored, by rank and key."""
+Folder = dict[tuple[int, Part, bytes], NDArray[np.uint8]]
+"""What is stored, by rank, part and key."""
 _TORN = 0xAA
 _OP_S = 0.002
 
@@ -35,8 +35,10 @@ _OP_S = 0.002
 class _Op:
     act: Callable[[_Op, Rank], None]
     keys: tuple[bytes, ...]
+    parts: tuple[Part, ...]
     pages: NDArray[np.int32]
-    present: NDArray[np.bool_]
+    present: tuple[NDArray[np.bool_], ...]
+    """For each of the parts."""
     good: int
     left: int
     """Ranks that have not come to their end with it."""
@@ -56,21 +58,20 @@ class SimStorage:
     def keep(self, keys: Sequence[bytes], tokens: NDArray[np.int32]) -> None:
         """Somebody stored these pages before: KV of the tokens, whole pages from position 0."""
         for rank in self._engine.ranks:
-            pages = rank.pages_of(tokens)
-            for key, page in zip(keys, pages, strict=True):
-                self._folder.setdefault((rank.number, key), page)
+            for part, own in rank.parts.items():
+                for key, page in zip(keys, own.pages_of(tokens), strict=True):
+                    self._folder.setdefault((rank.number, part, key), page)
 
     # ---- PageStorage ------------------------------------------------------------------------------------------------
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
-        assert tuple(parts) == (Part.FULL,), f"testing: parts {parts} are asked for"
-        self._begin(op, keys, np.empty(0, np.int32), self._query)
+        self._begin(op, parts, keys, np.empty(0, np.int32), self._query)
 
     def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        self._begin(op, keys, pages.copy(), self._read)
+        self._begin(op, (part,), keys, pages.copy(), self._read)
 
     def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        self._begin(op, keys, pages.copy(), self._write)
+        self._begin(op, (part,), keys, pages.copy(), self._write)
 
     def cancel(self, op: int) -> None:
         if op in self._ops:
@@ -82,18 +83,19 @@ class SimStorage:
 
     def _done(self, number: int, op: _Op) -> StorageDone:
         if op.act == self._query:
-            return StorageDone(op=number, present=(op.present,))
+            return StorageDone(op=number, present=op.present)
         return StorageDone(op=number, good=op.good, error="" if op.good == len(op.keys) else "it ended midway")
 
     # ---- on the ranks -----------------------------------------------------------------------------------------------
 
     def _begin(
-        self, number: int, keys: Sequence[bytes], pages: NDArray[np.int32], act: Callable[[_Op, Rank], None]
-    ) -> None:
+        self, number: int, parts: Sequence[Part], keys: Sequence[bytes], pages: NDArray[np.int32],
+        act: Callable[[_Op, Rank], None],
+    ) -> None:  # fmt: skip
         engine = self._engine
         op = self._ops[number] = _Op(
-            act=act, keys=tuple(keys), pages=pages, present=np.ones(len(keys), np.bool_), good=len(keys),
-            left=len(engine.ranks),
+            act=act, keys=tuple(keys), parts=tuple(parts), pages=pages,
+            present=tuple(np.ones(len(keys), np.bool_) for _ in parts), good=len(keys), left=len(engine.ranks),
         )  # fmt: skip
         for rank in engine.ranks:
             engine.tell(rank, partial(self._reached, op, rank))
@@ -125,12 +127,14 @@ class SimStorage:
 
     def _query(self, op: _Op, rank: Rank) -> None:
         limit = self._limit(op)
-        op.present &= [i < limit and (rank.number, key) in self._folder for i, key in enumerate(op.keys)]
+        for part, present in zip(op.parts, op.present, strict=True):
+            present &= [i < limit and (rank.number, part, key) in self._folder for i, key in enumerate(op.keys)]
 
     def _read(self, op: _Op, rank: Rank) -> None:
-        host, limit = self._mover.host(rank), self._limit(op)
+        part, limit = op.parts[0], self._limit(op)
+        host = self._mover.host(rank, part)
         for index, (key, page) in enumerate(zip(op.keys, op.pages.tolist(), strict=True)):
-            found = self._folder.get((rank.number, key))
+            found = self._folder.get((rank.number, part, key))
             if index >= limit or found is None:
                 host[op.pages[index:]] = _TORN
                 op.good = min(op.good, index)
@@ -138,10 +142,12 @@ class SimStorage:
             host[page] = found
 
     def _write(self, op: _Op, rank: Rank) -> None:
-        host, limit = self._mover.host(rank), self._limit(op)
+        part, limit = op.parts[0], self._limit(op)
+        host = self._mover.host(rank, part)
         for key, page in zip(op.keys[:limit], op.pages[:limit].tolist(), strict=True):
-            there = self._folder.setdefault((rank.number, key), host[page].copy())
+            there = self._folder.setdefault((rank.number, part, key), host[page].copy())
             assert np.array_equal(there, host[page]), (
-                f"testing: I6: key {key.hex()} of {self._engine.name} stands for two contents on rank {rank.number}"
+                f"testing: I6: key {key.hex()} of {self._engine.name} stands for two contents of part {part.name} on"
+                f" rank {rank.number}"
             )
         op.good = min(op.good, limit)

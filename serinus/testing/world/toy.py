@@ -7,6 +7,7 @@ what is wrong once stays wrong. `Oracle` is written from the tokens alone: no pa
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -21,6 +22,11 @@ ROOT = 0x5EED
 """The chain before the first token."""
 
 _MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_UNDO = ((31, pow(0x94D049BB133111EB, -1, 1 << 64)), (27, pow(0xBF58476D1CE4E5B9, -1, 1 << 64)), (30, 1))
+"""How splitmix64 is turned back, the last step first: shift, then factor."""
+_STEPS = frozenset(splitmix64(token + 1) for token in range(256))
+"""What a token adds to a chain."""
 
 
 @lru_cache(maxsize=1 << 17)
@@ -38,14 +44,22 @@ class Lanes:
     odd_L: NDArray[np.uint64]
     salt_L: NDArray[np.uint64]
     inverse_L: NDArray[np.uint64]
+    slides: tuple[bool, ...]
+    """Whether each layer is of part SWA..."""
+    sliding_L: NDArray[np.bool_]
+    """...and each lane: it is folded over the window only."""
+    window: int
+    """Positions that those lanes see, the last one included; 0 = there are none."""
     weight_PL: NDArray[np.uint64]
     """Weight of each position and lane in the fold."""
 
     @staticmethod
     @cache
-    def of(layers: int, heads: int, positions: int) -> Lanes:
-        """Lanes of a model of this size, for sequences of up to so many positions."""
+    def of(layers: int, heads: int, positions: int, slides: str = "", window: int = 0) -> Lanes:
+        """Lanes of a model of this size, for sequences of up to so many positions. `slides`: F or S of each layer;
+        empty = none of them slides."""
         count = layers * 2 * heads
+        slide = tuple(letter == "S" for letter in slides or "F" * layers)
         odd = [splitmix64(2 * lane + 1) | 1 for lane in range(count)]
         weights = [[splitmix64((p + 1) * 1009 + lane) | 1 for lane in range(count)] for p in range(positions)]
         return Lanes(
@@ -54,6 +68,9 @@ class Lanes:
             odd_L=np.array(odd, np.uint64),
             salt_L=np.array([splitmix64(77 + lane) for lane in range(count)], np.uint64),
             inverse_L=np.array([pow(number, -1, 1 << 64) for number in odd], np.uint64),
+            slides=slide,
+            sliding_L=np.repeat(slide, 2 * heads),
+            window=window,
             weight_PL=np.array(weights, np.uint64),
         )
 
@@ -66,10 +83,21 @@ class Lanes:
         """The chain that a word of a lane was made of."""
         return (int(word) - int(self.salt_L[lane])) * int(self.inverse_L[lane]) & _MASK
 
-    def fold(self, content_TL: NDArray[np.uint64], lanes: NDArray[np.intp]) -> int:
-        """One number of all positions of some lanes, from position 0 on."""
-        weights = self.weight_PL[: len(content_TL), lanes]
-        return int(np.bitwise_xor.reduce(content_TL * weights, axis=None))
+
+def is_linked(chain_T: NDArray[np.uint64]) -> bool:
+    """Whether each of these chains is the one before it with some token more."""
+    steps = (_unmixed(chain_T[1:]) ^ chain_T[:-1]).tolist()
+    return all(step in _STEPS for step in steps)
+
+
+def _unmixed(mixed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What splitmix64 gave these for."""
+    word = mixed
+    for shift, factor in _UNDO:
+        moved = np.uint64(shift)
+        word = word ^ (word >> moved) ^ (word >> (moved * np.uint64(2)))
+        word = word * np.uint64(factor)
+    return word - np.uint64(_GOLDEN)
 
 
 def next_token(fold: int, vocab_size: int) -> int:
@@ -92,6 +120,9 @@ class Oracle:
     def __init__(self, lanes: Lanes, vocab_size: int) -> None:
         self._odd, self._salt = lanes.odd_L, lanes.salt_L
         self._weights = lanes.weight_PL
+        self._sliding, self._window = lanes.sliding_L, lanes.window
+        self._seen: deque[int] = deque()
+        """What each position in the window adds to the fold through the sliding lanes."""
         self._vocab_size = vocab_size
         self._chain = ROOT
         self._position = 0
@@ -102,6 +133,10 @@ class Oracle:
         self._chain = link(self._chain, token)
         words = (np.uint64(self._chain) * self._odd + self._salt) * self._weights[self._position]
         self._fold ^= int(np.bitwise_xor.reduce(words))
+        if self._window:
+            self._seen.append(int(np.bitwise_xor.reduce(words[self._sliding])))
+            if len(self._seen) > self._window:
+                self._fold ^= self._seen.popleft()
         self._position += 1
 
     @property

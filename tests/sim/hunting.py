@@ -1,0 +1,74 @@
+"""What a mutant is, and the hunt for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from serinus.testing.world import Scenario, draw, run
+
+__all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt", "mutant", "replaced"]
+
+SEEDS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One broken rule."""
+
+    name: str
+    backend: str
+    """How pages travel in the worlds that must catch it; empty = as drawn."""
+    apply: Callable[[], Any]
+    """A context manager."""
+    world: Callable[[int], Scenario] | None = None
+    """The worlds that must catch it, where those of `draw` seldom come near it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """How a mutant was caught."""
+
+    seed: int
+    finding: str
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(
+    name: str, *backends: str, world: Callable[[int], Scenario] | None = None
+) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
+    """Register a patch, for worlds with each of these backends."""
+
+    def register(patch: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        for backend in backends or ("",):
+            suffix = f" ({backend})" if len(backends) > 1 else ""
+            MUTANTS.append(Mutant(name=name + suffix, backend=backend, apply=contextmanager(patch), world=world))
+        return patch
+
+    return register
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """`owner.name` is `value` for a while; gives what it was."""
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
+
+
+def hunt(item: Mutant, seeds: range = range(SEEDS_MAX)) -> Kill | None:
+    """Run seeds under a mutant until one shows it; None = it survived."""
+    with item.apply():
+        for seed in seeds:
+            scenario = draw(seed, backend=item.backend) if item.world is None else item.world(seed)
+            finding = run(scenario).finding
+            if finding is not None:
+                return Kill(seed=seed, finding=f"{finding.kind}: {finding.text}")
+    return None
