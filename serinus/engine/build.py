@@ -145,6 +145,10 @@ class OtherRanks(Protocol):
         """The engine does not come up: end them."""
         ...
 
+    def dismiss(self) -> None:
+        """They are about to be told to stop: that they end is no loss from now on."""
+        ...
+
     def facts(self) -> list[dict[str, Any]]:
         """All ranks, the leader first."""
         ...
@@ -175,7 +179,10 @@ def build_core(config: ServeConfig, clock: Clock, followers: OtherRanks | None =
             undo.callback(parts.close)
             group.gather(followers.check, _HELLO_S)
             whole = parts.canary is not None
-            executor = RankExecutor(group, make_body(parts, clock), mesh, clock, whole=whole, ends=(followers.close,))
+            executor = RankExecutor(
+                group, make_body(parts, clock), mesh, clock,
+                whole=whole, dismiss=followers.dismiss, ends=(followers.close,),
+            )  # fmt: skip
             built = _lead(parts, executor, executor, followers, clock)
         except PeerGone as error:
             reason = followers.explained(error)

@@ -200,6 +200,10 @@ class Followers:
             for each in (leader, *self._watchdog.facts())
         ]
 
+    def dismiss(self) -> None:
+        """They are about to be told to stop: that they end is no loss from now on."""
+        self._watchdog.dismiss()
+
     def fail(self, error: BaseException) -> None:
         """The engine does not come up: tell the ranks why, and end them."""
         code = CONFIG_CODE if isinstance(error, ConfigError) else LOST_CODE

@@ -124,6 +124,7 @@ class Watchdog:
         self._failure: Ending | None = None
         self._here = threading.Event()
         self._leaving = threading.Event()
+        self._dismissed = threading.Event()
         self._judged = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serinus-watchdog", daemon=True)
         self._spawn: Callable[[], Mapping[int, subprocess.Popen[bytes]]] = dict
@@ -167,6 +168,10 @@ class Watchdog:
         """Of the ranks that have reported, by rank."""
         return [member.facts for member in self._members.values() if member.facts is not None]
 
+    def dismiss(self) -> None:
+        """The ranks are about to be told to stop: from now on it is no loss that one ends, whenever the others do."""
+        self._dismissed.set()
+
     def close(self, failure: Ending | None = None) -> None:
         """The engine stops: wait until its ranks have ended, kill what does not. With `failure` they are told it, and
         not waited for. May be called again."""
@@ -188,7 +193,8 @@ class Watchdog:
             self._sign(_Weight.WORDS, 0, f"cannot start the ranks of this machine: {error}")
         while not self._leaving.is_set():
             self._turn()
-            if self._signs and self._clock.now() - self._first_sign > _WEIGH_S:
+            weighed = bool(self._signs) and self._clock.now() - self._first_sign > _WEIGH_S
+            if weighed and not self._dismissed.is_set():
                 self._verdict()
                 break
         else:

@@ -72,6 +72,9 @@ class ThreadRanks:
             comm.close()
         self.close()
 
+    def dismiss(self) -> None:
+        """Nobody watches them."""
+
     def facts(self) -> list[dict[str, Any]]:
         """Names."""
         return [{"rank": rank, "name": self.mesh.name(rank)} for rank in range(self.mesh.size)]

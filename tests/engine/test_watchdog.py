@@ -158,6 +158,21 @@ def test_a_process_that_is_killed_is_named_with_its_signal(watch: Watch) -> None
         process.stdin.close()
 
 
+@pytest.mark.slow
+def test_a_rank_that_was_told_to_stop_may_end_long_before_the_others(watch: Watch) -> None:
+    """One has its last step behind it, another computes for a while: nobody is lost."""
+    words = (sys.executable, "-c", "input()")
+    processes = {f"r{rank}": subprocess.Popen(words, stdin=subprocess.PIPE) for rank in (1, 2)}
+    watchdog, fate = watch(**processes)
+    watchdog.dismiss()
+    processes["r1"].communicate(b"stop\n")
+    assert fate.wait(1.0) is None
+    assert processes["r2"].poll() is None
+    processes["r2"].communicate(b"stop\n")
+    watchdog.close()
+    assert (fate.ending, processes["r2"].returncode) == (None, 0)
+
+
 def test_a_fate_is_sealed_once_and_read_by_others(tmp_path: Path) -> None:
     fate = Fate(tmp_path / "words")
     assert Fate.read(tmp_path / "words") is None

@@ -47,13 +47,15 @@ class RankExecutor:
         clock: Clock,
         *,
         whole: bool = False,
+        dismiss: Callable[[], object] = tuple,
         ends: Sequence[Callable[[], object]] = (),
     ) -> None:
         """
         Args:
             whole: a step's result is taken when all ranks are done with it (a canary judges them all), else when the
                 rank that samples is.
-            ends: called by `close`, when the ranks have been told to stop.
+            dismiss: called by `close`, before the ranks are told to stop; not where one was lost.
+            ends: called by `close`, when they have been told.
         """
         self.mesh = mesh
         self.body = body
@@ -80,7 +82,7 @@ class RankExecutor:
         self._group = group
         self._clock = clock
         self._whole = whole
-        self._ends = ends
+        self._dismiss, self._ends = dismiss, ends
         self._orders: list[object] = []
         self._open: deque[_Step] = deque()
         self._answers: list[tuple[int, object]] = []
@@ -165,6 +167,8 @@ class RankExecutor:
         if self._closed:
             return
         self._closed = True
+        if self.sound:
+            self._dismiss()
         self._orders.clear()  # what was ordered and has not left is not worth doing any more
         self._group.announce(self.log.header(self.headers + 1, (Stop(),)))
         self._group.close(None if self.sound else 0.0)

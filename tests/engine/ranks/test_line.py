@@ -228,6 +228,16 @@ def test_strangers_on_the_line_are_sent_away(tmp_path_factory: pytest.TempPathFa
         end.close()
 
 
+def test_whoever_watches_the_ranks_knows_of_their_end_before_they_do(line: Line) -> None:
+    """Else the first that ends is taken for one that is lost."""
+    alive: list[bool] = []
+    line.executor._dismiss = lambda: alive.append(not any(life.done() for life in line.lives))
+    line.start()
+    line.executor.close()
+    assert alive == [True]
+    assert [life.exception(timeout=10) for life in line.lives] == [None] * 3
+
+
 def test_a_follower_that_is_told_to_stop_returns(line: Line) -> None:
     line.start()
     line.executor.order(Stop())
