@@ -55,7 +55,7 @@ class RankCrew:
 
     @property
     def has_news(self) -> bool:
-        return self._own_due > 0
+        return self._own_due > 0 or bool(self._answers)  # somebody else's pump took these in, after our look
 
     def order(self, rank: int, order: HandOrder) -> None:
         self._own_due += not rank and isinstance(order, _ANSWERED)

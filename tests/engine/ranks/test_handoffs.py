@@ -211,9 +211,13 @@ def test_nobody_sleeps_on_what_the_leaders_own_rank_has_answered() -> None:
     assert not ranks.has_news, "followers wake the loop, and nobody answers an Unstage"
     ranks.order(0, StagePiece(**common, rank=0, pages=np.array([1], np.int32)))
     assert ranks.has_news
-    answer = PieceStaged(peer="p", xid="x", piece=0)
+    answer, other = PieceStaged(peer="p", xid="x", piece=0), PieceStaged(peer="p", xid="x", piece=0, rank=1)
     line.takers[PieceStaged](0, answer)
     assert ranks.poll() == [answer]
+    assert not ranks.has_news
+    line.takers[PieceStaged](1, other)
+    assert ranks.has_news, "the step that came after the handoffs' turn emptied the socket"
+    assert ranks.poll() == [other]
     assert not ranks.has_news
     assert [rank for _order, rank in line.orders] == [1, 0, 0]
 
