@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from serinus.cache import PrefixCache
 from serinus.core.clock import Clock
+from serinus.core.errors import PeerGone
 from serinus.core.log import get_logger
 from serinus.core.plan import StepPlan, StepResult
 from serinus.core.request import FinishReason, TokenDelta
@@ -176,15 +177,22 @@ class EngineCore:
             return
         self._closed = True
         if self._tiers is not None:
-            end, left = self._clock.now() + _QUIET_S, 0
-            while self.executor.sound and (left := self._cache.poll().in_flight) and self._clock.now() < end:
-                pause(_PAUSE_S)
-            if left:
+            if left := self._quiet():
                 _log.warning("engine: %d copies and storage operations are given up", left)
             self._tiers.close()
         self.executor.close()
         if self._events is not None:
             self._events.close()
+
+    def _quiet(self) -> int:
+        """Wait until nothing is under way in the tiers; what still is when there is no more use in waiting."""
+        end, left = self._clock.now() + _QUIET_S, 0
+        try:
+            while self.executor.sound and (left := self._cache.poll().in_flight) and self._clock.now() < end:
+                pause(_PAUSE_S)
+        except PeerGone as error:
+            _log.warning("%s, while the engine closes", error)
+        return left
 
 
 def _nobody(rid: str) -> None:

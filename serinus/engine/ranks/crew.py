@@ -69,8 +69,7 @@ class RankCrew:
         return found
 
     def close(self) -> None:
-        """Hands are their ranks'; what was ordered still goes out."""
-        self._line.pump()
+        """Hands are their ranks', and end with them; the line may be broken by now."""
 
     def _take(self, rank: int, answer: HandAnswer) -> None:
         self._own_due -= not rank

@@ -14,9 +14,11 @@ from serinus.core.clock import WallClock
 from serinus.core.errors import InvariantError, PeerGone
 from serinus.core.moves import MoveDone
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
+from serinus.engine import EngineCore
 from serinus.engine.ranks import Follower, FollowerGroup, RankBody, RankExecutor, RankGroup, Stop
+from serinus.engine.ranks.crew import RankCrew
 from serinus.engine.ranks.tiers import CancelPages, CopyPages
-from serinus.parallel import Decision, DecisionKind, Mesh
+from serinus.parallel import Decision, DecisionKind, Mesh, Report
 from serinus.wire import ZmqChannel, encode
 from serinus.wire.messages import RankHello, Shutdown
 
@@ -193,6 +195,35 @@ def test_the_reason_is_told_where_somebody_knows_it(line: Line) -> None:
     line.followers[1].close()
     with pytest.raises(PeerGone, match="died of SIGKILL"):
         line.until(lambda: False)
+
+
+class Tiers:
+    """A cache that hears of a loss when it asks how its copies are, and the tiers behind it."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.closed = False
+
+    def poll(self) -> None:
+        self._line.executor.pump()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_leader_closes_in_peace_though_it_loses_a_rank_meanwhile(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks in closing would take the place of the reason for it, and of the exit code."""
+
+    def lost(wait_s: float) -> list[Report]:
+        raise PeerGone("engine: rank TP0 PP1 is gone")
+
+    monkeypatch.setattr(line.group, "reports", lost)
+    tiers: Any = Tiers(line)
+    nobody: Any = None
+    core = EngineCore(scheduler=nobody, executor=line.executor, watch=nobody, clock=CLOCK, cache=tiers, tiers=tiers)
+    RankCrew(line.executor).close()
+    core.close()
+    assert (tiers.closed, line.executor.sound) == (True, False)
 
 
 def test_a_leader_that_is_gone_ends_its_followers(line: Line) -> None:
