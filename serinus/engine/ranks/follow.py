@@ -51,8 +51,8 @@ class Follower:
             self._obey(header)
             if self.body.stopped:
                 return
-        for answer in self.body.news():
-            self._answer(answer)
+            self._tell()  # a copy that ended in this step: the leader commits it while the next one is computed
+        self._tell()
 
     def stats(self) -> dict[str, float]:
         """Gauges and seconds, cumulative."""
@@ -68,6 +68,10 @@ class Follower:
         answers = self.body.obey(header)
         self._step = header.step
         for answer in answers:
+            self._answer(answer)
+
+    def _tell(self) -> None:
+        for answer in self.body.news():
             self._answer(answer)
 
     def _answer(self, answer: object) -> None:

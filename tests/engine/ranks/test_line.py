@@ -12,13 +12,14 @@ import pytest
 
 from serinus.core.clock import WallClock
 from serinus.core.errors import InvariantError, PeerGone
-from serinus.core.moves import MoveDone
+from serinus.core.moves import Move, MoveDone, MoveKind
+from serinus.core.parts import Part
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
 from serinus.engine import EngineCore
-from serinus.engine.ranks import Follower, FollowerGroup, RankBody, RankExecutor, RankGroup, Stop
+from serinus.engine.ranks import Follower, FollowerGroup, RankBody, RankExecutor, RankGroup, StepDone, Stop
 from serinus.engine.ranks.crew import RankCrew
 from serinus.engine.ranks.tiers import CancelPages, CopyPages
-from serinus.parallel import Decision, DecisionKind, Mesh, Report
+from serinus.parallel import Decision, DecisionKind, Mesh, Report, StepHeader
 from serinus.wire import ZmqChannel, encode
 from serinus.wire.messages import RankHello, Shutdown
 
@@ -74,6 +75,15 @@ class Line:
         while (result := self.executor.take()) is None:
             self.executor.pump(1.0)
         return result
+
+    @staticmethod
+    def heard(follower: Follower, act: Callable[[], object]) -> list[StepHeader]:
+        """What a follower that does not obey yet gets by an act of the leader."""
+        act()
+        found: list[StepHeader] = []
+        while not found:
+            found = follower._group.headers(1.0)
+        return found
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Pump until something is so."""
@@ -175,6 +185,45 @@ def test_a_header_that_is_missing_stops_the_rank(line: Line) -> None:
     line.executor.headers += 1
     with pytest.raises(InvariantError, match="rank TP0 PP0 got header 2, expected 1"):
         line.executor.submit(plan_of(1, "a"))
+
+
+class Copies:
+    """Copies at a rank that have ended when the next step has: the step waited for them."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+
+    def begin(self, order: CopyPages) -> None:
+        self._open += [move.op for move in order.moves]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def answers(self) -> list[MoveDone]:
+        ended, self._open = self._open, []
+        return [MoveDone(op=op, ok=True) for op in ended]
+
+
+def test_what_a_step_waited_for_is_told_before_the_next_step_is_done(line: Line) -> None:
+    """The leader needs it to commit that step; two of them may have come to the rank together."""
+    body, follower, said = line.bodies[2], line.followers[1], list[object]()
+    copies = Copies()
+    for each in line.bodies:
+        each.on(CopyPages, copies.begin if each is body else lambda order: ())
+    body.attend(copies)
+    one = np.array([1], np.int32)
+    line.executor.record((("a", "running"),), ())
+    line.executor.order(CopyPages(moves=(Move(op=1, kind=MoveKind.LOAD, part=Part.FULL, source=one, target=one),)))
+    headers = [*line.heard(follower, lambda: line.executor.submit(plan_of(1, "a")))]
+    headers += line.heard(follower, lambda: line.executor.submit(plan_of(2, "a")))
+    follower._group.headers = lambda wait_s: headers  # type: ignore[method-assign]
+    follower._group.report = lambda report: said.append(report.body)  # type: ignore[method-assign]
+    follower.turn(0.0)
+    steps = [each.step for each in said if isinstance(each, StepDone)]
+    moved = next(index for index, each in enumerate(said) if isinstance(each, MoveDone))
+    assert steps == [1, 2]
+    assert moved < next(index for index, each in enumerate(said) if isinstance(each, StepDone) and each.step == 2)
 
 
 def test_a_batch_that_is_not_the_plans_is_not_run(line: Line) -> None:
