@@ -42,7 +42,6 @@ __all__ = [
     "parse_text",
     "read_environment",
     "read_file",
-    "set_environment",
     "settings_in",
 ]
 
@@ -301,11 +300,6 @@ def parse_text(setting: Setting, text: str, where: str) -> Any:
 def environment() -> Mapping[str, str]:
     """The process's environment, for those who must know a variable that is no setting (NUMBA_CACHE_DIR...)."""
     return os.environ
-
-
-def set_environment(name: str, value: str) -> None:
-    """Set a variable for libraries that are loaded later and for child processes (OMP_NUM_THREADS...)."""
-    os.environ[name] = value
 
 
 def read_environment(tree: type[ConfigTree], env: Mapping[str, str] | None = None) -> Layer:
