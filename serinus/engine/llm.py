@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,6 +96,7 @@ class LLM:
         self._clock = clock
         built = build_core(config, clock)
         self._core = built.core
+        self._end = weakref.finalize(self, built.core.close)  # who drops an LLM, or ends, leaves no ranks and no folder
         self._cache = built.cache
         self.spec = built.spec
         """What the model is."""
@@ -150,8 +152,9 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """End the threads of the tiers, where there are any; storage writes under way get some seconds."""
-        self._core.close()
+        """End its ranks and the threads of its tiers, where there are any; storage writes under way get some seconds.
+        Happens by itself when the LLM is dropped or the process ends."""
+        self._end()
 
     def __enter__(self) -> LLM:
         return self

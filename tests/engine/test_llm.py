@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,3 +56,19 @@ def test_the_shortest_context_there_is_answers_one_token(toy: Path) -> None:
     llm = LLM(str(toy), skip_tokenizer_init=True, max_total_tokens=16, context_length=2)
     (output,) = llm.generate([[7]], GREEDY)
     assert len(output.outputs[0].token_ids) == 1
+
+
+def test_an_llm_that_is_dropped_closes_its_engine(toy: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(
+        str(toy),
+        skip_tokenizer_init=True,
+        max_total_tokens=256,
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="file",
+        hicache_storage_dir=str(tmp_path),
+    )
+    own = set(threading.enumerate()) - before
+    assert own, "tiers without threads: nothing to close"
+    del llm
+    assert not [thread for thread in own if thread.is_alive()]
