@@ -38,6 +38,10 @@ _FOREIGN = {
     "--quantization": "checkpoints are served in bfloat16 or float32 (--dtype)",
     "--kv-cache-dtype": "KV has the type of the model (--dtype)",
     "--kv-transfer-config": "use --disaggregation-mode prefill or decode",
+    "--data-parallel-size": "start several engines behind `serinus router`, or `serinus up --decode N`",
+    "--dp-size": "start several engines behind `serinus router`, or `serinus up --decode N`",
+    "--distributed-executor-backend": "every rank is a process of its own; leave the flag out",
+    "--master-port": "it is part of the address: --dist-init-addr HOST:PORT",
 }
 """Flags of other servers that people type from habit, and what to do instead."""
 
@@ -193,6 +197,8 @@ def unknown_flag(parser: Parser, word: str) -> UsageProblem:
     if flag in _FOREIGN:
         return UsageProblem(f"unknown flag {flag}: {_FOREIGN[flag]}")
     known = list(parser._option_string_actions)
-    near = get_close_matches(flag, known, n=1, cutoff=0.6)
+    stem = f"--{flag.lstrip('-')}-"  # --tp or -tp for --tp-size
+    near = sorted((name for name in known if name.startswith(stem)), key=len)
+    near = near or get_close_matches(flag, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"expected one of those that `{parser.prog} --help` lists"
     return UsageProblem(f"unknown flag {flag}: {hint}")

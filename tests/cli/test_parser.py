@@ -106,6 +106,9 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
     ("words", "complaint"),
     [
         (["serve", "m", "--pge-size", "8"], "did you mean --page-size?"),
+        (["serve", "m", "--tp", "2"], "unknown flag --tp: did you mean --tp-size?"),
+        (["serve", "m", "-pp=2"], "unknown flag -pp: did you mean --pp-size?"),
+        (["serve", "m", "--master-port", "5000"], "--dist-init-addr HOST:PORT"),
         (["serve", "m", "--page", "8"], "unknown flag --page"),
         (["serve", "m", "--page-size", "eight"], "--page-size is 'eight', expected an integer"),
         (["serve", "m", "--page-size"], "expected one argument"),
