@@ -17,7 +17,7 @@ from serinus.cli.parser import Command, add_settings, make_parser, read_config
 from serinus.cli.settings_doc import settings_markdown
 from serinus.cli.version import serinus_version
 from serinus.core.config import ServeConfig, environment
-from serinus.core.cores import cores
+from serinus.core.cores import cores, engine_threads
 from serinus.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,15 @@ def run(command: Command, words: Sequence[str]) -> int:
         return 0
     from serinus.cli.show import console
 
-    looks: list[Callable[[], Iterator[Finding]]] = [machine, packages, extras, threads, kernels, ports, shared_memory]
+    looks: list[Callable[[], Iterator[Finding]]] = [
+        machine,
+        packages,
+        extras,
+        lambda: threads(config),
+        kernels,
+        ports,
+        shared_memory,
+    ]
     findings = [finding for look in looks for finding in look()]
     if config.parallel.size > 1:
         findings += ranks(config)
@@ -128,13 +136,16 @@ def extras() -> Iterator[Finding]:
             yield Finding(what=f"extra {name}", seen=f"installed (--disaggregation-transfer-backend {name})")
 
 
-def threads() -> Iterator[Finding]:
-    """Thread counts that the environment asks for."""
+def threads(config: ServeConfig) -> Iterator[Finding]:
+    """Thread counts that an engine would have, and those that the environment asks for."""
     asked = {name: environment()[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environment()}
     shown = ", ".join(f"{name}={value}" for name, value in asked.items())
+    here = len(config.parallel.local_ranks)
     yield Finding(
         what="threads",
-        seen=f"serve uses {cores()}, up shares them between its engines"
+        seen=f"serve uses {engine_threads(config.kernels.threads, here)}"
+        + (" in each rank" if config.parallel.size > 1 else "")
+        + ", up shares them between its engines"
         + (f" ({shown} is overruled)" if shown else ""),
     )
 
