@@ -20,11 +20,13 @@ from serinus.core.cores import cores, threads_env
 from serinus.core.log import get_logger
 from serinus.engine.fate import LOST_CODE, Ending, Fate
 
-__all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process"]
+__all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process", "stop_server"]
 
 _log = get_logger("cli")
 _LOOK_S = 0.2
 """Between two looks at a connection that only tells whether somebody is there."""
+_STOP_NOW_S = 5.0
+"""A server that does not wait for its requests ends within this time, or is killed."""
 _ENDING_S = 2.0
 """From the end of its connection to the end of a process that is not standing still."""
 _ENDING_SAID_S = 5.0
@@ -54,6 +56,15 @@ async def stop_process(process: asyncio.subprocess.Process, *, s_max: float) -> 
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
+
+
+async def stop_server(process: asyncio.subprocess.Process, *, s_max: float) -> int:
+    """The same for a `serinus serve`, which has an engine to end and a folder to remove: with 0 it is told twice, and
+    does not let its requests end."""
+    if s_max <= 0 and process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)  # another signal than the one that follows: two of a kind may merge
+    return await stop_process(process, s_max=s_max or _STOP_NOW_S)
 
 
 async def connection_lost(address: str, silence_s: float) -> None:

@@ -15,11 +15,13 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
 from serinus.cli.processes import EngineProcess
 from serinus.cli.router import drain_within
+from serinus.cli.shape import check_shape
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
@@ -53,6 +55,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         config = ServeConfig.from_json(given["config"])
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus serve MODEL")
+    check_shape(config)
     threads = engine_threads(config.kernels.threads, len(config.parallel.local_ranks))
     config = replace(config, kernels=replace(config.kernels, threads=threads))
     if config.parallel.node_rank:
@@ -61,11 +64,20 @@ def run(command: Command, words: Sequence[str]) -> int:
         setup_logging(config.server.log_level, f"node {config.parallel.node_rank}")
         return run_node(config)
     setup_logging(config.server.log_level, "" if child is not None else "front")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave_early)
     from serinus.front import bind
 
     with bind(config.server.host, config.server.port) as sock, EngineProcess(config) as engine:
         service = _Service(config, engine, sock, clock, started, child)
         return asyncio.run(service.live())
+
+
+def _leave_early(number: int, frame: FrameType | None) -> NoReturn:
+    """Told to stop before the HTTP server listens to that: by way of an exception, so that the folder is removed."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def front_settings(config: ServeConfig) -> FrontSettings:
@@ -125,7 +137,7 @@ class _Service:
             config.model.model_path,
             config.engine_name,
             self._url,
-            "" if config.parallel.size == 1 else f"{config.parallel.size} ranks, {here} here with ",
+            "" if config.parallel.size == 1 else f"{config.parallel.size} ranks, {here} here, each with ",
             config.kernels.threads,
             cores(),
         )

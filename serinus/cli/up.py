@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import free_ports, stop_process
+from serinus.cli.processes import free_ports, stop_server
 from serinus.cli.router import drain_within, router_settings
+from serinus.cli.shape import check_shape
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig, UpConfig
 from serinus.core.cores import engine_threads, threads_env
@@ -98,6 +99,8 @@ class _Group:
         self._clock = clock
         self._started = started
         self._members = members(config)
+        for member in self._members:
+            check_shape(member.config)
         self._code = 0
         self._ending = False
         self._url = f"http://{config.server.host}:{sock.getsockname()[1]}"
@@ -258,7 +261,7 @@ class _Group:
         """Decode engines and prefill engines together: what ran through the router has ended already."""
         s_max = 0.0 if self._server.force_exit else self._config.server.drain_s_max
         alive = [member.process for member in self._members if member.process is not None]
-        await asyncio.gather(*(stop_process(process, s_max=s_max) for process in alive))
+        await asyncio.gather(*(stop_server(process, s_max=s_max) for process in alive))
         for reader in list(self._readers):
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -16,10 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serinus.cli.processes import free_ports
+from serinus.cli.processes import free_ports, stop_server
+from serinus.cli.shape import check_shape
 from serinus.cli.up import members
-from serinus.core.config import UpConfig, from_names
+from serinus.core.config import ServeConfig, UpConfig, from_names
 from serinus.core.cores import cores, engine_threads, threads_env
+from serinus.core.errors import ConfigError
 from serinus.testing.checkpoints import make_toy
 from serinus.testing.servers import Server
 
@@ -100,6 +103,27 @@ def test_threads_are_shared_between_the_engines_of_a_machine() -> None:
     assert engine_threads(3, 10) == 3
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tp_size": 3}, "tp_size is 3"),
+        ({"pp_size": 4}, "pp_size is 4, expected at most 3"),
+        ({"pp_size": 2, "pp_layer_partition": "2,2"}, "with the sum 3"),
+        ({"pp_layer_partition": "2"}, "with the sum 3"),
+    ],
+)
+def test_ranks_that_a_model_cannot_be_shared_among_are_refused_before_any_starts(
+    toy: Path, wrong: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_shape(from_names(ServeConfig, {"model": str(toy), **wrong}))
+
+
+def test_a_model_that_is_not_here_is_left_to_its_ranks(toy: Path) -> None:
+    check_shape(from_names(ServeConfig, {"model": "some/hub-id", "tp_size": 3}))
+    check_shape(from_names(ServeConfig, {"model": str(toy), "pp_size": 3}))
+
+
 def test_free_ports_are_different_ones() -> None:
     assert len(set(free_ports(20))) == 20
 
@@ -162,6 +186,23 @@ def test_a_server_leaves_no_directory_behind(toy: Path, tmp_path: Path, monkeypa
     with Server("serve", str(toy), *SMALL) as server:
         assert [path.name.startswith("serinus-") for path in tmp_path.iterdir()] == [True]
         assert server.stop() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_is_to_end_at_once_leaves_no_directory_behind(toy: Path, tmp_path: Path) -> None:
+    async def start_and_stop() -> int:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "serinus", "serve", str(toy), "--port", "0", *SMALL),
+            env={**threads_env(1), "TMPDIR": str(tmp_path)},
+            stderr=asyncio.subprocess.PIPE,
+            process_group=0,
+        )
+        assert process.stderr is not None
+        assert b"serinus: " in await process.stderr.readline()  # the directory is there, HTTP is not yet
+        return await stop_server(process, s_max=0.0)
+
+    assert asyncio.run(start_and_stop()) in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert list(tmp_path.iterdir()) == []
 
 

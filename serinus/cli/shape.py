@@ -1,0 +1,31 @@
+"""Before anything is started: can this checkpoint be shared among the ranks it is given?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from serinus.core.config import ServeConfig
+
+__all__ = ["check_shape"]
+
+
+def check_shape(config: ServeConfig) -> None:
+    """Refuse ranks that the model cannot be shared among here, in one line, not by each rank once it has started.
+
+    A hub id that is not on this machine yet is left to the ranks, and so is what is no JSON object. Raises ConfigError.
+    Cost: a few ms, two small files; loads no torch.
+    """
+    folder = Path(config.model.model_path)
+    if (config.parallel.size == 1 and not config.parallel.partition) or not folder.is_dir():
+        return
+    from serinus.engine.followers import mesh_of
+    from serinus.models import load_spec
+
+    try:
+        overrides = json.loads(config.model.json_model_override_args)
+    except ValueError:
+        return
+    if isinstance(overrides, dict):
+        spec = load_spec(folder, overrides=overrides, load_format="dummy")  # of the weights nothing is read
+        spec.shards(mesh_of(config), config.parallel.partition)
