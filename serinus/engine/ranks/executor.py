@@ -65,7 +65,9 @@ class RankExecutor:
         self.control_seconds = 0.0
         """Spent on saying and hearing, without the waiting."""
         self.sound = True
-        """Whether all ranks do their work, as far as this one knows."""
+        """Whether all ranks do their work, as far as this one knows; once they do not, nothing is asked of them."""
+        self._broken = ""
+        """Why not."""
         self.headers = 0
         """Headers sent."""
         self.steps = 0
@@ -136,6 +138,7 @@ class RankExecutor:
         return result
 
     def flush(self) -> None:
+        self._check()
         if not self._orders and not self.log.pending:
             return
         begun = self._clock.now()
@@ -147,10 +150,10 @@ class RankExecutor:
         try:
             answers = self.body.obey(header)
         except PeerGone as error:  # in the middle of a step: who is lost, and why, others know
-            self.sound = False
-            raise PeerGone(self._group.why() or str(error)) from error
-        except BaseException:
-            self.sound = False
+            self._break(self._group.why() or str(error))
+            raise PeerGone(self._broken) from error
+        except BaseException as error:
+            self._break(_words(error))
             raise
         for answer in answers:
             self._heard(0, answer)
@@ -199,16 +202,18 @@ class RankExecutor:
 
     def _listen(self, wait_s: float) -> None:
         """Take in what came from the followers."""
+        self._check()
         try:
             reports = self._group.reports(wait_s)
-        except BaseException:
-            self.sound = False
+        except BaseException as error:
+            self._break(_words(error))
             raise
         begun = self._clock.now()
         for report in reports:
             if report.kind is ReportKind.FAILED:
-                self.sound = False
-                raise self._failed(report)
+                failed = self._failed(report)
+                self._break(str(failed))
+                raise failed
             self._heard(report.rank, report.body)
         self.control_seconds += self._clock.now() - begun
 
@@ -236,6 +241,14 @@ class RankExecutor:
                     raise InvariantError(f"engine: rank {name} answers {type(answer).__name__}, which nobody takes")
                 take(rank, answer)
 
+    def _check(self) -> None:
+        """Who has heard of the end once may ask again."""
+        if not self.sound:
+            raise PeerGone(self._broken)
+
+    def _break(self, reason: str) -> None:
+        self.sound, self._broken = False, reason
+
     def _is_done(self, step: _Step) -> bool:
         return len(step.done) == self.mesh.size if self._whole else self.mesh.result_rank in step.done
 
@@ -244,3 +257,10 @@ class RankExecutor:
         return InvariantError(
             f"engine: rank {self.mesh.name(report.rank)} stopped: {report.reason}; log of the leader: {tail}"
         )
+
+
+def _words(error: BaseException) -> str:
+    """Why the ranks of an engine are not in step any more."""
+    if isinstance(error, PeerGone):
+        return str(error)
+    return f"engine: the leader of these ranks broke, or was interrupted: {type(error).__name__}: {error}"
