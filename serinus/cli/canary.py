@@ -246,6 +246,11 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
         f"{view['steps']:,} steps, {view['slots_checked']:,} of {view['slots_due']:,} slots checked, "
         f"{view['sweep_passes']:,} sweeps, {view['violations']:,} violations"
     ]
+    lines += [
+        f"  {each['violations']:>8,}  of rank {each['rank']}; {each['slots_checked']:,} of {each['slots_due']:,} slots"
+        f" checked"
+        for each in view.get("ranks", ())
+    ]
     lines += [f"  {item['count']:>8,}  {item['reason']} by {item['tag']}" for item in view["counts"]]
     if view["injected"]:
         lines.append(f"  {len(view['injected']):>8,}  faults planted on purpose (--kv-canary-perturb)")

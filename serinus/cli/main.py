@@ -85,6 +85,7 @@ COMMANDS: tuple[Command, ...] = (
         about="""Plant every fault that the canary promises to find, one at a time, in both engines of a
 prefill/decode pair on this machine, and say who reported it, how soon, and what else was reported. Run it before you
 trust a deployment, with the settings you deploy. Without MODEL: toy models of full, sliding-window and mixed layers.
+Engines have one rank here; in those of several, plant faults with `serinus serve --kv-canary-perturb-rank`.
 Exit code 1 = a fault was missed, found late, or something sound was accused. See docs/CANARY.md.""",
         examples=(
             ("serinus canary selftest", "three toy models, a quarter of a minute"),

@@ -132,3 +132,7 @@ def test_violations_are_told_with_who_had_to_do_with_them(tmp_path: Path) -> Non
     assert "1  faults planted on purpose" in lines[2]
     assert f"request '{rid}'" in lines[3]
     assert len(lines) == 4
+    ranks = [{"rank": "TP0 PP0", "slots_due": 9, "slots_checked": 9, "violations": 0}]
+    told = canary_lines({"url": "http://there", "canary": {**view, "ranks": ranks}}, limit=1)
+    assert told[1].strip() == "0  of rank TP0 PP0; 9 of 9 slots checked"
+    assert told[2:] == lines[1:]
