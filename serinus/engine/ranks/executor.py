@@ -145,9 +145,9 @@ class RankExecutor:
         self.headers += 1
         orders, self._orders = tuple(self._orders), []
         header = self.log.header(self.headers, orders)
-        self.control_bytes += self._group.announce(header)
-        self.control_seconds += self._clock.now() - begun
         try:
+            self.control_bytes += self._group.announce(header)
+            self.control_seconds += self._clock.now() - begun
             answers = self.body.obey(header)
         except PeerGone as error:  # in the middle of a step: who is lost, and why, others know
             self._break(self._group.why() or str(error))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serinus.core.clock import WallClock
-from serinus.core.errors import InvariantError, PeerGone
+from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
@@ -224,6 +224,14 @@ def test_what_a_step_waited_for_is_told_before_the_next_step_is_done(line: Line)
     moved = next(index for index, each in enumerate(said) if isinstance(each, MoveDone))
     assert steps == [1, 2]
     assert moved < next(index for index, each in enumerate(said) if isinstance(each, StepDone) and each.step == 2)
+
+
+def test_after_an_order_that_cannot_travel_the_ranks_are_not_in_step_any_more(line: Line) -> None:
+    """Its header is lost, and what comes after a gap nobody obeys: closing must not count on answers."""
+    line.executor.order(object())
+    with pytest.raises(FrameError, match="object is no order"):
+        line.executor.flush()
+    assert not line.executor.sound
 
 
 def test_a_batch_that_is_not_the_plans_is_not_run(line: Line) -> None:
