@@ -14,6 +14,7 @@ this process is an engine's own, it is ended too if its loop stands in something
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import subprocess
@@ -235,7 +236,7 @@ class Watchdog:
         """A rank reports, or somebody who only says so."""
         member = self._members.get(hello.rank)
         name = self._mesh.name(hello.rank)
-        if hello.mac != self._expected_mac(hello.rank, hello.settings):
+        if not hmac.compare_digest(hello.mac, self._expected_mac(hello.rank, hello.settings)):
             self._refuse(peer, f"rank {hello.rank} of {hello.host} knows another --cluster-secret")
         elif member is None or member.facts is not None:
             self._refuse(peer, f"rank {hello.rank} of {hello.host}, expected each of {self._mesh.size} ranks once")

@@ -27,8 +27,6 @@ class RankHello(MessageBase, frozen=True, kw_only=True):
     rank: Count
     token: Mac
     """What only the ranks of this engine know."""
-    host: Name = ""
-    pid: Count = 0
 
 
 class RankHeader(MessageBase, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ ends raise PeerGone. Knows frames and who is who; what orders and answers mean, 
 
 from __future__ import annotations
 
-import os
+import hmac
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -170,7 +170,7 @@ class RankGroup:
             _log.warning("engine: a stranger on the ranks' line is sent away: %s", error)
             self._channel.disconnect(event.peer)
             return
-        known = isinstance(hello, RankHello) and hello.token == self._token
+        known = isinstance(hello, RankHello) and hmac.compare_digest(hello.token, self._token)
         if not isinstance(hello, RankHello) or not known or hello.rank not in self.missing:
             _log.warning("engine: a stranger on the ranks' line is sent away, expected one of ranks %s", self.missing)
             self._channel.disconnect(event.peer)
@@ -192,7 +192,7 @@ class FollowerGroup:
         self._reader = Reader()
         self._channel = ZmqChannel(clock=clock)
         self._channel.connect(_LEADER, address)
-        self._channel.send(_LEADER, encode(RankHello(rank=rank, token=token, pid=os.getpid())))
+        self._channel.send(_LEADER, encode(RankHello(rank=rank, token=token)))
 
     def headers(self, wait_s: float) -> list[StepHeader]:
         """What has come, in order; waits for the first. Raises PeerGone: the leader is, and all that came before its
