@@ -40,7 +40,7 @@ from serinus.testing.world.options import Cancel, EngineShape, Options, Scenario
 from serinus.testing.world.ports import Shared, SimPost
 from serinus.wire import ReliableLink
 from serinus.wire.messages import AbortGrant
-from tests.sim import window_mutants  # noqa: F401
+from tests.sim import canary_mutants, window_mutants  # noqa: F401
 from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
 __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt", "one_leaves_another_follows"]

@@ -20,6 +20,8 @@ from serinus.testing.world.options import (
 
 __all__ = ["draw"]
 
+_CANARIES = 0.08
+"""Worlds with a canary; they take longer."""
 _SLIDING = 0.2
 """Worlds in which layers slide."""
 
@@ -27,8 +29,9 @@ _SPAN_S = 1.5
 """Work and faults begin within this time."""
 
 
-def draw(seed: int, *, backend: str = "", slides: bool | None = None) -> Scenario:
-    """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only."""
+def draw(seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None) -> Scenario:
+    """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only, and
+    `canary` whether there is one: sound (it must be silent), damaged (it must not), or empty = there is none."""
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
@@ -40,9 +43,13 @@ def draw(seed: int, *, backend: str = "", slides: bool | None = None) -> Scenari
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
     prefills = [engine.name for engine in shape.engines if engine.role == "prefill"]
     works = _works(rng, shape, decodes, prefills)
-    return Scenario(
+    scenario = Scenario(
         seed=seed, shape=shape, options=_options(rng, more), works=works, faults=_faults(rng, works, decodes, prefills)
     )
+    sings = Rng(seed).split("canary")
+    if canary is None:
+        canary = sings.choice(("sound", "damaged")) if sings.random() < _CANARIES else ""
+    return _with_canary(sings, scenario, canary) if canary else scenario
 
 
 def _shape(rng: Rng, backend: str) -> Shape:
@@ -68,6 +75,20 @@ def _shape(rng: Rng, backend: str) -> Shape:
     )  # fmt: skip
     secret = rng.choice(("", "", "", "open sesame"))
     return Shape(engines=engines, backend=backend, secret=secret)
+
+
+def _with_canary(rng: Rng, scenario: Scenario, kind: str) -> Scenario:
+    """Canaries; copies between tiers do not fail, as what they leave behind would be damage too. Where KV is damaged
+    there is one tier: on the host nobody would see it before it is loaded."""
+    shape, options = scenario.shape, replace(scenario.options, restore=0.0)
+    if kind == "sound":
+        return replace(scenario, shape=replace(shape, canary=rng.choice(("none", "all"))), options=options)
+    engines = tuple(replace(engine, host_pages=0, prefetch="none") for engine in shape.engines)
+    checked = shape.backend in ("local", "tcp")
+    options = replace(
+        options, flip=round(rng.random() * 0.3, 4) * checked, stray=round(rng.random() * 0.3 + 0.01, 4)
+    )  # fmt: skip
+    return replace(scenario, shape=replace(shape, engines=engines, canary="all"), options=options)
 
 
 def _sliding(rng: Rng, shape: Shape) -> Shape:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serinus.cache import CacheGeometry, PartPages, PrefixCache
 from serinus.cache.keys import HASH_BYTES
@@ -33,7 +34,7 @@ from serinus.testing.world.mover import SimMover
 from serinus.testing.world.network import Network, SimChannel
 from serinus.testing.world.options import EngineShape, Options, Shape
 from serinus.testing.world.ports import Shared, SimDecodePort, SimPost, SimPrefillPort
-from serinus.testing.world.ranks import Rank
+from serinus.testing.world.ranks import Rank, RankPart
 from serinus.testing.world.storage import SimStorage
 from serinus.testing.world.timeline import Timeline
 from serinus.testing.world.toy import Lanes, next_token
@@ -57,6 +58,13 @@ _QUEUE = {
 def lanes_of(world: Shape) -> Lanes:
     """Of its model."""
     return Lanes.of(world.layers, world.heads, world.context_length, world.slides, world.window)
+
+
+def _stamped() -> Any:
+    """The room's only file that needs torch."""
+    from serinus.testing.world import stamped
+
+    return stamped
 
 
 class FlakyCache(PrefixCache):
@@ -98,16 +106,10 @@ class Engine:
         self.alive = True
         shape, world = self.shape, self.world
         self.incarnation = self._shared.incarnation(self.name, self.life)
-        lanes = lanes_of(world)
+        stamped = _stamped() if world.canary else None
         self.pages = {Part.FULL: shape.pages, **({Part.SWA: shape.swa_pages} if world.window else {})}
         """Of each part, the padding page included."""
-        self.ranks = [
-            Rank(
-                number, lanes=lanes, tp=shape.tp, pp=shape.pp, pages=self.pages, page_size=shape.page_size, rows=ROWS,
-                context=world.context_length,
-            )
-            for number in range(shape.tp * shape.pp)
-        ]  # fmt: skip
+        self.ranks = self._ranks(RankPart if stamped is None else stamped.StampedPart)
         self.mover = SimMover(self, shape.host_pages, self._copy_fails) if shape.host_pages else None
         self.storage = self._storage()
         self.cache = FlakyCache(
@@ -127,6 +129,9 @@ class Engine:
             ),
             self.cache,
         )  # fmt: skip
+        self.canaries = None if stamped is None else stamped.Canaries(self)
+        self._old: list[tuple[RankPart, int, NDArray[np.uint8]]] = []
+        """What pages held some time ago."""
         self.stores = [
             {part: GuardedStore(self, part, own) for part, own in rank.stores.items()} for rank in self.ranks
         ]  # fmt: skip
@@ -153,7 +158,7 @@ class Engine:
             self.port = port
             self.role = DecodeRole(
                 scheduler=self.scheduler, port=port, channels=(), metrics=self.metrics, clock=self.timeline,
-                addresses=(), on_failure=world.on_failure, optimistic=world.optimistic,
+                addresses=(), on_failure=world.on_failure, optimistic=world.optimistic, guard=self.canaries,
             )  # fmt: skip
         else:
             prefill = SimPrefillPort(self, post, self._shared)
@@ -162,6 +167,16 @@ class Engine:
                 scheduler=self.scheduler, port=prefill, channels=(), metrics=self.metrics, clock=self.timeline
             )
         self.wake()
+
+    def _ranks(self, kind: type[RankPart]) -> list[Rank]:
+        shape, world = self.shape, self.world
+        return [
+            Rank(
+                number, lanes=lanes_of(world), tp=shape.tp, pp=shape.pp, pages=self.pages, page_size=shape.page_size,
+                rows=ROWS, context=world.context_length, kind=kind,
+            )
+            for number in range(shape.tp * shape.pp)
+        ]  # fmt: skip
 
     def _storage(self) -> SimStorage | None:
         shape = self.shape
@@ -174,7 +189,7 @@ class Engine:
     def keep(self, prompt: tuple[int, ...], salt: str) -> None:
         """Its storage, where it has one, knows the whole pages of a prompt from an earlier day."""
         tokens = np.array(prompt[: len(prompt) // self.shape.page_size * self.shape.page_size], np.int32)
-        if self.storage is not None and len(tokens):
+        if self.storage is not None and len(tokens) and self.canaries is None:
             names = self.cache.shelves.keys
             chained = names.chain(names.seed(salt.encode()), tokens.tobytes())
             self.storage.keep([chained[at : at + HASH_BYTES] for at in range(0, len(chained), HASH_BYTES)], tokens)
@@ -247,6 +262,8 @@ class Engine:
         plan = self.scheduler.plan(now)
         self._decide(plan)
         if plan is None:
+            if self.canaries is not None:
+                self.canaries.look_around()
             self._wake(now + _IDLE_S)
             return
         self._plan = plan
@@ -319,9 +336,29 @@ class Engine:
         if plan is not None:
             if self.mover is not None:
                 self.mover.gate(rank)
-            self._partials[rank.number] = rank.run(plan)
+            rank.enter(plan)
+            if self.canaries is not None:
+                self._stray(rank)
+                self.canaries.enter(rank, plan)
+            self._partials[rank.number] = rank.compute(plan)
+            if self.canaries is not None:
+                self.canaries.leave(rank, plan)
             if len(self._partials) == len(self.ranks):
                 self._commit(plan)
+
+    def _stray(self, rank: Rank) -> None:
+        """A write comes very late: a page holds again the KV, but not the stamps, that it held some time ago."""
+        if self.calm or not self.options.stray:
+            return
+        for own in rank.stores.values():
+            page = self.rng.randrange(1, own.page_count)
+            self._old.append((own, page, own.take_pages(np.array([page]))))
+        if self.rng.random() < self.options.stray:
+            own, page, data = self._old.pop(self.rng.randrange(len(self._old)))
+            now = own.take_pages(np.array([page]))
+            now[:, : own.kv_bytes] = data[:, : own.kv_bytes]
+            own.write_pages(np.array([page]), now)
+            self.network.damaged += 1
 
     def _commit(self, plan: StepPlan) -> None:
         seqs = []
@@ -333,6 +370,9 @@ class Engine:
             seqs.append(SeqResult(token=token))
         self._plan = None
         now = self.timeline.now_s
+        ended = self.canaries.convict() if self.canaries is not None else []
+        for delta in ended if self.shape.role == "decode" else ():
+            self._answer(delta)
         outcome = self.scheduler.commit(plan, StepResult(step=plan.step, seqs=tuple(seqs)), now)
         for delta in outcome.deltas:
             self._answer(delta)

@@ -67,6 +67,12 @@ class GuardedStore:
         if self._engine.shape.role == "prefill":
             self.check_read(pages)
         self._own.read_pages(pages, out)
+        engine = self._engine
+        chance = 0.0 if engine.calm or engine.canaries is None else engine.options.flip
+        if chance and engine.shape.role == "prefill" and engine.rng.random() < chance:
+            row, at = engine.rng.randrange(len(out)), engine.rng.randrange(self._own.kv_bytes)
+            out[row, at] ^= 1 << engine.rng.randrange(8)
+            engine.network.damaged += 1
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
         self.check_write(pages)
@@ -104,6 +110,9 @@ def check_landed(engine: Engine, rid: str) -> None:
             own = rank.parts[part]
             expected = expected_kv(rank.lanes, state.request.prompt, own.which)[first:]
             wrong = np.flatnonzero((own.read(slots) != expected).any(axis=1)) + first
+            if len(wrong) and engine.canaries is not None and engine.options.damages:
+                engine.canaries.damaged.add(rid)
+                continue
             assert not len(wrong), (
                 f"testing: I6: {rid} has landed in {engine.name}, but positions {wrong.tolist()} of part {part.name} on"
                 f" rank {rank.number} hold other KV (held {state.held}, slots {slots.tolist()})"

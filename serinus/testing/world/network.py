@@ -58,6 +58,10 @@ class Network:
         self.peers_lost: Counter[str] = Counter()
         """Prefill engines that a decode engine gave up, by reason."""
         self.quarantined = 0
+        self.damaged = 0
+        """Times that KV was damaged behind every digest."""
+        self.sung = 0
+        """Violations that canaries named."""
         """Closed grants whose pages somebody could still write."""
         self.pieces_lost = 0
         """Pieces that a prefill engine announced as sent and never sent."""

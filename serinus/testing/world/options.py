@@ -57,6 +57,8 @@ class Shape:
     """F or S (sliding) of each layer; empty = none slides."""
     window: int = 0
     """Positions that a sliding layer sees, the token itself included; 0 = none slides."""
+    canary: str = ""
+    """Which KV bytes the canaries digest (none, all); empty = there are no canaries."""
     optimistic: bool = False
     """Prompts are asked for before there are pages for them."""
 
@@ -91,6 +93,15 @@ class Options:
     """A one-sided write lands up to so much later."""
     lose_op: float = 0.0
     """A one-sided operation under way is reported as lost: nobody knows what it still does."""
+    flip: float = 0.0
+    """With canaries: a bit of a page flips on its way out to a peer, before anybody digests it."""
+    stray: float = 0.0
+    """With canaries: when a rank begins a step, KV that a page of its held some time ago lands in it again."""
+
+    @property
+    def damages(self) -> bool:
+        """Whether KV is damaged in ways that only a canary notices."""
+        return bool(self.flip or self.stray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +205,7 @@ class Scenario:
         shape = self.shape
         engines = ", ".join(f"{e.name} (TP{e.tp} PP{e.pp}, {e.pages} pages)" for e in shape.engines)
         lines = [f"world    {engines}; {shape.backend}; {shape.layers} layers x {shape.heads} heads"]
+        lines += [f"         canaries, which digest KV: {shape.canary}"] * bool(shape.canary)
         lines += [f"         layers {shape.slides}, a window of {shape.window}"] * bool(shape.slides)
         lines += ["         prompts are asked for before there are pages for them"] * shape.optimistic
         for field in dataclasses.fields(self.options):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from serinus.core.parts import Part
 from serinus.core.rng import MASK64, splitmix64
+from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
 from serinus.pd import (
     Backend,
     DecodePort,
@@ -79,6 +80,7 @@ def _arguments(engine: Engine, post: Post, shared: Shared) -> dict[str, Any]:
     layout = LayoutSignature(
         model="toy", kv_dtype="float32", page_size=shape.page_size, layer_count=world.layers,
         kv_head_count=world.heads, head_size=2, tp=shape.tp, pp=shape.pp, window=world.window,
+        stamp_bytes=STAMP_LANES * STAMP_FIELDS * 8 if world.canary else 0, stamp_data=world.canary,
         layer_parts=bytes(Part.SWA if letter == "S" else Part.FULL for letter in world.slides),
     )  # fmt: skip
     page_bytes = max(own.page_bytes for rank in engine.ranks for own in rank.parts.values())

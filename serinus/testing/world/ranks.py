@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,26 +40,30 @@ class RankPart:
         """The model's lanes that are here."""
         self._lanes = lanes
         self._shape = (len(layers), 2, len(heads))
-        self._kv: NDArray[np.uint64] = np.zeros((pages, len(layers), 2, page_size, len(heads)), np.uint64)
-        self._bytes: NDArray[np.uint8] = self._kv.view(np.uint8).reshape(pages, -1)
-        self.table_RC: NDArray[np.int64] = np.zeros((rows, context), np.int64)
+        self.table_RC: NDArray[np.integer[Any]]
+        self._allocate(pages, len(heads), rows, context)
         self.weights_PL = lanes.weight_PL[:, self.which]
         self._odd, self._salt = lanes.odd_L[self.which], lanes.salt_L[self.which]
         self._inverse = lanes.inverse_L[self.which]
 
-    def put(self, slots: NDArray[np.int64], chain_T: NDArray[np.uint64]) -> None:
+    def _allocate(self, pages: int, heads: int, rows: int, context: int) -> None:
+        self._kv: NDArray[np.uint64] = np.zeros((pages, len(self.layers), 2, self.page_size, heads), np.uint64)
+        self._bytes: NDArray[np.uint8] = self._kv.view(np.uint8).reshape(pages, -1)
+        self.table_RC = np.zeros((rows, context), np.int64)
+
+    def put(self, slots: NDArray[np.integer[Any]], chain_T: NDArray[np.uint64]) -> None:
         """Write the KV of tokens with these chains."""
         pages, offsets = np.divmod(slots, self.page_size)
         words = chain_T[:, None] * self._odd + self._salt
         self._kv[pages, :, :, offsets, :] = words.reshape(len(chain_T), *self._shape)
 
-    def read(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def read(self, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         """What these slots hold: [slots, lanes of this part here]."""
         pages, offsets = np.divmod(slots, self.page_size)
         words: NDArray[np.uint64] = self._kv[pages, :, :, offsets, :].reshape(len(slots), -1)
         return words
 
-    def chains(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def chains(self, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         """What chains these slots were made of, as each lane says: [slots, lanes]."""
         return (self.read(slots) - self._salt) * self._inverse
 
@@ -82,17 +87,22 @@ class RankPart:
         """Bytes of one page."""
         return int(self._bytes.shape[1])
 
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+    @property
+    def kv_bytes(self) -> int:
+        """Of them, those of KV."""
+        return self.page_bytes
+
+    def read_pages(self, pages: NDArray[np.integer[Any]], out: NDArray[np.uint8]) -> None:
         """Copy pages out."""
         out[:] = self._bytes[pages]
 
-    def take_pages(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
+    def take_pages(self, pages: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
         """A copy of pages, [pages, page_bytes]."""
         found = np.empty((len(pages), self.page_bytes), np.uint8)
         self.read_pages(pages, found)
         return found
 
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+    def write_pages(self, pages: NDArray[np.integer[Any]], data: NDArray[np.uint8]) -> None:
         """Fill pages."""
         self._bytes[pages] = data
 
@@ -102,16 +112,16 @@ class Rank:
 
     def __init__(
         self, number: int, *, lanes: Lanes, tp: int, pp: int, pages: Mapping[Part, int], page_size: int, rows: int,
-        context: int,
+        context: int, kind: type[RankPart] = RankPart,
     ) -> None:  # fmt: skip
-        """`pages`: of each part that the model has."""
+        """`pages`: of each part that the model has; `kind`: what keeps them."""
         self.number = number
         self.lanes = lanes
         self.layers = share(lanes.layers, pp, number // tp)
         self.heads = share(lanes.heads, tp, number % tp)
         slides = lanes.slides
         self.parts = {
-            part: RankPart(
+            part: kind(
                 lanes, [layer for layer in self.layers if slides[layer] is (part is Part.SWA)], self.heads,
                 pages=count, page_size=page_size, rows=rows, context=context,
             )
@@ -146,13 +156,16 @@ class Rank:
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Write this rank's KV of a step; the fold over its lanes for every part of the batch that samples (else 0)."""
+    def enter(self, plan: StepPlan) -> None:
+        """Begin a step: it must be the leader's; its rows are written."""
         batch = self.table.take_batch()
         rids = tuple(work.rid for work in plan.work)
         assert batch == rids, f"testing: rank {self.number} was told to run {batch}, its plan says {rids} (I14)"
         for write in plan.table_writes:
             self.parts[write.part].table_RC[write.row, write.start : write.start + len(write.slots)] = write.slots
+
+    def compute(self, plan: StepPlan) -> list[int]:
+        """Write this rank's KV of a step; the fold over its lanes for every part of the batch that samples (else 0)."""
         return [self._compute(work) for work in plan.work]
 
     def _compute(self, work: SeqWork) -> int:

@@ -69,6 +69,8 @@ def _steps(scenario: Scenario) -> Iterator[Scenario]:
             engines = list(scenario.shape.engines)
             engines[index] = replace(engine, tp=1, pp=1)
             yield replace(scenario, shape=replace(scenario.shape, engines=tuple(engines)))
+    if scenario.shape.canary:
+        yield replace(scenario, shape=replace(scenario.shape, canary=""))
     if scenario.shape.slides:
         whole = tuple(replace(engine, swa_pages=0) for engine in scenario.shape.engines)
         yield replace(scenario, shape=replace(scenario.shape, engines=whole, slides="", window=0))
