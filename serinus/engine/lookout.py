@@ -60,7 +60,7 @@ class Lookout:
     def say(self, reason: str, code: int, *, suffers: bool = False) -> None:
         """Last words. Where another rank is to blame, wait for the leader's word on it, which ends this process."""
         self._words.put(WatchWords(reason=reason[:16_000], code=code, suffers=suffers))
-        if suffers:
+        if suffers and self._welcome is not None:  # else nobody is there, or its word is what we have
             self._leaving.wait(self._silence_s + 2 * _TICK_S)
 
     def leave(self) -> None:
@@ -96,7 +96,8 @@ class Lookout:
                     connected = False
             if self._clock.now() > end:
                 self._refused = PeerGone(
-                    f"engine: no leader at {self._address} within {self._join_s_max:g} s, expected one"
+                    f"engine: no leader at {self._address} within {self._join_s_max:g} s, expected one (its log;"
+                    f" --dist-init-addr, --dist-timeout)"
                 )
             elif not connected:
                 self._leaving.wait(_TICK_S)  # it is not there yet
