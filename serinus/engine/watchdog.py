@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from serinus.core.clock import Clock
+from serinus.core.config import ServeConfig, settings_in
 from serinus.core.errors import ConfigError, FrameError, PeerGone
 from serinus.core.log import get_logger
 from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate, how_it_ended
@@ -335,13 +336,15 @@ class Watchdog:
 
 
 def difference(ours: str, theirs: str) -> str:
-    """The first setting in which two trees of settings differ, in words."""
+    """The first setting in which two trees of settings differ, by its flag, in words."""
+    flags = {f"{group}.{setting.name}": setting.flag for group, setting in settings_in(ServeConfig)}
     one, other = json.loads(ours), json.loads(theirs)
     for group in sorted({*one, *other}):
         left, right = one.get(group, {}), other.get(group, {})
         for name in sorted({*left, *right}):
             if left.get(name) != right.get(name):
-                return f"{group}.{name} is {right.get(name)!r}, expected {left.get(name)!r}"
+                what = flags.get(f"{group}.{name}", f"{group}.{name}")
+                return f"{what} is {right.get(name)!r}, expected {left.get(name)!r}"
     return "nothing that can be named"
 
 

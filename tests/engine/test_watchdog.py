@@ -110,8 +110,8 @@ def test_a_rank_with_other_settings_ends_the_start_and_the_setting_is_named(watc
     other = shared_settings(from_names(ServeConfig, {"tp_size": 2, "pp_size": 2, "page_size": 32}))
     refused = ranks(watchdog.address, 1, settings=other, mac=signed("", 1, other)).hear()
     assert isinstance(refused, WatchEnd)
-    assert (refused.code, "memory.page_size is 32, expected 16" in refused.reason) == (CONFIG_CODE, True)
-    with pytest.raises(ConfigError, match=r"TP1 PP0 on h has other settings than its leader: memory\.page_size is 32"):
+    assert (refused.code, "--page-size is 32, expected 16" in refused.reason) == (CONFIG_CODE, True)
+    with pytest.raises(ConfigError, match=r"TP1 PP0 on h has other settings than its leader: --page-size is 32"):
         watchdog.gather(10)
     assert Fate.read(fate.folder / "words") == fate.ending  # type: ignore[operator]
 
@@ -187,9 +187,8 @@ def test_a_fate_is_sealed_once_and_read_by_others(tmp_path: Path) -> None:
 def test_endings_and_differences_are_said_in_words() -> None:
     assert how_it_ended(-9) == "died of SIGKILL"
     assert how_it_ended(2) == "ended with exit code 2"
-    assert difference(SETTINGS, json.dumps({**json.loads(SETTINGS), "canary": {}})).startswith(
-        "canary.kv_canary is None"
-    )
+    assert difference(SETTINGS, json.dumps({**json.loads(SETTINGS), "canary": {}})).startswith("--kv-canary is None")
+    assert difference(SETTINGS, json.dumps({**json.loads(SETTINGS), "newer": {"x": 1}})) == "newer.x is 1, expected None"
 
 
 def test_ranks_need_not_share_paths_and_secrets_but_never_tell_them() -> None:
