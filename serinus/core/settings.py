@@ -420,9 +420,9 @@ class ParallelSettings:
 
     def _check_address(self) -> None:
         if (self.nnodes > 1) != bool(self.dist_init_addr):
+            expected = "HOST:PORT of machine 0" if self.nnodes > 1 else "none: there is one machine"
             raise ConfigError(
-                f"config: --dist-init-addr is {self.dist_init_addr!r} with --nnodes {self.nnodes}, expected an address"
-                f" exactly where there is more than one machine"
+                f"config: --dist-init-addr is {self.dist_init_addr!r} with --nnodes {self.nnodes}, expected {expected}"
             )
         host, _, port = self.dist_init_addr.rpartition(":")
         if self.dist_init_addr and not (host and port.isdecimal() and 0 < int(port) < 65536):
