@@ -393,14 +393,19 @@ class TorchComm:
             raise self._gone(error) from None
 
     def _see_off(self) -> None:
-        """Wait a moment for what is on its way: gloo hands it over when it is asked for, not before."""
+        """Wait a moment for what is on its way: gloo hands it over when it is asked for, not before; NCCL says so."""
         until = self._clock.now() + _SEE_OFF_S
         while self._sent and not self._broken:
-            left_s = max(until - self._clock.now(), _LOOK_S)
+            work, left_s = self._sent[0][0], max(until - self._clock.now(), 0.0)
             try:
-                self._sent.popleft()[0].wait(timedelta(seconds=left_s))
+                if self._device == "cpu":
+                    work.wait(timedelta(seconds=left_s + _LOOK_S))
+                elif not work.is_completed() and left_s > 0:
+                    Event().wait(_LOOK_S)
+                    continue
             except RuntimeError:  # nobody came for it, or nobody is there
                 break
+            self._sent.popleft()
         self._sent.clear()
 
     def _gone(self, error: RuntimeError) -> PeerGone:
