@@ -188,7 +188,9 @@ def test_endings_and_differences_are_said_in_words() -> None:
     assert how_it_ended(-9) == "died of SIGKILL"
     assert how_it_ended(2) == "ended with exit code 2"
     assert difference(SETTINGS, json.dumps({**json.loads(SETTINGS), "canary": {}})).startswith("--kv-canary is None")
-    assert difference(SETTINGS, json.dumps({**json.loads(SETTINGS), "newer": {"x": 1}})) == "newer.x is 1, expected None"
+    assert (
+        difference(SETTINGS, json.dumps({**json.loads(SETTINGS), "newer": {"x": 1}})) == "newer.x is 1, expected None"
+    )
 
 
 def test_ranks_need_not_share_paths_and_secrets_but_never_tell_them() -> None:
