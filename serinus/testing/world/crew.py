@@ -19,6 +19,7 @@ from serinus.pd import (
     RankLayout,
     StagePiece,
 )
+from serinus.testing.world.guard import OwnStore
 from serinus.wire.messages import LayoutSignature
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class SimCrew:
         self._engine = engine
         self.hands = [
             Hand(
-                rank.number, layout=RankLayout(layout), stores=rank.stores, backends=[backend],
-                clock=engine.timeline,
+                rank.number, layout=RankLayout(layout), backends=[backend], clock=engine.timeline,
+                stores={part: OwnStore(engine, part, own) for part, own in rank.stores.items()},
             )
             for rank in engine.ranks
         ]  # fmt: skip

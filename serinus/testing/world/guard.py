@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from serinus.sched import Scheduler
     from serinus.testing.world.engine import Engine
 
-__all__ = ["GuardedStore", "check_landed", "fillable_pages"]
+__all__ = ["GuardedStore", "OwnStore", "check_landed", "fillable_pages"]
 
 
 def fillable_pages(scheduler: Scheduler, part: Part = Part.FULL) -> set[int]:
@@ -41,8 +41,8 @@ def quarantined_pages(engine: Engine, part: Part = Part.FULL) -> set[int]:
     return {page for page in np.flatnonzero(ledger.hold_P).tolist() if ledger.holds_of(page).get("quarantine")}
 
 
-class GuardedStore:
-    """The pages of one part of one rank, as pd's PageStore."""
+class OwnStore:
+    """The pages of one part of one rank, as pd's PageStore; on their way out to a peer a bit may flip."""
 
     def __init__(self, engine: Engine, part: Part, own: RankPart) -> None:
         self._engine = engine
@@ -52,6 +52,22 @@ class GuardedStore:
     @property
     def page_bytes(self) -> int:
         return self._own.page_bytes
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        self._own.read_pages(pages, out)
+        engine = self._engine
+        chance = 0.0 if engine.calm or engine.canaries is None else engine.options.flip
+        if chance and engine.shape.role == "prefill" and engine.rng.random() < chance:
+            row, at = engine.rng.randrange(len(out)), engine.rng.randrange(self._own.kv_bytes)
+            out[row, at] ^= 1 << engine.rng.randrange(8)
+            engine.network.damaged += 1
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        self._own.write_pages(pages, data)
+
+
+class GuardedStore(OwnStore):
+    """The same, where every access is checked."""
 
     @property
     def region(self) -> Region:
@@ -66,17 +82,11 @@ class GuardedStore:
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
         if self._engine.shape.role == "prefill":
             self.check_read(pages)
-        self._own.read_pages(pages, out)
-        engine = self._engine
-        chance = 0.0 if engine.calm or engine.canaries is None else engine.options.flip
-        if chance and engine.shape.role == "prefill" and engine.rng.random() < chance:
-            row, at = engine.rng.randrange(len(out)), engine.rng.randrange(self._own.kv_bytes)
-            out[row, at] ^= 1 << engine.rng.randrange(8)
-            engine.network.damaged += 1
+        super().read_pages(pages, out)
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
         self.check_write(pages)
-        self._own.write_pages(pages, data)
+        super().write_pages(pages, data)
 
     def check_read(self, pages: NDArray[np.integer]) -> None:
         """I4."""
