@@ -62,7 +62,9 @@ def test_after_a_kill_in_the_midst_of_writing_every_page_is_whole_or_missing(
     rng = random.Random(seed)
     host = HostPool(SPEC, KEY_COUNT + 1)
     half_written = 0
-    for round_ in range(7):
+    for round_ in range(60):
+        if round_ >= 7 and half_written:
+            break  # on a busy machine a kill seldom comes in the midst of a write
         folder = tmp_path / str(round_)
         born(nursery, folder, round_)
         until, pid = rng.randrange(1, KEY_COUNT * 3 // 4), 0
