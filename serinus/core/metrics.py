@@ -227,10 +227,14 @@ class Metrics:
                     yield histogram
                 continue
             make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            for name in (f"serinus:{spec.name}", spec.alias):
+            everybody = (self, *self.ranks)
+            for name, tellers in (
+                (f"serinus:{spec.name}", everybody),
+                (spec.alias, (self,)),
+            ):  # who knows an alias sums
                 if name:
                     family = make(name, spec.help, labels=names)
-                    for one in (self, *self.ranks):
+                    for one in tellers:
                         for labels, value in sorted(one._values[spec.name].items()):
                             family.add_metric((*one._where, *labels), value)
                     yield family

@@ -70,6 +70,8 @@ def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, f
             "page_bytes": sum(each.page_bytes for each in built.pools.values()),
             "swa_tokens": 0 if swa is None else (swa.spec.page_count - 1) * swa.spec.page_size,
             "window": spec.window or 0,
+            "tp_size": config.parallel.tp_size,
+            "pp_size": config.parallel.pp_size,
             "host_tokens": _host_tokens(built),
             "host_bytes": _host_bytes(built),
             "storage": config.cache.hicache_storage_dir,
