@@ -175,8 +175,8 @@ class Watchdog:
         self._dismissed.set()
 
     def close(self, failure: Ending | None = None) -> None:
-        """The engine stops: wait until its ranks have ended, kill what does not. With `failure` they are told it, and
-        not waited for. May be called again."""
+        """The engine stops: wait until its ranks have ended, kill what does not. With `failure`, or where they were not
+        dismissed, they are told so, and not waited for. May be called again."""
         self._failure = self._failure or failure
         self._leaving.set()
         end = self._clock.now() + _LEAVE_S + 2 * _END_S
@@ -300,6 +300,8 @@ class Watchdog:
     def _leave(self) -> None:
         """The loop has ended: the ranks know it, or are told why."""
         failure = self._fate.ending or self._failure
+        if failure is None and not self._dismissed.is_set():
+            failure = Ending(reason="engine: the leader broke, or was interrupted", code=LOST_CODE)
         if failure is not None:
             self._tell(failure)
         end = self._clock.now() + (_LEAVE_S if failure is None else _END_S)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,24 @@ def test_a_rank_that_was_told_to_stop_may_end_long_before_the_others(watch: Watc
     processes["r2"].communicate(b"stop\n")
     watchdog.close()
     assert (fate.ending, processes["r2"].returncode) == (None, 0)
+
+
+@pytest.mark.slow
+def test_ranks_that_nobody_told_to_stop_are_told_why_they_end_and_not_waited_for(watch: Watch, ranks: Ranks) -> None:
+    """They may stand in a collective that their leader was interrupted in."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watchdog, fate = watch(r2=process)
+    rank = ranks(watchdog.address, 1)
+    assert rank.hear() == WELCOME
+    with ThreadPoolExecutor(1) as thread:
+        closing = thread.submit(watchdog.close)
+        said = rank.hear()
+        closing.result(10)
+    assert isinstance(said, WatchEnd)
+    assert said.reason == "engine: the leader broke, or was interrupted"
+    assert (fate.ending, process.wait(10)) == (None, -signal.SIGKILL)
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def test_a_fate_is_sealed_once_and_read_by_others(tmp_path: Path) -> None:
