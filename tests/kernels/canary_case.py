@@ -40,7 +40,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice((torch.bfloat16, torch.float32))
-    layers, heads, size = rng.choice(((1, 1, 8), (3, 2, 16), (2, 3, 64)))
+    layers, heads, size = rng.choice(((1, 1, 8), (2, 3, 4), (3, 2, 16), (2, 3, 64)))
     lengths = [rng.randint(1, 30) for _ in range(rng.randint(1, 4))]
     pages = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(pages), generator=generator) + 1
