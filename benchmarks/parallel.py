@@ -34,7 +34,6 @@ from serinus.parallel import Mesh
 
 MESHES = {"one": (1, 1), "pp2": (1, 2), "tp2": (2, 1), "pp2tp2": (2, 2)}
 GOALS = {"pp2": 0.9, "tp2": 0.7}
-CHUNK = 256
 
 
 class Engine:
@@ -164,7 +163,7 @@ def main() -> None:
     rounds = 1 if args.fast else args.rounds
     values = jobs(path, rounds)
     line = control_line(Mesh(tp=2, pp=2), 64, 200)
-    handed = handoff(path, rounds, "--prefill-pp-size", "2", "--chunked-prefill-size", str(CHUNK))
+    handed = handoff(path, rounds, "--prefill-pp-size", "2")
     emit(
         "parallel",
         **values,

@@ -124,8 +124,11 @@ class ScheduleSettings:
     max_queued_requests: int = setting(
         4096, "requests that wait at most; one more gets 503", "--max-num-queued-reqs", low=1
     )
-    chunked_prefill_size: int = setting(
-        2048, "prompt tokens of one step at most; -1 = whole prompts", "--max-num-batched-tokens", low=-1
+    chunked_prefill_size: int | None = setting(
+        None,
+        "prompt tokens of one step at most; -1 = whole prompts; default: 2048, on the stages of a CPU 256",
+        "--max-num-batched-tokens",
+        low=-1,
     )
     schedule_policy: str = setting(
         "fcfs",

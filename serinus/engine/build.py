@@ -49,6 +49,10 @@ from serinus.sched import SchedSettings, Scheduler
 
 __all__ = ["Built", "KvSizes", "OtherRanks", "build_core", "kv_sizes"]
 
+_CHUNK = 2048
+"""Prompt tokens of a step where nobody says."""
+_STAGES_CHUNK = 256
+"""...on the stages of a CPU."""
 _HELLO_S = 60.0
 """Seconds that followers may take to say hello on the control line, once they are known to be there."""
 _LOOK_S = 0.05
@@ -316,6 +320,15 @@ def _first_steps(executor: Executor, scheduler: Scheduler, clock: Clock) -> None
         executor.flush()
 
 
+def _chunk_of(config: ServeConfig, device: str) -> int:
+    """Prompt tokens of one step. Stages wait for each other until as many chunks are under way as there are stages, so
+    short ones are better for them; a CPU loses nothing by short ones, an accelerator does."""
+    asked = config.sched.chunked_prefill_size
+    if asked is not None:
+        return asked
+    return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
+
+
 def _sched_settings(
     config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int, executor: Executor
 ) -> SchedSettings:
@@ -329,7 +342,7 @@ def _sched_settings(
         max_total_tokens=(pool.page_count - 1) * pool.page_size,
         max_running_requests=running,
         max_queued_requests=config.sched.max_queued_requests,
-        chunked_prefill_size=config.sched.chunked_prefill_size,
+        chunked_prefill_size=_chunk_of(config, pool.device),
         schedule_policy=config.sched.schedule_policy,
         min_remote_tokens=config.pd.min_remote_tokens,
         prefetch_policy=(

@@ -75,7 +75,7 @@ def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, f
             "host_tokens": _host_tokens(built),
             "host_bytes": _host_bytes(built),
             "storage": config.cache.hicache_storage_dir,
-            "chunked_prefill_size": config.sched.chunked_prefill_size,
+            "chunked_prefill_size": built.core.scheduler.settings.chunked_prefill_size,
             "max_running_requests": config.sched.max_running_requests,
         },
     )
@@ -113,7 +113,7 @@ def _announce(built: Built, seconds: dict[str, float]) -> None:
         )  # fmt: skip
     _log.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",
-        built.max_total_tokens, config.sched.chunked_prefill_size, config.sched.max_running_requests,
+        built.max_total_tokens, built.core.scheduler.settings.chunked_prefill_size, config.sched.max_running_requests,
         built.context_length,
     )  # fmt: skip
     _log.info("engine %s loaded: %s", config.engine_name, ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()))
