@@ -119,7 +119,7 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         (["serve", "m", "--tensor-parallel-size", "0"], "--tp-size is 0, expected at least 1"),
         (["serve", "m", "--pp-size", "2", "--pp-layer-partition", "3"], "1 stages, expected --pp-size = 2 of them"),
         (["serve", "m", "--tp-size", "3", "--nnodes", "2"], "--nnodes is 2, expected a divisor of the 3 ranks"),
-        (["serve", "m", "--tp-size", "2", "--nnodes", "2"], "expected an address exactly where"),
+        (["serve", "m", "--tp-size", "2", "--nnodes", "2"], "expected HOST:PORT of machine 0"),
         (["serve", "m", "--tp-size", "2", "--node-rank", "1"], "--node-rank is 1, expected less than --nnodes = 1"),
         (["serve", "m", "--tp-size", "2", "--disaggregation-transfer-backend", "nixl"], "expected shm or tcp"),
         (["serve"], "no model is named"),
