@@ -162,13 +162,14 @@ def main() -> None:
         return
     rounds = 1 if args.fast else args.rounds
     values = jobs(path, rounds)
-    line = control_line(Mesh(tp=2, pp=2), 64, 200)
+    line, wide = (control_line(Mesh(tp=2, pp=2), requests, 400) for requests in (REQUESTS, 64))
     handed = handoff(path, rounds, "--prefill-pp-size", "2")
     emit(
         "parallel",
         **values,
         line_ms=round(float(line["control_ms_a_step"]), 3),
         line_bytes=round(float(line["control_bytes_a_step"])),
+        line64_ms=round(float(wide["control_ms_a_step"]), 3),
         handed_ttft_s=handed["handoff_ttft_s"],
         own_ttft_s=handed["local_ttft_s"],
         handed_ratio=round(handed["handoff_ttft_s"] / handed["local_ttft_s"], 3),
