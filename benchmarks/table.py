@@ -135,6 +135,27 @@ ROWS = (
         goal="<= 2 %",
     ),
     Row(
+        benchmark="handoff",
+        what="a prompt's pages through shared memory, digests checked",
+        here="{paths_gb_s[shm]:.1f} GB/s",
+        beside="{got[shm_of_copy]:.0%} of a plain copy, {got[shm_of_socket]:.1f}x a bare loopback socket",
+        goal=">= 60 %, >= 2x",
+    ),
+    Row(
+        benchmark="handoff",
+        what="the same through TCP",
+        here="{paths_gb_s[tcp]:.1f} GB/s",
+        beside="{got[tcp_of_socket]:.0%} of a bare loopback socket",
+        goal=">= 70 %",
+    ),
+    Row(
+        benchmark="handoff",
+        what="abort until its pages are free",
+        here="{got[abort_ms]:.2f} ms",
+        beside="{got[messages]:.0f} control messages a handoff, {got[handoffs_per_s]:.0f} one-page handoffs a second",
+        goal="<= 1 ms, <= 8, >= 500",
+    ),
+    Row(
         benchmark="parallel",
         what="the whole job by two stages of one thread each (PP2), throughput",
         here="{pp2_ratio:.2f}x one process",
