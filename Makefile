@@ -1,4 +1,4 @@
-# make demo | test | extras | check | bench | clean. Everything runs from .venv, which is made when it is not there.
+# make demo | test | proof | extras | check | bench | wheel | clean. Everything runs from .venv, which is made when it is not there.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -6,7 +6,7 @@ PIP_FLAGS ?=
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 
-.PHONY: install demo test extras check bench clean
+.PHONY: install demo test proof extras check bench wheel clean
 
 install: $(STAMP)
 
@@ -23,6 +23,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
 
+proof: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'proof and not gpu' $(TEST_FLAGS)
+
 extras: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,nixl,mooncake]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/extras $(TEST_FLAGS)
@@ -35,6 +38,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/table.py --run --write README.md
+
+wheel: $(STAMP)
+	$(BIN)/python -m build
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-checkpoint .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from serinus.cache import CacheGeometry, PartPages, PrefixCache
+from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
 from serinus.core.moves import Move, MoveDone
+from serinus.core.parts import PageSpan, Part
 
 RNG = np.random.default_rng(7)
 
@@ -33,7 +34,7 @@ def tokens(count: int) -> np.ndarray:
 
 def device(page_count: int, page_size: int) -> PrefixCache:
     """A cache of one tier and one part."""
-    return PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count))
+    return PrefixCache(CacheGeometry(page_size=page_size, parts={Part.FULL: PartGeometry(pages=page_count)}))
 
 
 class NoMover:
@@ -59,10 +60,12 @@ WINDOW = 1024
 
 def tiers(page_count: int, page_size: int, write_policy: str = "write_through", host: int = 2) -> PrefixCache:
     """A cache of two parts and two tiers, the host `host` times as large as the device."""
-    geometry = CacheGeometry(
-        page_size=page_size, full_pages=page_count, swa_pages=page_count, window=WINDOW,
-        host_full_pages=host * page_count, host_swa_pages=host * page_count,
-    )  # fmt: skip
+    windows = {Part.FULL: None, Part.SWA: WINDOW}
+    parts = {
+        part: PartGeometry(pages=page_count, host_pages=host * page_count, window=window)
+        for part, window in windows.items()
+    }
+    geometry = CacheGeometry(page_size=page_size, parts=parts)
     return PrefixCache(geometry, mover=NoMover(), write_policy=write_policy)
 
 
@@ -78,22 +81,33 @@ def cost_us(work: Callable[[int], object], *, runs: int, ready: Callable[[int], 
     return statistics.median(seconds) * 1e6
 
 
+def joined(span: PageSpan, more: np.ndarray) -> PageSpan:
+    """A row's pages, and more of the same part behind them."""
+    return PageSpan(part=span.part, first=span.first, pages=np.concatenate((span.pages, more)))
+
+
+def behind(span: PageSpan, low: int, high: int | None = None) -> PageSpan:
+    """The pages [low, high) of a row."""
+    at = None if high is None else high - span.first
+    return PageSpan(part=span.part, first=low, pages=span.pages[low - span.first : at])
+
+
 def publish(cache: PrefixCache, ids: np.ndarray, rid: str = "maker", chunk: int = 0) -> None:
     """Bring a whole sequence into the tree, in chunks if asked for."""
     size = cache.page_size
     match = cache.match_prefix("", ids, len(ids))
     count = (len(ids) - match.length) // size
-    own = cache.allocate(rid, count, count if cache.geometry.swa_pages else 0)
+    own = cache.allocate(rid, *[count] * len(match.spans))
     assert own is not None, "benchmark: the pool is too small"
-    pages, swa = np.concatenate((match.pages, own.full)), np.concatenate((match.swa_pages, own.swa))
-    at, lease, first = match.length, match.lease, match.swa_first
+    row = tuple(map(joined, match.spans, own))
+    at, lease = match.length, match.lease
     while chunk and at < len(ids):
         end = min(len(ids), at + chunk)
         low, high = at // size, end // size
-        given = PartPages(full=pages[low:high], swa=swa[low - first : high - first])
-        cache.commit_row(cache.insert(lease, ids[at:end], given, at))
+        given = tuple(behind(span, low, high) for span in row)
+        cache.commit_row(cache.insert(lease, ids[at:end], given))
         at = end
-    cache.finish(rid, lease, ids, PartPages(full=pages, swa=swa), first)
+    cache.finish(rid, lease, ids, row)
 
 
 def long_context(runs: int, length: int = 131_072) -> dict[str, tuple[float, float, float]]:
@@ -117,19 +131,22 @@ def long_context(runs: int, length: int = 131_072) -> dict[str, tuple[float, flo
     cache.release(leases.pop().lease)
     held: list = []
 
+    def row(first: int, pages: np.ndarray) -> tuple[PageSpan, ...]:
+        return (PageSpan(part=Part.FULL, first=first, pages=pages),)
+
     def ready(i: int) -> None:
         if held:
             insertion, pages, fresh = held.pop()
             cache.commit_row(insertion)
-            cache.finish("r", insertion.lease, np.concatenate((ids[:length], fresh)), PartPages(full=pages))
+            cache.finish("r", insertion.lease, np.concatenate((ids[:length], fresh)), row(0, pages))
         match = cache.match_prefix("", ids[:length], length)
         own = cache.allocate("r", chunk // size)
         assert own is not None, "benchmark: the pool is too small"
-        held.append([match, np.concatenate((match.pages, own.full)), tokens(chunk)])
+        held.append([match, np.concatenate((match.pages, own[0])), tokens(chunk)])
 
     def work(i: int) -> None:
         match, pages, fresh = held[-1]
-        held[-1][0] = cache.insert(match.lease, fresh, PartPages(full=pages[length // size :]), length)
+        held[-1][0] = cache.insert(match.lease, fresh, row(length // size, pages[length // size :]))
 
     insert_us = cost_us(work, runs=runs, ready=ready)
     fresh = tokens(chunk)
@@ -141,7 +158,7 @@ def long_context(runs: int, length: int = 131_072) -> dict[str, tuple[float, flo
 
 
 def shared_lease(runs: int) -> dict[str, tuple[float, float, float]]:
-    """Lease and release under a prefix of 100 nodes that somebody else keeps."""
+    """Lease and release under a prefix of 100 nodes that another lease keeps."""
     size = 16
     cache = device(1000, size)
     ids = tokens(100 * size)
@@ -207,36 +224,34 @@ def sweep(runs: int) -> dict[str, tuple[float, float, float]]:
 def serve(cache: PrefixCache, i: int, ids: np.ndarray, times: dict[str, list[float]]) -> None:
     """One prompt as the scheduler does it, each step on the clock: poll, match, (evict), allocate, insert, finish."""
     now, size, rid = time.perf_counter, cache.page_size, str(i)
-    swa = cache.geometry.swa_pages > 0
     t0 = now()
     cache.poll()
     t1 = now()
     match = cache.match_prefix("", ids, len(ids) - 1)
     t2 = now()
-    pages, window, first, at = match.pages, match.swa_pages, match.swa_first, match.length
+    spans, at = match.spans, match.length
     if match.load is not None:
         loaded = cache.load_back(rid, match.lease, match.load)
         if loaded is not None:
             times["load"].append(now() - t2)
-            pages = np.concatenate((pages, loaded.pages))
-            window, first, at = loaded.swa_pages, loaded.swa_first, loaded.length
-    count = -(-len(ids) // size) - len(pages)
+            at = loaded.length
+            spans = (joined(spans[0], loaded.pages), *loaded.spans[1:])
+    count = -(-len(ids) // size) - len(spans[0].pages)
     short = count - cache.free_pages
     if short > 0:
         t3 = now()
         cache.evict(short)
         times["evict"].append(now() - t3)
     t3 = now()
-    own = cache.allocate(rid, count, count if swa else 0)
+    own = cache.allocate(rid, *[count] * len(spans))
     t4 = now()
     assert own is not None, "benchmark: no room after evicting"
-    pages, window = np.concatenate((pages, own.full)), np.concatenate((window, own.swa))
+    row, low = tuple(map(joined, spans, own)), at // size
     t5 = now()
-    given = PartPages(full=pages[at // size :], swa=window[at // size - first :] if swa else window)
-    insertion = cache.insert(match.lease, ids[at:], given, at)
+    insertion = cache.insert(match.lease, ids[at:], tuple([behind(span, low) for span in row]))
     cache.commit_row(insertion)
     t6 = now()
-    cache.finish(rid, insertion.lease, ids, PartPages(full=pages, swa=window), first)
+    cache.finish(rid, insertion.lease, ids, row)
     t7 = now()
     spent = {"poll": t1 - t0, "match": t2 - t1, "allocate": t4 - t3, "insert": t6 - t5, "finish": t7 - t6}
     for name, seconds in spent.items():

@@ -18,15 +18,12 @@ from model import checkpoint_221m
 from report import bandwidth, emit
 from torch import Tensor
 
-from serinus.cache import ResidentSlots
-from serinus.canary import Canary, CanarySettings
+from serinus.canary import CanaryRank, CheckSettings
 from serinus.core.clock import WallClock
-from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
+from serinus.core.stamps import digest_coefficients
 from serinus.kernels import Kernels, load, prefer_huge_pages
-from serinus.kernels.canary import CanaryKernels, load_canary
-from serinus.kernels.ref.canary import digest_coefficients
 from serinus.models import Model, load_model, load_spec
 from serinus.testing.direct import DirectEngine, DirectSeq
 
@@ -44,32 +41,16 @@ DIGEST_SHAPES = ((1024, 12), (256, 24))
 CLOCK = WallClock()
 
 
-class NoFacts:
-    """Nobody asks: nothing is wrong here, and nothing is swept."""
-
-    def owner(self, part: Part, page: int) -> str:
-        raise AssertionError("benchmarks: a sound run has no violation, so nobody is asked about pages")
-
-    def users(self, part: Part, page: int) -> tuple[str, ...]:
-        raise AssertionError("benchmarks: a sound run has no violation, so nobody is asked about pages")
-
-    def history(self, part: Part, page: int) -> str:
-        raise AssertionError("benchmarks: a sound run has no violation, so nobody is asked about pages")
-
-    def walk(self, cursor: int, budget: int, part: Part) -> ResidentSlots:
-        raise AssertionError("benchmarks: a sound run has no violation, so nobody is asked about pages")
-
-
 def engine_of(model: Model, kernels: Kernels, mode: str, steps: int) -> DirectEngine:
     """An engine under the canary of that mode, with pages for the batch and one chunk."""
     pages = BATCH * -(-(PROMPT + steps + 1) // PAGE) + CHUNK // PAGE + 2
     choice = MODES[mode]
 
-    def canary(engine: DirectEngine) -> Canary:
+    def canary(engine: DirectEngine) -> CanaryRank:
         assert choice is not None
-        settings = CanarySettings(page_size=PAGE, real_data=choice[0], stride=choice[1])
+        settings = CheckSettings(page_size=PAGE, real_data=choice[0], stride=choice[1])
         layers = {part: model.spec.layers_of(part) for part in model.spec.parts}
-        return Canary(settings, engine.pools, engine.tables, layers, load_canary("cpu"), NoFacts())
+        return CanaryRank(settings, engine.pools, engine.tables, layers, load("cpu"))
 
     return DirectEngine(model, kernels, page_size=PAGE, page_count=pages, canary=None if choice is None else canary)
 
@@ -139,7 +120,7 @@ class Pages:
         return self.slots[at * self.size : (at + 1) * self.size]
 
 
-def digest_rates(ops: CanaryKernels, lanes: int, layers: int, threads: int, rounds: int) -> dict[str, float]:
+def digest_rates(ops: Kernels, lanes: int, layers: int, threads: int, rounds: int) -> dict[str, float]:
     """GB/s of a digest and of a plain sum, by turns; ns a line of a partial digest."""
     torch.set_num_threads(threads)
     pages = Pages(lanes, layers)
@@ -155,8 +136,8 @@ def digest_rates(ops: CanaryKernels, lanes: int, layers: int, threads: int, roun
 
     jobs = {
         "sum": add,
-        "all": lambda: ops.digest(pages.kv, pages.piece(), factors),
-        "partial": lambda: ops.digest(pages.kv, pages.piece(), few),
+        "all": lambda: ops.canary_digest(pages.kv, pages.piece(), factors),
+        "partial": lambda: ops.canary_digest(pages.kv, pages.piece(), few),
     }
     best = dict.fromkeys(jobs, float("inf"))
     for _ in range(20 * rounds):
@@ -177,7 +158,7 @@ def main() -> None:
     arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
     args = arguments.parse_args()
     torch.set_num_threads(args.threads)
-    kernels, ops = load("cpu"), load_canary("cpu")
+    kernels = load("cpu")
     path = checkpoint_221m(args.checkpoint)
     model = load_model(load_spec(path), path, torch.bfloat16, kernels)
     engines = {mode: engine_of(model, kernels, mode, (args.rounds + 1) * STRIDE) for mode in MODES}
@@ -194,7 +175,7 @@ def main() -> None:
     }
     shapes = {
         f"{lanes}x{layers}": {
-            f"threads_{count}": digest_rates(ops, lanes, layers, count, args.rounds) for count in (1, args.threads)
+            f"threads_{count}": digest_rates(kernels, lanes, layers, count, args.rounds) for count in (1, args.threads)
         }
         for lanes, layers in DIGEST_SHAPES
     }

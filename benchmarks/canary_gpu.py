@@ -14,9 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serinus.kernels.canary import load_canary
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import RING_FIELDS, load
 from serinus.kernels.ref import canary as ref
-from serinus.kernels.ref.canary import RING_FIELDS, canary_due, digest_coefficients
+from serinus.kernels.ref.canary import canary_due
 
 LAYERS, HEADS, SIZE, PAGE = 32, 8, 128, 16
 REQUESTS, CONTEXT = 64, 4096
@@ -52,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
-    ops = load_canary("cuda")
+    ops = load("cuda")
     per_request = CONTEXT // PAGE
     slot_count = (REQUESTS * per_request + 1) * PAGE
     generator = torch.Generator("cuda").manual_seed(1)
@@ -75,7 +76,7 @@ def main() -> None:
         reads = [zeros, [*range(1, REQUESTS + 1)], zeros, [CONTEXT] * REQUESTS, [stride] * REQUESTS]
         columns, entries, _ = canary_due(torch.tensor(reads).numpy(), 0, PAGE)
         due = torch.from_numpy(columns).cuda()
-        return lambda: ops.plan(table, due, entries, page_size=PAGE)
+        return lambda: ops.canary_plan(table, due, entries, page_size=PAGE)
 
     entries, few_entries = plan(1)(), plan(16)()
     values["plan_us"] = round(replay_us(plan(1)), 1)
@@ -88,16 +89,16 @@ def main() -> None:
         ("digest_partial_16384", few_entries[0], few),
         ("digest_partial_64", entries[0][::4096].contiguous(), few),
     ):
-        spent = best_us(lambda s=slots, c=coefficients: ops.digest(kv, s, c), args.rounds, 2)  # type: ignore[misc]
+        spent = best_us(lambda s=slots, c=coefficients: ops.canary_digest(kv, s, c), args.rounds, 2)  # type: ignore[misc]
         values[name + "_us"] = round(spent, 1)
         if coefficients is factors:
             values[name + "_gb_s"] = round(len(slots) * slot_bytes / spent / 1e3, 1)
             values[name + "_of_copy"] = round(len(slots) * slot_bytes / spent / 1e3 / copy_gb_s, 3)
-    digests = ops.digest(kv, entries[0], factors)
+    digests = ops.canary_digest(kv, entries[0], factors)
     some = torch.randint(1, slot_count, (4096,), device="cuda", generator=generator)
-    values["equal"] = bool((ref.canary_digest(kv, some, factors) == ops.digest(kv, some, factors)).all())
+    values["equal"] = bool((ref.canary_digest(kv, some, factors) == ops.canary_digest(kv, some, factors)).all())
     values["ref_digest_4096_us"] = round(best_us(lambda: ref.canary_digest(kv, some, factors), 3), 1)
-    values["digest_4096_us"] = round(best_us(lambda: ops.digest(kv, some, factors), args.rounds), 1)
+    values["digest_4096_us"] = round(best_us(lambda: ops.canary_digest(kv, some, factors), args.rounds), 1)
     values |= stamps(ops, entries, digests, slot_count, args.rounds, table)
     sys.stdout.write(json.dumps({"benchmark": "canary_gpu", **values}) + "\n")
 
@@ -149,12 +150,12 @@ def stamps(
     one_start = torch.arange(REQUESTS + 1, device="cuda")
     one = (slots[::CONTEXT].contiguous(), positions[::CONTEXT].contiguous(), tokens[::CONTEXT].contiguous())
     found["write_64x1_us"] = round(
-        replay_us(lambda: ops.write(stamps, 2, *one, one_start, table, rows, digests[:REQUESTS])), 1
+        replay_us(lambda: ops.canary_write(stamps, 2, *one, one_start, table, rows, digests[:REQUESTS])), 1
     )
     long = torch.tensor([0, 8192], device="cuda")
     found["write_1x8192_us"] = round(
         replay_us(
-            lambda: ops.write(
+            lambda: ops.canary_write(
                 stamps, 2, slots[:8192], positions[:8192], tokens[:8192], long, table, rows[:1], digests[:8192]
             )
         ),

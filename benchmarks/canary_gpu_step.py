@@ -21,10 +21,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.canary_gpu import CONTEXT, HEADS, LAYERS, PAGE, REQUESTS, SIZE, best_us, copy_rate, make_table
-from serinus.kernels.canary import load_canary
-from serinus.kernels.ref.canary import RING_FIELDS, canary_due, digest_coefficients
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import RING_FIELDS, load
+from serinus.kernels.ref.canary import canary_due
 from serinus.kernels.triton.watched_attention import byte_planes, new_sums, packed_sums, watched_decode_attention
-from tests.kernels.watched_attention_case import differences
+from tests.kernels.triton_cases import differences
 
 QUERIES, WIDTH, MLP = 32, 4096, 14336
 SCALE = SIZE**-0.5
@@ -47,7 +48,7 @@ class Case:
             tuple(torch.randn((slots, HEADS, SIZE), dtype=torch.bfloat16, device="cuda") for _ in range(2))
             for _ in range(LAYERS)
         ]
-        self.ops = load_canary("cuda")
+        self.ops = load("cuda")
         self.table, (self.rows, _, _) = make_table(per_request)
         self.context = torch.full((REQUESTS,), CONTEXT, dtype=torch.int64, device="cuda")
         self.q = torch.randn((REQUESTS, QUERIES, SIZE), dtype=torch.bfloat16, device="cuda")
@@ -76,13 +77,13 @@ class Case:
 
     def stamp_all(self, data: str) -> None:
         """As if every token had been written under this mode."""
-        slots, positions, _, _ = self.ops.plan(*self.whole(), page_size=PAGE)
-        digests = None if data == "none" else self.ops.digest(self.kv, slots, self.factors[data])
+        slots, positions, _, _ = self.ops.canary_plan(*self.whole(), page_size=PAGE)
+        digests = None if data == "none" else self.ops.canary_digest(self.kv, slots, self.factors[data])
         starts = torch.arange(REQUESTS + 1, device="cuda") * CONTEXT
         tokens = positions % 32000
         tokens[positions == CONTEXT - 1] = self.tokens
         for lane in (0, 2):
-            self.ops.write(self.stamps, lane, slots, positions, tokens, starts, self.table, self.rows,
+            self.ops.canary_write(self.stamps, lane, slots, positions, tokens, starts, self.table, self.rows,
                            digests if lane else None)  # fmt: skip
 
     def whole(self) -> tuple[Tensor, Tensor, int]:
@@ -115,7 +116,7 @@ def step(
         plan = None
         sums = new_sums(entries, "cuda") if is_fused else None
         if mode is not None:
-            plan = case.ops.plan(case.table, due, entries, page_size=PAGE)
+            plan = case.ops.canary_plan(case.table, due, entries, page_size=PAGE)
             around(0, plan, None)
         for layer in range(LAYERS):
             attend(case, layer, choices[is_fused], None if sums is None else (due, sums))
@@ -127,13 +128,15 @@ def step(
             if sums is not None:
                 digests = packed_sums(sums)
             elif data != "none":
-                digests = case.ops.digest(case.kv, plan[0], case.factors[data])
+                digests = case.ops.canary_digest(case.kv, plan[0], case.factors[data])
             around(2, plan, digests)
 
     def around(lane: int, plan: tuple[Tensor, ...], digests: Tensor | None) -> None:
-        case.ops.verify(case.stamps, lane, *plan[:3], None, digests, plan[3], *case.ring)
-        fresh = None if data == "none" or not lane else case.ops.digest(case.kv, case.new, case.factors[data])
-        case.ops.write(case.stamps, lane, case.new, case.at, case.tokens, case.starts, case.table, case.rows, fresh)
+        case.ops.canary_verify(case.stamps, lane, *plan[:3], None, digests, plan[3], *case.ring)
+        fresh = None if data == "none" or not lane else case.ops.canary_digest(case.kv, case.new, case.factors[data])
+        case.ops.canary_write(
+            case.stamps, lane, case.new, case.at, case.tokens, case.starts, case.table, case.rows, fresh
+        )
 
     return run
 
@@ -187,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    wrong = {seed: words for seed in range(12) if (words := differences(seed, "cuda"))}
+    wrong = differences("watched_attention", "cuda", 12)
     sys.stderr.write(f"differing from the reference: {wrong}\n")
     case = Case()
     choices, seen = tuned(case)

@@ -63,11 +63,11 @@ def client_seconds(port: int, tokens: int) -> tuple[float, float]:
     """CPU seconds of driving, and of reading afterwards."""
     prompt = Prompt(ids=tuple(range(8)), token_count=8, output_tokens=tokens)
     body = DIALECTS["serinus"].body(prompt, Asking(model="m"))
-    target = Target(host="127.0.0.1", port=port)
+    target = Target(url=f"http://127.0.0.1:{port}")
     begin = time.process_time()
     result = asyncio.run(drive(target, "/generate", [body] * STREAMS, Load(), WallClock(), lambda _: None))
     driven = time.process_time()
-    answers = [read_answer(prompt, got, native=True) for got in result.exchanges]
+    answers = [read_answer(prompt, got, native=True) for got in result.traces]
     assert [answer.output_tokens for answer in answers] == [tokens] * STREAMS, answers[0].error
     return driven - begin, time.process_time() - driven
 

@@ -149,7 +149,7 @@ def send_floor_us(runs: int) -> float:
 
 def text_costs(folder: str, runs: int) -> dict[str, float]:
     """Tokenizer, template and detokenizer alone."""
-    from serinus.front import load_tokenizer
+    from serinus.text import load_tokenizer
 
     begin = time.perf_counter()
     tokenizer = load_tokenizer(folder)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,21 +21,28 @@ from serinus.core.ids import new_incarnation
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
+from serinus.engine.peers import Peers
 from serinus.kernels import load
 from serinus.pd import (
     AddPrefill,
     CancelHandoff,
-    DecodePort,
+    DecodeResult,
+    DecodeSide,
+    HandoffPort,
+    HandoffSettings,
     Landed,
-    PdSettings,
-    PrefillPort,
+    PageWorker,
+    PrefillSide,
+    RankLayout,
     StartHandoff,
+    frame_backends,
     host_identity,
     make_backends,
 )
 from serinus.pd.backends import Backend, OneSided, make_one_sided
 from serinus.pool import DevicePool, PoolSpec
-from serinus.wire import Arrived, ChannelEvent, Post, ZmqChannel
+from serinus.testing.direct_line import DirectLine
+from serinus.wire import Arrived, ChannelEvent, Mailbox, ZmqChannel
 from serinus.wire.codec import Parts
 from serinus.wire.messages import LayoutSignature
 
@@ -68,13 +76,13 @@ class Shape:
         pool.write_pages(np.arange(1, pages + 1), rows)
         return pool
 
-    def settings(self, name: str, incarnation: int, backend: Backend | OneSided) -> PdSettings:
+    def settings(self, name: str, incarnation: int, backend: Backend | OneSided) -> HandoffSettings:
         """Equal on both sides but for the name."""
         layout = LayoutSignature(
             model="bench", kv_dtype="bfloat16", page_size=self.page_size, layer_count=self.layers,
             kv_head_count=self.heads, head_size=self.head_size,
         )  # fmt: skip
-        return PdSettings(
+        return HandoffSettings(
             engine=name, incarnation=incarnation, layout=layout, vocab_size=32_000, backends=(backend.name,),
             capabilities={backend.name: backend.capabilities}, host=host_identity(),
         )  # fmt: skip
@@ -98,17 +106,26 @@ def prefill_process(words: Sequence[str]) -> None:
     shape = Shape(layers=layers, heads=heads, head_size=head_size, page_size=page_size)
     pool, incarnation, channel = shape.pool(pages), new_incarnation(), ZmqChannel("tcp://127.0.0.1:0")
     backends = backends_of(backend, incarnation)
-    port = PrefillPort(
-        shape.settings("prefill", incarnation, backends[0]), post=Post(channel, incarnation=incarnation, clock=CLOCK),
-        backends=backends, store=pool, clock=CLOCK,
-    )  # fmt: skip
+    peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
+    port = make_port(PrefillSide, shape.settings("prefill", incarnation, backends[0]), pool, backends)
     print(f"\nADDRESS {channel.address}", flush=True)
     while True:
-        for result in port.poll(0.1):
+        for result in port.turn(CLOCK.now(), peers.receive(min(0.1, port.wait_s))):
             if isinstance(result, AddPrefill):
                 count = -(-len(result.request.prompt) // page_size)
                 ids = np.arange(1, count + 1, dtype=np.int32)
-                port.handle(ChunkReady(xid=result.xid, spans=spans_of(ids), last=True, token=7))
+                port.handle(ChunkReady(xid=result.xid, spans=spans_of(ids), last=True, token=7), CLOCK.now())
+        peers.deliver(port.take_outgoing())
+
+
+def make_port(
+    machine: type[Any], settings: HandoffSettings, pool: DevicePool, backends: Sequence[Backend | OneSided]
+) -> HandoffPort[Any]:  # fmt: skip
+    """The port of an engine of one rank."""
+    worker = PageWorker(
+        0, layout=RankLayout(settings.layout), stores={Part.FULL: pool}, backends=frame_backends(backends), clock=CLOCK
+    )  # fmt: skip
+    return HandoffPort(machine, settings, line=DirectLine([worker]), backends=backends, stores=pool)
 
 
 class CountingChannel(ZmqChannel):
@@ -141,23 +158,29 @@ class Pair:
         incarnation = new_incarnation()
         self.channel = CountingChannel()
         backends = backends_of(backend, incarnation)
-        self.port = DecodePort(
-            shape.settings("decode", incarnation, backends[0]),
-            post=Post(self.channel, incarnation=incarnation, clock=CLOCK), backends=backends,
-            store=shape.pool(pages), clock=CLOCK,
-        )  # fmt: skip
+        self.peers = Peers(Mailbox(self.channel, incarnation=incarnation, clock=CLOCK))
+        settings = shape.settings("decode", incarnation, backends[0])
+        self.port = make_port(DecodeSide, settings, shape.pool(pages), backends)
         self.copy_seconds = 0.0
 
     def start(self, rid: str, pages: NDArray[np.int32]) -> None:
         """Ask for a prompt that fills these pages."""
         prompt = np.zeros(len(pages) * self.shape.page_size, dtype=np.int32)
         request = Request(rid=rid, prompt=prompt, sampling=SamplingParams(), seed=0)
-        self.port.handle(StartHandoff(rid=rid, request=request, address=self.address, held=0, spans=spans_of(pages)))
+        start = StartHandoff(rid=rid, request=request, address=self.address, held=0, spans=spans_of(pages))
+        self.port.handle(start, CLOCK.now())
+        self.peers.deliver(self.port.take_outgoing())
+
+    def turn(self, timeout_s: float) -> list[DecodeResult]:
+        """One turn of the loop, which waits so long for a message."""
+        results = self.port.turn(CLOCK.now(), self.peers.receive(min(timeout_s, self.port.wait_s)))
+        self.peers.deliver(self.port.take_outgoing())
+        return results
 
     def landed(self, timeout_s: float) -> int:
-        """Handoffs that landed within one poll. A failed one raises."""
+        """Handoffs that landed within one turn. A failed one raises."""
         count = 0
-        for result in self.port.poll(timeout_s):
+        for result in self.turn(timeout_s):
             if isinstance(result, Landed):
                 self.copy_seconds = result.copy_seconds
                 count += 1
@@ -201,9 +224,9 @@ class Pair:
         self.start("a", np.arange(1, self.pages + 1, dtype=np.int32))
         before = self.channel.frames
         while self.channel.frames < before + 2:  # something of it has come
-            self.port.poll(1.0)
+            self.turn(1.0)
         begin = CLOCK.now()
-        self.port.handle(CancelHandoff(rid="a"))
+        self.port.handle(CancelHandoff(rid="a"), CLOCK.now())
         seconds = CLOCK.now() - begin
         assert not self.port.machine.handoff_count, "the pages are not free"
         return seconds
@@ -211,5 +234,6 @@ class Pair:
     def close(self) -> None:
         """End both."""
         self.port.close()
+        self.peers.close()
         self.child.kill()
         self.child.wait()

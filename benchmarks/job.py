@@ -23,9 +23,10 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
-from serinus.engine import EngineCore, build_core
+from serinus.engine import Built, build_engine
 from serinus.kernels import load
 from serinus.models import ModelSpec
+from serinus.testing.driver import EngineDriver
 
 REQUESTS, PROMPT, OUTPUT, POOL_TOKENS = 16, 256, 64, 8192
 CLOCK = WallClock()
@@ -43,25 +44,22 @@ class Run:
     """Tokens of each request."""
 
 
-def serinus_run(core: EngineCore, prompts: list[list[int]], output: int) -> Run:
-    """The whole engine but sockets and text: scheduler, prefix cache, runner, sampler."""
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=output, ignore_eos=True)
-    begin = CLOCK.now()
+def serinus_run(built: Built, prompts: list[list[int]], count: int) -> Run:
+    """The whole engine but sockets and text: all requests at once, turned as the process loop does."""
+    driver = EngineDriver(built)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
     for index, prompt in enumerate(prompts):
-        core.scheduler.add(
-            Request(rid=str(index), prompt=np.array(prompt, np.int32), sampling=sampling, seed=0, arrival=begin)
-        )
+        driver.send(Request(rid=str(index), prompt=np.array(prompt, np.int32), sampling=sampling, seed=0))
     outputs: list[list[int]] = [[] for _ in prompts]
-    middle = begin
-    while not core.scheduler.idle:
-        outcome = core.step()
-        if outcome is None:  # everybody waits for storage, or for other ranks
-            assert core.waited(), "nothing can run, expected a step"
-            continue
-        for delta in outcome.deltas:
+    begin = middle = CLOCK.now()
+    while True:
+        for delta in driver.turn():
             outputs[int(delta.rid)].extend(delta.token_ids)
         if middle == begin and all(outputs):
             middle = CLOCK.now()
+        if built.engine.idle:
+            break
+        driver.wait()
     return Run(prefill_s=middle - begin, decode_s=CLOCK.now() - middle, outputs=outputs)
 
 
@@ -126,7 +124,7 @@ def main() -> None:
     path = checkpoint_221m(args.checkpoint)
     settings = {"model_path": str(path), "max_total_tokens": POOL_TOKENS, "threads": args.threads}
     begin = CLOCK.now()
-    built = build_core(from_names(ServeConfig, {**settings, "decode_log_interval": 0, "context_length": 1024}), CLOCK)
+    built = build_engine(from_names(ServeConfig, {**settings, "decode_log_interval": 0, "context_length": 1024}), CLOCK)
     load_s = CLOCK.now() - begin
     kernels = load("cpu")
 
@@ -135,9 +133,9 @@ def main() -> None:
         rngs = [Rng(100 * index + i) for i in range(REQUESTS)]
         return [[rng.randrange(5, 32000) for _ in range(PROMPT)] for rng in rngs]
 
-    serinus_run(built.core, job(0), OUTPUT)
-    runs = [serinus_run(built.core, job(index), OUTPUT) for index in range(1, args.rounds + 1)]
-    streams = [serinus_run(built.core, job(50 + index)[:1], OUTPUT) for index in range(args.rounds)]
+    serinus_run(built, job(0), OUTPUT)
+    runs = [serinus_run(built, job(index), OUTPUT) for index in range(1, args.rounds + 1)]
+    streams = [serinus_run(built, job(50 + index)[:1], OUTPUT) for index in range(args.rounds)]
     resident = resident_bytes()
     bytes_per_s, flops_per_s = bandwidth(kernels, torch.bfloat16), matmul_rate(kernels, torch.bfloat16)
     floor = floors(built.spec, bytes_per_s, flops_per_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serinus.testing.checkpoints import make_checkpoint
+from serinus.models.small_checkpoints import make_checkpoint
 
 __all__ = ["checkpoint_221m"]
 

@@ -28,8 +28,7 @@ from serving import handoff
 
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.rng import Rng
-from serinus.engine import EngineCore, build_core
-from serinus.engine.ranks import RankExecutor
+from serinus.engine import Built, build_engine
 from serinus.parallel import Mesh
 
 MESHES = {"one": (1, 1), "pp2": (1, 2), "tp2": (2, 1), "pp2tp2": (2, 2)}
@@ -77,11 +76,11 @@ def serve_jobs(name: str, path: Path) -> None:
         "model_path": str(path), "max_total_tokens": POOL_TOKENS, "context_length": 1024, "decode_log_interval": 0,
         "tp_size": tp, "pp_size": pp, "threads": max(1, cores // (tp * pp)),
     }  # fmt: skip
-    built = build_core(from_names(ServeConfig, settings), CLOCK)
+    built = build_engine(from_names(ServeConfig, settings), CLOCK)
     say({})
     for line in sys.stdin:
-        say(job(built.core, int(line)))
-    built.core.close()
+        say(job(built, int(line)))
+    built.close()
 
 
 def say(what: dict[str, float]) -> None:
@@ -89,15 +88,15 @@ def say(what: dict[str, float]) -> None:
     print(json.dumps(what), flush=True)
 
 
-def job(core: EngineCore, index: int) -> dict[str, float]:
+def job(built: Built, index: int) -> dict[str, float]:
     """The job once, with prompts of its own."""
     from job import serinus_run
 
     rngs = [Rng(100 * index + i) for i in range(REQUESTS)]
     prompts = [[rng.randrange(5, 32000) for _ in range(PROMPT)] for rng in rngs]
-    before = Spent.of(core)
-    run = serinus_run(core, prompts, OUTPUT)
-    return {"prefill_s": run.prefill_s, "decode_s": run.decode_s, **Spent.of(core).since(before)}
+    before = Spent.of(built)
+    run = serinus_run(built, prompts, OUTPUT)
+    return {"prefill_s": run.prefill_s, "decode_s": run.decode_s, **Spent.of(built).since(before)}
 
 
 class Spent:
@@ -108,13 +107,13 @@ class Spent:
         self.computed_s, self.waited_s = computed_s, waited_s
 
     @classmethod
-    def of(cls, core: EngineCore) -> Spent:
+    def of(cls, built: Built) -> Spent:
         """Of an engine now; nothing of one rank."""
-        executor = core.executor
-        if not isinstance(executor, RankExecutor):
+        line = built.line
+        if line.size == 1:
             return cls(0, 0.0, 0, 0.0, 0.0)
-        computed, waited = (sum(column) for column in zip(*executor.rank_seconds, strict=True))
-        return cls(executor.steps, executor.control_seconds, executor.control_bytes, computed, waited)
+        computed, waited = (sum(column) for column in zip(*line.rank_seconds, strict=True))
+        return cls(line.steps, line.control_seconds, line.control_bytes, computed, waited)
 
     def since(self, before: Spent) -> dict[str, float]:
         """Per step, and the part of all ranks' time in steps that went by waiting."""

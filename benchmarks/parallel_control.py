@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from serinus.core.clock import WallClock
+from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.sampling import SamplingParams
-from serinus.engine.ranks import Follower, FollowerGroup, RankBody, RankExecutor, RankGroup
 from serinus.parallel import Mesh
+from serinus.ranks import LeaderLine, LeaderLinks, RankBody, RankLink, RankLoop
 
 __all__ = ["measure"]
 
@@ -35,19 +36,19 @@ class Nothing:
 
 
 def follow(address: str, rank: int, tp: int, pp: int) -> None:
-    """A follower's process."""
+    """The process of a rank that does not lead."""
     mesh = Mesh(tp=tp, pp=pp)
-    group = FollowerGroup(address, mesh=mesh, rank=rank, clock=CLOCK)
-    follower = Follower(RankBody(rank=rank, mesh=mesh, runner=Nothing(rank, mesh), clock=CLOCK), group)
-    follower.run()
-    follower.close()
+    link = RankLink(address, mesh=mesh, rank=rank, clock=CLOCK)
+    loop = RankLoop(RankBody(rank=rank, mesh=mesh, runner=Nothing(rank, mesh), clock=CLOCK), link)
+    loop.run()
+    loop.close()
 
 
 def plan_of(step: int, params: list[SamplingParams], rids: list[str]) -> StepPlan:
     """One token for each request, and a table write now and then."""
     token = np.array([step % 1000], np.int32)
     work = tuple(
-        SeqWork(rid=rid, row=i + 1, start=500 + step, tokens=token, slots=np.array([64 * i + step], np.int64),
+        SeqWork(rid=rid, row=i + 1, start=500 + step, tokens=token, slots={Part.FULL: np.array([64 * i + step])},
                 sample=SampleSpec(params=params[i], seed=i, position=501 + step, generated=step))
         for i, rid in enumerate(rids)
     )  # fmt: skip
@@ -60,43 +61,43 @@ def plan_of(step: int, params: list[SamplingParams], rids: list[str]) -> StepPla
 def measure(mesh: Mesh, requests: int, steps: int) -> dict[str, object]:
     """Lead and time."""
     with tempfile.TemporaryDirectory() as folder:
-        group = RankGroup(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK)
+        links = LeaderLinks(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK)
         children = [
             subprocess.Popen(
-                [sys.executable, "-c", _FOLLOW.format(address=group.address, rank=rank, mesh=mesh)], cwd=_HERE
+                [sys.executable, "-c", _FOLLOW.format(address=links.address, rank=rank, mesh=mesh)], cwd=_HERE
             )
             for rank in range(1, mesh.size)
         ]
-        group.gather(lambda: None, 60.0)
+        links.gather(lambda: None, 60.0)
         body = RankBody(rank=0, mesh=mesh, runner=Nothing(0, mesh), clock=CLOCK)
-        executor = RankExecutor(group, body, mesh, CLOCK)
+        line = LeaderLine(body, mesh, CLOCK, links)
         params = [SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=900) for _ in range(requests)]
         rids = [f"cmpl-0123456789abcdef-{i}" for i in range(requests)]
-        executor.record([(rid, "running") for rid in rids], ())
         plans = [plan_of(step, params, rids) for step in range(1, steps + 1)]
         trips, submits, takes = [], [], []
         for plan in plans:
             begun = CLOCK.now()
-            executor.submit(plan)
+            line.run(plan)
+            line.flush()
             submitted = CLOCK.now()
             submits.append(submitted - begun)
             while True:
                 asked = CLOCK.now()
-                if executor.take() is not None:
+                line.pump(1.0)
+                if line.finished() is not None:
                     break
-                executor.pump(1.0)
             takes.append(CLOCK.now() - asked)
             trips.append(CLOCK.now() - begun)
         found = {
             "mesh": f"TP{mesh.tp} PP{mesh.pp}",
             "requests": requests,
-            "control_ms_a_step": 1e3 * executor.control_seconds / steps,
-            "control_bytes_a_step": executor.control_bytes / executor.headers,
+            "control_ms_a_step": 1e3 * line.control_seconds / steps,
+            "control_bytes_a_step": line.control_bytes / line.headers,
             "round_trip_ms_p50": 1e3 * statistics.median(trips),
             "submit_ms_p50": 1e3 * statistics.median(submits),
             "take_ms_p50": 1e3 * statistics.median(takes),
         }
-        executor.close()
+        line.close()
         for child in children:
             child.wait()
         return found

@@ -18,7 +18,8 @@ import time
 
 import numpy as np
 
-from serinus.cache import CacheGeometry, PrefixCache
+from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
+from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import Request, TokenDelta
 from serinus.core.sampling import SamplingParams
@@ -33,7 +34,7 @@ RNG = np.random.default_rng(11)
 
 def scheduler(pages: int, **settings: int) -> Scheduler:
     """One on a fresh cache."""
-    cache = PrefixCache(CacheGeometry(page_size=PAGE, full_pages=pages + 1))
+    cache = PrefixCache(CacheGeometry(page_size=PAGE, parts={Part.FULL: PartGeometry(pages=pages + 1)}))
     numbers = {"max_running_requests": RUNNING, "rows": RUNNING + 1, "chunked_prefill_size": 2048, **settings}
     return Scheduler(SchedSettings(page_size=PAGE, context_length=CONTEXT, vocab_size=32_000, **numbers), cache)
 
@@ -112,7 +113,7 @@ def floor_seconds(runs: int) -> float:
         begin = time.perf_counter()
         work = tuple(
             SeqWork(
-                rid="r", row=i, start=8, tokens=ids[8:9], slots=slots[8:9],
+                rid="r", row=i, start=8, tokens=ids[8:9], slots={Part.FULL: slots[8:9]},
                 sample=SampleSpec(params=params, seed=0, position=9, generated=4),
             )
             for i in range(RUNNING)

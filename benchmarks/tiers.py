@@ -33,11 +33,12 @@ from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
-from serinus.engine import Built, build_core
-from serinus.engine.tiers import pause
+from serinus.engine import Built, build_engine
 from serinus.kernels import load
 from serinus.pool import DevicePool, HostPool, Mover
 from serinus.pool.storage import FileStorage
+from serinus.ranks.tier_parts import pause
+from serinus.testing.driver import EngineDriver
 
 PREFIX, QUESTION, POOL_TOKENS = 2000, 16, 8192
 GOALS = {"device": 20.0, "host": 8.0, "file": 4.0}
@@ -49,7 +50,7 @@ def built_with(path: Path, threads: int, **tiers: object) -> Built:
         "model_path": str(path), "max_total_tokens": POOL_TOKENS, "threads": threads, "decode_log_interval": 0,
         "context_length": 4096, **tiers,
     }  # fmt: skip
-    return build_core(from_names(ServeConfig, settings), CLOCK)
+    return build_engine(from_names(ServeConfig, settings), CLOCK)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -67,17 +68,17 @@ def settle(built: Built) -> None:
 def first_token_s(built: Built, prompt: list[int], rid: str) -> float:
     """Seconds from adding a request to its only token."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-    scheduler = built.core.scheduler
+    driver = EngineDriver(built)
     begin = CLOCK.now()
-    scheduler.add(Request(rid=rid, prompt=np.array(prompt, np.int32), sampling=sampling, seed=0, arrival=begin))
+    driver.send(Request(rid=rid, prompt=np.array(prompt, np.int32), sampling=sampling, seed=0, arrival=begin))
     seconds = 0.0
-    while not scheduler.idle:
-        outcome = built.core.step()
-        if outcome is None:
-            pause(0.0005)
-        elif outcome.deltas and not seconds:
+    while True:
+        if driver.turn() and not seconds:
             seconds = CLOCK.now() - begin
-    return seconds
+        if built.engine.idle:
+            return seconds
+        if built.engine.wait_s > 0:
+            pause(0.0005)
 
 
 def leave(built: Built, tier: Tier) -> None:
@@ -130,7 +131,7 @@ def job_costs(engines: dict[str, Built], rounds: int) -> dict[str, float]:
         names = list(engines) if index % 2 else list(engines)[::-1]
         seconds = {}
         for name in names:
-            run = serinus_run(engines[name].core, job(index), OUTPUT)
+            run = serinus_run(engines[name], job(index), OUTPUT)
             seconds[name] = run.prefill_s + run.decode_s
             settle(engines[name])
         if index:  # the first round warms up

@@ -1,7 +1,7 @@
 """Serinus serves large language models with a KV cache that is proved intact.
 
 from serinus import LLM, SamplingParams
-LLM("path/or/hub-id").generate(["Sing!"], SamplingParams(temperature=0, max_tokens=16))
+LLM("path/or/hub-id").generate(["Hello!"], SamplingParams(temperature=0, max_tokens=16))
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 PrefixCache      match, load, allocate, insert, finish, hold, evict, poll, prefetch, walk, check (prefix.py)
 RadixTree        prefixes, what each node has where, pins, which node goes first (tree.py, node.py, eviction.py)
-Shelves          pages by tier and part: PageLedger (who owns each page, checked at every move) and sweep index
+PagePools          pages by tier and part: PageLedger (the owner of each page, checked at every move) and sweep index
 TierController   copies between device and host, write policies, storage (tiers.py and what it joins)
 """
 
 from __future__ import annotations
 
 from serinus.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from serinus.cache.eviction import POLICIES
 from serinus.cache.ledger import LEGAL_MOVES, PageCounts, PageLedger, Pages, PageState
 from serinus.cache.node import Lease, Tier
 from serinus.cache.policy import WRITE_POLICIES, WritePolicy
@@ -25,7 +24,7 @@ from serinus.cache.results import (
     LoadPlan,
     Match,
     NodeView,
-    PartPages,
+    PartGeometry,
     PoolStats,
     PrefetchState,
     Probe,
@@ -36,7 +35,6 @@ from serinus.cache.results import (
 
 __all__ = [
     "LEGAL_MOVES",
-    "POLICIES",
     "WRITE_POLICIES",
     "AllBlocksCleared",
     "BlockRemoved",
@@ -58,7 +56,7 @@ __all__ = [
     "PageState",
     "PageStorage",
     "Pages",
-    "PartPages",
+    "PartGeometry",
     "PoolStats",
     "PrefetchState",
     "PrefixCache",

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from serinus.cache.copies import Copy, CopyTable
 from serinus.cache.host import HostTier
-from serinus.cache.ledger import FREE_OWNER, copy_owner
-from serinus.cache.node import Node, Span
+from serinus.cache.ledger import FREE_OWNER
+from serinus.cache.node import FULL, Node, Span
+from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.policy import WritePolicy
-from serinus.cache.shelves import Shelves
 from serinus.core.moves import Move, MoveKind
 
 __all__ = ["Backups"]
@@ -22,9 +22,9 @@ __all__ = ["Backups"]
 COLD_LEAVES = 16
 """Among so many of the coldest, clean nodes leave first; so many dirty ones are copied at most before one wait."""
 PIECE_TOKENS = 256
-"""A large node gives up its tail (or the head of its SWA) in pieces of at least this size."""
+"""A large node gives up its tail (or the head of what a window left behind) in pieces of at least this size."""
 NOT_WANTED, IF_ROOM, AT_ANY_COST, UNDER_WAY = 0, 1, 2, 3
-"""Values of Node.wanted."""
+"""How much a copy on the host is wanted: the values of Node.wanted."""
 
 
 class Backups:
@@ -35,16 +35,15 @@ class Backups:
 
     def __init__(
         self,
-        shelves: Shelves,
+        pools: PagePools,
         table: CopyTable,
         host: HostTier,
         policy: WritePolicy,
-        window: int | None,
         submit: Callable[[list[Move]], None],
         wait: Callable[[Collection[int]], None],
     ) -> None:
-        self._shelves = shelves
-        self._tree = shelves.tree
+        self._pools = pools
+        self._tree = pools.tree
         self._table = table
         self._host = host
         self._policy = policy
@@ -52,15 +51,15 @@ class Backups:
         self._wait = wait
         size = self._tree.page_size
         self._piece_pages = -(-PIECE_TOKENS // size)
-        self._window_pages = 0 if window is None else -(-window // size)
-        self.tiered = shelves.host is not None
-        self._pages_max = max(64, shelves.host.ledger.page_count // 4) if shelves.host is not None else 0
+        self._window_pages = {part: -(-window // size) for part, window in pools.rules}
+        self.tiered = bool(pools.host)
+        self._pages_max = max(64, pools.host[FULL].ledger.page_count // 4) if pools.host else 0
         """Pages of optional backups under way."""
         self._dirty: deque[Node] = deque()
         self.demoted_pages = 0
         self.dropped_tokens = 0
         self.evicted_pages = 0
-        self.swa_evicted_pages = 0
+        self.window_evicted_pages = 0
 
     @property
     def queued(self) -> int:
@@ -69,14 +68,17 @@ class Backups:
 
     def clean(self, node: Node) -> bool:
         """Whether the host has all that the device has of the node."""
-        return len(node.host) > 0 and (len(node.swa) == 0 or len(node.host_swa) > 0)
+        host = node.host
+        if not len(host[FULL]):
+            return False
+        return all(len(host[part]) or not len(node.device[part]) for part, _ in self._pools.rules)
 
     # The dirty queue
 
     def used(self, nodes: Iterable[Node]) -> None:
         """A request published or matched these nodes: those that the policy now wants on the host are queued."""
         for node in nodes:
-            if not node.wanted and len(node.pages) and self._policy.due(node) and not self.clean(node):
+            if not node.wanted and len(node.device[FULL]) and self._policy.due(node) and not self.clean(node):
                 node.wanted = IF_ROOM
                 self._dirty.append(node)
 
@@ -85,9 +87,9 @@ class Backups:
         return self.tiered and (node.wanted == AT_ANY_COST or self._policy.worth(node))
 
     def park(self, anchor: Node) -> None:
-        """Whatever is dirty on the path to `anchor` is queued, and duplicates make room for it."""
+        """Every dirty node on the path to `anchor` is queued, and duplicates make room for it."""
         for node in Span(anchor, 0).nodes():
-            if node.wanted != UNDER_WAY and len(node.pages) and not self.clean(node):
+            if node.wanted != UNDER_WAY and len(node.device[FULL]) and not self.clean(node):
                 node.wanted = AT_ANY_COST
                 self._dirty.append(node)
 
@@ -102,14 +104,14 @@ class Backups:
                 if node.alive and not self.clean(node):
                     copy = self._begin(node, must=must)
                     if copy is not None:
-                        moves += copy.moves()
+                        moves += copy.moves
                 node = node.parent
         if moves:
             self._submit(moves)
 
     def _low_water(self) -> None:
         """When few device pages are free, the coldest dirty leaves are queued early."""
-        ledger = self._shelves.device.ledger
+        ledger = self._pools.full.ledger
         if ledger.free_pages >= self._policy.watermark * ledger.page_count:
             return
         cold = self._tree.queue.take(COLD_LEAVES)
@@ -125,27 +127,25 @@ class Backups:
         """Copy dirty nodes to the host at the cost of duplicates there; the ops of those for which there was room."""
         copies = [copy for node in nodes if (copy := self._begin(node, must=True)) is not None]
         if copies:
-            self._submit([move for copy in copies for move in copy.moves()])
+            self._submit([move for copy in copies for move in copy.moves])
         return [copy.op for copy in copies]
 
     def _begin(self, node: Node, *, must: bool) -> Copy | None:
         """Take host pages for what the host lacks of a node; None where there is no room."""
-        shelves = self._shelves
-        assert shelves.host is not None, "cache: a backup without a host tier"
         copy = Copy(self._table.take_op(), MoveKind.BACKUP, Span(node, node.start))
-        if not len(node.host):
-            full = self._host.take(shelves.host, len(node.pages), copy_owner(copy.op), must=must)
-            if full is None:
-                return None
-            copy.full_source, copy.full = node.pages, full
-        if len(node.swa) and not len(node.host_swa) and shelves.host_swa is not None:
-            swa = self._host.take(shelves.host_swa, len(node.swa), copy_owner(copy.op), must=must)
-            if swa is not None:
-                copy.swa_source, copy.swa = node.swa, swa
-        if not len(copy.full) and not len(copy.swa):
+        self._table.begin(copy)
+        for part, pool in self._pools.host.items():
+            source = node.device[part]
+            if len(source) and not len(node.host[part]):
+                target = self._host.take(pool, len(source), copy.owner, must=must)
+                if target is not None:
+                    self._table.add(copy, pool.part, source, target)
+                elif part == FULL:
+                    break
+        if not copy.moves:
+            self._table.end(copy)
             return None
         node.wanted = UNDER_WAY
-        self._table.begin(copy)
         return copy
 
     def end(self, copy: Copy, *, ok: bool) -> list[Node]:
@@ -154,13 +154,12 @@ class Backups:
         for node in reversed(copy.span.nodes()):
             low, high = (node.start - copy.span.start) // size, (node.end - copy.span.start) // size
             node.wanted = NOT_WANTED
-            for shelf, pages in ((self._shelves.host, copy.full), (self._shelves.host_swa, copy.swa)):
-                if shelf is None or not len(pages):
-                    continue
+            for move in copy.moves:
+                pool, pages = self._pools.host[move.part], move.target[low:high]
                 if ok and node.alive:
-                    self._shelves.attach(shelf, node, pages[low:high], copy.owner, "backed up")
+                    self._pools.attach(pool, node, pages, copy.owner, "backed up")
                 else:
-                    shelf.ledger.move(pages[low:high], copy.owner, FREE_OWNER, "backup failed")
+                    pool.ledger.move(pages, copy.owner, FREE_OWNER, "backup failed")
             if ok and node.alive:
                 saved.append(node)
                 self.used((node,))  # a tombstone may have been filled meanwhile
@@ -169,13 +168,17 @@ class Backups:
 
     # Leaving the device
 
-    def evict(self, enough: int) -> int:
-        """Free device FULL pages until `enough` more can be handed out, or nothing more may go; how many became free.
+    def evict(self, pool: PagePool, enough: int) -> int:
+        """Free device pages of a part until `enough` more can be handed out, or nothing more may go; how many became
+        free.
 
-        Clean leaves among the coldest go first; if they are all dirty, a batch of them is copied and waited for.
+        Of a part with a window those pages alone go (tombstones). Of another one whole leaves leave the device: clean
+        ones among the coldest first; if they are all dirty, a batch of them is copied and waited for.
         Cost: O(log nodes) a node, and the wait for copies.
         """
-        ledger, queue = self._shelves.device.ledger, self._tree.queue
+        if pool.part in self._tree.windowed:
+            return self._evict_window(pool, enough)
+        ledger, queue = pool.ledger, self._tree.queue
         before = ledger.free_pages
         while (wanted := enough - (ledger.free_pages - before)) > 0:
             first = queue.first()
@@ -186,14 +189,14 @@ class Backups:
                 self._leave(self._tail(first, wanted))
                 continue
             cold = queue.take(COLD_LEAVES)
-            self._clean_first(cold, ledger.free_pages + wanted)
+            self._clean_first(pool, cold, ledger.free_pages + wanted)
             for node in cold:
                 self._tree.requeue(node)
         return ledger.free_pages - before
 
-    def _clean_first(self, cold: list[Node], goal: int) -> None:
+    def _clean_first(self, pool: PagePool, cold: list[Node], goal: int) -> None:
         """Let clean ones of these leaves go, then dirty ones behind a batch of copies, until `goal` pages are free."""
-        free = self._shelves.device.ledger
+        free, part = pool.ledger, pool.part
         for node in cold:
             if free.free_pages < goal and not node.busy and self.clean(node):
                 self._leave(self._tail(node, goal - free.free_pages))
@@ -203,7 +206,7 @@ class Backups:
         for node in cold:
             if self._tree.queue.may_go(node):
                 chosen.append(self._tail(node, wanted))
-                wanted -= len(chosen[-1].pages) - chosen[-1].held
+                wanted -= len(chosen[-1].device[part]) - chosen[-1].held[part]
                 if wanted <= 0:
                     break
         self._secure(chosen)
@@ -222,22 +225,23 @@ class Backups:
     def _tail(self, node: Node, wanted: int) -> Node:
         """The part of a leaf that leaves: its tail, if the leaf is much larger than that. The same object, shorter."""
         count = max(wanted, self._piece_pages)
-        if len(node.pages) >= 2 * count and not (node.busy or node.held or node.swa_held):
-            self._shelves.split(node, node.end - count * self._tree.page_size)
+        if len(node.device[FULL]) >= 2 * count and not (node.busy or any(node.held)):
+            self._pools.split(node, node.end - count * self._tree.page_size)
         return node
 
     def _leave(self, node: Node) -> None:
-        """A leaf leaves the device: it lives on at the host if it is there, or it is gone with all below it."""
-        shelves, tree = self._shelves, self._tree
-        self.evicted_pages += len(node.pages)
-        kept = len(node.host) > 0
-        if shelves.swa is not None:
-            shelves.detach(shelves.swa, node, "evict")
+        """A leaf leaves the device: it stays on the host if it is there, or it is gone with all below it."""
+        pools, tree = self._pools, self._tree
+        self.evicted_pages += len(node.device[FULL])
+        kept = len(node.host[FULL]) > 0
+        for part, pool in pools.device.items():
+            if part != FULL:
+                pools.detach(pool, node, "evict")
         if not kept:
             if self._worth(node):
                 self.dropped_tokens += node.end - node.start
             self._host.drop_below(node)
-        pages = shelves.detach(shelves.device, node, "evict")
+        pages = pools.detach(pools.full, node, "evict")
         if kept:
             self.demoted_pages += pages
             tree.inherit(node)
@@ -247,33 +251,32 @@ class Backups:
 
     # Tombstones
 
-    def evict_swa(self, enough: int) -> int:
-        """Free device SWA pages alone, of the nodes that no window reached for longest; how many became free."""
-        shelf, queue = self._shelves.swa, self._tree.queues.swa
-        assert shelf is not None, "cache: SWA to evict without that part"
-        before = shelf.ledger.free_pages
-        while (wanted := enough - (shelf.ledger.free_pages - before)) > 0:
+    def _evict_window(self, pool: PagePool, enough: int) -> int:
+        """Free device pages of one part with a window, of the nodes that no window reached for longest."""
+        queue, part = self._tree.queues.window[pool.part], pool.part
+        before = pool.ledger.free_pages
+        while (wanted := enough - (pool.ledger.free_pages - before)) > 0:
             chosen: list[Node] = []
             while wanted > 0 and len(chosen) < COLD_LEAVES and (node := queue.first()) is not None:
                 queue.pop()
                 if node in chosen:  # a head that a split put back into the queue
                     continue
-                chosen.append(self._head(node, wanted))
-                wanted -= len(chosen[-1].swa) - chosen[-1].swa_held
+                chosen.append(self._head(node, part, wanted))
+                wanted -= len(chosen[-1].device[part]) - chosen[-1].held[part]
             if not chosen:
                 break
             self._secure(chosen)
             for node in chosen:
                 if queue.may_go(node) and not node.busy:
-                    self.swa_evicted_pages += self._shelves.detach(shelf, node, "tombstone")
+                    self.window_evicted_pages += self._pools.detach(pool, node, "tombstone")
                 self._tree.requeue(node)
-        return shelf.ledger.free_pages - before
+        return pool.ledger.free_pages - before
 
-    def _head(self, node: Node, wanted: int) -> Node:
-        """The part of a node whose SWA goes: of one longer than a window, its head, as hits need the end of it."""
-        count = min(len(node.swa) - self._window_pages, max(wanted, self._piece_pages))
-        if count < 1 or node.busy or node.held or node.swa_held:
+    def _head(self, node: Node, part: int, wanted: int) -> Node:
+        """The part of a node whose pages go: of one longer than a window, its head, as hits need the end of it."""
+        count = min(len(node.device[part]) - self._window_pages[part], max(wanted, self._piece_pages))
+        if count < 1 or node.busy or any(node.held):
             return node
-        upper = self._shelves.split(node, node.start + count * self._tree.page_size).upper
+        upper = self._pools.split(node, node.start + count * self._tree.page_size).upper
         self._tree.requeue(node)
         return upper

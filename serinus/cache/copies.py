@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serinus.cache.ledger import Owner, Pages, copy_owner
-from serinus.cache.node import NO_PAGES, Node, Span
+from serinus.cache.node import Node, Span
 from serinus.cache.tree import RadixTree
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveKind
@@ -25,26 +25,22 @@ class Copy:
     kind: MoveKind
     span: Span
     """The nodes it reads and fills; busy until it has ended."""
-    full: Pages = field(default_factory=lambda: NO_PAGES)
-    """Targets in FULL, in order of position."""
-    swa: Pages = field(default_factory=lambda: NO_PAGES)
-    """Targets in SWA, in order of position."""
-    full_source: Pages = field(default_factory=lambda: NO_PAGES)
-    swa_source: Pages = field(default_factory=lambda: NO_PAGES)
+    moves: list[Move] = field(default_factory=list)
+    """What the mover is told: one move for each part, sources and targets in order of position."""
 
     @property
     def owner(self) -> Owner:
-        """Whose its targets are."""
+        """The owner of its targets while it is in flight."""
         return copy_owner(self.op)
 
-    def moves(self) -> list[Move]:
-        """What the mover is told."""
-        ends = ((Part.FULL, self.full_source, self.full), (Part.SWA, self.swa_source, self.swa))
-        return [
-            Move(op=self.op, kind=self.kind, part=part, source=source, target=target)
-            for part, source, target in ends
-            if len(target)
-        ]
+    @property
+    def page_count(self) -> int:
+        """Pages under way, of all parts."""
+        return sum(len(move.target) for move in self.moves)
+
+    def count(self, part: Part) -> int:
+        """Pages of one part under way."""
+        return sum(len(move.target) for move in self.moves if move.part is part)
 
 
 class CopyTable:
@@ -55,7 +51,7 @@ class CopyTable:
         self._copies: dict[int, Copy] = {}
         self._next_op = 1
         self.pages = {MoveKind.BACKUP: 0, MoveKind.LOAD: 0}
-        """FULL and SWA pages under way, by direction."""
+        """Pages under way, by direction."""
 
     def take_op(self) -> int:
         """A number that no copy and no storage operation of this cache had before."""
@@ -63,10 +59,14 @@ class CopyTable:
         return self._next_op - 1
 
     def begin(self, copy: Copy) -> None:
-        """The copy is about to be submitted: its span is busy from now on."""
+        """The copy is about to be made: its span is busy from now on, so that none of it goes to make room for it."""
         self._copies[copy.op] = copy
-        self.pages[copy.kind] += len(copy.full) + len(copy.swa)
         self._tree.set_busy(copy.span, 1)
+
+    def add(self, copy: Copy, part: Part, source: Pages, target: Pages) -> None:
+        """The copy, which has begun, moves these pages of a part."""
+        copy.moves.append(Move(op=copy.op, kind=copy.kind, part=part, source=source, target=target))
+        self.pages[copy.kind] += len(target)
 
     def get(self, op: int) -> Copy:
         """The copy with this number. Raises InvariantError if there is none in flight."""
@@ -78,7 +78,7 @@ class CopyTable:
     def end(self, copy: Copy) -> None:
         """The copy has ended and its targets have found their owners: its span is free again."""
         del self._copies[copy.op]
-        self.pages[copy.kind] -= len(copy.full) + len(copy.swa)
+        self.pages[copy.kind] -= copy.page_count
         self._tree.set_busy(copy.span, -1)
 
     def over(self, nodes: list[Node]) -> list[int]:

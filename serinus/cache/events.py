@@ -1,6 +1,6 @@
 """What routers are told of the cache's content: blocks stored and removed, by tier, as plain data.
 
-One block = one page of FULL. Collected only where somebody wants it; the publisher is elsewhere.
+One block = one page of FULL. Collected only with `kv_events`; the publisher is elsewhere.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "DISK"}
 
 
 class EventLog:
-    """Events since they were last taken. Bounded: what nobody takes is dropped, and `lost` says so."""
+    """Events since they were last taken. Bounded: events that are not taken in time are dropped, and `lost` says so."""
 
     def __init__(self, keys: PageKeys, page_size: int) -> None:
         self._keys = keys

@@ -5,53 +5,36 @@ Knows nothing of pages: it ranks nodes and finds the lowest one that may go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
 
-from serinus.cache.node import Node
+from serinus.cache.node import FULL, Node, Tier
+from serinus.core.eviction import EVICTION_POLICIES
+from serinus.core.parts import Part
 
-__all__ = ["POLICIES", "EvictionQueue", "Queues", "Rank"]
-
-Rank = Callable[[Node], tuple[int, int]]
-"""Lowest goes first. The rank of a node never sinks while it lives."""
-
-
-def _lru(node: Node) -> tuple[int, int]:
-    return node.last_use, node.id
+__all__ = ["EvictionQueue", "Queues"]
 
 
-def _lfu(node: Node) -> tuple[int, int]:
-    return node.hit_count, node.last_use
-
-
-def _fifo(node: Node) -> tuple[int, int]:
-    return node.born, node.id
-
-
-def _priority(node: Node) -> tuple[int, int]:
-    return node.priority, node.last_use
-
-
-POLICIES: Mapping[str, Rank] = {"lru": _lru, "lfu": _lfu, "fifo": _fifo, "priority": _priority}
-"""By name, the rank of a node."""
-
-
-def _window(node: Node) -> tuple[int, int]:
-    """The order of SWA under any policy: the node that no window reached for longest goes first."""
-    return node.swa_use, node.id
+def _window(part: int) -> Callable[[Node], tuple[int, int]]:
+    """The order of a part with a window, under any policy: the node that no window reached for longest goes first."""
+    return lambda node: (node.window_use[part], node.id)
 
 
 class EvictionQueue:
     """A heap with at most one entry per node, repaired when it is popped.
 
     A node that is used, or that may not go any more, keeps its old entry. Ranks only rise, so an old entry stands too
-    far in front, never too far behind: whoever pops it sees the node's true rank and puts it where it belongs, or
-    drops it where the node may not go now (it is queued again when it may). No entry is ever searched for.
+    far in front, never too far behind: when it is popped, the node's true rank is known, and the entry is pushed again
+    at that rank, or dropped where the node may not go now (it is queued again when it may). No entry is searched for.
     Cost: O(log nodes) per push and, amortised over uses, per `first`.
     """
 
-    def __init__(self, name: str, rank: Rank, may_go: Callable[[Node], bool], bit: int) -> None:
+    def __init__(
+        self, name: str, tier: Tier, rank: Callable[[Node], tuple[int, int]], may_go: Callable[[Node], bool], bit: int
+    ) -> None:
         self.name = name
+        self.tier = tier
+        """The tier that its nodes leave."""
         self.rank = rank
         self.may_go = may_go
         """Whether a node belongs here; dead nodes never do."""
@@ -99,7 +82,7 @@ class EvictionQueue:
         return taken
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Drop all entries of this queue."""
         for _, _, node in self._heap:
             node.queued &= ~self.bit
         self._heap.clear()
@@ -113,21 +96,31 @@ class EvictionQueue:
 
 
 class Queues:
-    """The queues of a tree: what may leave which tier. All cheap to keep; a device-only cache uses the first alone."""
+    """The queues of a tree: what may leave which tier. A cache of one tier and one part uses `device` alone."""
 
-    def __init__(self, policy: str) -> None:
-        rank = POLICIES[policy]
-        self.device = EvictionQueue("device", rank, _device_leaf, 1)
+    def __init__(self, policy: str, windowed: Sequence[int] = (), *, tiered: bool = True) -> None:
+        rank = EVICTION_POLICIES[policy]
+        self.device = EvictionQueue("device", Tier.DEVICE, rank, _device_leaf, 1)
         """Unpinned nodes where FULL on the device ends."""
-        self.swa = EvictionQueue("device SWA", _window, _loose_swa, 2)
-        """Nodes with SWA on the device outside every lease's window, leaf or not."""
-        self.host = EvictionQueue("host", rank, _host_leaf, 4)
+        self.host = EvictionQueue("host", Tier.HOST, rank, _host_leaf, 2)
         """Unpinned nodes without children that are on the host alone."""
-        self.duplicates = EvictionQueue("host duplicates", rank, _duplicate, 8)
+        self.duplicates = EvictionQueue("host duplicates", Tier.HOST, rank, _duplicate, 4)
         """Nodes on both tiers: their host pages are optional."""
-        self.host_swa = EvictionQueue("host SWA", _window, _loose_host_swa, 16)
-        """Nodes whose SWA on the host no copy and no lease needs."""
-        self.all = (self.device, self.swa, self.host, self.duplicates, self.host_swa)
+        self.window = {
+            part: EvictionQueue(
+                f"device {Part(part).name}", Tier.DEVICE, _window(part), _outside_windows(part), 8 << 2 * at
+            )
+            for at, part in enumerate(windowed)
+        }
+        """By part with a window: nodes that have it on the device outside every lease's window, leaf or not."""
+        self.host_window = {
+            part: EvictionQueue(f"host {Part(part).name}", Tier.HOST, _window(part), _loose_on_host(part), 16 << 2 * at)
+            for at, part in enumerate(windowed)
+        }
+        """By part with a window: nodes whose pages of it on the host no copy and no lease needs."""
+        self.all = (self.device, *self.window.values())
+        if tiered:
+            self.all += (self.host, self.duplicates, *self.host_window.values())
 
     def requeue(self, node: Node) -> None:
         """`node` stands in every queue where it belongs."""
@@ -136,29 +129,29 @@ class Queues:
                 queue.push(node)
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Drop all entries of all queues."""
         for queue in self.all:
             queue.clear()
 
 
 def _device_leaf(node: Node) -> bool:
-    return node.alive and not node.pins and not node.device_children and len(node.pages) > 0
+    return node.alive and not node.pins and not node.device_children and len(node.device[FULL]) > 0
 
 
-def _loose_swa(node: Node) -> bool:
-    return node.alive and not node.swa_pins and len(node.swa) > 0
+def _outside_windows(part: int) -> Callable[[Node], bool]:
+    return lambda node: node.alive and not node.window_pins[part] and len(node.device[part]) > 0
 
 
 def _host_leaf(node: Node) -> bool:
-    return _spare(node) and len(node.host) > 0 and not (len(node.pages) or node.pins or node.children)
+    return _spare(node) and len(node.host[FULL]) > 0 and not (len(node.device[FULL]) or node.pins or node.children)
 
 
 def _duplicate(node: Node) -> bool:
-    return _spare(node) and len(node.host) > 0 and len(node.pages) > 0
+    return _spare(node) and len(node.host[FULL]) > 0 and len(node.device[FULL]) > 0
 
 
-def _loose_host_swa(node: Node) -> bool:
-    return _spare(node) and len(node.host_swa) > 0 and (len(node.pages) > 0 or not node.pins)
+def _loose_on_host(part: int) -> Callable[[Node], bool]:
+    return lambda node: len(node.host[part]) > 0 and _spare(node) and (len(node.device[FULL]) > 0 or not node.pins)
 
 
 def _spare(node: Node) -> bool:

@@ -1,11 +1,11 @@
-"""Who owns each page: one state per page, vectorised checked moves, an array stack of free pages, named counted holds.
+"""Owners of pages: one state per page, vectorised checked moves, an array stack of free pages, named counted holds.
 
 Always on, also in production: a double free, a stolen page or a page listed twice fails at its call site with the
 page, what it is, what was expected, and its last operations. Knows nothing of tokens, trees or bytes.
 
     FREE -> REQUEST(rid) -> TREE(node) -> FREE
     FREE -> COPY(op) -> REQUEST | TREE | FREE        while a copy fills it
-    any owned state -> QUARANTINED -> FREE           condemned, later pardoned
+    any owned state -> QUARANTINED -> FREE           quarantined by the canary, later released
 
 A page with holds may lose its owner (it becomes FREE), but it is handed out again only when its last hold is gone.
 """
@@ -30,7 +30,8 @@ Pages = NDArray[np.int32]
 """Page ids, each in [1, page_count)."""
 
 Owner = int
-"""A state and whose: `number << 3 | state`. Made by `PageLedger.request_owner`, `tree_owner`, `copy_owner`."""
+"""A state with the number of its owner: `number << 3 | state`. Made by `PageLedger.request_owner`, `tree_owner`,
+`copy_owner`."""
 
 STATE_BITS = 3
 STATE_MASK = (1 << STATE_BITS) - 1
@@ -41,15 +42,15 @@ class PageState(IntEnum):
     """What a page is; the value is what the ledger's array holds in its low bits."""
 
     FREE = 0
-    """Nobody's."""
+    """The page has no owner."""
     REQUEST = 1
-    """Of one running request: its row lists it, nobody else may read it."""
+    """Of one running request: its row lists the page, and no other request may read it."""
     TREE = 2
-    """Of one tree node: its bytes are those of a prefix, and whoever leases the node may read them."""
+    """Of one tree node: its bytes are those of a prefix, and requests with a lease of the node may read them."""
     COPY = 3
     """A copy or a transfer is filling it."""
     QUARANTINED = 4
-    """Condemned by the canary."""
+    """The canary found its bytes wrong."""
     PADDING = 5
     """Page 0: written by padded rows, never owned, never read."""
 
@@ -87,13 +88,13 @@ class PageCounts:
     parked: int
     """Freed, but something still holds them."""
     request: int
-    """Of running requests."""
+    """Pages of running requests."""
     tree: int
-    """Cached."""
+    """Pages that tree nodes own."""
     copy: int
-    """Being filled."""
+    """Pages that a copy or a transfer is filling."""
     quarantined: int
-    """Condemned."""
+    """In quarantine: their bytes were found wrong."""
 
 
 class PageLedger:
@@ -143,7 +144,7 @@ class PageLedger:
         return tuple(name for name, count_P in self._named_holds.items() if count_P.any())
 
     def counts(self) -> PageCounts:
-        """Pages by state."""
+        """How many pages are in each state."""
         count = self._count
         return PageCounts(
             free=self._free,
@@ -259,7 +260,7 @@ class PageLedger:
     def hold(self, name: str, pages: Pages) -> Pages:
         """Add one hold called `name` to each of the distinct `pages`; returns those that had none before.
 
-        Raises InvariantError for a free page: a hold cannot protect what may already be someone else's.
+        Raises InvariantError for a free page: a hold cannot protect a page that may already have a new owner.
         """
         index = self._index(pages)
         states = self._owners(index) & STATE_MASK

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import Pages
+from serinus.core.parts import Part
 
-__all__ = ["NO_PAGES", "TOKEN_BYTES", "Lease", "Node", "Span", "Tier"]
+__all__ = ["FULL", "NO_PAGES", "TOKEN_BYTES", "WHOLE", "Lease", "LeaseWindow", "Node", "Span", "Tier"]
 
 TOKEN_BYTES = 4
 NO_PAGES: Pages = np.empty(0, np.int32)
 FAR = 1 << 62
+WHOLE: Final = 1 << 62
+"""The window of a part that must cover the whole prefix: longer than any sequence."""
+FULL: Final = int(Part.FULL)
+"""As an index: looking a member of an enum up costs more than the list does."""
 
 
 class Tier(IntEnum):
@@ -30,19 +36,21 @@ class Tier(IntEnum):
 class Node:
     """A span of tokens that always comes after the same prefix, and the pages that hold its KV, by tier and part.
 
-    `start` and `end` are absolute positions: they survive splits, so whoever remembers positions needs no migration.
-    A tier and part that has nothing for this span has an empty array.
+    `start` and `end` are absolute positions: they survive splits, so positions that were noted elsewhere stay right.
+    Lists by part have an entry for each number up to the highest part of the cache. A part that has nothing for this
+    span on a tier has an empty array there; FULL on the device without a part of a sliding window is a tombstone.
     """
 
     __slots__ = (
-        "alive", "born", "busy", "children", "device_children", "end", "hashes", "held", "hit_count", "hits_given",
-        "host", "host_swa", "id", "key", "last_use", "leases", "loading", "pages", "parent", "pins", "priority",
-        "queued", "start", "storing", "swa", "swa_held", "swa_pins", "swa_use", "tokens", "uses", "wanted",
+        "alive", "born", "busy", "children", "device", "device_children", "end", "hashes", "held", "hit_count",
+        "hits_given", "host", "id", "key", "last_use", "leases", "loading", "parent", "pins", "priority", "queued",
+        "start", "storing", "tokens", "uses", "wanted", "window_pins", "window_use",
     )  # fmt: skip
 
     def __init__(
-        self, *, node_id: int, parent: Node | None, tokens: memoryview, pages: Pages, start: int, key: bytes, born: int
-    ) -> None:
+        self, *, node_id: int, parent: Node | None, tokens: memoryview, device: list[Pages], host: list[Pages],
+        start: int, key: bytes, born: int,
+    ) -> None:  # fmt: skip
         self.id = node_id
         """Its name in the ledgers. A split may give it to the other half."""
         self.parent = parent
@@ -55,30 +63,26 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.device_children = 0
         """Children with FULL on the device: without any, this node is where FULL on the device ends."""
-        self.pages = pages
-        """FULL on the device, one per page_size tokens; a view of what was inserted."""
-        self.swa: Pages = NO_PAGES
-        """SWA on the device; empty where FULL is there = a tombstone."""
-        self.host: Pages = NO_PAGES
-        """FULL on the host."""
-        self.host_swa: Pages = NO_PAGES
-        """SWA on the host; never without FULL there."""
+        self.device = device
+        """By part, its pages on the device, one per page_size tokens; views of what was inserted."""
+        self.host = host
+        """By part, its pages on the host; never without FULL there."""
         self.pins = 0
         """Leases on this node plus its pinned children; above 0 it stays."""
         self.leases = 0
         """Leases anchored here, and plans to load up to here."""
-        self.swa_pins = 0
-        """Leases whose window reaches this node: its device SWA stays."""
+        self.window_pins = [0] * len(device)
+        """By part with a window, leases whose window reaches this node: its device pages of that part stay."""
+        self.window_use = [born] * len(device)
+        """By part with a window, the latest operation whose window reached this node."""
         self.busy = 0
         """Copies and load plans over this span: nothing of it goes before they end."""
         self.storing = 0
         """Storage writes that read its host pages: giving those up would free nothing."""
         self.loading = 0
         """Bit per part: its device pages are being filled, and still in state COPY."""
-        self.held = 0
-        """Device FULL pages of this node with holds: evicting the node would not make them free."""
-        self.swa_held = 0
-        """Device SWA pages with holds."""
+        self.held = [0] * len(device)
+        """By part, device pages of this node with holds: evicting the node would not make them free."""
         self.born = born
         """Operation that made it."""
         self.last_use = born
@@ -89,8 +93,6 @@ class Node:
         """Of those, how many its parent knows of, from the times when it left the device before."""
         self.priority = 0
         """Highest priority of a request that ended here."""
-        self.swa_use = born
-        """Latest operation whose window reached this node."""
         self.uses = 1
         """Requests that published or matched it; counted where there is a host tier."""
         self.wanted = 0
@@ -107,13 +109,17 @@ class Node:
         return np.frombuffer(self.tokens, np.int32)
 
     def __repr__(self) -> str:
-        tiers = {"device": self.pages, "swa": self.swa, "host": self.host, "host_swa": self.host_swa}
-        text = ", ".join(f"{name}={pages[:4].tolist()}" for name, pages in tiers.items() if len(pages))
+        text = ", ".join(
+            f"{tier} {Part(part).name}={pages[:4].tolist()}"
+            for tier, parts in (("device", self.device), ("host", self.host))
+            for part, pages in enumerate(parts)
+            if len(pages)
+        )
         return f"Node({self.id}, {self.start}:{self.end}, pins={self.pins}, {text or 'nowhere'}...)"
 
 
 class Span:
-    """Nodes of one path by position, [start, anchor.end): splits cut nodes, never a span. Whoever makes one ends it."""
+    """Nodes of one path by position, [start, anchor.end): splits cut nodes, never a span. Its maker ends it."""
 
     __slots__ = ("anchor", "start")
 
@@ -133,15 +139,30 @@ class Span:
         return found
 
 
+class LeaseWindow:
+    """What a lease pins of one part with a sliding window."""
+
+    __slots__ = ("edge", "first", "want")
+
+    def __init__(self) -> None:
+        self.want = 0
+        """First position whose KV of this part the request still reads."""
+        self.first = FAR
+        """Nodes of the path that start here or later carry a window pin of this lease."""
+        self.edge = FAR
+        """Where the first of them ends: before `want` gets there, no pin can go."""
+
+
 class Lease:
     """A promise that the prefix [0, end) of one sequence stays where it is, until released, once.
 
-    FULL from position 0; SWA from the start of the node that holds `swa_want` (nodes keep or lose SWA as a whole).
+    Parts that cover the whole prefix from position 0; a part with a window from the start of the node that holds the
+    first position its window reaches (nodes keep or lose such a part as a whole).
     """
 
-    __slots__ = ("anchor", "live", "plan", "priority", "rid", "sound_end", "swa_edge", "swa_from", "swa_want")
+    __slots__ = ("anchor", "live", "plan", "priority", "rid", "sound_end", "windows")
 
-    def __init__(self, anchor: Node, priority: int = 0) -> None:
+    def __init__(self, anchor: Node, priority: int = 0, windows: int = 0) -> None:
         self.anchor = anchor
         """The node that ends where the lease ends."""
         self.live = True
@@ -150,12 +171,8 @@ class Lease:
         self.priority = priority
         self.sound_end: int | None = None
         """Where its KV stops being good because a load failed; None = it is all good."""
-        self.swa_want = 0
-        """First position whose SWA its request still reads."""
-        self.swa_from = FAR
-        """Nodes of the path that start here or later carry an SWA pin of this lease."""
-        self.swa_edge = FAR
-        """Where the first of them ends: before `swa_want` gets there, no pin can go."""
+        self.windows = [LeaseWindow() for _ in range(windows)] if windows else []
+        """One for each part with a window, in the order of the parts."""
         self.plan: Span | None = None
         """Nodes that a load would fill: kept as they are until the plan is used or dropped."""
 

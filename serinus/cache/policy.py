@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from serinus.cache.eviction import POLICIES
 from serinus.cache.node import Node
 from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.results import CacheGeometry
 from serinus.core.errors import ConfigError
+from serinus.core.eviction import EVICTION_POLICIES
 
 __all__ = ["WRITE_POLICIES", "WritePolicy", "check_settings"]
 
@@ -46,13 +46,13 @@ def check_settings(
     geometry: CacheGeometry, policy: str, write_policy: str, mover: PageMover | None, storage: PageStorage | None
 ) -> None:
     """Raises ConfigError for settings of a cache that do not fit together."""
-    if policy not in POLICIES:
-        raise ConfigError(f"cache: eviction policy is {policy!r}, expected one of {', '.join(POLICIES)}")
+    if policy not in EVICTION_POLICIES:
+        raise ConfigError(f"cache: eviction policy is {policy!r}, expected one of {', '.join(EVICTION_POLICIES)}")
     if write_policy not in WRITE_POLICIES:
         raise ConfigError(f"cache: write policy is {write_policy!r}, expected one of {', '.join(WRITE_POLICIES)}")
-    if (mover is None) != (geometry.host_full_pages == 0):
+    if (mover is None) == geometry.tiered:
         raise ConfigError(
-            f"cache: {geometry.host_full_pages} host pages {'without' if mover is None else 'with'} a mover,"
+            f"cache: {geometry.full.host_pages} host pages {'without' if mover is None else 'with'} a mover,"
             " expected both or neither"
         )
     if storage is not None and mover is None:

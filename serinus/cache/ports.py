@@ -1,4 +1,4 @@
-"""What the cache needs of those who hold the bytes: a mover between device and host, and a store of pages.
+"""What the cache needs of the rooms that hold the bytes: a mover between device and host, and a store of pages.
 
 Protocols only. `pool` has the real ones, `testing` the fakes. All calls return at once but `wait`; completions are
 taken by `PrefixCache.poll`, the only place where they change state.

@@ -1,44 +1,62 @@
-"""The face of the cache: match, load, allocate, insert, finish, evict, poll, over one tree and all tiers.
+"""The face of the cache: match, load, allocate, insert, finish, evict, poll, over one tree, all tiers and all parts.
 
-It decides which page holds what; it neither moves bytes nor knows requests beyond their ids. The one rule of
-publication: insert -> the caller rewrites its rows -> commit_row frees the duplicates -> page ids may be
-read by others.
+It decides which page holds what; it neither moves bytes nor knows requests beyond their ids. Pages are told as spans,
+one for each part of the geometry, in the order of the parts: FULL first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.cache.body import CacheBody, words_of
-from serinus.cache.ledger import STATE_MASK, Pages, PageState
-from serinus.cache.node import NO_PAGES, Lease, Node, Tier
-from serinus.cache.publish import nothing, token_bytes
+from serinus.cache.coverage import cover
+from serinus.cache.events import EventLog, KvEvent
+from serinus.cache.keys import PageKeys
+from serinus.cache.ledger import STATE_MASK, PageLedger, Pages, PageState
+from serinus.cache.matching import Matcher
+from serinus.cache.node import FULL, NO_PAGES, Lease, Tier
+from serinus.cache.page_pools import PagePools
+from serinus.cache.policy import WRITE_POLICIES, check_settings
+from serinus.cache.ports import PageMover, PageStorage
+from serinus.cache.publish import Publisher, token_bytes
 from serinus.cache.results import (
+    CacheGeometry,
     CacheNews,
+    CacheStats,
     Eviction,
     Insertion,
     Loaded,
     LoadPlan,
     Match,
-    PartPages,
     PrefetchState,
+    Probe,
+    ResidentSlots,
+    RowView,
+    TreeView,
 )
+from serinus.cache.room import DeviceRoom
+from serinus.cache.sanity import SanityChecks
+from serinus.cache.tiers import TierController
+from serinus.cache.tree import RadixTree
+from serinus.cache.view import CacheCounters, cache_stats, tree_view
+from serinus.cache.window import Windows
+from serinus.core.clock import Clock
 from serinus.core.errors import CapacityError, InvariantError
-from serinus.core.parts import Part
+from serinus.core.moves import MoveKind
+from serinus.core.parts import PageSpan, Part
 
 __all__ = ["PrefixCache"]
 
 
-class PrefixCache(CacheBody):
+class PrefixCache:
     """What is kept where. Not thread safe: the scheduler owns it.
 
     Args:
-        geometry: pages by tier and part.
+        geometry: the parts, and their pages by tier.
         enable_prefix: False keeps nothing beyond its request: matches are empty and insertions publish nothing.
-        policy: eviction order, one of POLICIES.
+        policy: eviction order, one of EVICTION_POLICIES.
         write_policy: when the host gets its copy, one of WRITE_POLICIES.
         mover: carries copies between device and host; there exactly where there are host pages.
         storage: pages outside the engine; needs a host tier.
@@ -47,9 +65,119 @@ class PrefixCache(CacheBody):
         clock: measures how long evictions take, for metrics; decides nothing.
     Raises:
         ConfigError: a value is out of range, or a tier lacks what it needs.
+
+    Every operation that changes something raises InvariantError while an insertion waits for `commit_row`.
     """
 
+    def __init__(
+        self, geometry: CacheGeometry, *, enable_prefix: bool = True, policy: str = "lru",
+        write_policy: str = "write_through", mover: PageMover | None = None, storage: PageStorage | None = None,
+        namespace: str = "", kv_events: bool = False, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        check_settings(geometry, policy, write_policy, mover, storage)
+        self.geometry = geometry
+        self.page_size = geometry.page_size
+        self.page_count = geometry.full.pages
+        """Device FULL pages, the padding page included."""
+        self.enable_prefix = enable_prefix
+        self.policy = policy
+        self.write_policy = write_policy
+        self.tree = RadixTree(geometry.page_size, policy, geometry.rules, geometry.tiered)
+        keys = PageKeys(namespace, geometry.page_size)
+        self.events = EventLog(keys, geometry.page_size) if kv_events else None
+        self.pools = PagePools(geometry, self.tree, keys, self.events)
+        self.ledger = self.pools.full.ledger
+        self.ledgers: Mapping[tuple[Tier, Part], PageLedger] = {key: p.ledger for key, p in self.pools.all.items()}
+        self._windows = Windows(self.pools)
+        self.tiers = TierController(self.pools, WRITE_POLICIES[write_policy], self._windows, mover, storage)
+        self._room = DeviceRoom(self.pools, self.tiers, clock)
+        self._matcher = Matcher(self.pools, self.tiers, self._windows)
+        self._publisher = Publisher(self.pools, self.tiers, self._windows, enabled=enable_prefix)
+        self._check_committed = self._publisher.check_committed
+        self._checks = SanityChecks(self.tree, self.pools, self.tiers)
+        self._counters = CacheCounters()
+
+    # Counts
+
+    @property
+    def free_pages(self) -> int:
+        """Device FULL pages that can be handed out without evicting."""
+        return self.ledger.free_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        """Cached device FULL pages that eviction can make free now."""
+        return self.tree.evictable[FULL]
+
+    @property
+    def available_pages(self) -> int:
+        """free + evictable device FULL pages."""
+        return self.ledger.free_pages + self.tree.evictable[FULL]
+
+    @property
+    def used_pages(self) -> int:
+        """Device FULL pages that `allocate` cannot give now: of requests, pinned, held, in copies, or quarantined."""
+        return self.page_count - 1 - self.available_pages
+
+    @property
+    def cached_pages(self) -> int:
+        """Device FULL pages in the tree."""
+        return self.tree.cached[FULL]
+
+    def free(self, part: Part = Part.FULL) -> int:
+        """Device pages of a part that can be handed out without evicting; 0 for a part that is not there."""
+        return self._room.free(part)
+
+    def evictable(self, part: Part = Part.FULL) -> int:
+        """Cached device pages of a part that eviction can make free now; 0 for a part that is not there."""
+        return self.tree.evictable[part] if part in self.pools.device else 0
+
+    def available(self, part: Part = Part.FULL) -> int:
+        """free + evictable: `allocate` succeeds exactly up to here, in each part."""
+        return self._room.available(part)
+
+    def first_page(self, part: Part, position: int) -> int:
+        """Index of the first page of a part that computing `position` reads: 0 unless the part has a window."""
+        window = self._windows.by_part.get(part)
+        return 0 if window is None else window.start(position) // self.page_size
+
+    def pin_pages_max(self, part: Part) -> int:
+        """Pages of a part with a window that a lease keeps at most once it was advanced.
+
+        Raises KeyError for a part without a window.
+        """
+        return self._windows.by_part[part].pin_pages_max
+
+    def host_pages(self, part: Part = Part.FULL) -> Pages:
+        """Host pages of a part that are cached now. Cost: O(host pages)."""
+        owner_P = self.ledgers[Tier.HOST, part].owner_P
+        return np.flatnonzero((owner_P & STATE_MASK) == PageState.TREE).astype(np.int32)
+
     # Looking up
+
+    def probe(self, ns: str, tokens: NDArray[np.int32]) -> Probe:
+        """Length of the cached prefix of `tokens`, page aligned. Changes nothing, pins nothing."""
+        root = self.tree.roots.get(ns)
+        if root is None or not self.enable_prefix:
+            return Probe(device=0, total=0)
+        whole = len(tokens) - len(tokens) % self.page_size
+        found = self.tree.descend(root, token_bytes(tokens[:whole]), 0)
+        if self.pools.plain:
+            return Probe(device=found.end, total=found.end)
+        usable = cover(found, self.pools.rules)
+        return Probe(device=usable.device, total=usable.total)
+
+    def loads_over(self, lease: Lease, tokens: NDArray[np.int32]) -> frozenset[int]:
+        """Loads under way that fill pages which `tokens`, from the end of the lease on, would find in the tree: a
+        request that publishes them takes those pages for its own before it is known whether their KV comes. Changes
+        nothing."""
+        if not len(self.tiers.table) or not self.enable_prefix or lease.sound_end is not None:
+            return frozenset()
+        whole = len(tokens) - len(tokens) % self.page_size
+        found = self.tree.descend(lease.anchor, token_bytes(tokens[:whole]), lease.end)
+        filled = [node for node in (*found.path, found.partial) if node is not None and node.loading]
+        copies = map(self.tiers.table.get, self.tiers.table.over(filled) if filled else ())
+        return frozenset(copy.op for copy in copies if copy.kind is MoveKind.LOAD)
 
     def match_prefix(self, ns: str, tokens: NDArray[np.int32], max_len: int, *, priority: int = 0) -> Match:
         """Find and pin the longest prefix of `tokens` that is usable on the device, and what the host could add to it.
@@ -64,34 +192,34 @@ class PrefixCache(CacheBody):
         found = self.tree.descend(root, token_bytes(tokens[:limit]) if self.enable_prefix else b"", 0)
         counters = self._counters
         counters.matched_tokens += len(tokens)
-        if not self.shelves.plain:
+        if not self.pools.plain:
             match = self._matcher.match(root, found, priority)
             counters.hit_tokens += match.length
             return match
         anchor = found.node
         if found.partial is not None:
-            anchor = self.shelves.split(found.partial, found.end).upper
+            anchor = self.pools.split(found.partial, found.end).upper
             found.path.append(anchor)
         counters.hit_tokens += found.end
-        pages = np.concatenate([node.pages for node in found.path]) if found.path else NO_PAGES
+        pages = np.concatenate([node.device[FULL] for node in found.path]) if found.path else NO_PAGES
         lease = self._matcher.lease(anchor, priority)
-        return Match(lease=lease, length=found.end, pages=pages, swa_first=len(pages))
+        return Match(lease=lease, length=found.end, spans=(PageSpan(part=Part.FULL, first=0, pages=pages),))
 
     def load_back(self, rid: str, lease: Lease, load: LoadPlan) -> Loaded | None:
         """Load what the match found on the host, all or nothing; the lease grows to `load.end`.
 
         The pages may be read by forward passes that begin later. If the copy fails, `poll` names the lease. None =
         no room on the device, or nothing to trust any more: nothing changed but what was evicted; the plan stays.
+        Raises InvariantError for a lease that has no such plan, or was released.
         """
         self._check_committed()
-        self._check_live(lease)
+        _check_live(lease)
         if lease.plan is None or lease.plan.anchor.end != load.end:
             raise InvariantError(f"cache: {lease} has no plan to load up to {load.end}, expected one from its match")
-        full, swa = self.tiers.loads.needs(lease)
-        if full > self.available(Part.FULL) or swa > self.available(Part.SWA) or not lease.plan.anchor.alive:
+        counts = self.tiers.loads.needs(lease)
+        if not self._room.fits(counts) or not lease.plan.anchor.alive:
             return None
-        self._make_room(full, swa)
-        if not lease.plan.anchor.alive or full > self.free(Part.FULL) or swa > self.free(Part.SWA):
+        if not self._room.make(counts) or not lease.plan.anchor.alive:
             return None  # another load failed while eviction waited for it
         return self.tiers.load(rid, lease)
 
@@ -101,90 +229,57 @@ class PrefixCache(CacheBody):
 
     # Pages of requests
 
-    def allocate(self, rid: str, full: int, swa: int = 0) -> PartPages | None:
-        """Give pages of both parts to request `rid`, evicting what nobody uses as needed.
+    def allocate(self, rid: str, *counts: int) -> tuple[Pages, ...] | None:
+        """Give pages of each part to request `rid`, evicting what is not in use as needed.
 
-        Returns None, with nothing changed, unless each part has as many: `available`.
+        counts: for each part in order; parts without one get none. Returns None, with nothing given, unless each part
+        has as many: `available`.
         """
         self._check_committed()
-        ledger = self.ledger
-        if full > self.available_pages or swa > self.available(Part.SWA):
-            return None
-        if full > ledger.free_pages or swa:
-            self._make_room(full, swa)
-            if full > ledger.free_pages or swa > self.free(Part.SWA):  # a load failed while eviction waited for it
-                return None
-        pages = ledger.take(ledger.request_owner(rid), full, "allocate")
-        if not swa:
-            return PartPages(full=pages)
-        swa_ledger = self.ledgers[Tier.DEVICE, Part.SWA]
-        return PartPages(full=pages, swa=swa_ledger.take(swa_ledger.request_owner(rid), swa, "allocate"))
+        return self._room.allocate(rid, counts)
 
-    def insert(
-        self, lease: Lease, tokens: NDArray[np.int32], pages: PartPages, from_pos: int, swa_first: int | None = None
-    ) -> Insertion:
+    def insert(self, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> Insertion:
         """Publish the whole pages of a sequence that lie behind its lease, and grow the lease over them.
 
         Args:
             lease: the request's.
-            tokens: the sequence from position `from_pos` on, as far as its KV is computed (or will be, by the step in
+            tokens: the sequence from where its lease ends, as far as its KV is computed (or will be, by the step in
                 flight); a ragged last page is left alone.
-            pages: the request's own pages for these tokens: FULL from position `from_pos`, SWA from page `swa_first`.
-            from_pos: where the unpublished part begins; equal to `lease.end` (any value where prefixes are not kept).
-            swa_first: index of the first own SWA page; None = that of `from_pos`. Positions before it become
-                tombstones, unless the tree has them.
+            spans: the request's own pages of these tokens, one span for each part. FULL, and any part that covers whole
+                prefixes, from the end of the lease on (anywhere where prefixes are not kept). A part with a window may
+                begin later: positions before that become tombstones, unless the tree has them.
         Returns:
-            canonical pages for [from_pos, end) and the duplicates. The caller writes them into its rows and then
-            calls `commit_row`; until then every other operation raises InvariantError.
-        Cost: O(end - from_pos), whatever the context.
+            the canonical pages and the duplicates. The caller writes them into its rows and then calls `commit_row`;
+            until then every other operation raises InvariantError.
+        Raises:
+            InvariantError: the lease is over, or the spans lack pages that it needs.
+        Cost: O(tokens), whatever the context.
         """
         self._check_committed()
-        self._check_live(lease)
-        if self.enable_prefix and from_pos != lease.end and lease.sound_end is None:
-            raise InvariantError(f"cache: insert begins at {from_pos}, expected the end of the lease, {lease.end}")
-        if lease.plan is not None:
-            self.tiers.loads.drop_plan(lease)
-        first = from_pos // self.page_size if swa_first is None else swa_first
-        insertion, bare = self._publish(lease, tokens, pages, from_pos, first)
-        self._pending = insertion
-        if bare is not None:
-            raise InvariantError(
-                f"cache: L3 {lease} reads SWA from {lease.swa_want} on, and {bare} has none: expected own SWA pages"
-                f" from page {lease.swa_want // self.page_size} on, got them from {first}"
-            )
-        return insertion
+        _check_live(lease)
+        return self._publisher.insert(lease, tokens, spans)
 
     def commit_row(self, insertion: Insertion) -> None:
-        """The rows now hold the canonical pages: free the duplicates. Once per insertion, before anything else."""
-        if insertion is not self._pending:
-            raise InvariantError(
-                f"cache: {words_of(insertion)} is committed, expected the pending one, {self._pending}"
-            )
-        self._pending = None
-        self._free_own(insertion.rid, Part.FULL, insertion.duplicates, "free duplicates")
-        self._free_own(insertion.rid, Part.SWA, insertion.swa_duplicates, "free duplicates")
+        """The rows now hold the canonical pages: free the duplicates. Once per insertion, before anything else.
 
-    def advance(self, rid: str, lease: Lease, position: int, own_swa: Pages = NO_PAGES) -> None:
-        """The request computes `position` next: what SWA lies before its window may go.
+        Raises InvariantError for another insertion than the last.
+        """
+        self._publisher.commit(insertion)
 
-        own_swa: the request's own, unpublished SWA pages that it drops; freed. Published ones stay cached until
-        somebody needs the room. Does nothing without that part.
+    def advance(self, rid: str, lease: Lease, position: int, own: Sequence[PageSpan] = ()) -> None:
+        """The request computes `position` next: what lies before its windows may go.
+
+        own: the request's own, unpublished pages of parts with a window that it drops; freed. Published ones stay
+        cached until the room is needed.
         """
         self._check_committed()
-        self._check_live(lease)
-        if self._window is not None:
-            self._windows.advance(lease, position)
-            self._free_own(rid, Part.SWA, own_swa, "behind the window")
+        _check_live(lease)
+        self._windows.advance(lease, position)
+        for span in own:
+            self._publisher.free_own(rid, span.part, span.pages, "behind the window")
 
     def finish(
-        self,
-        rid: str,
-        lease: Lease,
-        tokens: NDArray[np.int32],
-        pages: PartPages,
-        swa_first: int = 0,
-        *,
-        park: bool = False,
+        self, rid: str, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan], *, park: bool = False
     ) -> None:
         """The only exit of a request, for finish, abort, retract and preempt alike.
 
@@ -194,45 +289,34 @@ class PrefixCache(CacheBody):
             rid: the request.
             lease: its lease, for the last time.
             tokens: the sequence from position 0, exactly as far as its KV is computed.
-            pages: FULL: all pages of its row from position 0, also those not filled yet. SWA: its row's from page
-                `swa_first` on, first those of the lease, then its own.
+            spans: all pages of its row, one span for each part, those of the lease and those not filled yet included.
             park: it comes back later: what it leaves is copied to the host soon, whatever the write policy.
         Raises:
-            InvariantError: the request still owns a page that `pages` does not list (it would be lost).
+            InvariantError: the request still owns a page that `spans` do not list (it would be lost), or the row was
+                not rewritten after an insertion.
         """
         self._check_committed()
-        size, start = self.page_size, lease.end
-        self._check_row(rid, lease, pages.full)
-        self.tiers.loads.drop_plan(lease)
-        first = max(swa_first, start // size)
-        own = PartPages(full=pages.full[start // size :], swa=pages.swa[max(0, first - swa_first) :])
-        insertion, _ = self._publish(lease, tokens[start:], own, start, first)
-        done = insertion.end // size
-        tail, swa_tail = pages.full[done:], own.swa[max(0, done - first) :]
-        self._free_own(rid, Part.FULL, _with(insertion.duplicates, tail), "finish")
-        self._free_own(rid, Part.SWA, _with(insertion.swa_duplicates, swa_tail), "finish")
-        for ledger in self.ledgers.values():
-            ledger.forget_request(rid)
-        if park and self._tiered and lease.sound_end is None:
+        _check_live(lease)
+        self._publisher.finish(rid, lease, tokens, spans)
+        if park and self.pools.host and lease.sound_end is None:
             self.tiers.backups.park(lease.anchor)
-        if self.tiers.prefetches is not None:
-            self.tiers.prefetches.forget(rid)
+        self.release_aborted_request(rid)
         self.release(lease)
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back, once, without a request: for a match whose pages nobody took (no room, no need)."""
+        """Give a lease back, once, without a request: for a match whose pages were not taken (no room, no need).
+
+        Raises InvariantError the second time.
+        """
         self._check_committed()
         if not lease.live:
             raise InvariantError(f"cache: L5 {lease} is released again, expected once")
         if lease.plan is not None:
             self.tiers.loads.drop_plan(lease)
         self.tree.touch(lease.anchor, hit=False, priority=lease.priority)
-        if self._window is not None:
-            self._windows.release(lease)
+        self._windows.release(lease)
         self.tree.end_lease(lease)
         self.tiers.quarantine.release()
-
-    # Holds
 
     def hold(self, name: str, pages: Pages, part: Part = Part.FULL) -> None:
         """Hold distinct device `pages` under `name`, once more: none is handed out before the matching `unhold`.
@@ -240,12 +324,12 @@ class PrefixCache(CacheBody):
         They may be freed or evicted meanwhile; their bytes stay. Raises InvariantError for a page without an owner.
         """
         self._check_committed()
-        self._count_held(part, self.ledgers[Tier.DEVICE, part].hold(name, pages))
+        self._room.hold(name, pages, part)
 
     def unhold(self, name: str, pages: Pages, part: Part = Part.FULL) -> None:
         """Drop one hold called `name` of each of distinct `pages`. Raises InvariantError where there is none."""
         self._check_committed()
-        self._count_held(part, self.ledgers[Tier.DEVICE, part].unhold(name, pages))
+        self._room.unhold(name, pages, part)
 
     # Eviction, tiers, flush
 
@@ -255,8 +339,8 @@ class PrefixCache(CacheBody):
         What it reports as free is safe to overwrite: write-backs have ended. Never raises for lack of victims.
         """
         self._check_committed()
-        shelf = self.shelves.all[tier, part]
-        freed = self.tiers.host.evict(shelf, enough) if tier is Tier.HOST else self._evict_device(enough, part)
+        pool = self.pools.all[tier, part]
+        freed = self.tiers.host.evict(pool, enough) if tier is Tier.HOST else self._room.evict(pool, enough)
         return Eviction(freed=freed, shortfall=max(0, enough - freed))
 
     def poll(self, *, settle: Collection[int] = ()) -> CacheNews:
@@ -298,31 +382,31 @@ class PrefixCache(CacheBody):
         if self.tiers.prefetches is not None:
             self.tiers.prefetches.forget(rid)
 
-    def condemn(self, part: Part, pages: Pages) -> int:
-        """These device pages hold wrong KV: they are never handed out before `pardon`.
+    def quarantine(self, part: Part, pages: Pages) -> int:
+        """These device pages hold wrong KV: they are never handed out before `release_quarantined`.
 
-        Cached ones: their nodes from there on, and all below, are found by nobody any more, on no tier; who holds a
-        lease on them keeps it, but publishes nothing behind it (`lease.sound_end`). A request's own: its `finish`
-        publishes nothing from the first of them on. Free ones are left alone. Returns the tokens no longer found.
+        Cached ones: no request finds their nodes from there on, or anything below, on any tier; a request with a lease
+        on them keeps it, but publishes nothing behind it (`lease.sound_end`). A request's own: its `finish` publishes
+        nothing from the first of them on. Free ones are left alone. Returns the tokens no longer found.
         """
         self._check_committed()
         loading = [node for node in self.tiers.table.nodes() if node.loading]
-        return self.tiers.quarantine.condemn(part, pages, loading)
+        return self.tiers.quarantine.add(part, pages, loading)
 
-    def pardon(self, part: Part, pages: Pages) -> None:
-        """Condemned pages may be handed out again, once nobody owns them. Harmless for others."""
+    def release_quarantined(self, part: Part, pages: Pages) -> None:
+        """Quarantined pages may be handed out again, once nothing owns them. Harmless for others."""
         self._check_committed()
-        self.tiers.quarantine.pardon(part, pages)
+        self.tiers.quarantine.release_quarantined(part, pages)
 
-    def pardon_all(self) -> int:
-        """The same for every condemned page; how many there were. Only while no request owns any."""
+    def release_all_quarantined(self) -> int:
+        """The same for every quarantined page; how many there were. Only while no request owns any."""
         self._check_committed()
-        return self.tiers.quarantine.pardon_all()
+        return self.tiers.quarantine.release_all_quarantined()
 
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 
-        Condemned pages are pardoned: nothing of what they held is left. What storage has of it is still not read.
+        Quarantined pages are released: nothing of what they held is left. What storage has of it is still not read.
         Raises CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
         """
         self._check_committed()
@@ -330,79 +414,61 @@ class PrefixCache(CacheBody):
         if busy:
             raise CapacityError(f"cache: cannot be flushed now, busy with {busy}; expected no requests and no holds")
         self.tiers.wait_all()
-        dropped = self.shelves.clear()
-        self.tiers.quarantine.pardon_all()
+        dropped = self.pools.clear()
+        self.tiers.quarantine.release_all_quarantined()
         return dropped
 
-    # Inside
+    # Checks and views
 
-    def _check_live(self, lease: Lease) -> None:
-        if not lease.live:
-            raise InvariantError(f"cache: L5 {lease} is used after its release")
+    def busy(self) -> str:
+        """What keeps the cache from being reset, in words; empty when it is idle."""
+        return self._checks.busy()
 
-    def _check_row(self, rid: str, lease: Lease, pages: Pages) -> None:
-        """The lease is live and this request's, and the last leased page of the row is the canonical one."""
-        self._check_live(lease)
-        if lease.rid not in ("", rid):
-            raise InvariantError(f"cache: {rid} finishes with {lease}, expected its own lease")
-        leased = lease.end // self.page_size
-        if lease.sound_end is not None:
-            return
-        if len(pages) < leased or (leased and pages[leased - 1] != lease.anchor.pages[-1]):
-            at = int(pages[leased - 1]) if len(pages) >= leased else None
-            raise InvariantError(
-                f"cache: O5 the row of {lease} has page {at} at its end, expected the canonical"
-                f" {int(lease.anchor.pages[-1])}: it was not rewritten after an insert"
-            )
+    def walk(
+        self, cursor: int, budget: int, *, tier: Tier = Tier.DEVICE, part: Part = Part.FULL, unlocked_only: bool = False
+    ) -> ResidentSlots:
+        """The cached slots of the next pages in page order, about `budget` slots; start with 0, go on with `.cursor`.
 
-    def _publish(
-        self, lease: Lease, tokens: NDArray[np.int32], pages: PartPages, start: int, swa_first: int
-    ) -> tuple[Insertion, Node | None]:
-        if not self.enable_prefix:
-            if len(pages.full) < len(tokens) // self.page_size:
-                raise InvariantError(f"cache: {len(pages.full)} pages for {len(tokens)} tokens, expected more")
-            return nothing(lease, start, self.page_size), None
-        done = self._publisher.publish(lease, tokens, pages, start, swa_first)
-        insertion = done[0]
-        self._counters.inserted_pages += len(insertion.pages) - len(insertion.duplicates)
-        self._counters.duplicate_pages += len(insertion.duplicates)
-        return done
+        Safe across any change in between: a page that stays cached is seen once per sweep. `unlocked_only` leaves
+        out pages that a lease pins. Pages that a copy still fills are not seen. No Python per token or page.
+        """
+        pool = self.pools.all[tier, part]
+        arena = self.tree.arena if unlocked_only else None
+        window = part if part in self.tree.windowed else None
+        return pool.sweep.walk(pool.ledger, arena, cursor, budget, window=window)
 
-    def _free_own(self, rid: str, part: Part, pages: Pages, verb: str) -> None:
-        if len(pages):
-            owner = self.ledgers[Tier.DEVICE, part].request_owner(rid)
-            self.tiers.quarantine.free_own(part, pages, owner, verb)
+    def sanity_check(self, rows: Iterable[RowView] | None = None) -> None:
+        """Check every invariant that holds between operations; with `rows` also those between rows and pages.
 
-    def _make_room(self, full: int, swa: int) -> None:
-        """Evict until so many device pages are free; the caller knows that there are as many."""
-        self._evict_device(full - self.ledger.free_pages, Part.FULL)
-        if swa:
-            self._evict_device(swa - self.free(Part.SWA), Part.SWA)
+        `rows` are all running requests, or None to leave O3 and O5 out. Cost: O(pages + nodes): when idle and in tests.
+        Raises InvariantError naming the invariant.
+        """
+        self._check_committed()
+        self._checks.complete(rows)
+        self._counters.sanity_checks += 1
 
-    def _evict_device(self, enough: int, part: Part) -> int:
-        if enough <= 0:
-            return 0
-        began = self._clock.now() if self._clock is not None else 0.0
-        if part is Part.SWA:
-            freed = self.tiers.backups.evict_swa(enough)
-        elif self._tiered:
-            freed = self.tiers.backups.evict(enough)
-        else:
-            victims = self.tree.evict(enough)
-            self._counters.evicted_pages += self.shelves.apply(victims)
-            freed = victims.freed
-        if self._clock is not None:
-            self._counters.eviction_seconds += self._clock.now() - began
-        return freed
+    def sanity_step(self, budget: int) -> int:
+        """Check the next `budget` nodes alone, going round for ever; returns how many. Cheap enough for production.
 
-    def _count_held(self, part: Part, pages: Pages) -> None:
-        """The holds of these pages began or ended: nodes that list them count again."""
-        if len(pages):
-            shelf = self.shelves.all[Tier.DEVICE, part]
-            loading = ((shelf.ledger.owner_P[pages] & STATE_MASK) == PageState.COPY).any()
-            for node in (*self.shelves.nodes_of(shelf, pages), *(self.tiers.table.nodes() if loading else ())):
-                self.shelves.recount(node)
+        Raises InvariantError naming the invariant. Cost: a few microseconds a node.
+        """
+        checked = self._checks.step(budget)
+        self._counters.sanity_steps += checked
+        return checked
+
+    def stats(self) -> CacheStats:
+        """Gauges and counters, for metrics and log lines. Cost: O(tiers and parts)."""
+        return cache_stats(self.pools, self.tiers, self._room, self._publisher, self._counters)
+
+    def take_events(self) -> list[KvEvent]:
+        """What routers are told, since the last call; empty unless `kv_events`."""
+        return [] if self.events is None else self.events.take()
+
+    def tree_view(self, limit: int) -> TreeView:
+        """What is cached where, `limit` nodes at most."""
+        return tree_view(self.tree, limit)
 
 
-def _with(pages: Pages, more: Pages) -> Pages:
-    return np.concatenate((pages, more)) if len(pages) else more
+def _check_live(lease: Lease) -> None:
+    if not lease.live:
+        raise InvariantError(f"cache: L5 {lease} is used after its release")

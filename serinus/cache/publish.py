@@ -1,216 +1,285 @@
 """Publication: a request's own pages become the tree's, part by part; where the tree has a page already, it wins.
 
-Knows leases and pages; the rule that rows are rewritten before duplicates are freed is its caller's (prefix.py).
+The one rule of publication: insert -> the caller rewrites its rows -> commit_row frees the duplicates -> others may
+read the page ids. `finish` does all of it at once, as no row is left that could name a duplicate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import Owner, Pages
-from serinus.cache.node import NO_PAGES, Lease, Node
-from serinus.cache.results import Insertion, PartPages
-from serinus.cache.shelves import Shelves
+from serinus.cache.node import FULL, NO_PAGES, Lease, Node
+from serinus.cache.page_pools import PagePool, PagePools
+from serinus.cache.results import Insertion
 from serinus.cache.tiers import TierController
 from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
-from serinus.core.parts import Part
+from serinus.core.parts import PageSpan
 
-__all__ = ["Publisher", "nothing", "token_bytes"]
-
-
-@dataclass(slots=True)
-class _Placed:
-    """What came of it, in order of position."""
-
-    anchor: Node
-    """Where the sequence ends in the tree now."""
-    pages: Pages
-    """Canonical FULL pages."""
-    duplicates: Pages
-    """Own FULL pages that the tree did not need."""
-    swa_pages: Pages = field(default_factory=lambda: NO_PAGES)
-    swa_duplicates: Pages = field(default_factory=lambda: NO_PAGES)
-    nodes: list[Node] = field(default_factory=list)
-    """Every node of the published stretch; only where there is more than one tier or part."""
+__all__ = ["Publisher", "token_bytes"]
 
 
 @dataclass(slots=True)
 class _Merge:
-    """A walk over the nodes that the tree has already."""
+    """A request's own pages of one part, on their way into the tree."""
 
-    own: Pages
-    own_swa: Pages
+    pool: PagePool
+    owner: Owner
     first: int
-    """Index of the first page of `own`."""
-    swa_first: int
-    full_owner: Owner
-    swa_owner: Owner
+    """Index of the first page."""
+    pages: Pages
     canonical: list[Pages] = field(default_factory=list)
     duplicates: list[Pages] = field(default_factory=list)
-    swa_canonical: list[Pages] = field(default_factory=list)
-    swa_duplicates: list[Pages] = field(default_factory=list)
+
+    def between(self, low: int, high: int) -> Pages:
+        """The pages of these indices. Raises InvariantError where the request did not give them."""
+        pages = self.pages[low - self.first : high - self.first]
+        if len(pages) != high - low:
+            raise InvariantError(
+                f"cache: {len(self.pages)} {self.pool.part.name} pages from page {self.first} on, expected them up to"
+                f" page {high}"
+            )
+        return pages
 
 
 class Publisher:
-    """Puts pages into the tree behind a lease, and lets the lease grow over them."""
+    """Puts pages into the tree behind a lease, lets the lease grow over them, and frees what the tree did not need."""
 
-    def __init__(self, shelves: Shelves, tiers: TierController, windows: Windows) -> None:
-        self._shelves = shelves
-        self._tree = shelves.tree
+    def __init__(self, pools: PagePools, tiers: TierController, windows: Windows, *, enabled: bool) -> None:
+        self._pools = pools
+        self._tree = pools.tree
         self._tiers = tiers
         self._windows = windows
+        self._enabled = enabled
+        self._parts = tuple(pools.device.items())
+        self._pending: Insertion | None = None
+        self.inserted_pages = 0
+        """Counter: FULL pages published."""
+        self.duplicate_pages = 0
+        """Counter: FULL pages that the tree held already."""
 
-    def publish(
-        self, lease: Lease, tokens: NDArray[np.int32], pages: PartPages, start: int, swa_first: int
-    ) -> tuple[Insertion, Node | None]:
+    def check_committed(self) -> None:
+        """Raises InvariantError where an insertion still waits for its `commit`."""
+        if self._pending is not None:
+            raise InvariantError(
+                f"cache: {_words(self._pending)} was dropped, expected commit_row before anything else"
+            )
+
+    def insert(self, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> Insertion:
+        """Publish; see PrefixCache.insert. Raises InvariantError: the spans are not what the lease needs."""
+        start = spans[0].first * self._tree.page_size
+        if self._enabled and start != lease.end and lease.sound_end is None:
+            raise InvariantError(f"cache: insert begins at {start}, expected the end of the lease, {lease.end}")
+        if lease.plan is not None:
+            self._tiers.loads.drop_plan(lease)
+        insertion, lacks = self._publish(lease, tokens, spans)
+        self._pending = insertion
+        if lacks:
+            raise InvariantError(
+                f"cache: L3 {lacks}; expected own pages, got {[(span.part.name, span.first) for span in spans]}"
+            )
+        return insertion
+
+    def commit(self, insertion: Insertion) -> None:
+        """Free the duplicates. Raises InvariantError: it is not the insertion that waits for it."""
+        if insertion is not self._pending:
+            raise InvariantError(f"cache: {_words(insertion)} is committed, expected the pending one, {self._pending}")
+        self._pending = None
+        for (part, _), pages in zip(self._parts, insertion.duplicates, strict=True):
+            if len(pages):
+                self.free_own(insertion.rid, part, pages, "free duplicates")
+
+    def finish(self, rid: str, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> None:
+        """Publish what is complete and free the rest; see PrefixCache.finish."""
+        self._check_row(rid, lease, spans[0].pages)
+        self._tiers.loads.drop_plan(lease)
+        start, size = lease.end, self._tree.page_size
+        low = start // size
+        own = tuple(_behind(span, low) for span in spans)
+        insertion, _ = self._publish(lease, tokens[start:], own)
+        done = insertion.end // size
+        for (part, pool), span, pages in zip(self._parts, own, insertion.duplicates, strict=True):
+            tail = span.pages[max(0, done - span.first) :]
+            self.free_own(rid, part, np.concatenate((pages, tail)) if len(pages) else tail, "finish")
+            pool.ledger.forget_request(rid)
+
+    def free_own(self, rid: str, part: int, pages: Pages, verb: str) -> None:
+        """A request gives up pages of its own."""
+        if len(pages):
+            pool = self._pools.device[part]
+            self._tiers.quarantine.free_own(pool.part, pages, pool.ledger.request_owner(rid), verb)
+
+    def _check_row(self, rid: str, lease: Lease, pages: Pages) -> None:
+        """The lease is this request's, and the last leased page of the row is the canonical one."""
+        if lease.rid not in ("", rid):
+            raise InvariantError(f"cache: {rid} finishes with {lease}, expected its own lease")
+        leased = lease.end // self._tree.page_size
+        if lease.sound_end is not None or not leased:
+            return
+        canonical = int(lease.anchor.device[FULL][-1])
+        if len(pages) < leased or pages[leased - 1] != canonical:
+            at = int(pages[leased - 1]) if len(pages) >= leased else None
+            raise InvariantError(
+                f"cache: O5 the row of {lease} has page {at} at its end, expected the canonical"
+                f" {canonical}: it was not rewritten after an insert"
+            )
+
+    def _publish(self, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> tuple[Insertion, str]:
         """Put the whole pages behind the lease into the tree and grow the lease; duplicates stay the request's.
 
-        `pages.full` from position `start`, the lease's end, on; `pages.swa` from page `swa_first` on. Also gives a
-        node of the lease's window that has no SWA, if there is one: the caller broke its promise.
+        Also says what a window of the lease lacks on the device, if anything: then the caller broke its promise.
         """
-        size = self._tree.page_size
+        size, start, given = self._tree.page_size, spans[0].first, spans[0].pages
         count = len(tokens) // size
-        if len(pages.full) < count:
-            raise InvariantError(f"cache: {len(pages.full)} pages for {len(tokens)} tokens, expected {count} or more")
-        count = min(count, self._sound_count(pages, start // size, swa_first, count))
-        if not count or lease.sound_end is not None:
-            return nothing(lease, start, size), None
+        if len(given) < count:
+            raise InvariantError(f"cache: {len(given)} pages for {len(tokens)} tokens, expected {count} or more")
+        usable = self._enabled and lease.sound_end is None
+        count = self._sound_count(spans, count) if usable else 0
+        if not count:
+            return self._nothing(lease, start), ""
         if not lease.rid:
-            lease.rid = self._shelves.device.ledger.owner_rid(int(pages.full[0]))
-        low, high = start // size, start // size + count
-        first = min(max(swa_first, low), high)
-        swa = NO_PAGES
-        if self._shelves.swa is not None:
-            given = first - min(swa_first, first)
-            swa = pages.swa[given : given + high - first].copy()
-        own = PartPages(full=pages.full[:count].copy(), swa=swa)
-        done = self._place(lease, token_bytes(tokens[: count * size]), own, start, first)
-        if self._shelves.host is not None:
-            self._tiers.backups.used(done.nodes)
+            lease.rid = self._pools.full.ledger.owner_rid(int(given[0]))
+        merges = [self._merge_of(lease.rid, span, start, start + count) for span in spans]
+        anchor, nodes = self._place(lease, token_bytes(tokens[: count * size]), merges)
+        if self._pools.host:
+            self._tiers.backups.used(nodes)
         old = lease.anchor
-        self._tree.pin(done.anchor)
-        lease.anchor = done.anchor
-        bare = self._windows.pin(lease, old.end)
+        self._tree.pin(anchor)
+        lease.anchor = anchor
+        lacks = self._windows.pin(lease, old.end)
         self._tree.unpin(old)
-        self._tree.touch(done.anchor, hit=False, priority=lease.priority)
+        self._tree.touch(anchor, hit=False, priority=lease.priority)
         insertion = Insertion(
-            rid=lease.rid, from_pos=start, end=high * size, pages=done.pages, duplicates=done.duplicates, lease=lease,
-            swa_first=first, swa_pages=done.swa_pages, swa_duplicates=done.swa_duplicates,
-        )  # fmt: skip
-        return insertion, bare
+            rid=lease.rid,
+            end=(start + count) * size,
+            spans=tuple(
+                [PageSpan(part=merge.pool.part, first=merge.first, pages=_join(merge.canonical)) for merge in merges]
+            ),
+            duplicates=tuple([_join(merge.duplicates) for merge in merges]),
+            lease=lease,
+        )
+        self.inserted_pages += count - len(insertion.duplicates[0])
+        self.duplicate_pages += len(insertion.duplicates[0])
+        return insertion, lacks
 
-    def _sound_count(self, pages: PartPages, low: int, swa_first: int, count: int) -> int:
-        """Of `count` pages, how many come before the first whose bytes were found wrong."""
-        quarantine = self._tiers.quarantine
-        sound = quarantine.sound_count(Part.FULL, pages.full[:count])
-        if self._shelves.swa is not None and quarantine.banned[Part.SWA]:
-            good = quarantine.sound_count(Part.SWA, pages.swa)
-            if good < len(pages.swa):
-                sound = min(sound, max(0, swa_first + good - low))
+    def _nothing(self, lease: Lease, first: int) -> Insertion:
+        """An insertion that published nothing."""
+        spans = tuple(PageSpan(part=pool.part, first=first, pages=NO_PAGES) for _, pool in self._parts)
+        end = first * self._tree.page_size
+        return Insertion(rid=lease.rid, end=end, spans=spans, duplicates=(NO_PAGES,) * len(spans), lease=lease)
+
+    def _merge_of(self, rid: str, span: PageSpan, low: int, high: int) -> _Merge:
+        """The pages [low, high) of one part, or those of them that the request gives: it keeps its own arrays."""
+        pool = self._pools.device[span.part]
+        first = min(max(span.first, low), high)
+        if span.part in self._tree.whole and (span.first != low or span.end < high):
+            raise InvariantError(
+                f"cache: {pool.part.name} pages [{span.first}, {span.end}), expected all of [{low}, {high})"
+            )
+        skipped = first - min(span.first, first)
+        return _Merge(pool, pool.ledger.request_owner(rid), first, span.pages[skipped : skipped + high - first].copy())
+
+    def _sound_count(self, spans: Sequence[PageSpan], count: int) -> int:
+        """Of `count` pages, how many come before the first with bytes that were found wrong, in any part."""
+        quarantine, low, sound = self._tiers.quarantine, spans[0].first, count
+        for span in spans:
+            if quarantine.banned[span.part]:
+                good = quarantine.sound_count(span.part, span.pages)
+                if good < len(span.pages):
+                    sound = min(sound, max(0, span.first + good - low))
         return sound
 
-    def _place(self, lease: Lease, data: bytes, own: PartPages, start: int, swa_first: int) -> _Placed:
-        """`data` (whole pages of ids as bytes, from the lease's end on) is in the tree afterwards."""
-        tree, shelves = self._tree, self._shelves
+    def _place(self, lease: Lease, data: bytes, merges: list[_Merge]) -> tuple[Node, list[Node]]:
+        """`data` (whole pages of ids as bytes, from the lease's end on) is in the tree afterwards.
+
+        Returns the node where it ends, and every node of it (only where there is more than one tier or part).
+        """
+        tree, pools, full = self._tree, self._pools, merges[0]
+        start = full.first * tree.page_size
         found = tree.descend(lease.anchor, data, start)
         node, path = found.node, found.path
         if found.partial is not None:
-            node = shelves.split(found.partial, found.end).upper
+            node = pools.split(found.partial, found.end).upper
             path.append(node)
-        full = own.full
         known = (found.end - start) // tree.page_size
-        owner = shelves.device.ledger.request_owner(lease.rid)
-        if shelves.plain:
-            if known < len(full):
-                node = shelves.grow(node, memoryview(data)[known * tree.key_bytes :], full[known:], owner)
-            canonical = np.concatenate([*[each.pages for each in path], full[known:]]) if known else full
-            return _Placed(node, canonical, full[:known])
-        swa_owner = 0 if shelves.swa is None else shelves.swa.ledger.request_owner(lease.rid)
-        merge = _Merge(full, own.swa, start // tree.page_size, swa_first, owner, swa_owner)
-        nodes = self._merge(path, merge)
-        if known < len(full):
-            nodes += self._grow(node, data, known, merge)
-            node = nodes[-1]
-        return _Placed(
-            node, _join(merge.canonical), _join(merge.duplicates), _join(merge.swa_canonical),
-            _join(merge.swa_duplicates), nodes,
-        )  # fmt: skip
+        if not pools.plain:
+            nodes = self._merge(path, merges)
+            if known < len(full.pages):
+                nodes += self._grow(node, data, known, merges)
+                node = nodes[-1]
+            return node, nodes
+        if known:
+            full.canonical = [each.device[FULL] for each in path]
+            full.duplicates.append(full.pages[:known])
+        if known < len(full.pages):
+            fresh = full.pages[known:]
+            node = pools.grow(node, memoryview(data)[known * tree.key_bytes :], fresh, full.owner)
+            full.canonical.append(fresh)
+        return node, []
 
-    def _merge(self, path: list[Node], merge: _Merge) -> list[Node]:
+    def _merge(self, path: list[Node], merges: list[_Merge]) -> list[Node]:
         """What the tree has of it already: gaps take the request's pages (host-only nodes, tombstones)."""
-        size, shelves, nodes = self._tree.page_size, self._shelves, list[Node]()
+        size, pools, nodes = self._tree.page_size, self._pools, list[Node]()
         for node in path:
-            if shelves.swa is not None and not len(node.swa) and node.start < merge.swa_first * size < node.end:
-                nodes.append(shelves.split(node, merge.swa_first * size).upper)
-                self._merge_node(nodes[-1], merge)
+            cuts = [m.first * size for m in merges if not len(m.pool.of(node))]
+            for cut in sorted({cut for cut in cuts if node.start < cut < node.end}):
+                nodes.append(pools.split(node, cut).upper)
             nodes.append(node)
-            self._merge_node(node, merge)
-            for each in nodes[-2:]:
-                each.uses += 1
+        for node in nodes:
+            node.uses += 1
+            low, high = node.start // size, node.end // size
+            for merge in merges:
+                at = max(low, merge.first)
+                if at >= high:
+                    continue
+                mine = merge.between(at, high)
+                if len(merge.pool.of(node)):
+                    merge.duplicates.append(mine)
+                else:
+                    pools.attach(merge.pool, node, mine, merge.owner, "publish")
+                merge.canonical.append(merge.pool.of(node)[at - low :])
         return nodes
 
-    def _merge_node(self, node: Node, merge: _Merge) -> None:
-        size, shelves = self._tree.page_size, self._shelves
-        low, high = node.start // size, node.end // size
-        mine = merge.own[low - merge.first : high - merge.first]
-        if len(node.pages):
-            merge.duplicates.append(mine)
-        else:
-            shelves.attach(shelves.device, node, mine, merge.full_owner, "publish")
-        merge.canonical.append(node.pages)
-        if shelves.swa is None or high <= merge.swa_first:
-            return
-        at = max(low, merge.swa_first)
-        mine = merge.own_swa[at - merge.swa_first : high - merge.swa_first]
-        if len(node.swa):
-            merge.swa_duplicates.append(mine)
-        else:
-            shelves.attach(shelves.swa, node, mine, merge.swa_owner, "publish")
-        merge.swa_canonical.append(node.swa[at - low :])
-
-    def _grow(self, node: Node, data: bytes, known: int, merge: _Merge) -> list[Node]:
-        """New nodes for what the tree did not have: without SWA up to `swa_first`, with SWA from there on."""
-        tree, shelves = self._tree, self._shelves
-        count = len(merge.own)
-        cut = count if shelves.swa is None else min(max(merge.swa_first - merge.first, known), count)
+    def _grow(self, node: Node, data: bytes, known: int, merges: list[_Merge]) -> list[Node]:
+        """New nodes for what the tree did not have, cut where the pages of a part begin."""
+        stride, pools, full = self._tree.key_bytes, self._pools, merges[0]
+        first, end = full.first + known, full.first + len(full.pages)
         grown: list[Node] = []
-        for low, high in ((known, cut), (cut, count)):
-            if low == high:
-                continue
-            tokens = memoryview(data)[low * tree.key_bytes : high * tree.key_bytes]
-            node = shelves.grow(node, tokens, merge.own[low:high], merge.full_owner)
-            merge.canonical.append(node.pages)
+        for low, high in pairwise(sorted({first, end, *(min(max(m.first, first), end) for m in merges)})):
+            tokens = memoryview(data)[(low - full.first) * stride : (high - full.first) * stride]
+            node = pools.grow(node, tokens, full.between(low, high), full.owner)
+            full.canonical.append(node.device[FULL])
             grown.append(node)
-            if shelves.swa is not None and low + merge.first >= merge.swa_first:
-                at = low + merge.first - merge.swa_first
-                mine = merge.own_swa[at : at + high - low]
-                if len(mine) != high - low:
-                    raise InvariantError(
-                        f"cache: {len(merge.own_swa)} SWA pages from page {merge.swa_first} on, expected them up to"
-                        f" page {merge.first + count}"
-                    )
-                shelves.attach(shelves.swa, node, mine, merge.swa_owner, "publish")
-                merge.swa_canonical.append(node.swa)
+            for merge in merges[1:]:
+                if low >= merge.first:
+                    pools.attach(merge.pool, node, merge.between(low, high), merge.owner, "publish")
+                    merge.canonical.append(merge.pool.of(node))
         return grown
 
 
-def nothing(lease: Lease, start: int, page_size: int) -> Insertion:
-    """An insertion that published nothing."""
-    return Insertion(
-        rid=lease.rid, from_pos=start, end=start, pages=NO_PAGES, duplicates=NO_PAGES, lease=lease,
-        swa_first=start // page_size,
-    )  # fmt: skip
-
-
 def token_bytes(tokens: NDArray[np.int32]) -> bytes:
-    """The ids as bytes, checked to be what the tree compares: a vector of int32."""
+    """The ids as bytes. Raises InvariantError unless they are what the tree compares: a vector of int32."""
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise InvariantError(f"cache: tokens are {tokens.dtype}[{tokens.ndim}-d], expected a vector of int32")
     return tokens.tobytes()
+
+
+def _behind(span: PageSpan, low: int) -> PageSpan:
+    """The pages of a span from index `low` on."""
+    if span.first >= low:
+        return span
+    return PageSpan(part=span.part, first=low, pages=span.pages[low - span.first :])
+
+
+def _words(insertion: Insertion) -> str:
+    start = insertion.lease.end if not insertion.spans else insertion.spans[0].first
+    return f"insertion of {insertion.rid or 'no request'} from page {start} up to position {insertion.end}"
 
 
 def _join(arrays: list[Pages]) -> Pages:

@@ -1,7 +1,7 @@
-"""KV that cannot be trusted: nodes leave the tree at once, pages only when nobody reads them any more.
+"""KV that cannot be trusted: nodes leave the tree at once, pages only when nothing reads them any more.
 
-Two causes: a load that failed (its pages are fine to use again once they are free), and pages whose bytes somebody
-found wrong (they stay QUARANTINED until pardoned). Whatever was computed behind wrong KV is as wrong.
+Two causes: a load that failed (its pages are fine to use again once they are free), and pages whose bytes were found
+wrong (they stay QUARANTINED until released). All that was computed behind wrong KV is as wrong.
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ import numpy as np
 
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, Pages, PageState
 from serinus.cache.node import NO_PAGES, Lease, Node, Tier
-from serinus.cache.shelves import Shelf, Shelves
+from serinus.cache.page_pools import PagePool, PagePools
 from serinus.core.parts import Part
 
-__all__ = ["Condemned", "Quarantine"]
+__all__ = ["CutOff", "PageQuarantine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Condemned:
-    """What a node that left the tree had on one shelf; rows may still name these pages."""
+class CutOff:
+    """What a node that left the tree had on one pool; rows may still name these pages."""
 
     node: Node
-    shelf: Shelf
+    pool: PagePool
     pages: Pages
+    windowed: bool
+    """Whether its part has a window."""
 
     @property
     def owner(self) -> Owner:
-        """Whose its pages are meanwhile."""
+        """The owner of its pages meanwhile."""
         return self.node.id << STATE_BITS | PageState.QUARANTINED
 
     @property
     def needed(self) -> bool:
-        """Whether a copy is at it, or a lease reads it: of the window's pages those in a window, on the host none."""
-        if self.node.busy or self.shelf.tier is Tier.HOST:
+        """Whether a copy is at it, or a lease reads it: in a part with a window only from there, on the host never."""
+        if self.node.busy or self.pool.tier is Tier.HOST:
             return self.node.busy > 0
-        return (self.node.swa_pins if self.shelf.part is Part.SWA else self.node.pins) > 0
+        return (self.node.window_pins[self.pool.part] if self.windowed else self.node.pins) > 0
 
 
-class Quarantine:
+class PageQuarantine:
     """Nodes that were cut off, and device pages that must not be handed out."""
 
-    def __init__(self, shelves: Shelves) -> None:
-        self._shelves = shelves
-        self._tree = shelves.tree
-        self._records: list[Condemned] = []
+    def __init__(self, pools: PagePools) -> None:
+        self._pools = pools
+        self._tree = pools.tree
+        self._records: list[CutOff] = []
         self.cut_off: list[Node] = []
         """Topmost nodes that left the tree while leases stand on them."""
         self.failed: list[Lease] = []
-        """Leases whose KV never came, since the last time somebody asked."""
-        self.banned: dict[Part, set[int]] = {shelf.part: set() for shelf in shelves if shelf.tier is Tier.DEVICE}
-        """Device pages with wrong bytes: owned ones are not published, freed ones stay here until pardoned."""
+        """Leases whose KV never came, since they were last taken."""
+        self.banned: dict[Part, set[int]] = {pool.part: set() for pool in pools if pool.tier is Tier.DEVICE}
+        """Device pages with wrong bytes: owned ones are not published, freed ones stay here until released."""
         self.keys: set[bytes] = set()
         """Keys of pages that may have been stored wrong: never read again by this engine."""
 
@@ -65,11 +67,12 @@ class Quarantine:
             below.append(node)
             pending.extend(node.children.values())
         for node in reversed(below):
-            for shelf in self._shelves:
-                record = Condemned(node, shelf, self._shelves.unlink(shelf, node))
+            for pool in self._pools:
+                pages, windowed = self._pools.unlink(pool, node), pool.part in self._tree.windowed
+                record = CutOff(node, pool, pages, windowed)
                 if len(record.pages):
-                    owner = int(shelf.ledger.owner_P[record.pages[0]])
-                    shelf.ledger.move(record.pages, owner, record.owner, "condemn")
+                    owner = int(pool.ledger.owner_P[record.pages[0]])
+                    pool.ledger.move(record.pages, owner, record.owner, "quarantine")
                     self._records.append(record)
             node.loading = 0
         self._tree.cut_off(top, below)
@@ -98,55 +101,55 @@ class Quarantine:
                 kept.append(record)
             else:
                 pages = record.pages
-                if record.shelf.tier is Tier.DEVICE:
-                    pages = pages[~self._is_banned(record.shelf.part, pages)]
-                record.shelf.ledger.move(pages, record.owner, FREE_OWNER, "free condemned")
+                if record.pool.tier is Tier.DEVICE:
+                    pages = pages[~self._is_banned(record.pool.part, pages)]
+                record.pool.ledger.move(pages, record.owner, FREE_OWNER, "free quarantined")
         self._records = kept
         self.cut_off = [top for top in self.cut_off if top.pins]
 
     # Pages with wrong bytes
 
-    def condemn(self, part: Part, pages: Pages, loading: Iterable[Node]) -> int:
+    def add(self, part: Part, pages: Pages, loading: Iterable[Node]) -> int:
         """These device pages hold wrong KV; returns the tokens that are not found any more for it.
 
-        loading: nodes that a copy fills, whose pages the ledger does not know by node.
+        loading: nodes that a copy fills; the ledger lists their pages under the copy.
         """
-        shelf = self._shelves.all[Tier.DEVICE, part]
-        states = shelf.ledger.owner_P[pages] & STATE_MASK
+        pool = self._pools.all[Tier.DEVICE, part]
+        states = pool.ledger.owner_P[pages] & STATE_MASK
         bad = pages[(states != PageState.FREE) & (states != PageState.PADDING)]
         self.banned[part] |= set(bad.tolist())
         tokens = 0
         size = self._tree.page_size
-        for node in sorted({*self._shelves.nodes_of(shelf, bad), *loading}, key=lambda node: node.start):
-            hit = np.flatnonzero(np.isin(shelf.of(node), bad)) if node.alive else NO_PAGES
+        for node in sorted({*self._pools.nodes_of(pool, bad), *loading}, key=lambda node: node.start):
+            hit = np.flatnonzero(np.isin(pool.of(node), bad)) if node.alive else NO_PAGES
             if not len(hit):
                 continue
             position = node.start + int(hit[0]) * size
             if position > node.start:
-                self._shelves.split(node, position)
+                self._pools.split(node, position)
             for each in self.cut(node, tell=False):
                 tokens += each.end - each.start
-                self.keys |= self._shelves.keys.split(self._shelves.keys.of(each))
+                self.keys |= self._pools.keys.split(self._pools.keys.of(each))
         self.release()
         return tokens
 
-    def pardon(self, part: Part, pages: Pages) -> None:
-        """These pages may be handed out again, once nobody owns them; others than condemned ones are left alone."""
-        shelf = self._shelves.all[Tier.DEVICE, part]
+    def release_quarantined(self, part: Part, pages: Pages) -> None:
+        """These pages may be handed out again, once nothing owns them; other pages are left alone."""
+        pool = self._pools.all[Tier.DEVICE, part]
         banned = self.banned[part]
         mine = [page for page in pages.tolist() if page in banned]
         banned -= set(mine)
-        pending = {page for record in self._records if record.shelf is shelf for page in record.pages.tolist()}
+        pending = {page for record in self._records if record.pool is pool for page in record.pages.tolist()}
         for page in mine:
-            owner = int(shelf.ledger.owner_P[page])
+            owner = int(pool.ledger.owner_P[page])
             if owner & STATE_MASK == PageState.QUARANTINED and page not in pending:
-                shelf.ledger.move(np.array([page], np.int32), owner, FREE_OWNER, "pardon")
+                pool.ledger.move(np.array([page], np.int32), owner, FREE_OWNER, "release_quarantined")
 
-    def pardon_all(self) -> int:
-        """All condemned pages may be handed out again, once nobody owns them; how many there were."""
+    def release_all_quarantined(self) -> int:
+        """All quarantined pages may be handed out again, once nothing owns them; how many there were."""
         count = sum(map(len, self.banned.values()))
         for part, banned in self.banned.items():
-            self.pardon(part, np.array(sorted(banned), np.int32))
+            self.release_quarantined(part, np.array(sorted(banned), np.int32))
         return count
 
     def sound_count(self, part: Part, pages: Pages) -> int:
@@ -158,7 +161,7 @@ class Quarantine:
 
     def free_own(self, part: Part, pages: Pages, owner: Owner, verb: str) -> None:
         """A request gives up pages of its own: free, or quarantined if their bytes were found wrong."""
-        ledger = self._shelves.all[Tier.DEVICE, part].ledger
+        ledger = self._pools.all[Tier.DEVICE, part].ledger
         if self.banned[part]:
             bad = self._is_banned(part, pages)
             ledger.move(pages[bad], owner, PageState.QUARANTINED, verb)

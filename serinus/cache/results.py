@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import PageCounts, Pages
-from serinus.cache.node import NO_PAGES, Lease, Tier
+from serinus.cache.node import WHOLE, Lease, Tier
 from serinus.core.errors import ConfigError
-from serinus.core.parts import Part
+from serinus.core.parts import PageSpan, Part
 
 __all__ = [
     "CacheGeometry",
@@ -24,7 +24,7 @@ __all__ = [
     "Loaded",
     "Match",
     "NodeView",
-    "PartPages",
+    "PartGeometry",
     "PoolStats",
     "PrefetchState",
     "Probe",
@@ -35,69 +35,89 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartGeometry:
+    """One part of a cache: how many pages it has, and how much of a prefix it must cover for the prefix to be usable.
+
+    Counts include page 0, which is padding.
+    """
+
+    pages: int
+    """Pages on the device."""
+    host_pages: int = 0
+    """Pages on the host; 0 = no host tier."""
+    window: int | None = None
+    """Positions that a token sees, itself included; None = all before it: the part covers whole prefixes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGeometry:
-    """How many pages of which size there are, by tier and part. Counts include page 0 (padding); 0 = no such pool."""
+    """How many pages of which size there are, by part: the one table that says which parts a cache has.
+
+    Raises ConfigError for counts and windows that cannot work.
+    """
 
     page_size: int
     """Tokens per page, a power of two from 1 to 128."""
-    full_pages: int
-    """Device pages of FULL, the part every model has."""
-    swa_pages: int = 0
-    """Device pages of SWA; 0 where no layer slides."""
-    window: int | None = None
-    """Positions a token of SWA sees, itself included; set exactly where there are SWA pages."""
-    host_full_pages: int = 0
-    """Host pages of FULL; 0 = no host tier."""
-    host_swa_pages: int = 0
-    """Host pages of SWA."""
+    parts: Mapping[Part, PartGeometry]
+    """FULL, which every model has and which covers whole prefixes, and any others; kept in the order of their
+    numbers."""
     read_batch_pages: int = 64
     """Pages of one storage read at most: a prefetch of more reads several times, and can be cut between them."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", dict(sorted(self.parts.items())))
         if self.read_batch_pages < 1:
             raise ConfigError(f"cache: read_batch_pages is {self.read_batch_pages}, expected at least 1")
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ConfigError(f"cache: page_size is {self.page_size}, expected a power of two from 1 to 128")
-        if self.full_pages < 2:
-            raise ConfigError(f"cache: page_count is {self.full_pages}, expected at least 2 (page 0 is padding)")
-        for name in ("swa_pages", "host_full_pages", "host_swa_pages"):
-            count = getattr(self, name)
-            if count < 0 or count == 1:
-                raise ConfigError(f"cache: {name} is {count}, expected 0, or at least 2 (page 0 is padding)")
-        if (self.window is None) != (self.swa_pages == 0):
-            raise ConfigError(
-                f"cache: window is {self.window} with {self.swa_pages} SWA pages, expected both or neither"
-            )
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"cache: window is {self.window}, expected at least 1 position, the token itself")
-        if bool(self.host_swa_pages) != bool(self.host_full_pages and self.swa_pages):
-            raise ConfigError(
-                f"cache: host_swa_pages is {self.host_swa_pages}, expected pages exactly where there are host pages"
-                f" ({self.host_full_pages}) and SWA pages ({self.swa_pages})"
-            )
+        if Part.FULL not in self.parts or self.full.window is not None:
+            raise ConfigError(f"cache: parts are {dict(self.parts)}, expected FULL among them, without a window")
+        for part, shape in self.parts.items():
+            if shape.pages < 2:
+                raise ConfigError(f"cache: {part.name} has {shape.pages} pages, expected at least 2 (1 is padding)")
+            if shape.host_pages < 0 or shape.host_pages == 1:
+                raise ConfigError(
+                    f"cache: {part.name} has {shape.host_pages} host pages, expected 0, or at least 2 (page 0 is"
+                    " padding)"
+                )
+            if bool(shape.host_pages) != self.tiered:
+                raise ConfigError(
+                    f"cache: {part.name} has {shape.host_pages} host pages and FULL {self.full.host_pages}, expected"
+                    " every part on the host, or none"
+                )
+            if part is Part.SWA and shape.window is None:
+                raise ConfigError(
+                    f"cache: {part.name} has no window, expected one: it is the part of layers that slide"
+                )
+            if shape.window is not None and shape.window < 1:
+                raise ConfigError(
+                    f"cache: the window of {part.name} is {shape.window}, expected at least 1 position (the token)"
+                )
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of the model."""
-        return (Part.FULL, Part.SWA) if self.swa_pages else (Part.FULL,)
+    def full(self) -> PartGeometry:
+        """The part that the tree is built on."""
+        return self.parts[Part.FULL]
+
+    @property
+    def tiered(self) -> bool:
+        """Whether there is a host tier."""
+        return self.full.host_pages > 0
+
+    @property
+    def rules(self) -> tuple[tuple[int, int], ...]:
+        """The parts beside FULL, each with its window, or WHOLE."""
+        return tuple(
+            (int(part), WHOLE if shape.window is None else shape.window)
+            for part, shape in self.parts.items()
+            if part is not Part.FULL
+        )
 
     def pools(self) -> dict[tuple[Tier, Part], int]:
         """Pages of each pool that exists."""
-        counts = {
-            (Tier.DEVICE, Part.FULL): self.full_pages,
-            (Tier.DEVICE, Part.SWA): self.swa_pages,
-            (Tier.HOST, Part.FULL): self.host_full_pages,
-            (Tier.HOST, Part.SWA): self.host_swa_pages,
-        }
+        counts = {(Tier.DEVICE, part): shape.pages for part, shape in self.parts.items()}
+        counts |= {(Tier.HOST, part): shape.host_pages for part, shape in self.parts.items()}
         return {pool: count for pool, count in counts.items() if count}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartPages:
-    """Device pages of one request, by part."""
-
-    full: Pages
-    swa: Pages = field(default_factory=lambda: NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,30 +136,31 @@ class LoadPlan:
 
     end: int
     """Tokens that are usable after the load; a multiple of the page size."""
-    full: int
-    """Device pages of FULL that it needs."""
-    swa: int
-    """Device pages of SWA that it needs."""
+    pages: tuple[int, ...]
+    """Device pages that it needs, of each part in the order of the parts."""
     tokens: int
     """Tokens that it adds to the match."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Match:
-    """A cached prefix, already pinned: the lease must be released once (`finish`, or `release`)."""
+    """A cached prefix, already pinned: the lease must be released once (`finish`, or `release`). Not frozen, as
+    PageSpan."""
 
     lease: Lease
     """Keeps the prefix in place; `lease.end == length`."""
     length: int
     """Tokens found, a multiple of the page size; 0 = none."""
-    pages: Pages
-    """Their FULL pages in order, length / page_size of them: write them into the row."""
-    swa_first: int
-    """Index of the first SWA page that computing position `length` reads; length / page_size without that part."""
-    swa_pages: Pages = field(default_factory=lambda: NO_PAGES)
-    """SWA pages [swa_first, length / page_size), in order."""
+    spans: tuple[PageSpan, ...]
+    """Their pages, of each part: write them into the row. FULL from page 0 on; a part with a window from the first page
+    on that computing position `length` reads."""
     load: LoadPlan | None = None
     """What `load_back` could add; None = nothing."""
+
+    @property
+    def pages(self) -> Pages:
+        """The FULL pages, length / page_size of them."""
+        return self.spans[0].pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,45 +169,44 @@ class Loaded:
 
     length: int
     """Tokens usable now, `lease.end`."""
-    first: int
-    """Index of the first of `pages`: where the match ended."""
-    pages: Pages
-    """FULL pages [first, length / page_size), in order."""
-    swa_first: int
-    """Index of the first of `swa_pages`, as in Match."""
-    swa_pages: Pages
-    """SWA pages [swa_first, length / page_size), in order: all that computing position `length` reads."""
+    spans: tuple[PageSpan, ...]
+    """Pages up to there, of each part: of one that covers whole prefixes from the end of the match on; of one with a
+    window all that computing position `length` reads."""
     op: int
-    """Number of the copy; 0 where others had loaded everything meanwhile."""
+    """Number of the copy; 0 where other requests had loaded everything meanwhile."""
+
+    @property
+    def pages(self) -> Pages:
+        """The FULL pages behind the match."""
+        return self.spans[0].pages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Insertion:
-    """A published piece of a sequence. Write `pages` and `swa_pages` into the rows, then hand this to `commit_row`."""
+    """A published piece of a sequence. Write the pages of `spans` into the rows, then hand this to `commit_row`.
+    Not frozen, as PageSpan."""
 
     rid: str
-    """Whose pages they were; empty where nothing was published."""
-    from_pos: int
-    """First position published."""
+    """The request that gave its pages; empty where nothing was published."""
     end: int
-    """One past the last one; a multiple of the page size, and `lease.end` where prefixes are kept."""
-    pages: Pages
-    """Canonical: the FULL pages that hold positions [from_pos, end) from now on: the tree's."""
-    duplicates: Pages
-    """Those of the given FULL pages that the tree did not need: still the request's, freed by `commit_row`."""
+    """One past the last position published; a multiple of the page size, and `lease.end` where prefixes are kept."""
+    spans: tuple[PageSpan, ...]
+    """Canonical: the pages, of each part, that hold the published positions from now on: the tree's. Of a part with a
+    window from the first page on that the request gave."""
+    duplicates: tuple[Pages, ...]
+    """Of each part, the given pages that the tree did not need: still the request's, freed by `commit_row`."""
     lease: Lease
     """The request's lease, grown to `end`."""
-    swa_first: int = 0
-    """Index of the first of `swa_pages`."""
-    swa_pages: Pages = field(default_factory=lambda: NO_PAGES)
-    """Canonical SWA pages [swa_first, end / page_size)."""
-    swa_duplicates: Pages = field(default_factory=lambda: NO_PAGES)
-    """Those of the given SWA pages that the tree did not need."""
+
+    @property
+    def pages(self) -> Pages:
+        """The canonical FULL pages."""
+        return self.spans[0].pages
 
     @property
     def changed(self) -> bool:
         """Whether a row must be rewritten (the canonical pages differ from those given)."""
-        return len(self.duplicates) > 0 or len(self.swa_duplicates) > 0
+        return any(map(len, self.duplicates))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +214,7 @@ class Eviction:
     """What an eviction brought."""
 
     freed: int
-    """Pages that became free: nobody reads or writes them any more."""
+    """Pages that became free: nothing reads or writes them any more."""
     shortfall: int
     """Pages that were asked for and that nothing evictable could give."""
 
@@ -203,7 +223,7 @@ class PrefetchState(Enum):
     """How far the storage prefetch of a request is."""
 
     NONE = "none"
-    """There is none."""
+    """The request has no prefetch."""
     QUERY = "query"
     """The storage is asked what it has."""
     READ = "read"
@@ -255,12 +275,8 @@ class RowView:
 
     rid: str
     lease: Lease
-    pages: Pages
-    """All FULL pages of its row in order: those of the lease, then its own."""
-    swa_first: int = 0
-    """Index of the first of `swa_pages`."""
-    swa_pages: Pages = field(default_factory=lambda: NO_PAGES)
-    """Its SWA pages in order: those of the lease, then its own."""
+    spans: tuple[PageSpan, ...]
+    """All pages of its row, of each part in order: those of the lease, then its own. FULL from page 0 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +286,7 @@ class PoolStats:
     page_count: int
     """Pages that can be owned (page 0 is not among them)."""
     pages: PageCounts
-    """Pages by state."""
+    """How many pages are in each state."""
     cached: int
     """Pages that nodes list."""
     evictable: int
@@ -322,8 +338,8 @@ class CacheStats:
     """Counter: tokens that left the device without the host copy that the policy wanted: the host had no room."""
     demoted_pages: int = 0
     """Counter: FULL pages that left the device and stayed on the host."""
-    swa_evicted_pages: int = 0
-    """Counter: device SWA pages that eviction took alone (tombstones)."""
+    window_evicted_pages: int = 0
+    """Counter: device pages of parts with a window that eviction took alone (tombstones)."""
     host_evicted_pages: int = 0
     """Counter: host FULL pages that eviction took, duplicates included."""
     eviction_seconds: float = 0.0
@@ -348,12 +364,15 @@ class NodeView:
     head: tuple[int, ...]
     """Its first token ids, 8 at most."""
     pages: Mapping[str, int]
-    """Pages by tier and part: "device", "device_swa", "host", "host_swa"; only those that it has."""
+    """Pages by tier and part: "device", "device_swa", "host", "host_swa" ...; only those that it has."""
     pins: int
     """Leases on it, and pinned children."""
-    swa_pins: int
+    window_pins: int
+    """Leases whose window reaches it, in any part."""
     hits: int
+    """Matches that ended here, or in a descendant that is gone from the device."""
     last_use: int
+    """The latest operation that ended here, by the operation counter."""
     busy: int
     """Copies and load plans that need it as it is."""
 

@@ -1,7 +1,7 @@
 """Every invariant of the cache that can be seen between two operations; each raises with its name.
 
-S structure, D data, O ownership, L leases, T tracking, C copies. Reads only, and recomputes from the nodes up whatever
-the tree keeps incrementally. Complete when idle and in tests; node by node, round and round, in production.
+S structure, D data, O ownership, L leases, T tracking, C copies. Reads only, and recomputes from the nodes up what the
+tree keeps incrementally. Complete when idle and in tests; node by node, round and round, in production.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from serinus.cache.eviction import EvictionQueue
 from serinus.cache.ledger import STATE_BITS, STATE_MASK, Pages, PageState, tree_owner
-from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Node, Tier
+from serinus.cache.node import FULL, TOKEN_BYTES, Node, Tier
+from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.results import RowView
-from serinus.cache.shelves import Shelf, Shelves
 from serinus.cache.tiers import TierController
 from serinus.cache.tree import RadixTree
 from serinus.core.errors import InvariantError
 from serinus.core.moves import MoveKind
+from serinus.core.parts import Part
 
 __all__ = ["SanityChecks"]
 
@@ -35,24 +36,25 @@ class _Claims:
     """What leases, plans and copies say that nodes should count, by identity of the node."""
 
     leases: Counter[int] = field(default_factory=Counter)
-    swa_pins: Counter[int] = field(default_factory=Counter)
+    window_pins: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """By identity of the node, and part."""
     busy: Counter[int] = field(default_factory=Counter)
-    condemned_pins: Counter[int] = field(default_factory=Counter)
+    cut_off_pins: Counter[int] = field(default_factory=Counter)
     """Pinned nodes that were cut off, by the parent they hung from."""
 
 
 class SanityChecks:
     """Holds the tree against itself, the ledgers, the leases and the copies."""
 
-    def __init__(self, tree: RadixTree, shelves: Shelves, tiers: TierController) -> None:
+    def __init__(self, tree: RadixTree, pools: PagePools, tiers: TierController) -> None:
         self._tree = tree
-        self._shelves = shelves
+        self._pools = pools
         self._tiers = tiers
         self._round: list[int] = []
 
     def busy(self) -> str:
         """What keeps the cache from being reset, in words."""
-        ledgers = [shelf.ledger for shelf in self._shelves if shelf.tier is Tier.DEVICE]
+        ledgers = [pool.ledger for pool in self._pools if pool.tier is Tier.DEVICE]
         owned = sum(ledger.counts().request for ledger in ledgers)
         rids = dict.fromkeys(rid for ledger in ledgers for rid in ledger.request_ids)
         held = sum(ledger.held_count for ledger in ledgers)
@@ -69,7 +71,7 @@ class SanityChecks:
     def step(self, budget: int) -> int:
         """Check up to `budget` nodes by themselves; the next call goes on behind them."""
         checked = 0
-        claims = self._condemned_claims()
+        claims = self._cut_off_claims()
         while checked < budget:
             if not self._round:
                 self._round = list(self._tree.arena)
@@ -85,8 +87,8 @@ class SanityChecks:
 
     def complete(self, rows: Iterable[RowView] | None) -> None:
         """Everything. Cost: O(pages + nodes)."""
-        for shelf in self._shelves:
-            shelf.ledger.check()
+        for pool in self._pools:
+            pool.ledger.check()
         claims = self._claims()
         seen: dict[int, Node] = {}
         for node in self._tree.nodes():
@@ -115,7 +117,7 @@ class SanityChecks:
     def _check_root(self, root: Node) -> None:
         if self._tree.roots.get(root.key.decode()) is not root:
             _broken("S6", f"root {root.key!r} is not the root of its namespace")
-        if root.start or root.end or len(root.tokens) or any(len(shelf.of(root)) for shelf in self._shelves):
+        if root.start or root.end or len(root.tokens) or any(len(pool.of(root)) for pool in self._pools):
             _broken("S1", f"root {root} has a span, expected none")
         if not root.children and not root.pins:
             _broken("S5", f"namespace {root.key!r} is empty and unpinned, expected it to be gone")
@@ -134,79 +136,86 @@ class SanityChecks:
             _broken("S3", f"{node} is keyed by {node.key!r}, expected its first page")
         if len(node.tokens) != length * TOKEN_BYTES:
             _broken("S4", f"{node} has {len(node.tokens)} bytes of tokens, expected {length * TOKEN_BYTES}")
-        if not len(node.pages) and not len(node.host):
+        if not len(node.device[FULL]) and not len(node.host[FULL]):
             _broken("D2", f"{node} is on no tier")
-        if len(node.pages) and parent.parent is not None and not len(parent.pages):
+        if len(node.device[FULL]) and parent.parent is not None and not len(parent.device[FULL]):
             _broken("D3", f"{node} is on the device below {parent}, which is not")
-        if (len(node.swa) and not len(node.pages)) or (len(node.host_swa) and not len(node.host)):
-            _broken("D4", f"{node} has SWA on a tier without FULL")
-        for shelf in self._shelves:
-            pages = shelf.of(node)
+        for pages_of in (node.device, node.host):
+            if not len(pages_of[FULL]) and any(map(len, pages_of)):
+                _broken("D4", f"{node} has another part on a tier without FULL")
+        for part in self._tree.whole:
+            if len(node.device[part]) != len(node.device[FULL]):
+                _broken("D4", f"{node} has FULL on the device without {Part(part).name}, which covers whole prefixes")
+        for pool in self._pools:
+            pages = pool.of(node)
             if len(pages):
                 if len(pages) * size != length:
-                    _broken("D1", f"{node} has {len(pages)} {shelf.slot}, expected {length // size}")
-                self._check_pages(shelf, node, parent, pages)
+                    _broken("D1", f"{node} has {len(pages)} {pool}, expected {length // size}")
+                self._check_pages(pool, node, parent, pages)
         self._check_held(node)
 
-    def _check_pages(self, shelf: Shelf, node: Node, parent: Node, pages: Pages) -> None:
-        owners = shelf.ledger.owner_P[pages]
-        if shelf.tier is Tier.DEVICE and node.loading & 1 << shelf.part:
+    def _check_pages(self, pool: PagePool, node: Node, parent: Node, pages: Pages) -> None:
+        owners = pool.ledger.owner_P[pages]
+        if pool.tier is Tier.DEVICE and node.loading & 1 << pool.part:
             wrong = (owners & STATE_MASK) != PageState.COPY
         else:
             wrong = owners != tree_owner(node.id)
         if wrong.any():
             page = int(pages[wrong.argmax()])
-            words = shelf.ledger.describe(int(shelf.ledger.owner_P[page]))
-            _broken("O2", f"{node} lists {shelf.slot} {page}, which is {words}; {shelf.ledger.history(page)}")
+            words = pool.ledger.describe(int(pool.ledger.owner_P[page]))
+            _broken("O2", f"{node} lists page {page} of the {pool}, which is {words}; {pool.ledger.history(page)}")
         positions = node.start + np.arange(len(pages)) * self._tree.page_size
-        above = shelf.of(parent)
+        above = pool.of(parent)
         previous = np.concatenate((above[-1:] if len(above) else np.zeros(1, np.int32), pages[:-1]))
-        if (shelf.sweep.position_P[pages] != positions).any() or (shelf.sweep.previous_P[pages] != previous).any():
-            _broken("D1", f"the sweep has other positions or predecessors for {shelf.slot} of {node} than the tree")
+        if (pool.sweep.position_P[pages] != positions).any() or (pool.sweep.previous_P[pages] != previous).any():
+            _broken("D1", f"the sweep has other positions or predecessors for {pool} of {node} than the tree")
 
     def _check_held(self, node: Node) -> None:
-        swa = self._shelves.swa
-        held = int(np.count_nonzero(self._shelves.device.ledger.hold_P[node.pages]))
-        swa_held = 0 if swa is None else int(np.count_nonzero(swa.ledger.hold_P[node.swa]))
-        if (held, swa_held) != (node.held, node.swa_held):
-            counted = f"{node.held} + {node.swa_held}"
-            _broken("L4", f"{node} counts {counted} held pages, expected {held} + {swa_held}")
+        for part, pool in self._pools.device.items():
+            held = int(np.count_nonzero(pool.ledger.hold_P[node.device[part]]))
+            if held != node.held[part]:
+                _broken("L4", f"{node} counts {node.held[part]} held {pool}, expected {held}")
 
     def _check_pins(self, node: Node, claims: _Claims) -> None:
-        pinned = sum(child.pins > 0 for child in node.children.values()) + claims.condemned_pins[id(node)]
+        pinned = sum(child.pins > 0 for child in node.children.values()) + claims.cut_off_pins[id(node)]
         if node.pins != node.leases + pinned or node.leases < 0:
             _broken("L1", f"{node} has {node.pins} pins, expected {node.leases + pinned} ({node.leases} leases)")
-        on_device = sum(len(child.pages) > 0 for child in node.children.values())
+        on_device = sum(len(child.device[FULL]) > 0 for child in node.children.values())
         if node.device_children != on_device:
             _broken("D3", f"{node} counts {node.device_children} children on the device, expected {on_device}")
 
     def _check_claims(self, node: Node, claims: _Claims) -> None:
         if node.leases != claims.leases[id(node)]:
             _broken("L1", f"{node} counts {node.leases} leases and plans, expected {claims.leases[id(node)]}")
-        if node.swa_pins != claims.swa_pins[id(node)]:
-            _broken("L2", f"{node} has {node.swa_pins} SWA pins, expected {claims.swa_pins[id(node)]}")
+        for part in self._tree.windowed:
+            expected = claims.window_pins[id(node), part]
+            if node.window_pins[part] != expected:
+                name = Part(part).name
+                _broken("L2", f"{node} has {node.window_pins[part]} window pins of {name}, expected {expected}")
         if node.busy != claims.busy[id(node)]:
             _broken("C2", f"{node} counts {node.busy} copies and plans, expected {claims.busy[id(node)]}")
 
-    def _condemned_claims(self) -> _Claims:
+    def _cut_off_claims(self) -> _Claims:
         claims = _Claims()
         for top in self._tiers.quarantine.cut_off:
             if top.parent is not None and top.pins:
-                claims.condemned_pins[id(top.parent)] += 1
+                claims.cut_off_pins[id(top.parent)] += 1
         return claims
 
     def _claims(self) -> _Claims:
-        claims = self._condemned_claims()
+        claims = self._cut_off_claims()
         for lease in self._tree.leases:
             claims.leases[id(lease.anchor)] += 1
-            node = lease.anchor
-            while node.parent is not None and node.start >= lease.swa_from and self._shelves.swa is not None:
-                claims.swa_pins[id(node)] += 1
-                node = node.parent
+            for part, mine in zip(self._tree.windowed, lease.windows, strict=True):
+                node = lease.anchor
+                while node.parent is not None and node.start >= mine.first:
+                    claims.window_pins[id(node), part] += 1
+                    node = node.parent
             if lease.plan is not None:
                 claims.leases[id(lease.plan.anchor)] += 1
                 for node in lease.plan.nodes():
-                    claims.swa_pins[id(node)] += 1
+                    for part in self._tree.windowed:
+                        claims.window_pins[id(node), part] += 1
                     claims.busy[id(node)] += 1
         for copy in self._tiers.table.all():
             for node in copy.span.nodes():
@@ -217,35 +226,31 @@ class SanityChecks:
 
     def _check_totals(self, nodes: dict[int, Node]) -> None:
         tree = self._tree
-        loose = [n for n in nodes.values() if not (n.busy or n.storing) and (len(n.pages) or not n.pins)]
-        counted = {
-            "pages": (tree.cached_pages, tree.evictable_pages),
-            "swa": (tree.cached_swa, tree.evictable_swa),
-            "host": (tree.cached_host, tree.evictable_host),
-            "host_swa": (tree.cached_host_swa, tree.evictable_host_swa),
-        }
-        evictable = {
-            "pages": sum(len(n.pages) - n.held for n in nodes.values() if not n.pins),
-            "swa": sum(len(n.swa) - n.swa_held for n in nodes.values() if not n.swa_pins),
-            "host": sum(len(n.host) for n in loose),
-            "host_swa": sum(len(n.host_swa) for n in loose),
-        }
-        for shelf in self._shelves:
-            cached = sum(len(shelf.of(node)) for node in nodes.values())
-            filling = sum(
-                len(shelf.of(node))
-                for node in nodes.values()
-                if shelf.tier is Tier.DEVICE and node.loading & 1 << shelf.part
-            )
-            listed = int(((shelf.ledger.owner_P & STATE_MASK) == PageState.TREE).sum())
-            if not cached == counted[shelf.slot][0] == listed + filling:
+        for pool in self._pools:
+            part, device = pool.part, pool.tier is Tier.DEVICE
+            counted = tree.cached[part] if device else tree.cached_host[part]
+            cached = sum(len(pool.of(node)) for node in nodes.values())
+            filling = sum(len(pool.of(n)) for n in nodes.values() if device and n.loading & 1 << part)
+            listed = int(((pool.ledger.owner_P & STATE_MASK) == PageState.TREE).sum())
+            if not cached == counted == listed + filling:
                 _broken(
                     "O2",
-                    f"the tree counts {counted[shelf.slot][0]} {shelf.slot} and the ledger {listed} (and {filling}"
-                    f" that copies fill), expected {cached}",
+                    f"the tree counts {counted} {pool} and the ledger {listed} (and {filling} that copies fill),"
+                    f" expected {cached}",
                 )
-            if evictable[shelf.slot] != counted[shelf.slot][1]:
-                _broken("L4", f"{counted[shelf.slot][1]} {shelf.slot} are evictable, expected {evictable[shelf.slot]}")
+            evictable = tree.evictable[part] if device else tree.evictable_host[part]
+            expected = sum(self._evictable(pool, node) for node in nodes.values())
+            if evictable != expected:
+                _broken("L4", f"{evictable} {pool} are evictable, expected {expected}")
+
+    def _evictable(self, pool: PagePool, node: Node) -> int:
+        """Pages of a node that evicting everything from its pool would make free."""
+        part, pages = pool.part, len(pool.of(node))
+        if pool.tier is Tier.HOST:
+            loose = not (node.busy or node.storing) and (len(node.device[FULL]) or not node.pins)
+            return pages if loose else 0
+        pins = node.window_pins[part] if part in self._tree.windowed else node.pins
+        return 0 if pins else pages - node.held[part]
 
     def _check_leases(self) -> None:
         for lease in self._tree.leases:
@@ -255,21 +260,22 @@ class SanityChecks:
                 continue
             node = lease.anchor
             while node.parent is not None:
-                if not node.alive or not len(node.pages):
+                if not node.alive or not len(node.device[FULL]):
                     _broken("L3", f"{lease} stands on {node}, which is gone or not on the device")
-                if self._shelves.swa is not None and node.end > lease.swa_want and not len(node.swa):
-                    _broken("L3", f"{lease} reads SWA from {lease.swa_want} on, and {node} has none")
+                for part, mine in zip(self._tree.windowed, lease.windows, strict=True):
+                    if node.end > mine.want and not len(node.device[part]):
+                        _broken("L3", f"{lease} reads {Part(part).name} from {mine.want} on, and {node} has none")
                 node = node.parent
 
     def _check_copies(self) -> None:
         under_way = {MoveKind.BACKUP: 0, MoveKind.LOAD: 0}
         filled: dict[tuple[Tier, int], set[int]] = {}
         for copy in self._tiers.table.all():
-            under_way[copy.kind] += len(copy.full) + len(copy.swa)
+            under_way[copy.kind] += copy.page_count
             into, outof = (Tier.HOST, Tier.DEVICE) if copy.kind is MoveKind.BACKUP else (Tier.DEVICE, Tier.HOST)
-            for move in copy.moves():
-                target = self._shelves.all[into, move.part].ledger
-                source = self._shelves.all[outof, move.part].ledger
+            for move in copy.moves:
+                target = self._pools.all[into, move.part].ledger
+                source = self._pools.all[outof, move.part].ledger
                 bad = (target.owner_P[move.target] != copy.owner) & (
                     (target.owner_P[move.target] & STATE_MASK) != PageState.QUARANTINED
                 )
@@ -291,51 +297,53 @@ class SanityChecks:
         known = {copy.owner for copy in self._tiers.table.all()}
         if self._tiers.prefetches is not None:
             known |= self._tiers.prefetches.owners
-        for shelf in self._shelves:
-            owners = shelf.ledger.owner_P[(shelf.ledger.owner_P & STATE_MASK) == PageState.COPY]
+        for pool in self._pools:
+            owners = pool.ledger.owner_P[(pool.ledger.owner_P & STATE_MASK) == PageState.COPY]
             lost = set(np.unique(owners).tolist()) - known
             if lost:
-                _broken("C2", f"{shelf.slot} belong to copies {[o >> STATE_BITS for o in lost]}, which are not there")
+                _broken("C2", f"{pool} belong to copies {[o >> STATE_BITS for o in lost]}, which are not there")
 
     # Rows
 
     def _check_rows(self, rows: Iterable[RowView]) -> None:
         """O3 and O5: a row is its lease's canonical pages, then the request's own pages, all of them, each once."""
         size = self._tree.page_size
-        known = {rid for shelf in self._shelves for rid in shelf.ledger.request_ids}
+        known = {rid for pool in self._pools for rid in pool.ledger.request_ids}
         for row in rows:
             known.discard(row.rid)
             if not row.lease.live:
                 _broken("L5", f"running request {row.rid} has {row.lease}")
             leased = row.lease.end // size
-            self._check_tail(self._shelves.device, row.rid, row.pages[leased:])
-            skip = max(0, leased - row.swa_first)
-            if self._shelves.swa is not None:
-                self._check_tail(self._shelves.swa, row.rid, row.swa_pages[skip:])
-            if row.lease.sound_end is not None:
-                continue
-            canonical, window = self._lease_pages(row)
-            if not np.array_equal(row.pages[:leased], canonical):
-                got = row.pages[:leased].tolist()
-                _broken("O5", f"row of {row.rid} begins with {got}, expected {canonical.tolist()}")
-            want = max(row.swa_first, row.lease.swa_want // size)
-            mine = row.swa_pages[want - row.swa_first : skip]
-            if self._shelves.swa is not None and not np.array_equal(mine, window[want:leased]):
-                got = mine.tolist()
-                _broken("O5", f"SWA row of {row.rid} has {got} from page {want} on, expected {window[want:].tolist()}")
+            windows = dict(zip(self._tree.windowed, row.lease.windows, strict=True))
+            path = None if row.lease.sound_end is not None else self._path(row)
+            for span in row.spans:
+                pool = self._pools.device[span.part]
+                skip = max(0, leased - span.first)
+                self._check_tail(pool, row.rid, span.pages[skip:])
+                if path is None:
+                    continue
+                first = span.first
+                if span.part in windows:
+                    first = max(first, windows[span.part].want // size)
+                elif first:
+                    _broken("O5", f"row of {row.rid} begins with page {first} of {span.part.name}, expected 0")
+                mine, canonical = span.pages[first - span.first : skip], self._canonical(pool, path)[first:leased]
+                if not np.array_equal(mine, canonical):
+                    got, expected = mine.tolist(), canonical.tolist()
+                    _broken("O5", f"row of {row.rid} has {span.part.name} {got} from {first} on, expected {expected}")
         for rid in known:
-            for shelf in self._shelves:
-                if shelf.ledger.pages_of_request(rid):
-                    _broken("O3", f"request {rid} owns {shelf.slot} {_owned(shelf, rid).tolist()} and has no row")
+            for pool in self._pools:
+                if pool.ledger.pages_of_request(rid):
+                    _broken("O3", f"request {rid} owns {pool} {_owned(pool, rid).tolist()} and has no row")
 
-    def _check_tail(self, shelf: Shelf, rid: str, pages: Pages) -> None:
+    def _check_tail(self, pool: PagePool, rid: str, pages: Pages) -> None:
         tail = np.sort(pages)
-        owned = _owned(shelf, rid) if rid in shelf.ledger.request_ids else tail[:0]
+        owned = _owned(pool, rid) if rid in pool.ledger.request_ids else tail[:0]
         if not np.array_equal(tail, owned):
-            _broken("O3", f"row of {rid} ends with {shelf.slot} {tail.tolist()}, and it owns {owned.tolist()}")
+            _broken("O3", f"row of {rid} ends with {pool} {tail.tolist()}, and it owns {owned.tolist()}")
 
-    def _lease_pages(self, row: RowView) -> tuple[Pages, Pages]:
-        """Canonical FULL and SWA pages of a lease, by page index; -1 where there is no SWA."""
+    def _path(self, row: RowView) -> list[Node]:
+        """The nodes of a row's lease, the first one first."""
         path: list[Node] = []
         node: Node | None = row.lease.anchor
         while node is not None:
@@ -343,17 +351,20 @@ class SanityChecks:
                 _broken("L3", f"{row.lease} of {row.rid} stands on {node}, which left the tree")
             path.append(node)
             node = node.parent
-        full = np.concatenate([node.pages for node in path[::-1]])
-        swa = [node.swa if len(node.swa) else np.full(len(node.pages), -1, np.int32) for node in path[::-1]]
-        return full, np.concatenate(swa) if swa else NO_PAGES
+        return path[::-1]
+
+    def _canonical(self, pool: PagePool, path: list[Node]) -> Pages:
+        """The pages of a path by page index; -1 where the pool has none."""
+        pages = [pool.of(n) if len(pool.of(n)) else np.full(len(n.device[FULL]), -1, np.int32) for n in path]
+        return np.concatenate(pages)
 
 
-def _owned(shelf: Shelf, rid: str) -> NDArray[np.intp]:
-    return np.flatnonzero(shelf.ledger.owner_P == shelf.ledger.request_owner(rid))
+def _owned(pool: PagePool, rid: str) -> NDArray[np.intp]:
+    return np.flatnonzero(pool.ledger.owner_P == pool.ledger.request_owner(rid))
 
 
 def _check_queue(queue: EvictionQueue, nodes: dict[int, Node]) -> None:
-    """T1 to T4: whoever may go has one entry, and it stands where the node's rank is, or before it."""
+    """T1 to T4: a node that may go has one entry, and it stands where the node's rank is, or before it."""
     entries: dict[int, Node] = {}
     for rank, node in queue:
         if not node.alive:
@@ -365,7 +376,10 @@ def _check_queue(queue: EvictionQueue, nodes: dict[int, Node]) -> None:
         entries[node.id] = node
     for node in nodes.values():
         if queue.may_go(node) and node.id not in entries:
-            _broken("T1" if queue.bit <= 2 else "T2", f"{node} may go, expected an entry in the {queue.name} queue")
+            _broken(
+                "T1" if queue.tier is Tier.DEVICE else "T2",
+                f"{node} may go, expected an entry in the {queue.name} queue",
+            )
         if node.queued & queue.bit and node.id not in entries:
             _broken("T4", f"{node} believes that it is in the {queue.name} queue")
 

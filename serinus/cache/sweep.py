@@ -41,11 +41,17 @@ class SweepIndex:
         self.previous_P[page] = previous
 
     def walk(
-        self, ledger: PageLedger, arena: Mapping[int, Node] | None, cursor: int, budget: int, *, window: bool = False
+        self,
+        ledger: PageLedger,
+        arena: Mapping[int, Node] | None,
+        cursor: int,
+        budget: int,
+        *,
+        window: int | None = None,
     ) -> ResidentSlots:
         """The cached slots of budget / page_size pages from `cursor`.
 
-        Where `arena` is given, without those of nodes that a lease pins (`window`: whose SWA a lease pins).
+        Where `arena` is given, without those of nodes that a lease pins; `window`: the part, if its window pins count.
         """
         size = self.page_size
         start = max(cursor, 1)
@@ -55,7 +61,7 @@ class SweepIndex:
         if arena is not None and len(pages):
             ids, which = np.unique(owner_P[pages] >> STATE_BITS, return_inverse=True)
             nodes = [arena[node_id] for node_id in ids.tolist()]
-            loose = np.array([(n.swa_pins if window else n.pins) == 0 for n in nodes], np.bool_)
+            loose = np.array([(n.pins if window is None else n.window_pins[window]) == 0 for n in nodes], np.bool_)
             pages = pages[loose[which]]
         pages += start
         offsets = np.arange(size)

@@ -12,15 +12,16 @@ from serinus.cache.copies import CopyTable
 from serinus.cache.host import HostTier
 from serinus.cache.loading import Loads
 from serinus.cache.node import Lease
+from serinus.cache.page_pools import PagePools
 from serinus.cache.policy import WritePolicy
 from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.prefetch import Prefetches, StorageWrites
-from serinus.cache.quarantine import Quarantine
+from serinus.cache.quarantine import PageQuarantine
 from serinus.cache.results import CacheNews, Loaded
-from serinus.cache.shelves import Shelves
 from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
+from serinus.core.parts import Part
 
 __all__ = ["TierController"]
 
@@ -32,26 +33,25 @@ class TierController:
 
     def __init__(
         self,
-        shelves: Shelves,
+        pools: PagePools,
         policy: WritePolicy,
         windows: Windows,
-        window: int | None,
         mover: PageMover | None,
         storage: PageStorage | None,
     ) -> None:
-        self._shelves = shelves
+        self._pools = pools
         self._mover = mover
         self._storage = storage
-        self.table = CopyTable(shelves.tree)
-        self.host = HostTier(shelves)
-        self.backups = Backups(shelves, self.table, self.host, policy, window, self._submit, self.wait)
-        self.quarantine = Quarantine(shelves)
-        self.loads = Loads(shelves, self.table, self.quarantine, windows, window)
+        self.table = CopyTable(pools.tree)
+        self.host = HostTier(pools)
+        self.backups = Backups(pools, self.table, self.host, policy, self._submit, self.wait)
+        self.quarantine = PageQuarantine(pools)
+        self.loads = Loads(pools, self.table, self.quarantine, windows)
         self.prefetches: Prefetches | None = None
         self.writes: StorageWrites | None = None
         if storage is not None:
-            self.prefetches = Prefetches(shelves, self.table, self.host, storage, window, self.quarantine.keys)
-            self.writes = StorageWrites(shelves, self.table, storage)
+            self.prefetches = Prefetches(pools, self.table, self.host, storage, self.quarantine.keys)
+            self.writes = StorageWrites(pools, self.table, storage)
         self._early: list[MoveDone] = []
         """Completions that came while something else was waited for: they count at the next poll."""
         self._ended_loads: list[int] = []
@@ -69,7 +69,8 @@ class TierController:
         return len(self.table) + self.backups.queued + storing + reading
 
     def poll(self, settle: Collection[int]) -> CacheNews:
-        """Take what ended, in the order of submission; then begin what waits. `settle`: these have ended then."""
+        """Take the operations that ended, in the order of submission; then begin those that wait. Blocks until the
+        copies `settle` have ended. Raises InvariantError for an answer to an operation that is not in flight."""
         if self._mover is None:
             return NO_NEWS
         done, self._early = [*self._early, *self._mover.poll()], []
@@ -102,7 +103,9 @@ class TierController:
         return news
 
     def wait(self, ops: Collection[int]) -> None:
-        """Block until these copies have ended, and complete exactly them: others keep their place in the order."""
+        """Block until these copies have ended, and complete exactly them: others keep their place in the order.
+
+        Raises InvariantError where the mover returns and has not ended all of them."""
         pending = set(ops)
         if not pending:
             return
@@ -128,7 +131,7 @@ class TierController:
         """Carry out the lease's plan; there is room."""
         loaded, copy = self.loads.begin(rid, lease)
         if copy is not None:
-            self._submit(copy.moves())
+            self._submit(copy.moves)
         return loaded
 
     def _submit(self, moves: list[Move]) -> None:
@@ -138,7 +141,7 @@ class TierController:
     def _end(self, done: MoveDone) -> None:
         """A copy has ended."""
         copy = self.table.get(done.op)
-        tokens = len(copy.full) * self._shelves.tree.page_size
+        tokens = copy.count(Part.FULL) * self._pools.tree.page_size
         self.failed_copies += not done.ok
         if copy.kind is MoveKind.LOAD:
             self.loads.end(copy, ok=done.ok)

@@ -1,22 +1,22 @@
 """The radix tree: prefixes, what each node has on which tier, pins, and the order in which nodes go.
 
-Pure structure: it takes and gives page ids and never asks a ledger; each method returns its effects, and the shelves
-(shelves.py) apply them. Pages are aligned: every node starts and ends on a page border. On every path from a root FULL
-is on the device first and on the host alone afterwards.
+Pure structure: it takes and gives page ids and never asks a ledger; each method returns its effects, and the pools
+(page_pools.py) apply them. Pages are aligned: every node starts and ends on a page border. On every path from a root
+FULL is on the device first and on the host alone afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from serinus.cache.eviction import Queues
 from serinus.cache.ledger import Pages
-from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Lease, Node, Span
+from serinus.cache.node import FULL, NO_PAGES, TOKEN_BYTES, WHOLE, Lease, Node, Span, Tier
 
-__all__ = ["Descent", "RadixTree", "Split", "Victims"]
+__all__ = ["Descent", "PartVictims", "RadixTree", "Split", "Victims"]
 
 NO_TOKENS = memoryview(b"")
 
@@ -45,53 +45,67 @@ class Split:
     moved: Node
     """The shorter half, which has the new id."""
     old_id: int
-    """Whose its pages were."""
+    """The id under which the ledgers have its pages so far."""
 
 
 @dataclass(slots=True)
-class Victims:
-    """Effect of an eviction: these pages left the tree, node by node."""
+class PartVictims:
+    """Pages of one part that left the tree, node by node."""
 
     pages: list[Pages]
     node_ids: list[int]
     lengths: list[int]
-    swa: list[Pages]
-    """Device SWA pages that went with them."""
-    swa_ids: list[int]
-    swa_lengths: list[int]
+
+
+@dataclass(slots=True)
+class Victims:
+    """Effect of an eviction from the device."""
+
+    parts: list[PartVictims]
+    """In the order of the parts: FULL first."""
     hashes: list[bytes]
     """Of the FULL pages; only of nodes that have theirs."""
     freed: int
-    """How many of the FULL pages have no holds, hence become free."""
+    """Pages without holds of the part that was asked for: they become free."""
 
 
 class RadixTree:
-    """All prefixes of all namespaces, one root each."""
+    """All prefixes of all namespaces, one root each.
 
-    def __init__(self, page_size: int, policy: str) -> None:
+    Args:
+        page_size: tokens per page.
+        policy: eviction order, one of POLICIES.
+        rules: parts beside FULL, each with its window, or WHOLE.
+        tiered: whether there is a host tier.
+    """
+
+    def __init__(
+        self, page_size: int, policy: str, rules: Sequence[tuple[int, int]] = (), tiered: bool = False
+    ) -> None:
         self.page_size = page_size
         self.key_bytes = page_size * TOKEN_BYTES
+        self.parts = (FULL, *(part for part, _ in rules))
+        self.whole = (FULL, *(part for part, window in rules if window == WHOLE))
+        """Parts whose pages stay and go with those of FULL."""
+        self.windowed = tuple(part for part, window in rules if window != WHOLE)
+        """Parts of which a node may have nothing where it has FULL: a tombstone."""
+        self._width = max(self.parts) + 1
         self.roots: dict[str, Node] = {}
         self.arena: dict[int, Node] = {}
         """Every node but the roots, by id."""
         self.leases: dict[Lease, None] = {}
         """Every live lease, oldest first."""
-        self.queues = Queues(policy)
+        self.queues = Queues(policy, self.windowed, tiered=tiered)
         self.queue = self.queues.device
-        self.swa_queue = self.queues.swa
         self.host_queue = self.queues.host
-        self.cached_pages = 0
-        """Device FULL pages in the tree."""
-        self.evictable_pages = 0
-        """Those of unpinned nodes that have no holds: exactly what evicting everything would make free."""
-        self.cached_swa = 0
-        self.evictable_swa = 0
-        """Device SWA pages outside every lease's window, without holds."""
-        self.cached_host = 0
-        self.evictable_host = 0
-        """Host FULL pages of nodes that no copy needs, duplicates or unpinned."""
-        self.cached_host_swa = 0
-        self.evictable_host_swa = 0
+        self.cached = [0] * self._width
+        """By part, device pages in the tree."""
+        self.evictable = [0] * self._width
+        """By part, those that evicting everything would make free: not pinned (of a part with a window: outside every
+        lease's window), not held."""
+        self.cached_host = [0] * self._width
+        self.evictable_host = [0] * self._width
+        """By part, host pages of nodes that no copy needs, duplicates or unpinned."""
         self.clock = 0
         """The operation counter: the tree's only time."""
         self._next_id = 1
@@ -101,7 +115,10 @@ class RadixTree:
         root = self.roots.get(namespace)
         if root is None:
             key = namespace.encode()
-            root = Node(node_id=0, parent=None, tokens=NO_TOKENS, pages=NO_PAGES, start=0, key=key, born=0)
+            nothing = [NO_PAGES] * self._width
+            root = Node(
+                node_id=0, parent=None, tokens=NO_TOKENS, device=nothing, host=nothing.copy(), start=0, key=key, born=0
+            )
             self.roots[namespace] = root
         return root
 
@@ -138,7 +155,7 @@ class RadixTree:
         """Cut `node` at `position` (a page border strictly inside); pages and tokens become views.
 
         Leases, children and identity stay with the second half; ids are given so that fewer pages change theirs.
-        Counts of holds stay there too: the shelves, which know the pages, correct them.
+        Counts of holds stay there too: the pools, which know the pages, correct them.
         """
         assert node.start < position < node.end, f"cache: split of {node} at {position}, expected strictly inside"
         parent = node.parent
@@ -147,19 +164,25 @@ class RadixTree:
         pages_below = (node.end - position) // self.page_size
         cut = (position - node.start) * TOKEN_BYTES
         upper = Node(
-            node_id=self._take_id(), parent=parent, tokens=node.tokens[:cut], pages=node.pages[:pages_above],
+            node_id=self._take_id(), parent=parent, tokens=node.tokens[:cut],
+            device=[pages[:pages_above] for pages in node.device], host=[pages[:pages_above] for pages in node.host],
             start=node.start, key=node.key, born=node.born,
         )  # fmt: skip
         node.tokens = node.tokens[cut:]
-        node.pages = node.pages[pages_above:]
+        node.device = [pages[pages_above:] for pages in node.device]
+        node.host = [pages[pages_above:] for pages in node.host]
         node.start = position
         node.key = bytes(node.tokens[: self.key_bytes])
         node.parent = upper
         upper.children[node.key] = node
-        upper.device_children = 1 if len(node.pages) else 0
+        upper.device_children = 1 if len(node.device[FULL]) else 0
         upper.pins = 1 if node.pins else 0
+        upper.window_pins, upper.window_use = node.window_pins.copy(), node.window_use.copy()
+        upper.busy, upper.storing, upper.loading = node.busy, node.storing, node.loading
+        upper.uses, upper.priority, upper.wanted = node.uses, node.priority, node.wanted
+        if node.hashes is not None:
+            upper.hashes, node.hashes = node.hashes[: 16 * pages_above], node.hashes[16 * pages_above :]
         parent.children[upper.key] = upper
-        self._split_rest(upper, node, pages_above)
         moved, old_id = upper, node.id
         if pages_above > pages_below:
             upper.id, node.id = node.id, upper.id
@@ -168,65 +191,56 @@ class RadixTree:
         self.arena[node.id] = node
         return Split(upper, node, moved, old_id)
 
-    def _split_rest(self, upper: Node, node: Node, pages_above: int) -> None:
-        """What only caches with several tiers or parts have."""
-        upper.swa_pins, upper.busy, upper.storing, upper.loading = node.swa_pins, node.busy, node.storing, node.loading
-        upper.swa_use, upper.uses, upper.priority = node.swa_use, node.uses, node.priority
-        upper.wanted = node.wanted
-        upper.swa, node.swa = node.swa[:pages_above], node.swa[pages_above:]
-        upper.host, node.host = node.host[:pages_above], node.host[pages_above:]
-        upper.host_swa, node.host_swa = node.host_swa[:pages_above], node.host_swa[pages_above:]
-        if node.hashes is not None:
-            upper.hashes, node.hashes = node.hashes[: 16 * pages_above], node.hashes[16 * pages_above :]
-
     def grow(self, parent: Node, tokens: memoryview, pages: Pages) -> Node:
-        """A new leaf below `parent`. It keeps `pages` (none if it is born on the host) and `tokens`, read-only now."""
+        """A new leaf below `parent` with these FULL pages (none if it is made on the host); both stay as they are."""
         key = bytes(tokens[: self.key_bytes])
         assert key not in parent.children, f"cache: S3 {parent} already has a child for these tokens"
+        nothing = [NO_PAGES] * self._width
         leaf = Node(
-            node_id=self._take_id(), parent=parent, tokens=tokens, pages=pages, start=parent.end, key=key,
-            born=self.clock,
+            node_id=self._take_id(), parent=parent, tokens=tokens, device=nothing, host=nothing.copy(),
+            start=parent.end, key=key, born=self.clock,
         )  # fmt: skip
         parent.children[key] = leaf
         self.arena[leaf.id] = leaf
         if len(pages):
+            leaf.device[FULL] = pages
             parent.device_children += 1
-            self.cached_pages += len(pages)
-            self.evictable_pages += len(pages)
+            self.cached[FULL] += len(pages)
+            self.evictable[FULL] += len(pages)
         return leaf
 
     # Pins
 
     def lease(self, anchor: Node, priority: int = 0) -> Lease:
-        """A new lease that ends with `anchor`. Cost: the nodes on its path that nobody pinned before, plus one."""
-        lease = Lease(anchor, priority)
+        """A new lease that ends with `anchor`. Cost: the nodes on its path that were not pinned before, plus one."""
+        lease = Lease(anchor, priority, len(self.windowed))
         self.leases[lease] = None
         self.pin(anchor)
         return lease
 
     def end_lease(self, lease: Lease) -> None:
-        """The lease pins nothing any more; its SWA pins ended before."""
+        """The lease pins nothing any more; its window pins ended before."""
         assert lease.live, f"cache: L5 {lease} has ended before"
         lease.live = False
         del self.leases[lease]
         self.unpin(lease.anchor)
 
     def pin(self, node: Node) -> None:
-        """One more lease on `node`. Cost: the nodes on its path that nobody pinned before, plus one."""
+        """One more lease on `node`. Cost: the nodes on its path that were not pinned before, plus one."""
         node.leases += 1
         above: Node | None = node
         while above is not None:
             above.pins += 1
             if above.pins > 1:
                 return
-            self.evictable_pages -= len(above.pages) - above.held
-            if len(above.host) and not (len(above.pages) or above.busy or above.storing):
-                self.evictable_host -= len(above.host)
-                self.evictable_host_swa -= len(above.host_swa)
+            for part in self.whole:
+                self.evictable[part] -= len(above.device[part]) - above.held[part]
+            if len(above.host[FULL]) and not (len(above.device[FULL]) or above.busy or above.storing):
+                self._count_host(above, -1)
             above = above.parent
 
     def unpin(self, node: Node) -> None:
-        """One lease less on `node`; what nobody pins any more becomes evictable."""
+        """One lease less on `node`; nodes without any become evictable."""
         assert node.leases > 0, f"cache: L5 {node} has no lease to release"
         node.leases -= 1
         above: Node | None = node
@@ -234,40 +248,48 @@ class RadixTree:
             above.pins -= 1
             if above.pins:
                 return
-            self.evictable_pages += len(above.pages) - above.held
-            if len(above.host):
-                if not (len(above.pages) or above.busy or above.storing):
-                    self.evictable_host += len(above.host)
-                    self.evictable_host_swa += len(above.host_swa)
+            for part in self.whole:
+                self.evictable[part] += len(above.device[part]) - above.held[part]
+            if len(above.host[FULL]):
+                if not (len(above.device[FULL]) or above.busy or above.storing):
+                    self._count_host(above, 1)
                 self.requeue(above)
             if not above.device_children:
                 self._loose_end(above)
             above = above.parent
 
+    def pin_window(self, node: Node, part: int, change: int) -> None:
+        """The window of one more lease or plan reaches `node` in this part (1), or of one less (-1)."""
+        before, now = node.window_pins[part], node.window_pins[part] + change
+        node.window_pins[part] = now
+        if node.alive and not (before and now):
+            self.evictable[part] += (len(node.device[part]) - node.held[part]) * (-1 if now else 1)
+
     def set_busy(self, span: Span, change: int) -> None:
         """A copy or a plan over `span` begins (1) or ends (-1)."""
         for node in span.nodes():
-            self._account(node, -1)
+            loose = self._is_loose(node)
             node.busy += change
-            self._account(node, 1)
+            self._recount_host(node, loose)
             if not node.busy:
                 self.requeue(node)
 
     def set_storing(self, span: Span, change: int) -> None:
         """A storage write over `span` begins (1) or ends (-1)."""
         for node in span.nodes():
-            self._account(node, -1)
+            loose = self._is_loose(node)
             node.storing += change
-            self._account(node, 1)
+            self._recount_host(node, loose)
             self.requeue(node)
 
     def set_plan(self, span: Span, change: int) -> None:
-        """A plan to load `span` is made (1) or ended (-1): its host pages stay, and what SWA it has on the device."""
+        """A plan to load `span` is made (1) or ended (-1): its host pages stay, and what windows have on the device."""
         for node in span.nodes():
-            self._account(node, -1)
+            loose = self._is_loose(node)
             node.busy += change
-            node.swa_pins += change
-            self._account(node, 1)
+            self._recount_host(node, loose)
+            for part in self.windowed:
+                self.pin_window(node, part, change)
             self.requeue(node)
 
     def touch(self, node: Node, *, hit: bool, priority: int = 0) -> None:
@@ -281,40 +303,46 @@ class RadixTree:
 
     # What a node has where
 
-    def put(self, node: Node, slot: str, pages: Pages) -> Pages:
-        """`pages` are what `node` has in the tier and part called `slot` (none = it leaves that one); returns the old.
+    def put(self, node: Node, tier: Tier, part: int, pages: Pages) -> Pages:
+        """`pages` are what `node` has in this tier and part (none = it leaves that one); returns the old ones.
 
-        Its last pages of all take it out of nothing: the caller drops it.
+        A node that has nothing anywhere stays in the tree until the caller drops it.
         """
-        old: Pages = getattr(node, slot)
-        self._account(node, -1)
-        setattr(node, slot, pages)
-        if slot == "pages" and node.parent is not None:
-            node.parent.device_children += (len(pages) > 0) - (len(old) > 0)
-        self._account(node, 1)
+        if tier is Tier.HOST:
+            old, node.host[part] = node.host[part], pages
+            self.cached_host[part] += len(pages) - len(old)
+            if self._is_loose(node):
+                self.evictable_host[part] += len(pages) - len(old)
+            return old
+        loose = self._is_loose(node)
+        old, node.device[part] = node.device[part], pages
+        self.cached[part] += len(pages) - len(old)
+        if not (node.window_pins[part] if part in self.windowed else node.pins):
+            self.evictable[part] += len(pages) - len(old)
+        if part == FULL:
+            if node.parent is not None:
+                node.parent.device_children += (len(pages) > 0) - (len(old) > 0)
+            self._recount_host(node, loose)
         return old
 
-    def recount_held(self, node: Node, held: int, swa_held: int) -> None:
-        """So many of its device pages have holds."""
-        self._account(node, -1)
-        node.held, node.swa_held = held, swa_held
-        self._account(node, 1)
+    def set_held(self, node: Node, part: int, held: int) -> None:
+        """So many of its device pages of this part have holds."""
+        if node.alive and not (node.window_pins[part] if part in self.windowed else node.pins):
+            self.evictable[part] += node.held[part] - held
+        node.held[part] = held
 
-    def _account(self, node: Node, sign: int) -> None:
-        """Add or take away what `node` contributes to the counts."""
-        if not node.alive:
-            return
-        self.cached_pages += sign * len(node.pages)
-        self.cached_swa += sign * len(node.swa)
-        self.cached_host += sign * len(node.host)
-        self.cached_host_swa += sign * len(node.host_swa)
-        if not node.pins:
-            self.evictable_pages += sign * (len(node.pages) - node.held)
-        if not node.swa_pins:
-            self.evictable_swa += sign * (len(node.swa) - node.swa_held)
-        if not (node.busy or node.storing) and (len(node.pages) or not node.pins):
-            self.evictable_host += sign * len(node.host)
-            self.evictable_host_swa += sign * len(node.host_swa)
+    def _is_loose(self, node: Node) -> bool:
+        """Whether its host pages, if any, count as evictable."""
+        return not (node.busy or node.storing) and (len(node.device[FULL]) > 0 or not node.pins) and node.alive
+
+    def _recount_host(self, node: Node, before: bool) -> None:
+        now = self._is_loose(node)
+        if now != before:
+            self._count_host(node, 1 if now else -1)
+
+    def _count_host(self, node: Node, sign: int) -> None:
+        for part in self.parts:
+            self.evictable_host[part] += sign * len(node.host[part])
 
     def requeue(self, node: Node) -> None:
         """Something about `node` changed: it stands in every queue where it belongs."""
@@ -322,53 +350,50 @@ class RadixTree:
 
     # Eviction
 
-    def evict(self, enough: int) -> Victims:
-        """Drop device leaves, lowest rank first, until `enough` FULL pages without holds are out or none may go.
+    def evict(self, enough: int, part: int = FULL) -> Victims:
+        """Drop device leaves, lowest rank first, until `enough` pages of `part` without holds are out or none may go.
 
-        For a cache without a host tier. The last victim gives up only as much of its tail as is needed.
-        Cost: O(log nodes) a victim.
+        For a cache without a host tier, and a part that covers the whole prefix. The last victim gives up only as much
+        of its tail as is needed. Cost: O(log nodes) a victim.
         """
-        victims = Victims([], [], [], [], [], [], [], 0)
+        victims = Victims([PartVictims([], [], []) for _ in self.parts], [], 0)
         while victims.freed < enough:
             leaf = self.queue.first()
             if leaf is None:
                 break
-            wanted = enough - victims.freed
-            if leaf.held == 0 and leaf.swa_held == 0 and wanted < len(leaf.pages):
+            wanted, count = enough - victims.freed, len(leaf.device[part])
+            if wanted < count and not any(leaf.held):
                 self._trim(leaf, wanted, victims)
                 victims.freed += wanted
             else:
                 self.queue.pop()
-                victims.freed += len(leaf.pages) - leaf.held
+                victims.freed += count - leaf.held[part]
                 self._note(victims, leaf, 0)
                 self.drop(leaf)
         return victims
 
     def _note(self, victims: Victims, leaf: Node, keep: int) -> None:
         """What `leaf` has behind its first `keep` pages goes."""
-        victims.pages.append(leaf.pages[keep:])
-        victims.node_ids.append(leaf.id)
-        victims.lengths.append(len(leaf.pages) - keep)
-        if len(leaf.swa):
-            victims.swa.append(leaf.swa[keep:])
-            victims.swa_ids.append(leaf.id)
-            victims.swa_lengths.append(len(leaf.swa) - keep)
+        for part, gone in zip(self.parts, victims.parts, strict=True):
+            pages = leaf.device[part]
+            if len(pages):
+                gone.pages.append(pages[keep:])
+                gone.node_ids.append(leaf.id)
+                gone.lengths.append(len(pages) - keep)
         if leaf.hashes is not None:
             victims.hashes.append(leaf.hashes[16 * keep :])
 
     def _trim(self, leaf: Node, count: int, victims: Victims) -> None:
         """Cut the last `count` pages off an unpinned leaf without holds; it keeps at least one."""
-        keep = len(leaf.pages) - count
+        keep = len(leaf.device[FULL]) - count
         self._note(victims, leaf, keep)
-        leaf.pages = leaf.pages[:keep]
         leaf.tokens = leaf.tokens[: keep * self.key_bytes]
         leaf.end = leaf.start + keep * self.page_size
-        self.cached_pages -= count
-        self.evictable_pages -= count
-        if len(leaf.swa):
-            leaf.swa = leaf.swa[:keep]
-            self.cached_swa -= count
-            self.evictable_swa -= count
+        for part in self.parts:
+            if len(leaf.device[part]):
+                leaf.device[part] = leaf.device[part][:keep]
+                self.cached[part] -= count
+                self.evictable[part] -= count
         if leaf.hashes is not None:
             leaf.hashes = leaf.hashes[: 16 * keep]
         _release_slack(leaf)
@@ -379,17 +404,20 @@ class RadixTree:
         assert parent is not None, "cache: a root is no leaf"
         assert not leaf.children, f"cache: {leaf} is dropped and has children"
         assert not leaf.pins, f"cache: {leaf} is dropped and pinned"
-        if not len(leaf.host):
-            self.cached_pages -= len(leaf.pages)
-            self.evictable_pages -= len(leaf.pages) - leaf.held
-            if len(leaf.swa):
-                self.cached_swa -= len(leaf.swa)
-                self.evictable_swa -= len(leaf.swa) - leaf.swa_held
-        else:
-            self._account(leaf, -1)
+        device, host = leaf.device, leaf.host
+        for part in self.parts:
+            if len(device[part]):
+                self.cached[part] -= len(device[part])
+                if not leaf.window_pins[part]:
+                    self.evictable[part] -= len(device[part]) - leaf.held[part]
+        if len(host[FULL]):
+            if self._is_loose(leaf):
+                self._count_host(leaf, -1)
+            for part in self.parts:
+                self.cached_host[part] -= len(host[part])
         leaf.alive = False
         del parent.children[leaf.key], self.arena[leaf.id]
-        if len(leaf.pages):
+        if len(device[FULL]):
             parent.device_children -= 1
         self.inherit(leaf)
         _release_slack(parent)
@@ -410,7 +438,7 @@ class RadixTree:
     def _loose_end(self, node: Node) -> None:
         """An unpinned node has no device child: a leaf of its tier may go now; an empty root goes at once."""
         if node.parent is not None:
-            if len(node.pages):
+            if len(node.device[FULL]):
                 self.queue.push(node)
             elif not node.children and node.alive:
                 self.host_queue.push(node)
@@ -421,7 +449,7 @@ class RadixTree:
     def cut_off(self, top: Node, nodes: list[Node]) -> None:
         """`top` and all below it, `nodes`, leave the tree while leases may still stand on them; they have no pages.
 
-        Their pins go on counting for the nodes above: nobody else looks at them.
+        Their pins go on counting for the nodes above.
         """
         parent = top.parent
         assert parent is not None, "cache: a root is not cut off"
@@ -441,8 +469,8 @@ class RadixTree:
         self.queues.clear()
         self.arena.clear()
         self.roots.clear()
-        self.cached_pages = self.evictable_pages = self.cached_swa = self.evictable_swa = 0
-        self.cached_host = self.evictable_host = self.cached_host_swa = self.evictable_host_swa = 0
+        for counts in (self.cached, self.evictable, self.cached_host, self.evictable_host):
+            counts[:] = [0] * self._width
         return nodes
 
     def nodes(self) -> Iterator[Node]:
@@ -460,7 +488,7 @@ class RadixTree:
 
 def _release_slack(node: Node) -> None:
     """Copy what is left of a node when it is less than half of the memory its views keep alive: amortised O(1)."""
-    base = node.pages.base
-    if isinstance(base, np.ndarray) and base.size > 2 * node.pages.size:
-        node.pages = node.pages.copy()
+    pages = node.device[FULL]
+    if isinstance(pages.base, np.ndarray) and pages.base.size > 2 * pages.size:
+        node.device[FULL] = pages.copy()
         node.tokens = memoryview(bytes(node.tokens))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serinus.cache.node import Node, Tier
+from serinus.cache.node import FULL, Node, Tier
+from serinus.cache.page_pools import PagePools
+from serinus.cache.publish import Publisher
 from serinus.cache.results import CacheStats, NodeView, PoolStats, TreeView
-from serinus.cache.shelves import SLOTS, Shelves
+from serinus.cache.room import DeviceRoom
 from serinus.cache.tiers import TierController
 from serinus.cache.tree import RadixTree
 from serinus.core.parts import Part
@@ -14,7 +16,6 @@ from serinus.core.parts import Part
 __all__ = ["CacheCounters", "cache_stats", "tree_view"]
 
 HEAD_TOKENS = 8
-NAMES = {"pages": "device", "swa": "device_swa", "host": "host", "host_swa": "host_swa"}
 
 
 @dataclass(slots=True)
@@ -23,36 +24,33 @@ class CacheCounters:
 
     matched_tokens: int = 0
     hit_tokens: int = 0
-    inserted_pages: int = 0
-    duplicate_pages: int = 0
-    evicted_pages: int = 0
-    eviction_seconds: float = 0.0
     sanity_checks: int = 0
     sanity_steps: int = 0
 
 
 def cache_stats(
-    page_size: int, tree: RadixTree, shelves: Shelves, tiers: TierController, counters: CacheCounters
+    pools: PagePools, tiers: TierController, room: DeviceRoom, published: Publisher, counters: CacheCounters
 ) -> CacheStats:
     """Gauges and counters of all tiers."""
-    ledger = shelves.device.ledger
+    tree = pools.tree
+    ledger = pools.full.ledger
     pages = ledger.counts()
     backups = tiers.backups
     return CacheStats(
         page_count=ledger.page_count - 1,
-        page_size=page_size,
+        page_size=tree.page_size,
         pages=pages,
-        evictable_pages=tree.evictable_pages,
-        protected_pages=tree.cached_pages - tree.evictable_pages,
+        evictable_pages=tree.evictable[FULL],
+        protected_pages=tree.cached[FULL] - tree.evictable[FULL],
         held_pages=ledger.held_count,
         node_count=len(tree.arena),
         matched_tokens=counters.matched_tokens,
         hit_tokens=counters.hit_tokens,
-        inserted_pages=counters.inserted_pages,
-        duplicate_pages=counters.duplicate_pages,
-        evicted_pages=counters.evicted_pages + backups.evicted_pages,
+        inserted_pages=published.inserted_pages,
+        duplicate_pages=published.duplicate_pages,
+        evicted_pages=room.evicted_pages,
         sanity_checks=counters.sanity_checks,
-        pools=_pools(tree, shelves),
+        pools=_pools(tree, pools),
         backup_tokens=tiers.backup_tokens,
         backup_seconds=tiers.backup_seconds,
         loaded_tokens=tiers.loaded_tokens,
@@ -60,30 +58,24 @@ def cache_stats(
         failed_copies=tiers.failed_copies,
         dropped_tokens=backups.dropped_tokens,
         demoted_pages=backups.demoted_pages,
-        swa_evicted_pages=backups.swa_evicted_pages,
+        window_evicted_pages=backups.window_evicted_pages,
         host_evicted_pages=tiers.host.evicted_pages,
-        eviction_seconds=counters.eviction_seconds,
+        eviction_seconds=room.eviction_seconds,
         prefetched_tokens=0 if tiers.prefetches is None else tiers.prefetches.tokens,
         stored_tokens=0 if tiers.writes is None else tiers.writes.tokens,
         sanity_steps=counters.sanity_steps,
     )
 
 
-def _pools(tree: RadixTree, shelves: Shelves) -> dict[tuple[Tier, Part], PoolStats]:
-    cached = {
-        (Tier.DEVICE, Part.FULL): (tree.cached_pages, tree.evictable_pages),
-        (Tier.DEVICE, Part.SWA): (tree.cached_swa, tree.evictable_swa),
-        (Tier.HOST, Part.FULL): (tree.cached_host, tree.evictable_host),
-        (Tier.HOST, Part.SWA): (tree.cached_host_swa, tree.evictable_host_swa),
-    }
+def _pools(tree: RadixTree, pools: PagePools) -> dict[tuple[Tier, Part], PoolStats]:
     return {
-        pool: PoolStats(
-            page_count=shelf.ledger.page_count - 1,
-            pages=shelf.ledger.counts(),
-            cached=cached[pool][0],
-            evictable=cached[pool][1],
+        key: PoolStats(
+            page_count=pool.ledger.page_count - 1,
+            pages=pool.ledger.counts(),
+            cached=(tree.cached_host if pool.tier else tree.cached)[pool.part],
+            evictable=(tree.evictable_host if pool.tier else tree.evictable)[pool.part],
         )
-        for pool, shelf in shelves.all.items()
+        for key, pool in pools.all.items()
     }
 
 
@@ -111,10 +103,20 @@ def _node_view(node: Node, depth: int, namespace: str) -> NodeView:
         start=node.start,
         end=node.end,
         head=tuple(node.token_ids()[:HEAD_TOKENS].tolist()),
-        pages={NAMES[slot]: len(getattr(node, slot)) for slot in SLOTS.values() if len(getattr(node, slot))},
+        pages=_page_counts(node),
         pins=node.pins,
-        swa_pins=node.swa_pins,
+        window_pins=sum(node.window_pins),
         hits=node.hit_count,
         last_use=node.last_use,
         busy=node.busy,
     )
+
+
+def _page_counts(node: Node) -> dict[str, int]:
+    """By tier and part: "device", "device_swa" and so on; FULL has the name of the tier."""
+    return {
+        name if part == FULL else f"{name}_{Part(part).name.lower()}": len(pages)
+        for name, parts in (("device", node.device), ("host", node.host))
+        for part, pages in enumerate(parts)
+        if len(pages)
+    }

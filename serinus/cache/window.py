@@ -1,98 +1,125 @@
-"""Which SWA pages a lease keeps: those of the nodes that its request's window still reaches.
+"""Which pages of a part with a sliding window a lease keeps: those of the nodes that its window still reaches.
 
-Nodes keep or lose SWA as a whole, so a node that reaches far out of the window is cut where the window begins.
+Nodes keep or lose such a part as a whole, so a node that reaches far out of the window is cut where the window begins.
 """
 
 from __future__ import annotations
 
 from serinus.cache.coverage import window_start
-from serinus.cache.node import FAR, Lease, Node
-from serinus.cache.shelves import Shelves
+from serinus.cache.node import FAR, Lease, LeaseWindow, Node
+from serinus.cache.page_pools import PagePools
 
-__all__ = ["Windows"]
+__all__ = ["PartWindow", "Windows"]
 
 
 class Windows:
-    """SWA pins of leases; does nothing in a model without that part."""
+    """The windows of all parts that have one; a loop over nothing in a model without."""
 
-    def __init__(self, shelves: Shelves, window: int | None) -> None:
-        self._shelves = shelves
-        self._tree = shelves.tree
-        self._window = window
-        size = self._tree.page_size
-        pages = 0 if window is None else -(-window // size)
-        slack = max(1, pages // 8)
-        self._slack_tokens = slack * size
-        self.pin_pages_max = 0 if window is None else pages + slack
-        """So many SWA pages a lease pins at most once its window moved on, beside what is filled in since."""
+    def __init__(self, pools: PagePools) -> None:
+        windowed = [(part, window) for part, window in pools.rules if part in pools.tree.windowed]
+        self.all = tuple(PartWindow(pools, part, window, place) for place, (part, window) in enumerate(windowed))
+        self.by_part = {window.part: window for window in self.all}
 
-    def start(self, position: int) -> int:
-        """First position whose SWA computing `position` reads."""
-        return window_start(position, self._window)
+    def pin(self, lease: Lease, old_end: int) -> str:
+        """The lease grew from `old_end` to its anchor: pin the new nodes that its windows reach.
 
-    def pin(self, lease: Lease, old_end: int) -> Node | None:
-        """The lease grew from `old_end` to its anchor: pin the new nodes that reach beyond `swa_want`.
-
-        Returns one of them that has no device SWA, if there is one: the caller promised that there is none.
+        Returns, in words, what a window lacks on the device, empty if nothing: the caller promised that it is there.
         Cost: those nodes.
         """
-        if self._window is None:
-            return None
-        node, tree = lease.anchor, self._tree
-        first, edge, bare = node.end, FAR, None
-        while node.parent is not None and node.start >= old_end and node.end > lease.swa_want:
-            if not node.swa_pins:
-                tree.evictable_swa -= len(node.swa) - node.swa_held
-            node.swa_pins += 1
-            node.swa_use = tree.clock
-            if not len(node.swa):
-                bare = node
-            first, edge = node.start, node.end
-            node = node.parent
-        if lease.swa_from >= old_end:
-            lease.swa_from, lease.swa_edge = first, edge
-        if bare is None:
-            self._fit(lease)
-        return bare
+        lacks = ""
+        for window in self.all:
+            lacks = window.pin(lease, old_end) or lacks
+        return lacks
 
     def advance(self, lease: Lease, position: int) -> None:
         """The lease's request computes `position` next. Cost: nothing until a node is passed, then the window's."""
-        if self._window is None:
-            return
-        lease.swa_want = max(lease.swa_want, self.start(position))
-        if lease.swa_want >= lease.swa_edge:
-            self._unpin(lease, lease.swa_want)
-        self._fit(lease)
+        for window in self.all:
+            window.advance(lease, position)
 
     def release(self, lease: Lease) -> None:
-        """The lease ends: it pins no SWA any more."""
-        if lease.swa_from < lease.anchor.end:
-            self._unpin(lease, FAR)
+        """The lease ends: its windows pin nothing any more."""
+        for window in self.all:
+            window.release(lease)
 
-    def _unpin(self, lease: Lease, want: int) -> None:
-        """Take the pins off the nodes that end at or before `want`."""
-        node, tree = lease.anchor, self._tree
+
+class PartWindow:
+    """Window pins of leases in one part."""
+
+    def __init__(self, pools: PagePools, part: int, window: int, place: int) -> None:
+        self._pools = pools
+        self._tree = pools.tree
+        self._place = place
+        self.part = part
+        self.positions = window
+        size = self._tree.page_size
+        pages = -(-window // size)
+        slack = max(1, pages // 8)
+        self._slack_tokens = slack * size
+        self.pin_pages_max = pages + slack
+        """Pages that a lease pins at most once its window moved on, beside what is filled in since."""
+
+    def start(self, position: int) -> int:
+        """First position whose KV computing `position` reads."""
+        return window_start(position, self.positions)
+
+    def pin(self, lease: Lease, old_end: int) -> str:
+        """Pin the nodes behind `old_end` that reach beyond what is wanted; see Windows."""
+        mine, tree, part = lease.windows[self._place], self._tree, self.part
+        node, lacks = lease.anchor, ""
         first, edge = node.end, FAR
-        while node.parent is not None and node.start >= lease.swa_from:
+        while node.parent is not None and node.start >= old_end and node.end > mine.want:
+            if not node.window_pins[part]:
+                tree.evictable[part] -= len(node.device[part]) - node.held[part]
+            node.window_pins[part] += 1
+            node.window_use[part] = tree.clock
+            if not len(node.device[part]):
+                name = self._pools.device[part].part.name
+                lacks = f"{lease} reads {name} from {mine.want} on, and {node} has none"
+            first, edge = node.start, node.end
+            node = node.parent
+        if mine.first >= old_end:
+            mine.first, mine.edge = first, edge
+        if not lacks:
+            self._fit(lease, mine)
+        return lacks
+
+    def advance(self, lease: Lease, position: int) -> None:
+        """Take the pins off the nodes that the window has left behind."""
+        mine = lease.windows[self._place]
+        mine.want = max(mine.want, self.start(position))
+        if mine.want >= mine.edge:
+            self._unpin(lease, mine, mine.want)
+        self._fit(lease, mine)
+
+    def release(self, lease: Lease) -> None:
+        """Take off all pins of the lease."""
+        mine = lease.windows[self._place]
+        if mine.first < lease.anchor.end:
+            self._unpin(lease, mine, FAR)
+
+    def _unpin(self, lease: Lease, mine: LeaseWindow, want: int) -> None:
+        """Take the pins off the nodes that end at or before `want`."""
+        node, tree, part = lease.anchor, self._tree, self.part
+        first, edge = node.end, FAR
+        while node.parent is not None and node.start >= mine.first:
             if node.end > want:
                 first, edge = node.start, node.end
             else:
-                node.swa_pins -= 1
-                node.swa_use = tree.clock
-                if not node.swa_pins and len(node.swa):
-                    tree.evictable_swa += len(node.swa) - node.swa_held
-                    tree.swa_queue.push(node)
+                tree.pin_window(node, part, -1)
+                node.window_use[part] = tree.clock
+                if not node.window_pins[part] and len(node.device[part]):
+                    tree.queues.window[part].push(node)
             node = node.parent
-        lease.swa_from, lease.swa_edge = first, edge
+        mine.first, mine.edge = first, edge
 
-    def _fit(self, lease: Lease) -> None:
+    def _fit(self, lease: Lease, mine: LeaseWindow) -> None:
         """Cut the node in which the window begins, where much of it lies before: that half may go."""
-        if lease.swa_want - lease.swa_from < self._slack_tokens or lease.swa_edge == FAR:
+        if mine.want - mine.first < self._slack_tokens or mine.edge == FAR:
             return
-        node = lease.anchor
-        while node.start > lease.swa_want and node.parent is not None:
+        node: Node = lease.anchor
+        while node.start > mine.want and node.parent is not None:
             node = node.parent
-        position = lease.swa_want - lease.swa_want % self._tree.page_size
+        position = mine.want - mine.want % self._tree.page_size
         if node.start < position < node.end and node.alive:
-            self._shelves.split(node, position)
-        self._unpin(lease, lease.swa_want)  # others may have cut it there before: the edge does not know
+            self._pools.split(node, position)
+        self._unpin(lease, mine, mine.want)  # another lease may have cut it there before: the edge does not know

@@ -1,23 +1,37 @@
-"""canary: decides what KV is checked when, reads what the kernels found, and says who had to do with it.
+"""canary: decides what KV is checked when, reads what the kernels found, and says what follows from it.
 
-Canary        the face for an engine: begin and end of a step, arrivals, sweep, reports (canary.py)
-CanaryHook    what stands around the forward pass (hook.py)
+CanaryLead    the leader's half: commands sweeps and arrival checks, judges what ranks found, reports (lead.py)
+CanaryRank    one rank's half: checks its KV around each step and by command (rank.py)
+make_*        both from the settings (make.py); an engine without a canary has None
 Violation     one broken promise, with its evidence (violation.py)
 perturb/      faults on purpose: data with a seed, each with the detector that must find it
 """
 
 from __future__ import annotations
 
-from serinus.canary.canary import Canary, PageFacts
-from serinus.canary.settings import CanarySettings
+from serinus.canary.commands import CANARY_COMMANDS, CanaryAnswer, CheckArrival, Finding, StartCanary, SweepSlots
+from serinus.canary.lead import CanaryLead, Verdict
+from serinus.canary.make import make_canary_lead, make_canary_rank
+from serinus.canary.rank import CanaryRank, TokenOracle
+from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import Violation, ViolationLog, launch_tag, reason_names
 
 __all__ = [
-    "Canary",
-    "CanarySettings",
-    "PageFacts",
+    "CANARY_COMMANDS",
+    "CanaryAnswer",
+    "CanaryLead",
+    "CanaryRank",
+    "CheckArrival",
+    "CheckSettings",
+    "Finding",
+    "StartCanary",
+    "SweepSlots",
+    "TokenOracle",
+    "Verdict",
     "Violation",
     "ViolationLog",
     "launch_tag",
+    "make_canary_lead",
+    "make_canary_rank",
     "reason_names",
 ]

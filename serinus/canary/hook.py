@@ -1,11 +1,11 @@
-"""CanaryHook: stands around the forward pass. HEAD stamps are verified and written before it, TAIL stamps after it.
+"""CanaryHook: the canary's ForwardHook. HEAD stamps are verified and written before the layers, TAIL stamps after them.
 
-It carries out what `Canary` armed it with; it decides nothing and waits for nothing.
+It carries out what CanaryRank armed it with; it decides nothing and does not wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -15,52 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.canary.coverage import DuePages, pieces
+from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
 from serinus.core.parts import Part
-from serinus.core.plan import StepResult
-from serinus.kernels.canary import CanaryKernels, StampLane, Watch
+from serinus.kernels import Kernels, StampLane
 from serinus.models import ForwardBatch
 
 _EARLY_BYTES: Final = 1 << 20
-"""So much KV of one layer is worth a call of its own: whoever computes the layer next then finds it in a cache."""
+"""So much KV of one layer is worth a call of its own: the layer, which is computed next, finds it in a cache."""
 
-__all__ = ["CanaryHook", "Entries", "Faults", "NoFaults", "PartLanes", "StepChecks", "WriteCheck"]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PartLanes:
-    """What the canary sees of one part. S = slots, R, C = rows and columns of the table."""
-
-    part: Part
-    layers_kv: Sequence[tuple[Tensor, Tensor]]
-    """(k, v) pools of the part's layers."""
-    layer_ids: Sequence[int]
-    """The model's numbers of them."""
-    stamps_LS4: Tensor
-    table_RC: Tensor
-    """req_to_token of the part, int32."""
-    coefficients_L22W: Tensor | None
-    """Of the digest; None where no KV is digested."""
-    running: Ring
-    """What checks around the forward pass and at arrival note."""
-    sweeping: Ring
-    """What the sweep notes."""
-    writing: Ring
-    """What differed from the token oracle."""
-    early_bytes: int
-    """Of a slot in one layer, k and v, where all of them are digested; else 0."""
-    watch: Watch
-    """What verifies and writes around the forward pass, into `running`."""
-
-    @property
-    def rings(self) -> tuple[Ring, Ring, Ring]:
-        """All of them."""
-        return self.running, self.sweeping, self.writing
+__all__ = ["CanaryHook", "Entries", "Faults", "StepChecks", "WriteCheck"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Entries:
-    """Slots to verify, expanded; one tensor entry each, int64."""
+    """Slots to verify, one entry of each tensor for one slot; int64."""
 
     slots_E: Tensor
     positions_E: Tensor
@@ -82,9 +51,9 @@ class StepChecks:
 
     step: int
     first_sequence: int
-    """The number that the ring knows this step's work 0 by."""
+    """The number of the step's first sequence in the rings; the others follow."""
     rids: tuple[str, ...] = ()
-    """Of the step's work, in order."""
+    """Requests of the step's work, in order."""
     reads: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
     """What each of them reads: reads_5B of `canary_due`."""
     due: dict[Part, DuePages] = field(default_factory=dict)
@@ -93,7 +62,7 @@ class StepChecks:
 
 
 class Faults(Protocol):
-    """Whoever damages KV (or the tokens that come of it) on purpose."""
+    """What damages KV on purpose around a forward pass; perturb.Perturber."""
 
     def before(self, checks: StepChecks, batch: ForwardBatch) -> None:
         """The rows are written; nothing of the step is verified or computed yet."""
@@ -103,37 +72,12 @@ class Faults(Protocol):
         """Everything is computed, verified and stamped."""
         ...
 
-    def returned(self, result: StepResult) -> StepResult:
-        """The tokens that the scheduler is to get."""
-        ...
-
-    def sweep(self, lanes: PartLanes, slots: NDArray[np.int64]) -> None:
-        """These cached slots, which nobody uses, are about to be swept."""
-        ...
-
-
-class NoFaults:
-    """Nobody."""
-
-    def before(self, checks: StepChecks, batch: ForwardBatch) -> None:
-        """Nothing."""
-
-    def after(self, checks: StepChecks, batch: ForwardBatch) -> None:
-        """Nothing."""
-
-    def returned(self, result: StepResult) -> StepResult:
-        """Those that came."""
-        return result
-
-    def sweep(self, lanes: PartLanes, slots: NDArray[np.int64]) -> None:
-        """Nothing."""
-
 
 class CanaryHook:
-    """A ForwardHook. Stand it behind the gate of loads: layer 0 is the first moment when all stamps are there."""
+    """A ForwardHook. It must come after the gate of loads: at layer 0 all stamps have been loaded."""
 
     def __init__(
-        self, parts: Mapping[Part, PartLanes], kernels: CanaryKernels, *, entries_max: int, faults: Faults
+        self, parts: Mapping[Part, PartLanes], kernels: Kernels, *, entries_max: int, faults: Faults | None
     ) -> None:
         self._parts = parts
         self._kernels = kernels
@@ -148,7 +92,7 @@ class CanaryHook:
         """Part of each layer of this rank, and its number within that part."""
 
     def arm(self, checks: StepChecks) -> None:
-        """Say what the next forward pass verifies. A pass that was not armed (a warm-up) is left alone."""
+        """Say what the next forward pass verifies. A pass without checks (a warm-up) is not touched."""
         self._checks = checks
 
     def before(self, batch: ForwardBatch) -> None:
@@ -178,10 +122,12 @@ class CanaryHook:
         for lanes in self._parts.values():
             lanes.watch.verify(StampLane.TAIL_K)
             lanes.watch.write(StampLane.TAIL_K)
-        self._faults.after(checks, batch)
+        if self._faults is not None:
+            self._faults.after(checks, batch)
 
     def _begin(self, checks: StepChecks, batch: ForwardBatch) -> None:
-        self._faults.before(checks, batch)
+        if self._faults is not None:
+            self._faults.before(checks, batch)
         starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B
         for part, lanes in self._parts.items():
             watch = lanes.watch
@@ -200,8 +146,8 @@ class CanaryHook:
         """Verify stamps outside of a forward pass: at arrival, or in the sweep."""
         digests_E2 = None
         if lane is StampLane.TAIL_K and lanes.coefficients_L22W is not None:
-            digests_E2 = self._kernels.digest(lanes.layers_kv, entries.slots_E, lanes.coefficients_L22W)
-        self._kernels.verify(
+            digests_E2 = self._kernels.canary_digest(lanes.layers_kv, entries.slots_E, lanes.coefficients_L22W)
+        self._kernels.canary_verify(
             lanes.stamps_LS4, lane, entries.slots_E, entries.positions_E, entries.previous_E, tokens_E,
             digests_E2, entries.sequences_E, *ring.tensors,
         )  # fmt: skip
@@ -212,7 +158,7 @@ class CanaryHook:
         slots_T = batch.slots_of(lanes.part)
         starts_B1 = batch.attention.q_starts_B1
         index_T = torch.bucketize(torch.arange(len(slots_T), device=device), starts_B1[1:], right=True)
-        self._kernels.verify(
+        self._kernels.canary_verify(
             lanes.stamps_LS4, StampLane.HEAD_K, slots_T, torch.from_numpy(expected.positions_T).to(device),
             torch.full_like(slots_T, -1), torch.from_numpy(expected.tokens_T).to(device), None,
             index_T + first_sequence, *ring.tensors,

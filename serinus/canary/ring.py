@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serinus.kernels.ref.canary import RING_FIELDS
+from serinus.kernels import RING_FIELDS
 
 __all__ = ["Ring"]
 

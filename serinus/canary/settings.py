@@ -1,4 +1,4 @@
-"""What a canary is told at birth."""
+"""How much the canary of a rank checks, and how often it logs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["CanarySettings"]
+__all__ = ["CheckSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanarySettings:
-    """How much is checked, how often. Raises ConfigError."""
+class CheckSettings:
+    """What a CanaryRank is told when it is made. Raises ConfigError: a value is outside of its range."""
 
     page_size: int
     window: int | None = None
@@ -22,10 +22,12 @@ class CanarySettings:
     """1 = every page of every request in every step; N = each at least once in N steps."""
     plans_open: int = 1
     """Plans that the scheduler may have open at a time: a running request is in one of so many."""
-    sweep_interval: int = 0
-    """Steps between two sweeps of cached pages; 0 = never."""
-    sweep_slots: int = 4096
-    """Slots of one sweep."""
+    is_swept: bool = False
+    """Whether the leader has cached pages swept that no request uses."""
+    stats_interval: int = 0
+    """Steps between two log lines of statistics; 0 = none."""
+    divergence_interval: int = 0
+    """Steps between two log lines on how far sliding-window checks differ from full ones; 0 = none."""
     ring_rows: int = 1024
     """Violations whose detail is kept between two readings."""
     entries_max: int = 1 << 18
@@ -34,8 +36,6 @@ class CanarySettings:
     def __post_init__(self) -> None:
         if self.real_data not in ("none", "partial", "all"):
             raise ConfigError(f"canary: real data is {self.real_data!r}, expected none, partial or all")
-        for name in ("stride", "plans_open", "sweep_slots", "ring_rows", "entries_max"):
+        for name in ("stride", "plans_open", "ring_rows", "entries_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"canary: {name} is {getattr(self, name)}, expected at least 1")
-        if self.sweep_interval < 0:
-            raise ConfigError(f"canary: sweep interval is {self.sweep_interval}, expected 0 (off) or more")

@@ -1,4 +1,4 @@
-"""Violation: one broken promise about KV, with everything needed to find out who broke it. Plain data."""
+"""Violation: one broken promise about KV, with the evidence needed to find the cause. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serinus.core.parts import Part
-from serinus.kernels.canary import Reason, StampLane
+from serinus.kernels import Reason, StampLane
 
 __all__ = ["Violation", "ViolationLog", "launch_tag", "reason_names"]
 
@@ -20,16 +20,16 @@ def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
 
 
 def reason_names(reasons: Reason) -> tuple[str, ...]:
-    """In lower case, as logs and metrics have them."""
+    """Names of the reasons in lower case, as in logs and metrics."""
     return tuple(str(reason.name).lower() for reason in Reason if reason in reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """What was expected of one slot, what was found there, and who had to do with it."""
+    """What was expected of one slot, what was found there, and the requests concerned."""
 
     step: int
-    """Step of the engine in which it was found."""
+    """Step, counted by the rank's canary, in which it was found."""
     tag: str
     """Which check found it (launch_tag)."""
     reasons: Reason
@@ -48,13 +48,13 @@ class Violation:
     rid: str = ""
     """The request whose row (or arrival) was checked; empty for the sweep."""
     owner: str = ""
-    """Who owns the page, by the ledger."""
+    """The owner of the page, by the ledger, in words."""
     users: tuple[str, ...] = ()
     """Requests whose rows name the page."""
     history: str = ""
     """The page's last operations."""
     rank: str = ""
-    """Whose pools hold it, where the engine has several ranks."""
+    """Name of the rank whose pools hold it, where the engine has several ranks."""
 
     def line(self) -> str:
         """key=value in a fixed order, for the log."""
@@ -82,7 +82,7 @@ class Violation:
         return "kv_canary violation: " + " ".join(f"{key}={value}" for key, value in values.items())
 
     def as_json(self) -> dict[str, Any]:
-        """For `GET /canary`."""
+        """The violation as `GET /canary` lists it."""
         values = asdict(self)
         values.update(reasons=list(reason_names(self.reasons)), part=self.part.name, users=list(self.users))
         for name in ("stored_hash", "expected_hash", "stored_digest", "found_digest"):
@@ -99,13 +99,14 @@ class ViolationLog:
     def __init__(self, kept: int = 256) -> None:
         self._latest: deque[Violation] = deque(maxlen=kept)
         self.counts: Counter[tuple[str, str]] = Counter()
-        """By (reason, tag)."""
+        """Number of violations by (reason, tag)."""
         self.total = 0
-        """Ever, those whose detail was lost to the ring's overflow included."""
+        """How many were ever added, those no longer kept included."""
 
     def add(self, violation: Violation) -> None:
         """One more; a violation of several reasons counts under each."""
         self._latest.append(violation)
+        self.total += 1
         for reason in reason_names(violation.reasons):
             self.counts[reason, violation.tag] += 1
 

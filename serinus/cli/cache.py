@@ -6,32 +6,20 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
-from serinus.core.config import environment
-from serinus.core.errors import ConfigError
+from serinus.cli.ask import ask_arguments, ask_server
+from serinus.cli.parser import Command
 
 __all__ = ["cache_lines", "run"]
 
-_URL = "http://127.0.0.1:30000"
 _TIERS = (("device", "device"), ("host", "host"))
-_ASK_S_MAX = 30.0
 _HEAD_WIDTH = 40
 _GB = 10**9
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Ask, print. Exit code 1 where the server does not tell."""
-    parser = make_parser(command, settings=False)
-    parser.add_argument("url", nargs="?", default=_URL, metavar="URL", help=f"engine or router; default: {_URL}")
-    parser.add_argument("--limit", type=int, default=40, metavar="NODES", help="nodes of the tree at most; default: 40")
-    parser.add_argument("--api-key", default="", help="admin key; default: SERINUS_ADMIN_API_KEY")
-    parser.add_argument("--json", action="store_true", help="print the JSON of GET /cache instead")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
-    if arguments.limit < 1:
-        raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")
-    view = _ask(arguments.url.rstrip("/"), arguments.limit, arguments.api_key)
+    """Ask and print. Exit code 1 where an engine does not answer."""
+    arguments = ask_arguments(command, words, path="/cache", limit=40, of="nodes of the tree")
+    view = ask_server(arguments, "/cache", mark="tree", params={"limit": arguments.limit})
     if arguments.json:
         print(json.dumps(view, indent=2))
         return 0
@@ -49,34 +37,17 @@ def run(command: Command, words: Sequence[str]) -> int:
     return 1 if failed or not engines else 0
 
 
-def _ask(url: str, limit: int, key: str) -> dict[str, Any]:
-    import httpx
-
-    found = key or environment().get("SERINUS_ADMIN_API_KEY", "") or environment().get("SERINUS_API_KEY", "")
-    headers = {"authorization": f"Bearer {found}"} if found else {}
-    try:
-        answer = httpx.get(f"{url}/cache", params={"limit": limit}, headers=headers, timeout=_ASK_S_MAX)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"cache: {url} does not answer ({error}), expected a running engine or router") from error
-    if answer.status_code != 200:
-        hint = "; give the admin key with --api-key" if answer.status_code == 401 else ""
-        raise ConfigError(f"cache: {url}/cache answered {answer.status_code}: {answer.text[:300]}{hint}")
-    view = answer.json()
-    if not isinstance(view, dict) or not ("engines" in view or "tree" in view):
-        raise ConfigError(f"cache: {url}/cache answered something else, expected a Serinus engine or router")
-    return view
-
-
 def cache_lines(view: dict[str, Any], *, where: str = "") -> Iterator[str]:
     """The JSON of one engine's /cache for people. Texts that clients chose are shown as ASCII, quoted."""
     size = view.get("page_size", 1)
     yield f"{view['engine']} ({view['role']}){f' at {where}' if where else ''}, pages of {size} tokens"
     for pool in view["pools"]:
-        name = f"{pool['tier']} {pool['part']}"
+        name, bad = f"{pool['tier']} {pool['part']}", pool.get("quarantined", 0)
         yield (
             f"  {name:12}{pool['pages'] * size:>12,} tokens: {pool['cached'] * size:,} cached "
             f"({pool['evictable'] * size:,} evictable), {pool['request'] * size:,} of requests, "
             f"{pool['copy'] * size:,} in copies, {pool['free'] * size:,} free"
+            + (f", {bad * size:,} in quarantine" if bad else "")
         )
     if "storage" in view:
         held = view["storage"]

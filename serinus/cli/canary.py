@@ -8,17 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from serinus.cli.ask import ask_arguments, ask_server
 from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
-from serinus.core.config import environment
 from serinus.core.errors import ConfigError, SerinusError
 
 if TYPE_CHECKING:
-    from serinus.testing.canary_matrix import Cell, Subject
+    from serinus.selftest import Cell, Subject
 
 __all__ = ["canary_lines", "selftest", "show"]
 
-_URL = "http://127.0.0.1:30000"
-_ASK_S_MAX = 30.0
 _ALARMS_SHOWN = 5
 
 
@@ -87,8 +85,7 @@ def _settings(arguments: Any) -> dict[str, Any]:
 
 def _subjects(arguments: Any, home: Path) -> list[Subject]:
     from serinus.models import resolve
-    from serinus.testing.canary_matrix import Subject
-    from serinus.testing.canary_pd import CANARY_SHAPES, make_canary_toy
+    from serinus.selftest import CANARY_SHAPES, Subject, make_canary_toy
 
     settings = _settings(arguments)
     if arguments.model:
@@ -109,7 +106,7 @@ def _run_all(subjects: Sequence[Subject], arguments: Any) -> list[Cell]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from serinus.cli.show import console
-    from serinus.testing.canary_matrix import plan_matrix, run_cell
+    from serinus.selftest import plan_matrix, run_cell
 
     work = [(cell, subject) for subject in subjects for cell in plan_matrix(subject)]
     out = console(stderr=True)
@@ -122,7 +119,7 @@ def _run_all(subjects: Sequence[Subject], arguments: Any) -> list[Cell]:
                 run_cell(cell, subject, faults=arguments.faults, seed=arguments.seed)
             except ConfigError:
                 raise
-            except (SerinusError, AssertionError) as error:  # a canary that does not sing, a request that never ends
+            except (SerinusError, AssertionError) as error:  # a fault that is not reported, a request that never ends
                 cell.error = f"{type(error).__name__}: {error}"
             progress.advance(task)
     return [cell for cell, _ in work]
@@ -138,7 +135,7 @@ def _print_table(cells: Sequence[Cell]) -> None:
         table.add_column(name)
     for name in ("injected", "detected"):
         table.add_column(name, justify="right")
-    table.add_column("by whom")
+    table.add_column("by")
     for name in ("latency", "false alarms"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -147,7 +144,7 @@ def _print_table(cells: Sequence[Cell]) -> None:
         clean = cell.mode == "none"
         table.add_row(
             cell.model, "none: clean run" if clean else cell.mode, cell.part.lower(), cell.side,
-            "" if clean else str(cell.injected), "" if clean else str(cell.detected), _who(cell),
+            "" if clean else str(cell.injected), "" if clean else str(cell.detected), _reporters(cell),
             f"{cell.latency}{promise}" if cell.detected else "", str(len(cell.alarms)),
             "[green]ok[/]" if cell.perfect else "[bold red]WRONG[/]",
         )  # fmt: skip
@@ -167,11 +164,11 @@ def _print_table(cells: Sequence[Cell]) -> None:
     )  # fmt: skip
 
 
-def _who(cell: Cell) -> str:
+def _reporters(cell: Cell) -> str:
     """Reports with the halves put together: HEAD_K_FULL and HEAD_V_FULL as HEAD_KV_FULL."""
     halves: dict[tuple[str, str, str], str] = {}
-    for who in cell.by:
-        side, tag = who.split()
+    for reporter in cell.by:
+        side, tag = reporter.split()
         when, half, part = tag.split("_")
         halves[side, when, part] = halves.get((side, when, part), "") + half
     return ", ".join(f"{side} {when}_{half}_{part}" for (side, when, part), half in halves.items())
@@ -192,17 +189,8 @@ def _write(path: str, text: str) -> None:
 
 def show(command: Command, words: Sequence[str]) -> int:
     """Print what the canaries of running engines have found. 0 = nothing, 1 = something, or no answer."""
-    parser = make_parser(command, settings=False)
-    parser.add_argument("url", nargs="?", default=_URL, metavar="URL", help=f"engine or router; default: {_URL}")
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="violations at most; default: 20")
-    parser.add_argument("--api-key", default="", help="admin key; default: SERINUS_ADMIN_API_KEY")
-    parser.add_argument("--json", action="store_true", help="print the JSON of GET /canary instead")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
-    if arguments.limit < 1:
-        raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")
-    view = _ask(arguments.url.rstrip("/"), arguments.api_key)
+    arguments = ask_arguments(command, words, path="/canary", limit=20, of="violations")
+    view = ask_server(arguments, "/canary", mark="mode")
     if arguments.json:
         print(json.dumps(view, indent=2))
     members = view.get("engines", [{"canary": view, "url": arguments.url}])
@@ -214,24 +202,6 @@ def show(command: Command, words: Sequence[str]) -> int:
             for line in canary_lines(member, arguments.limit):
                 print(line)
     return 1 if found else 0
-
-
-def _ask(url: str, key: str) -> dict[str, Any]:
-    import httpx
-
-    found = key or environment().get("SERINUS_ADMIN_API_KEY", "") or environment().get("SERINUS_API_KEY", "")
-    headers = {"authorization": f"Bearer {found}"} if found else {}
-    try:
-        answer = httpx.get(f"{url}/canary", headers=headers, timeout=_ASK_S_MAX)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"canary: {url} does not answer ({error}), expected a running engine or router") from error
-    if answer.status_code != 200:
-        hint = "; give the admin key with --api-key" if answer.status_code == 401 else ""
-        raise ConfigError(f"canary: {url}/canary answered {answer.status_code}: {answer.text[:300]}{hint}")
-    view = answer.json()
-    if not isinstance(view, dict) or not ("engines" in view or "mode" in view):
-        raise ConfigError(f"canary: {url}/canary answered something else, expected a Serinus engine or router")
-    return view
 
 
 def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
@@ -265,5 +235,5 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
 
 
 def _of_rank(item: dict[str, Any]) -> str:
-    """On whose pools it was found, where an engine has several ranks."""
+    """The rank with the damaged pool, where an engine has several ranks."""
     return f" of rank {item['rank']}" if item.get("rank") else ""

@@ -43,12 +43,12 @@ _STORY = "Once upon a time there was a small yellow bird who lived in a cage by 
 
 
 class DemoFailed(SerinusError):
-    """Something that the demo promises did not happen."""
+    """The demo did not do what it promises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What one streamed answer looked like from outside."""
+    """One streamed answer as the client saw it."""
 
     what: str
     prompt_tokens: int
@@ -60,7 +60,7 @@ class Told:
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Show it. Exit code 0 if all went right, else 1."""
+    """Run the demo. Exit code 0 if all went right, else 1. Raises ConfigError without the openai client."""
     parser = make_parser(command, settings=False)
     parser.add_argument("--checkpoint", default="demo-checkpoint", metavar="DIR", help="made if it is not there")
     parser.add_argument("--backend", default="auto", choices=("auto", "shm", "tcp"), help="how KV travels")
@@ -73,7 +73,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     try:
         from openai import OpenAIError  # said before anything is made or started
     except ImportError as error:
-        raise ConfigError(f"demo: {error}, expected the dev extra: pip install 'serinus[dev]'") from None
+        raise ConfigError(f"demo: {error}, expected the extra of the demo: pip install 'serinus[demo]'") from None
     out = console()
     try:
         _demo(out, Path(arguments.checkpoint), arguments.backend, arguments.max_tokens)
@@ -110,7 +110,7 @@ def _make(out: Console, folder: Path) -> None:
     if (folder / "config.json").exists():
         out.print(f"{folder}/ is there already", highlight=False)
         return
-    from serinus.testing.checkpoints import make_checkpoint
+    from serinus.models import make_checkpoint
 
     clock = WallClock()
     began = clock.now()
@@ -249,7 +249,7 @@ def _stream(out: Console, what: str, pieces: Any, began: float) -> Told:
 
 
 def _native(out: Console, url: str, max_tokens: int) -> None:
-    """One native request, whose meta_info tells the way of its KV. Raises DemoFailed where no page was handed over."""
+    """Send one native request and show the way of its KV. Raises DemoFailed where no page was handed over."""
     import httpx
 
     body = {"text": _SYSTEM + _STORY, "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}}

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from serinus.cli.parser import Command, add_settings, make_parser, read_config
 from serinus.cli.settings_doc import settings_markdown
-from serinus.cli.version import serinus_version
 from serinus.core.config import ServeConfig, environment
 from serinus.core.cores import cores, engine_threads
 from serinus.core.errors import ConfigError
+from serinus.core.version import package_version
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Finding", "run"]
+__all__ = ["MachineCheck", "run"]
 
 _PACKAGES = ("torch", "transformers", "numba", "numpy", "safetensors", "msgspec", "pyzmq", "starlette", "uvicorn")
 _PORTS = {30000: "serinus serve", 8000: "serinus up and router"}
@@ -37,17 +37,17 @@ _EXTRAS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MachineCheck:
     """One line of the report."""
 
     what: str
-    """What was looked at."""
+    """Name of the check."""
     seen: str
-    """What is there."""
+    """The result of the check."""
     grade: str = "ok"
-    """ok, note (works, but know it) or bad (will not work)."""
+    """ok, note (works with a limitation) or bad (does not work)."""
     advice: str = ""
-    """With note and bad: what to do."""
+    """What to do about a note or a fault."""
 
 
 def run(command: Command, words: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         return 0
     from serinus.cli.show import console
 
-    looks: list[Callable[[], Iterator[Finding]]] = [
+    looks: list[Callable[[], Iterator[MachineCheck]]] = [
         machine,
         packages,
         extras,
@@ -75,7 +75,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         findings += ranks(config)
     if config.model.model_path:
         findings += checkpoint(config)
-    console().print(findings_table(findings, f"serinus {serinus_version()} on {platform.node()}"))
+    console().print(findings_table(findings, f"serinus {package_version()} on {platform.node()}"))
     return 1 if any(finding.grade == "bad" for finding in findings) else 0
 
 
@@ -92,20 +92,20 @@ def _memory() -> dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
 
 
-def machine() -> Iterator[Finding]:
-    """Processor, cores, memory."""
+def machine() -> Iterator[MachineCheck]:
+    """Check the processor, its cores and the memory."""
     names = [
         line.split(":", 1)[1].strip()
         for line in (Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else [])
         if line.startswith("model name")
     ]
-    yield Finding(what="machine", seen=f"{platform.system()} {platform.machine()}, {names[0] if names else 'CPU'}")
-    yield Finding(what="cores", seen=f"{cores()} usable of {os.cpu_count()}")
+    yield MachineCheck(what="machine", seen=f"{platform.system()} {platform.machine()}, {names[0] if names else 'CPU'}")
+    yield MachineCheck(what="cores", seen=f"{cores()} usable of {os.cpu_count()}")
     memory = _memory()
     if memory:
         free = memory["MemAvailable"]
         small = free < _MEMORY_BYTES_MIN
-        yield Finding(
+        yield MachineCheck(
             what="memory",
             seen=f"{_gb(free)} free of {_gb(memory['MemTotal'])}",
             grade="note" if small else "ok",
@@ -113,35 +113,35 @@ def machine() -> Iterator[Finding]:
         )
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[MachineCheck]:
     """Python and what Serinus stands on."""
-    yield Finding(what="python", seen=platform.python_version())
+    yield MachineCheck(what="python", seen=platform.python_version())
     seen: list[str] = []
     for name in _PACKAGES:
         try:
             seen.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            yield Finding(what=name, seen="not installed", grade="bad", advice="pip install serinus")
-    yield Finding(what="packages", seen=", ".join(seen))
+            yield MachineCheck(what=name, seen="not installed", grade="bad", advice="pip install serinus")
+    yield MachineCheck(what="packages", seen=", ".join(seen))
 
 
-def extras() -> Iterator[Finding]:
+def extras() -> Iterator[MachineCheck]:
     """What handoffs may use besides shared memory and TCP."""
     for name, (module, install) in _EXTRAS.items():
         try:
             import_module(module)
         except ImportError as error:
-            yield Finding(what=f"extra {name}", seen=f"not installed ({error}): {install}")
+            yield MachineCheck(what=f"extra {name}", seen=f"not installed ({error}): {install}")
         else:
-            yield Finding(what=f"extra {name}", seen=f"installed (--disaggregation-transfer-backend {name})")
+            yield MachineCheck(what=f"extra {name}", seen=f"installed (--disaggregation-transfer-backend {name})")
 
 
-def threads(config: ServeConfig) -> Iterator[Finding]:
+def threads(config: ServeConfig) -> Iterator[MachineCheck]:
     """Thread counts that an engine would have, and those that the environment asks for."""
     asked = {name: environment()[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environment()}
     shown = ", ".join(f"{name}={value}" for name, value in asked.items())
     here = len(config.parallel.local_ranks)
-    yield Finding(
+    yield MachineCheck(
         what="threads",
         seen=f"serve uses {engine_threads(config.kernels.threads, here)}"
         + (" in each rank" if config.parallel.size > 1 else "")
@@ -150,16 +150,16 @@ def threads(config: ServeConfig) -> Iterator[Finding]:
     )
 
 
-def ranks(config: ServeConfig) -> Iterator[Finding]:
+def ranks(config: ServeConfig) -> Iterator[MachineCheck]:
     """Whether this machine has room for the ranks it was given."""
-    from serinus.engine.devices import comm_device
-    from serinus.engine.followers import mesh_of
+    from serinus.ranks.devices import comm_device
+    from serinus.ranks.rank_processes import mesh_of
 
     parallel, mesh = config.parallel, mesh_of(config)
     here = [mesh.name(rank) for rank in parallel.local_ranks]
     stages = f", layers by stage {parallel.pp_layer_partition}" if parallel.pp_layer_partition else ""
     crowded = len(here) > cores()
-    yield Finding(
+    yield MachineCheck(
         what="ranks",
         seen=f"{mesh.size} (TP {mesh.tp} x PP {mesh.pp}{stages}), on this machine {', '.join(here)}",
         grade="note" if crowded else "ok",
@@ -168,43 +168,42 @@ def ranks(config: ServeConfig) -> Iterator[Finding]:
     try:
         devices = [comm_device(config, rank) for rank in parallel.local_ranks]
     except ConfigError as error:
-        yield Finding(what="devices", seen=str(error), grade="bad", advice="fewer ranks, or --device cpu")
+        yield MachineCheck(what="devices", seen=str(error), grade="bad", advice="fewer ranks, or --device cpu")
     else:
         how = "gloo" if devices[0] == "cpu" else "NCCL"
-        yield Finding(what="devices", seen=f"{', '.join(dict.fromkeys(devices))}, joined by {how}")
+        yield MachineCheck(what="devices", seen=f"{', '.join(dict.fromkeys(devices))}, joined by {how}")
 
 
-def kernels() -> Iterator[Finding]:
-    """Which column of kernels runs here, in which types."""
+def kernels() -> Iterator[MachineCheck]:
+    """Which column of kernels serves which op here, in which types."""
     import torch
 
     from serinus.kernels import load
-    from serinus.kernels.canary import load_canary
 
+    cuda = torch.cuda.is_available()
     try:
-        load("cpu")
+        loaded = [load(device) for device in ("cpu", *(["cuda"] if cuda else []))]
     except (ConfigError, ImportError) as error:
-        yield Finding(what="kernels", seen=str(error), grade="bad", advice="serinus serve --attention-backend ref")
+        yield MachineCheck(what="kernels", seen=str(error), grade="bad", advice="serinus serve --attention-backend ref")
         return
     bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    cuda = torch.cuda.is_available()
-    yield Finding(
+    yield MachineCheck(
         what="kernels",
-        seen=f"cpu column; bfloat16 {'yes' if bf16 else 'no'}; CUDA {'yes' if cuda else 'no'}",
+        seen=f"bfloat16 {'yes' if bf16 else 'no'}; CUDA {'yes' if cuda else 'no'}",
         grade="ok" if bf16 else "note",
         advice="" if bf16 else "float32 is used: twice the memory, half the speed",
     )
-    columns = [f"{load_canary(device).column} column on {device}" for device in ("cpu", *(["cuda"] if cuda else []))]
-    yield Finding(what="canary", seen=f"{', '.join(columns)} (--kv-canary)")
+    for each in loaded:
+        yield MachineCheck(what=f"kernels on {each.device}", seen=each.summary())
 
 
-def ports() -> Iterator[Finding]:
+def ports() -> Iterator[MachineCheck]:
     """Whether the default ports are free."""
     for port, owner in _PORTS.items():
         with socket.socket() as sock:
             sock.settimeout(0.2)
             busy = sock.connect_ex(("127.0.0.1", port)) == 0
-        yield Finding(
+        yield MachineCheck(
             what=f"port {port}",
             seen="in use" if busy else "free",
             grade="note" if busy else "ok",
@@ -212,11 +211,11 @@ def ports() -> Iterator[Finding]:
         )
 
 
-def shared_memory() -> Iterator[Finding]:
+def shared_memory() -> Iterator[MachineCheck]:
     """Room for KV on its way between engines."""
     place = Path("/dev/shm")
     if not place.is_dir():
-        yield Finding(
+        yield MachineCheck(
             what="shared memory",
             seen="no /dev/shm",
             grade="note",
@@ -225,7 +224,7 @@ def shared_memory() -> Iterator[Finding]:
         return
     free = shutil.disk_usage(place).free
     small = free < _SHM_BYTES_MIN
-    yield Finding(
+    yield MachineCheck(
         what="shared memory",
         seen=f"{_gb(free)} free in /dev/shm",
         grade="note" if small else "ok",
@@ -247,26 +246,26 @@ def _weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def checkpoint(config: ServeConfig) -> list[Finding]:
+def checkpoint(config: ServeConfig) -> list[MachineCheck]:
     """Config, weights, tokenizer, and the room for KV under these settings."""
-    findings: list[Finding] = []
+    findings: list[MachineCheck] = []
     try:
         for finding in _model(config):
             findings.append(finding)  # one by one: what was found before an error stays
     except ConfigError as error:
-        findings.append(Finding(what="checkpoint", seen=str(error), grade="bad", advice="see the message"))
+        findings.append(MachineCheck(what="checkpoint", seen=str(error), grade="bad", advice="see the message"))
     return findings
 
 
-def _model(config: ServeConfig) -> Iterator[Finding]:
-    from serinus.engine.followers import mesh_of
-    from serinus.front import load_tokenizer
+def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     from serinus.models import load_spec, resolve
+    from serinus.ranks.rank_processes import mesh_of
+    from serinus.text import load_tokenizer
 
     folder = resolve(config.model.model_path, config.model.revision)
     spec = load_spec(folder)
     window = "" if spec.window is None else f", window {spec.window}"
-    yield Finding(
+    yield MachineCheck(
         what="model",
         seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of {spec.head_size},"
         f" context {spec.context_length}{window}, signature {spec.signature[:12]}",
@@ -276,14 +275,14 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
         each = ", ".join(
             f"{shard.name}: {len(shard.layers)} layers, {len(shard.kv_heads)} KV heads" for shard in shards
         )
-        yield Finding(what="shards", seen=each)
+        yield MachineCheck(what="shards", seen=each)
     tokenizer = load_tokenizer(folder)
     chat = "with" if tokenizer.template is not None else "without"
-    yield Finding(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
+    yield MachineCheck(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
     weights = _weight_bytes(folder)
     free = _memory().get("MemAvailable", weights * 2)
     fits = weights < free
-    yield Finding(
+    yield MachineCheck(
         what="weights",
         seen=f"{_gb(weights)}; {_gb(free)} of memory free",
         grade="ok" if fits else "bad",
@@ -293,23 +292,23 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
         yield from _kv(config, weights)
 
 
-def _kv(config: ServeConfig, weights: int) -> Iterator[Finding]:
+def _kv(config: ServeConfig, weights: int) -> Iterator[MachineCheck]:
     """Room for KV by part and tier, as an engine that starts now would take it."""
     from serinus.engine import kv_sizes
 
     sizes = kv_sizes(config, weights)
     for part, pool in sizes.pools.items():
         room = _room(pool.page_count, pool.page_size, pool.page_bytes)
-        yield Finding(what=f"KV {part.name.lower()}", seen=f"{room} on {pool.device}")
+        yield MachineCheck(what=f"KV {part.name.lower()}", seen=f"{room} on {pool.device}")
     for part, count in sizes.host.items():
         pool = sizes.pools[part]
-        yield Finding(what=f"host {part.name.lower()}", seen=_room(count, pool.page_size, pool.page_bytes))
+        yield MachineCheck(what=f"host {part.name.lower()}", seen=_room(count, pool.page_size, pool.page_bytes))
     if not sizes.host:
-        yield Finding(what="host tier", seen="off (--enable-hierarchical-cache)")
+        yield MachineCheck(what="host tier", seen="off (--enable-hierarchical-cache)")
     settings = config.cache
     if settings.hicache_storage_backend == "file":
         bound = f"at most {settings.hicache_storage_size:g} GB" if settings.hicache_storage_size else "no bound"
-        yield Finding(what="storage", seen=f"{settings.hicache_storage_dir}, {bound}")
+        yield MachineCheck(what="storage", seen=f"{settings.hicache_storage_dir}, {bound}")
 
 
 def _room(page_count: int, page_size: int, page_bytes: int) -> str:
@@ -322,7 +321,7 @@ def _room(page_count: int, page_size: int, page_bytes: int) -> str:
 _GRADES = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 
 
-def findings_table(findings: Sequence[Finding], title: str) -> Table:
+def findings_table(findings: Sequence[MachineCheck], title: str) -> Table:
     """What `serinus doctor` saw."""
     from rich.markup import escape
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""The `serinus` command: finds the subcommand, runs it, turns a wrong setting into one clear line and exit code 2.
+"""The `serinus` command: runs the subcommand that is named. Settings that are wrong: one line and exit 2; Ctrl-C: 130.
 
 Imports nothing heavy: a subcommand's module is loaded when it runs.
 """
@@ -142,9 +142,9 @@ Exit code 1 = something was found. See docs/SIMULATION.md.""",
     ),
     Command(
         name="version",
-        summary="print the version",
-        about="Print the version.",
-        examples=(("serinus version", "the version"),),
+        summary="print the versions of Serinus, torch and Python",
+        about="Print the versions of Serinus, torch and Python.",
+        examples=(("serinus version", "also: serinus --version"),),
         target="serinus.cli.version:run",
     ),
 )
@@ -164,6 +164,13 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
     near = get_close_matches(words[0], [command.name.split()[0] for command in COMMANDS], n=1, cutoff=0.5)
     hint = f"did you mean `serinus {near[0]}`?" if near else "expected one of those that `serinus --help` lists"
     raise UsageProblem(f"unknown command {words[0]!r}: {hint}")
+
+
+def group_help(group: str) -> str:
+    """What `serinus GROUP --help` prints where the names of several words begin with GROUP; empty = none does."""
+    members = [command for command in COMMANDS if command.name.startswith(f"{group} ")]
+    lines = [f"usage: serinus {member.name} [flags]        {member.summary}" for member in members]
+    return "\n".join((*lines, f"Flags and examples: `serinus {members[0].name} --help`.")) if members else ""
 
 
 def help_text() -> str:
@@ -195,6 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[0] in ("-V", "--version"):
         words[0] = "version"
+    if len(words) == 2 and words[1] in ("-h", "--help") and (text := group_help(words[0])):
+        print(text)
+        return 0
     name = "serinus"
     try:
         command, rest = find_command(words)
@@ -208,5 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"{name}: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         return 0  # the reader of our output (head, less) has seen enough

@@ -14,8 +14,8 @@ from pathlib import Path
 from serinus.cli.processes import connection_lost, stop_process
 from serinus.core.config import ServeConfig
 from serinus.core.log import get_logger
-from serinus.engine.fate import LOST_CODE, how_it_ended
-from serinus.engine.followers import mesh_of, rank_env, rank_words
+from serinus.ranks.exit_reason import LOST_CODE, exit_words
+from serinus.ranks.rank_processes import mesh_of, rank_env, rank_words
 
 __all__ = ["run_node"]
 
@@ -61,7 +61,7 @@ async def _live(config: ServeConfig) -> int:
         done, _ = await asyncio.wait({*ends, stop, alone}, return_when=asyncio.FIRST_COMPLETED)
         for task, rank in ends.items():
             if task in done and (code := ranks[rank].returncode):
-                _log.error("serinus: rank %s %s", names[rank], how_it_ended(code))
+                _log.error("serinus: rank %s %s", names[rank], exit_words(code))
         if stop not in done:
             await asyncio.wait(ends, timeout=_OTHERS_S)
             if late := [names[rank] for rank, process in ranks.items() if process.returncode is None]:

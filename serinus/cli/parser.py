@@ -47,13 +47,14 @@ _FOREIGN = {
 
 
 class UsageProblem(ConfigError):
-    """The command line makes no sense; printed with a hint, exit code 2."""
+    """The command line is wrong; printed with a hint, exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
     """argparse that raises UsageProblem instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        """Called by argparse for words it cannot parse; raises UsageProblem."""
         raise UsageProblem(message)
 
 

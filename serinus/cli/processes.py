@@ -18,13 +18,13 @@ from types import TracebackType
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, threads_env
 from serinus.core.log import get_logger
-from serinus.engine.fate import LOST_CODE, Ending, Fate
+from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
 
 __all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process", "stop_server"]
 
 _log = get_logger("cli")
 _LOOK_S = 0.2
-"""Between two looks at a connection that only tells whether somebody is there."""
+"""Seconds between two checks of a connection that only shows whether the process lives."""
 _STOP_NOW_S = 5.0
 """A server that does not wait for its requests ends within this time, or is killed."""
 _ENDING_S = 2.0
@@ -34,7 +34,7 @@ _ENDING_SAID_S = 5.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nobody listens on now, all different."""
+    """Distinct free ports on loopback. Another process may take one before it is used."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:
@@ -138,13 +138,13 @@ class EngineProcess:
         except TimeoutError:
             reason = f"engine: rank TP0 PP0 (pid {process.pid}), the leader, gave no sign of life for {silence_s:g} s"
             _log.error("serinus: %s; it is killed", reason)
-            Fate(self._words).seal(reason, LOST_CODE)
+            ExitRecord(self._words).record(reason, LOST_CODE)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-    def ending(self) -> Ending | None:
-        """Why it ended, in its own words or in those of whoever ended it; None = nobody said."""
-        return Fate.read(self._words)
+    def ending(self) -> EngineExit | None:
+        """The recorded reason of its end, its own or its supervisor's; None = none was recorded."""
+        return ExitRecord.read(self._words)
 
     async def ended(self) -> int:
         """Wait for its end; the exit code (negative: the signal that ended it)."""
@@ -152,7 +152,7 @@ class EngineProcess:
         return await self.process.wait()
 
     async def stop(self, *, s_max: float) -> int:
-        """See stop_process."""
+        """Stop the engine process; `s_max` and the result as in `stop_process`."""
         if self._overseer is not None:
             self._overseer.cancel()
         return 0 if self.process is None else await stop_process(self.process, s_max=s_max)

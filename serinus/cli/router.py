@@ -35,7 +35,7 @@ def router_settings(
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Route until told to stop."""
+    """Route until told to stop. Raises UsageProblem where no engine is named."""
     parser = make_parser(command)
     add_settings(parser, RouterConfig)
     config, _ = read_config(RouterConfig, parser, words)

@@ -27,7 +27,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
 from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger, setup_logging
-from serinus.engine.fate import CONFIG_CODE, LOST_CODE, how_it_ended
+from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, exit_words
 
 if TYPE_CHECKING:
     from serinus.front import EngineClient, FrontSettings, HttpServer
@@ -41,7 +41,10 @@ _GONE_GRACE_S = 2.0
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Serve until told to stop. Exit code 0, 1 when the engine died, 2 for wrong settings, 3 when a rank of it did."""
+    """Serve until told to stop. Exit code 0, 1 when the engine died, 3 when one of its ranks did.
+
+    Raises UsageProblem without a model, ConfigError for wrong settings.
+    """
     clock = WallClock()
     started = clock.now()
     parser = make_parser(command)
@@ -163,9 +166,9 @@ class _Service:
         return self._code or (1 if code > 0 else 0)
 
     async def _watch(self, client: EngineClient) -> None:
-        """The engine ended before it was told to: say so to whoever waits, and end too."""
+        """The engine ended by itself: fail all open requests with its reason, and end too."""
         code = await self._engine.ended()
-        reason, ending = how_it_ended(code), self._engine.ending()
+        reason, ending = exit_words(code), self._engine.ending()
         self._code = CONFIG_CODE if code == CONFIG_CODE else 1
         if self._config.parallel.size > 1 and ending is None:
             self._code = LOST_CODE if self._code == 1 else self._code

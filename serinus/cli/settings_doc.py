@@ -57,7 +57,7 @@ def _rows(tree: type[ConfigTree], name: str) -> Iterator[str]:
 
 
 def settings_markdown() -> str:
-    """The whole page."""
+    """The text of docs/settings.md."""
     lines = [_HEAD]
     for title, about, tree, left_out in _PAGES:
         lines += [f"## `{title}`", "", about, ""]

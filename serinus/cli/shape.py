@@ -19,8 +19,8 @@ def check_shape(config: ServeConfig) -> None:
     folder = Path(config.model.model_path)
     if (config.parallel.size == 1 and not config.parallel.partition) or not folder.is_dir():
         return
-    from serinus.engine.followers import mesh_of
     from serinus.models import load_spec
+    from serinus.ranks.rank_processes import mesh_of
 
     try:
         overrides = json.loads(config.model.json_model_override_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +22,7 @@ from serinus.core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from serinus.testing.world import Run, Scenario
+    from serinus.sim import Run, Scenario
 
 __all__ = ["run"]
 
@@ -36,7 +37,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     if arguments.scenario:
         return _replay(_read(arguments.scenario), arguments, out)
     if arguments.seed is not None:
-        from serinus.testing.world import draw
+        from serinus.sim import draw
 
         return _replay(draw(arguments.seed, backend=arguments.backend), arguments, out)
     return _many(arguments, out)
@@ -67,7 +68,7 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
 
 
 def _read(path: str) -> Scenario:
-    from serinus.testing.world import Scenario
+    from serinus.sim import Scenario
 
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -80,7 +81,7 @@ def _read(path: str) -> Scenario:
 
 
 def _replay(scenario: Scenario, arguments: Any, out: Console) -> int:
-    from serinus.testing.world import run as run_world
+    from serinus.sim import run as run_world
 
     result = run_world(scenario)
     for line in scenario.describe():
@@ -114,8 +115,8 @@ def _print_run(result: Run, out: Console) -> None:
 
 
 def _shrunk(scenario: Scenario, out: Console) -> Scenario:
-    from serinus.testing.world import run as run_world
-    from serinus.testing.world import shrink
+    from serinus.sim import run as run_world
+    from serinus.sim import shrink
 
     with out.status("shrinking") as status:
         small = shrink(
@@ -151,8 +152,8 @@ def _range(text: str | None, endless: bool) -> Iterator[int]:
 
 def run_batch(seeds: Sequence[int], backend: str) -> list[tuple[int, str, int, dict[str, int]]]:
     """(seed, what was found or empty, events, counts) of each; what a worker process does."""
-    from serinus.testing.world import draw
-    from serinus.testing.world import run as run_world
+    from serinus.sim import draw
+    from serinus.sim import run as run_world
 
     found = []
     for seed in seeds:
@@ -173,20 +174,24 @@ def _many(arguments: Any, out: Console) -> int:
     failed: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     done = events = 0
+    interrupt: KeyboardInterrupt | None = None
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
         TextColumn("{task.fields[found]}"),
     )  # fmt: skip
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("seeds", total=None if endless else len(listed), found="")
-        for batch in _run_all(batches, arguments.workers, arguments.backend, clock, until):
-            for seed, text, steps, tally in batch:
-                done, events = done + 1, events + steps
-                counts.update(tally)
-                if text:
-                    failed.append({"seed": seed, "finding": text})
-                    out.print(f"seed {seed}: {text}", style="red", markup=False, highlight=False)
-            progress.update(task, completed=done, found=f"{len(failed)} found" if failed else "nothing found")
+        try:
+            for batch in _run_all(batches, arguments.workers, arguments.backend, clock, until):
+                for seed, text, steps, tally in batch:
+                    done, events = done + 1, events + steps
+                    counts.update(tally)
+                    if text:
+                        failed.append({"seed": seed, "finding": text})
+                        out.print(f"seed {seed}: {text}", style="red", markup=False, highlight=False)
+                progress.update(task, completed=done, found=f"{len(failed)} found" if failed else "nothing found")
+        except KeyboardInterrupt as error:
+            interrupt = error
     seconds = clock.now() - start
     rate = 60 * done / seconds if seconds > 0 else 0.0
     _write(
@@ -197,8 +202,10 @@ def _many(arguments: Any, out: Console) -> int:
         },
     )  # fmt: skip
     out.print(f"{done} seeds, {events} events in {seconds:.1f} s: {rate:.0f} seeds a minute; {len(failed)} failed")
+    if interrupt is not None:
+        raise interrupt  # the summary so far is out
     if failed:
-        from serinus.testing.world import draw
+        from serinus.sim import draw
 
         first = min(item["seed"] for item in failed)
         out.print(f"replay:  serinus sim --seed {first}", style="bold", highlight=False)
@@ -222,12 +229,16 @@ def _run_all(
             yield run_batch(batch, backend)
         return
     try:
-        with ProcessPoolExecutor(workers) as pool:
+        # the terminal sends Ctrl-C to the workers too: it is this process that ends them
+        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
             waiting = [pool.submit(run_batch, batch, backend) for batch in islice(batches, 2 * workers)]
-            while waiting:
-                yield waiting.pop(0).result()
-                if clock.now() < until:
-                    waiting += [pool.submit(run_batch, batch, backend) for batch in islice(batches, 1)]
+            try:
+                while waiting:
+                    yield waiting.pop(0).result()
+                    if clock.now() < until:
+                        waiting += [pool.submit(run_batch, batch, backend) for batch in islice(batches, 1)]
+            finally:
+                pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
         raise ConfigError("cli: a worker process died (out of memory?), expected all to finish") from None
 

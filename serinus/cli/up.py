@@ -71,7 +71,10 @@ def members(config: UpConfig) -> list[Member]:
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Serve until told to stop. Exit code 0, 1 when engines do not come up, 2 for wrong settings."""
+    """Serve until told to stop. Exit code 0, or 1 when engines do not come up.
+
+    Raises UsageProblem without a model, ConfigError for wrong settings.
+    """
     clock = WallClock()
     started = clock.now()
     parser = make_parser(command)
@@ -269,7 +272,7 @@ class _Group:
 
 
 def group_table(group: Sequence[Member], url: str, seconds: float) -> None:
-    """Who is where. (Where each engine's start-up time went stands in its own line above.)"""
+    """Print name, role and address of each engine."""
     from rich.table import Table
 
     from serinus.cli.show import console

@@ -1,28 +1,21 @@
-"""`serinus version`: the version, read from the installed package."""
+"""`serinus version` and `serinus --version`: Serinus, torch and Python, without importing torch."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from serinus.cli.parser import Command, make_parser, unknown_flag
+from serinus.core.version import package_version
 
-__all__ = ["run", "serinus_version"]
-
-
-def serinus_version() -> str:
-    """The installed version; `0 (not installed)` when run from a bare checkout."""
-    try:
-        return version("serinus")
-    except PackageNotFoundError:
-        return "0 (not installed)"
+__all__ = ["run"]
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Print it."""
+    """Print one line of versions. Raises UsageProblem for any flag."""
     parser = make_parser(command, settings=False)
     _, rest = parser.parse_known_args(list(words))
     if rest:
         raise unknown_flag(parser, rest[0])
-    print(f"serinus {serinus_version()}")
+    print(f"serinus {package_version()} (torch {package_version('torch')}, python {platform.python_version()})")
     return 0

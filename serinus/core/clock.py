@@ -1,4 +1,4 @@
-"""Time as an argument: whoever needs it is given a Clock. The only file that reads the machine's clocks."""
+"""Time as an argument: code that needs it is given a Clock. The only file that reads the machine's clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's clocks."""
+    """A Clock that reads the machine's clocks."""
 
     def now(self) -> float:
         return time.monotonic()

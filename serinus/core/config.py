@@ -63,13 +63,13 @@ _GROUPS: dict[str, type] = {
 }
 _ROUTER_PORT = 8000
 _ONE_SIDED = ("nixl", "mooncake")
-"""Ways of a handoff in which a peer reads or writes pools by itself."""
+"""Handoff backends with peers that read or write pools by themselves."""
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigTree:
-    """What the trees share: their way into JSON and back."""
+    """A tree of settings: to JSON and back."""
 
     def to_json(self) -> str:
         """The whole tree as JSON text, for a child process."""
@@ -77,7 +77,7 @@ class ConfigTree:
 
     @classmethod
     def from_json(cls: type[_TreeT], text: str) -> _TreeT:
-        """The reverse of to_json. Raises ConfigError for anything that is not a whole, valid tree."""
+        """Read what `to_json` wrote. Raises ConfigError for anything that is not a whole, valid tree."""
         try:
             data = json.loads(text)
         except ValueError as err:
@@ -111,34 +111,39 @@ def _router_server() -> ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig(ConfigTree):
-    """`serinus serve`: one engine and its front."""
+class EngineConfig(ConfigTree):
+    """The groups of settings that engines have, whichever command starts them."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
-    """Which model."""
+    """The model and its tokenizer."""
     server: ServerSettings = field(default_factory=ServerSettings)
-    """Where it listens."""
+    """The HTTP server: of the engine, or of the router with `serinus up`."""
     memory: MemorySettings = field(default_factory=MemorySettings)
-    """How much KV."""
+    """Size of the KV pools."""
     sched: ScheduleSettings = field(default_factory=ScheduleSettings)
-    """Who runs."""
+    """Limits of a step and of the queues."""
     cache: CacheSettings = field(default_factory=CacheSettings)
     """Tiers below the device."""
     pd: PdSettings = field(default_factory=PdSettings)
-    """Prefill and decode apart."""
+    """Prefill and decode in separate engines."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    """How many ranks."""
+    """Number of ranks and machines."""
     canary: CanarySettings = field(default_factory=CanarySettings)
-    """Whether KV is checked on its way."""
+    """Whether and how KV is checked."""
     kernels: KernelSettings = field(default_factory=KernelSettings)
-    """What computes."""
+    """Device, threads and kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """`serinus serve`: one engine and its front."""
 
     def __post_init__(self) -> None:
         if self.parallel.size > 1 and self.pd.transfer_backend in _ONE_SIDED:
             raise ConfigError(
                 f"config: --disaggregation-transfer-backend is {self.pd.transfer_backend!r} with"
-                f" {self.parallel.size} ranks, whose pages peers would write past the leader's orders; expected shm or"
-                f" tcp"
+                f" {self.parallel.size} ranks, whose pages peers would write past the leader's commands; expected shm"
+                f" or tcp"
             )
 
     @property
@@ -153,32 +158,16 @@ class ServeConfig(ConfigTree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpConfig(ConfigTree):
-    """`serinus up`: several engines and the router on one machine. `server` is the router's."""
+class UpConfig(EngineConfig):
+    """`serinus up`: several engines and the router on one machine. Inherited groups are each engine's."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    """Which model; the same for all engines."""
     up: UpSettings = field(default_factory=UpSettings)
-    """How many engines."""
+    """Number and ranks of the engines."""
     server: ServerSettings = field(default_factory=_router_server)
-    """Where the router listens; keys and log level hold for the engines too."""
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    """How much KV, per engine."""
-    sched: ScheduleSettings = field(default_factory=ScheduleSettings)
-    """Who runs, per engine."""
-    cache: CacheSettings = field(default_factory=CacheSettings)
-    """Tiers below the device, per engine."""
-    pd: PdSettings = field(default_factory=PdSettings)
-    """How handoffs are done."""
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    """How many ranks, per engine."""
-    canary: CanarySettings = field(default_factory=CanarySettings)
-    """Whether KV is checked on its way, per engine."""
-    kernels: KernelSettings = field(default_factory=KernelSettings)
-    """What computes."""
+    """The router's HTTP server; its keys and log level hold for the engines too."""
 
     def ranks_of(self, role: str) -> ParallelSettings:
-        """How many ranks an engine of this role has."""
+        """The numbers of ranks of an engine of this role."""
         up = self.up
         own = (up.prefill_tp_size, up.prefill_pp_size) if role == "prefill" else (up.decode_tp_size, up.decode_pp_size)
         return replace(self.parallel, tp_size=own[0] or self.parallel.tp_size, pp_size=own[1] or self.parallel.pp_size)
@@ -206,19 +195,20 @@ class RouterConfig(ConfigTree):
     """`serinus router`: the front of engines that run elsewhere."""
 
     server: ServerSettings = field(default_factory=_router_server)
-    """Where it listens."""
+    """The router's HTTP server."""
     route: RouteSettings = field(default_factory=RouteSettings)
-    """Which engines stand behind it."""
+    """The engines behind the router."""
 
 
 def groups_of(tree: type[ConfigTree]) -> Iterator[tuple[str, type]]:
-    """Name and class of each group of a tree, in order."""
-    for item in fields(tree):
+    """Name and class of each group of a tree: those that the tree itself names first, then those it inherits."""
+    own = list(tree.__annotations__)
+    for item in sorted(fields(tree), key=lambda item: own.index(item.name) if item.name in own else len(own)):
         yield item.name, _GROUPS[str(item.type)]
 
 
 def settings_in(tree: type[ConfigTree]) -> Iterator[tuple[str, Setting]]:
-    """Group and setting, for everything that people can set about a tree, in order."""
+    """Group and setting, for everything that can be set in a tree, in order."""
     left_out = _LEFT_OUT.get(tree.__name__, frozenset())
     for name, group in groups_of(tree):
         for setting in settings_of(group):
@@ -298,7 +288,7 @@ def parse_text(setting: Setting, text: str, where: str) -> Any:
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment, for those who must know a variable that is no setting (NUMBA_CACHE_DIR...)."""
+    """The process's environment, for code that needs a variable that is no setting (NUMBA_CACHE_DIR...)."""
     return os.environ
 
 

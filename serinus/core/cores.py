@@ -1,4 +1,4 @@
-"""Cores and threads: how many there are, who gets how many, and what a child's libraries are told. Starts nothing."""
+"""Cores and threads: how many there are, how they are shared, and what a child's libraries are told. Starts nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def engine_threads(wanted: int | None, sharers: int) -> int:
 
 
 def threads_env(threads: int) -> dict[str, str]:
-    """This process's environment for a child whose libraries shall use so many threads.
+    """This process's environment for a child with libraries that shall use so many threads.
 
-    Idle OpenMP workers spin before they sleep, by default long enough to starve whoever shares the cores (and to be
+    Idle OpenMP workers spin before they sleep, by default long enough to starve other processes on the cores (and to be
     starved): with one other busy process on 2 cores, 5 s held 70 steps of linears by default, 121 with a short spin;
-    on a quiet machine the short spin costs 3 %. Whoever sets OMP_WAIT_POLICY or GOMP_SPINCOUNT is obeyed.
+    on a quiet machine the short spin costs 3 %. A value of OMP_WAIT_POLICY or GOMP_SPINCOUNT that is set stays.
     """
     own = environment()
     calm = {} if "OMP_WAIT_POLICY" in own else {"GOMP_SPINCOUNT": _SPINS}

@@ -21,7 +21,7 @@ __all__ = ["ChunkReady", "HandoffSpec", "Reservation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffSpec:
-    """Prefill side: for whom a prompt is computed."""
+    """Prefill side: the handoff for which a prompt is computed."""
 
     xid: str
     """Name of the handoff."""
@@ -34,7 +34,7 @@ class Reservation:
     """Decode side: pages that a prefill engine may fill now: the request's own until landed, recompute or abort."""
 
     rid: str
-    """The request's id."""
+    """Id of the request."""
     request: Request
     """What a client asked of this engine."""
     held: int
@@ -46,7 +46,7 @@ class Reservation:
 
     @property
     def prompt(self) -> NDArray[np.int32]:
-        """The whole prompt."""
+        """All tokens of the prompt."""
         return self.request.prompt
 
     @property
@@ -57,8 +57,10 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReady:
-    """Prefill side: pages of a prompt whose KV is computed, canonical, and held (`transfer`) until drained. An event of
-    the handoff machine: where it does not know the handoff any more, they are released at once."""
+    """Prefill side: pages of a prompt; their KV is computed, canonical, and held (`transfer`) until drained.
+
+    An event of the handoff machine: where it does not know the handoff any more, they are released at once.
+    """
 
     rid: str = ""
     """The request, as this engine calls it; empty = by the name of the handoff."""

@@ -24,7 +24,7 @@ def new_rid(prefix: str = "req") -> str:
 
 
 def new_token() -> bytes:
-    """16 random bytes that nobody can guess."""
+    """16 random bytes that cannot be guessed."""
     return secrets.token_bytes(16)
 
 

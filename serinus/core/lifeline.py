@@ -27,7 +27,7 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 def end_now(code: int) -> NoReturn:
     """End this process with an exit code, once everything that must be let go of has been.
 
-    What the interpreter would tear down besides (torch above all) takes seconds on a busy machine, and nobody needs it.
+    What the interpreter would tear down besides (torch above all) takes seconds on a busy machine, and is not needed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

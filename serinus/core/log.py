@@ -20,7 +20,7 @@ def get_logger(room: str) -> logging.Logger:
 
 
 def setup_logging(level: str = "info", rank: str = "TP0") -> None:
-    """Send the lines of all rooms to stderr; called once, by whoever starts a process.
+    """Send the lines of all rooms to stderr; called once per process, at its start.
 
     Args:
         level: debug, info, warning or error.

@@ -1,21 +1,19 @@
 """What one engine counts, for Prometheus: `serinus:*` series with the stems and meanings of their SGLang counterparts.
 
-Every series carries the labels engine, role, rank, tp_rank and pp_rank. Setting a gauge is a dictionary store and an
-observation a bisection, so that the loop may call them every step; the text is made when somebody scrapes. What clients
-see (time to first token, between tokens, whole requests) is measured by the front, where they are. Knows no HTTP.
+Every series carries the labels engine, role, rank, tp_rank and pp_rank. What clients see (time to first token, between
+tokens, whole requests) is measured by the front. Knows no HTTP. Cost of a call: about a microsecond
+(benchmarks/metrics.py), so that the loop may call them in every step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from serinus.core.errors import InvariantError
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 __all__ = ["METRICS", "MetricSpec", "Metrics"]
 
@@ -84,6 +82,9 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("rank_steps", "Ranks: steps whose results were taken"),
     _counter("rank_compute_seconds", "Ranks: seconds in steps, without waiting for other ranks"),
     _counter("rank_wait_seconds", "Ranks: seconds in steps of waiting for other ranks"),
+    _gauge("rank_tier_copies", "Ranks: copies between device and host under way there"),
+    _gauge("rank_storage_operations", "Ranks: storage operations under way there"),
+    _gauge("rank_staged_pieces", "Ranks: pieces of handoffs staged there and not yet taken by the peer"),
     _counter("control_bytes", "Ranks: bytes of headers that the leader sent"),
     _counter("control_headers", "Ranks: headers that the leader sent"),
     _counter("num_requests", "Requests that were taken"),
@@ -136,115 +137,114 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("kv_transfer_alloc_ms", "Milliseconds a remote request waited for pages", _MOVE_MS),
     _histogram("kv_transfer_total_mb", "Megabytes of one handoff", _MOVE_MB),
 )
-"""All families."""
+"""All families that an engine has."""
 
-
-class _Histogram:
-    """Counts per bucket, the last one for everything above the bounds."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+_MAKERS: Final = {"gauge": Gauge, "counter": Counter}
 
 
 class Metrics:
-    """The series of one rank of one engine. One thread writes; a scrape from another sees whole numbers."""
+    """The series of one rank of one engine: prometheus-client's objects, found by the name of their spec."""
 
     def __init__(
-        self, engine: str, role: str, rank: str = "TP0", *, tp_rank: int = 0, pp_rank: int = 0, told: bool = False
+        self,
+        engine: str,
+        role: str,
+        rank: str = "TP0",
+        *,
+        tp_rank: int = 0,
+        pp_rank: int = 0,
+        beside: Metrics | None = None,
     ) -> None:
         """`engine`: its name; `role`: unified, prefill or decode; `rank`: TP0, or TP1 PP0 where there are several.
 
-        `told`: of a rank that is elsewhere; only what is set appears.
+        `beside`: metrics of the leader, with which those of this rank are rendered; only what is set appears.
         """
-        self.ranks: list[Metrics] = []
-        """Those of other ranks of this engine, rendered with these."""
         self._where = (engine, role, rank, str(tp_rank), str(pp_rank))
-        self._specs = {spec.name: spec for spec in METRICS}
-        self._values: dict[str, dict[tuple[str, ...], float]] = {}
-        self._histograms: dict[str, _Histogram] = {}
+        self._is_leader = beside is None
+        self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
+        """Counters that are set to a total: the last one."""
+        self._registry: CollectorRegistry = CollectorRegistry() if beside is None else beside._registry
+        self._families: dict[str, MetricWrapperBase] = {} if beside is None else beside._families
+        if beside is not None:
+            return
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a switch for the whole process: no `_created` series
         for spec in METRICS:
-            if spec.kind == "histogram":
-                self._histograms[spec.name] = _Histogram(spec.buckets)
-            else:
-                self._values[spec.name] = {} if spec.labels or told else {(): 0.0}
+            if spec.kind != "histogram":
+                names = (*_LABELS, *spec.labels)
+                make = _MAKERS[spec.kind]
+                self._families[spec.name] = make(f"serinus:{spec.name}", spec.help, names, registry=self._registry)
+                if spec.alias:
+                    self._families[spec.alias] = Gauge(spec.alias, spec.help, names, registry=self._registry)
+                if not spec.labels:
+                    self.add(spec.name, 0)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """A gauge is `value` now; `labels` in the order of its spec. A counter too may be set to a higher total."""
-        self._series(name, labels)[labels] = value
+        """A gauge is `value` now; `labels` in the order of its spec. A counter too may be set to a higher total.
+
+        Raises InvariantError: no such metric, or other labels. Raises ValueError: a counter would fall.
+        """
+        series = self._find(name, labels)
+        if isinstance(series, Counter):
+            series.inc(value - self._totals.get((name, labels), 0.0))
+            self._totals[name, labels] = value
+        else:
+            series.set(value)
+        if self._is_leader and _SPECS[name].alias:
+            self._find(_SPECS[name].alias, labels).set(value)
 
     def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
-        """A counter grew by `amount` >= 0, or a gauge changed by it."""
-        series = self._series(name, labels)
-        series[labels] = series.get(labels, 0.0) + amount
+        """A counter grew by `amount` >= 0, or a gauge changed by it. Raises InvariantError like `set`."""
+        self._find(name, labels).inc(amount)
+        if self._is_leader and _SPECS[name].alias:
+            self._find(_SPECS[name].alias, labels).inc(amount)
 
     def observe(self, name: str, value: float, count: int = 1) -> None:
-        """`count` observations of `value` for a histogram, in the unit that its name ends with."""
-        histogram = self._histograms.get(name)
-        if histogram is None:
+        """`count` observations of `value` for a histogram, in the unit that its name ends with.
+
+        Raises InvariantError: no such histogram.
+        """
+        if name not in _SPECS or _SPECS[name].kind != "histogram":
             raise InvariantError(f"core: metric {name!r}, expected a histogram of METRICS")
-        histogram.counts[bisect_left(histogram.bounds, value)] += count
-        histogram.total += value * count
+        series = self._find(name, ())
+        for _ in range(count):
+            series.observe(value)
 
     def get(self, name: str, *labels: str) -> float:
-        """The present value of a gauge or counter; 0 where nothing was said yet."""
-        return self._series(name, labels).get(labels, 0.0)
+        """The present value of a gauge or counter; 0 where nothing was set yet. Slow: for tests."""
+        return self._sample(name, "_total" if _SPECS[name].kind == "counter" else "", labels)
+
+    def by_labels(self, name: str) -> dict[tuple[str, ...], float]:
+        """The present values of all series of a gauge or counter. Slow: for tests and the simulation."""
+        return {labels: self.get(name, *labels) for known, labels in self._series if known == name}
 
     def count(self, name: str) -> int:
-        """How many observations a histogram has."""
-        return sum(self._histograms[name].counts)
-
-    def _series(self, name: str, labels: tuple[str, ...]) -> dict[tuple[str, ...], float]:
-        series = self._values.get(name)
-        if series is None or len(labels) != len(self._specs[name].labels):
-            raise InvariantError(f"core: metric {name!r} with {len(labels)} labels, expected one of METRICS as it is")
-        return series
+        """How many observations a histogram has. Slow: for tests."""
+        return int(self._sample(name, "_count", ()))
 
     def render(self) -> bytes:
         """The Prometheus text (about a millisecond); histograms without observations are left out."""
-        from prometheus_client.exposition import generate_latest
+        return generate_latest(self._registry)
 
-        return generate_latest(self)  # anything with `collect` will do
+    def _sample(self, name: str, ending: str, labels: tuple[str, ...]) -> float:
+        names = dict(zip((*_LABELS, *_SPECS[name].labels), (*self._where, *labels), strict=True))
+        return self._registry.get_sample_value(f"serinus:{name}{ending}", names) or 0.0
 
-    def collect(self) -> Iterator[Metric]:
-        """The families, as prometheus-client wants them."""
-        from prometheus_client.metrics_core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
-
-        for spec in METRICS:
-            names = (*_LABELS, *spec.labels)
-            if spec.kind == "histogram":
-                filled = self._histograms[spec.name]
-                if any(filled.counts):
-                    histogram = HistogramMetricFamily(f"serinus:{spec.name}", spec.help, labels=names)
-                    histogram.add_metric(self._where, _cumulative(filled), filled.total)
-                    yield histogram
-                continue
-            make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            everybody = (self, *self.ranks)
-            for name, tellers in (
-                (f"serinus:{spec.name}", everybody),
-                (spec.alias, (self,)),
-            ):  # who knows an alias sums
-                if name:
-                    family = make(name, spec.help, labels=names)
-                    for one in tellers:
-                        for labels, value in sorted(one._values[spec.name].items()):
-                            family.add_metric((*one._where, *labels), value)
-                    yield family
+    def _find(self, name: str, labels: tuple[str, ...]) -> Any:
+        """One series; made when it is first asked for. Raises InvariantError: not one of METRICS."""
+        series = self._series.get((name, labels))
+        if series is not None:
+            return series
+        family = self._families.get(name)
+        spec = _SPECS.get(name)
+        if family is None and spec is not None:
+            family = self._families[name] = Histogram(
+                f"serinus:{name}", spec.help, _LABELS, buckets=spec.buckets, registry=self._registry
+            )
+        if family is None or (spec is not None and len(labels) != len(spec.labels)):
+            raise InvariantError(f"core: metric {name!r} with {len(labels)} labels, expected one of METRICS as it is")
+        series = self._series[name, labels] = family.labels(*self._where, *labels)
+        return series
 
 
-def _cumulative(histogram: _Histogram) -> list[tuple[str, float]]:
-    """Bucket bound and number of observations up to it, as Prometheus counts."""
-    buckets: list[tuple[str, float]] = []
-    seen = 0
-    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-        seen += count
-        buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), float(seen)))
-    return buckets
+_SPECS: Final = {spec.name: spec for spec in METRICS}

@@ -14,10 +14,10 @@ __all__ = ["Move", "MoveDone", "MoveKind", "StorageDone"]
 
 
 class MoveKind(Enum):
-    """From where to where."""
+    """Source and target of a copy."""
 
     BACKUP = "backup"
-    """Device to host."""
+    """From device to host memory."""
     LOAD = "load"
     """Host to device, layer by layer: forward passes that begin later wait for each layer before they read it."""
 
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveDone:
-    """A copy has ended: nobody reads its sources or writes its targets any more."""
+    """A copy has ended: its sources are no longer read, its targets no longer written."""
 
     op: int
     ok: bool
@@ -54,7 +54,7 @@ class MoveDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageDone:
-    """A storage operation has ended: nobody reads or writes its host pages any more."""
+    """A storage operation has ended: its host pages are no longer read or written."""
 
     op: int
     present: tuple[NDArray[np.bool_], ...] = ()

@@ -1,14 +1,15 @@
-"""The parts of a model's KV: classes of attention layers, each with its own page space."""
+"""The parts of a model's KV (classes of attention layers, each with its own page space), and pages as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PageSpan", "Part"]
+__all__ = ["OwnPages", "PageSpan", "PageStore", "Part"]
 
 
 class Part(IntEnum):
@@ -18,11 +19,15 @@ class Part(IntEnum):
     """Layers that see every position. The tree is built on it."""
     SWA = 1
     """Layers that see a sliding window: the last `window` positions, the token itself included."""
+    LATENT = 2
+    """Layers with one compressed row for each position. No model family uses it yet; what a part covers (the whole
+    prefix, or a window) is data of the cache: serinus.cache.PartGeometry."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PageSpan:
-    """Consecutive pages of one sequence in one part."""
+    """Consecutive pages of one sequence in one part. Not frozen for its cost alone (several are made for each request
+    and step); nothing changes one."""
 
     part: Part
     first: int
@@ -34,3 +39,30 @@ class PageSpan:
     def end(self) -> int:
         """One past the index of the last page."""
         return self.first + len(self.pages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPages:
+    """A request's tokens, and the pages it has, by part."""
+
+    tokens: NDArray[np.int32]
+    """Its known tokens, from position 0."""
+    spans: tuple[PageSpan, ...]
+    """One for each part of the model."""
+
+
+class PageStore(Protocol):
+    """The pages of one part on one rank: pool.DevicePool, or anything of its shape."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers of the part."""
+        ...
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> object:
+        """Copy pages into out[G, page_bytes]."""
+        ...
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        """Fill pages from data[G, page_bytes] (may be read only)."""
+        ...

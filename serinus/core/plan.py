@@ -6,6 +6,7 @@ knows the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,7 @@ class SampleSpec:
     """How to choose the token that follows the last position of a SeqWork."""
 
     params: SamplingParams
-    """The request's parameters."""
+    """Sampling parameters of the request."""
     seed: int
     """Seed of the request's own sampler; noise is a function of (seed, position, token id) alone."""
     position: int
@@ -46,13 +47,11 @@ class SeqWork:
     row: int
     """Row of req_to_token; 0 is padding and never used."""
     start: int
-    """Positions whose KV is already there."""
+    """Positions with KV that is already there."""
     tokens: NDArray[np.int32]
     """n >= 1 ids to compute."""
-    slots: NDArray[np.int64]
-    """n slots of part FULL, where their KV goes; never 0."""
-    swa_slots: NDArray[np.int64] | None = None
-    """n slots of part SWA, likewise; None where the model has no sliding layers."""
+    slots: Mapping[Part, NDArray[np.int64]]
+    """For each part of the model, FULL first, n slots where their KV goes; never 0."""
     sample: SampleSpec | None = None
     """Set when the last of `tokens` is the last known token of the sequence."""
     prompt_logprobs: int | None = None
@@ -69,7 +68,7 @@ class TableWrite:
     start: int
     slots: NDArray[np.int64]
     part: Part = Part.FULL
-    """Whose table; each part has its own, with the same rows."""
+    """The part of the table; each part has its own, with the same rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,17 @@
-"""What the engine knows of one request, as plain data: Request in, TokenDelta out."""
+"""One request as plain data: Request goes into the engine, TokenDelta comes out; both travel as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from serinus.core.bounds import Ids, Name, Priority, Text, TopIds, TopLogprobs
 from serinus.core.sampling import SamplingParams
 
 __all__ = ["FinishReason", "Request", "TokenDelta", "TokenLogprobs", "Usage"]
@@ -33,32 +36,42 @@ class TokenLogprobs:
 
     logprob: float | None
     """Of the token that stands there; None for the first token of a prompt."""
-    top_ids: tuple[int, ...] = ()
+    top_ids: TopIds = ()
     """The likeliest tokens, best first."""
-    top_logprobs: tuple[float, ...] = ()
-    """Theirs."""
+    top_logprobs: TopLogprobs = ()
+    """The log-probabilities of `top_ids`."""
+
+
+Places = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=1 << 20)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to continue. `n` answers are `n` requests: who talks to people splits them."""
+    """One sequence to continue. `n` answers are `n` requests: the front splits them.
 
-    rid: str
+    Raises ValueError: the prompt is not one row of ids.
+    """
+
+    rid: Name
     """Unique among the requests of this engine."""
     prompt: NDArray[np.int32]
     """Token ids, at least one."""
     sampling: SamplingParams
     """How tokens are chosen; `n` is 1 here."""
     seed: int
-    """Seed of this sequence's sampler, drawn by whoever made the request where the client gave none."""
-    cache_salt: str = ""
+    """Seed of this sequence's sampler; drawn by the front where the client gave none."""
+    cache_salt: Name = ""
     """Requests share KV only with requests of the same salt."""
-    priority: int = 0
+    priority: Priority = 0
     """Higher = its cached prefix stays longer, under the eviction policy `priority`."""
-    prefill_address: str = ""
+    prefill_address: Name = ""
     """Control address of the prefill engine the router suggests; empty = none."""
     arrival: float = 0.0
     """Clock.now() when the request reached this engine."""
+
+    def __post_init__(self) -> None:
+        if self.prompt.ndim != 1:
+            raise ValueError(f"core: a prompt of shape {self.prompt.shape}, expected one row of ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +82,7 @@ class Usage:
     """Length of the prompt."""
     completion_tokens: int
     """Tokens generated so far."""
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Annotated[Mapping[str, int], Meta(max_length=16)] = field(default_factory=dict)
     """Prompt tokens whose KV was found, by tier: device, host, storage."""
     prefill_engine: str = ""
     """Name of the engine that computed the prompt; empty = this one."""
@@ -95,18 +108,18 @@ class Usage:
 class TokenDelta:
     """What one step brought to one request."""
 
-    rid: str
-    token_ids: tuple[int, ...] = ()
+    rid: Name
+    token_ids: Ids = ()
     """New tokens, in order; a stop token that ended the answer is among them."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Places = ()
     """One per new token where asked for, else empty."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Places = ()
     """One per prompt token, once, where asked for."""
     finish: FinishReason | None = None
     """Set in the last delta of a request, and only there."""
     matched_stop: int | None = None
     """The token id that ended it, where one did."""
-    error: str = ""
+    error: Text = ""
     """With ERROR or ABORT: what happened, in words."""
     error_status: int = 500
     """With ERROR: the HTTP status that fits."""

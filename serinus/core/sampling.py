@@ -1,12 +1,15 @@
-"""SamplingParams: what a request asks of the sampler, checked at birth."""
+"""SamplingParams: what a request asks of the sampler, checked when it is made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from serinus.core.bounds import TopIds
 from serinus.core.errors import BadSampling
 
 __all__ = ["SamplingParams"]
@@ -59,11 +62,11 @@ class SamplingParams:
     """Divides positive (multiplies negative) logits of tokens seen in prompt or output."""
     seed: int | None = None
     """Same seed, same prompt: same tokens, whatever else is in the batch. None = the engine draws one."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Annotated[Mapping[int, float], Meta(max_length=1 << 16)] = field(default_factory=dict)
     """Added to the logits of these token ids."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)] = ()
     """Texts that end the answer; they are not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: TopIds = ()
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence tokens."""
@@ -72,16 +75,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     n: int = 1
-    """Answers per prompt."""
+    """Number of answers per prompt."""
     logprobs: int | None = None
     """None = no log-probabilities; k = those of the chosen tokens and of the k likeliest at each place."""
     prompt_logprobs: int | None = None
     """The same for the prompt's own tokens (from the second one on)."""
-    max_tokens: InitVar[int | None] = None
+    max_tokens: int | None = None
+    """Another name of max_new_tokens where parameters are made; None afterwards."""
 
-    def __post_init__(self, max_tokens: int | None) -> None:
-        if isinstance(max_tokens, int):  # without the argument, the slot descriptor of the alias arrives here
-            object.__setattr__(self, "max_new_tokens", max_tokens)
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            object.__setattr__(self, "max_new_tokens", self.max_tokens)
+            object.__setattr__(self, "max_tokens", None)
         if self.max_new_tokens is not None:
             _whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1")
         _whole("min_new_tokens", self.min_new_tokens, 0, None, "at least 0")

@@ -37,7 +37,7 @@ class Setting:
     kind: str
     """Its annotation, a key of KINDS."""
     default: Any
-    """What holds when nobody says anything."""
+    """The value without a flag, variable or file."""
     flag: str
     """SGLang's name where it has one."""
     aliases: tuple[str, ...]
@@ -47,9 +47,9 @@ class Setting:
     choices: tuple[str, ...]
     """Allowed texts; empty = any."""
     low: float | None
-    """Smallest allowed number."""
+    """The smallest number allowed."""
     high: float | None
-    """Largest allowed number."""
+    """The largest number allowed."""
     metavar: str
     """What the help calls the value."""
     help: str

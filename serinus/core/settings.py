@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
+from serinus.core.eviction import EVICTION_POLICIES
 from serinus.core.setting import check_fields, setting, settings_of
 
 __all__ = [
@@ -65,7 +66,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where it listens, who may ask, what it says."""
+    """Address, keys and limits of the HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
     port: int = setting(30000, "port to listen on; 0 = a free one", low=0, high=65535)
@@ -118,7 +119,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """Who runs, in which order, how much in one step."""
+    """Which requests run, in which order, and how much in one step."""
 
     max_running_requests: int = setting(64, "requests in one batch at most", "--max-num-seqs", low=1, high=4096)
     max_queued_requests: int = setting(
@@ -132,7 +133,7 @@ class ScheduleSettings:
     )
     schedule_policy: str = setting(
         "fcfs",
-        "who comes first: fcfs = first come, lpm = longest cached prefix",
+        "order of waiting requests: fcfs = first come, lpm = longest cached prefix",
         "--scheduling-policy",
         choices=("fcfs", "lpm"),
     )
@@ -140,7 +141,7 @@ class ScheduleSettings:
         False, "share no prefixes", "--no-enable-prefix-caching", inverse=("--enable-prefix-caching",)
     )
     radix_eviction_policy: str = setting(
-        "lru", "which cached prefix goes first when room is needed", choices=("lru", "lfu", "fifo", "priority")
+        "lru", "which cached prefix goes first when room is needed", choices=tuple(EVICTION_POLICIES)
     )
     stream_interval: int = setting(1, "tokens per streamed event at most", low=1)
     decode_log_interval: int = setting(40, "decode steps between two log lines; 0 = none", low=0)
@@ -307,7 +308,7 @@ class CanarySettings:
     )
     kv_canary_sweep_interval: int = setting(
         0,
-        "steps between two sweeps of cached pages that nobody uses; 0 = never",
+        "steps between two sweeps of cached pages that no request uses; 0 = never",
         low=0,
     )
     kv_canary_stats_interval: int = setting(100, "steps between two lines of statistics; 0 = none", low=0)
@@ -353,7 +354,7 @@ def coverage_stride(coverage: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """What computes."""
+    """Device, threads and kernels."""
 
     attention_backend: str = setting(
         "auto", "column of kernels; ref = the specification, slow", choices=("auto", "ref", "cpu")
@@ -444,7 +445,7 @@ class ParallelSettings:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage; empty = nobody said. Raises ConfigError."""
+        """Layers of each stage; empty = not set. Raises ConfigError."""
         words = [word.strip() for word in self.pp_layer_partition.split(",")] if self.pp_layer_partition else []
         if not all(word.isdecimal() and int(word) for word in words):
             raise ConfigError(

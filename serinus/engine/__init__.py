@@ -1,4 +1,4 @@
-"""engine: ties one process together. The loop, the roles of prefill and decode, the process, and the offline LLM.
+"""engine: one engine as an object that takes messages and time; around it the process loop, start-up, the offline LLM.
 
 Names are imported when they are first used: the command line looks at this room without loading torch.
 """
@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serinus.engine.build import Built, KvSizes, build_core, kv_sizes
-    from serinus.engine.core import EngineCore
+    from serinus.engine.build import Built, KvSizes, build_engine, kv_sizes
+    from serinus.engine.engine import Engine
     from serinus.engine.launch import launch
     from serinus.engine.llm import LLM, CompletionOutput, RequestOutput
     from serinus.engine.loop import EngineLoop
@@ -19,11 +19,11 @@ __all__ = [
     "LLM",
     "Built",
     "CompletionOutput",
-    "EngineCore",
+    "Engine",
     "EngineLoop",
     "KvSizes",
     "RequestOutput",
-    "build_core",
+    "build_engine",
     "kv_sizes",
     "launch",
 ]
@@ -31,9 +31,9 @@ __all__ = [
 _FILE_OF = {
     "Built": "build",
     "KvSizes": "build",
-    "build_core": "build",
+    "build_engine": "build",
     "kv_sizes": "build",
-    "EngineCore": "core",
+    "Engine": "engine",
     "EngineLoop": "loop",
     "launch": "launch",
     "LLM": "llm",

@@ -1,33 +1,43 @@
-"""From a ServeConfig to an engine core that can step: what each rank has, and on the leader the cache, the scheduler
-and the core that uses them.
+"""From a ServeConfig to an Engine: its ranks, and on the leader the cache, the scheduler, the role and the metrics.
 
 The only place where all rooms below meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 
-from serinus.cache import CacheGeometry, PrefixCache
+from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
+from serinus.canary import CanaryRank, make_canary_lead
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, InvariantError, PeerGone
+from serinus.core.ids import new_incarnation
+from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
-from serinus.engine.core import EngineCore
-from serinus.engine.executor import Executor, LocalExecutor
-from serinus.engine.followers import Followers, mesh_of
+from serinus.engine.engine import Engine
+from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_handoffs
+from serinus.engine.inspect import EngineFacts
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
-from serinus.engine.kv_guard import KvGuard
-from serinus.engine.rank_build import (
+from serinus.engine.messages import FrontEvent, TurnOutput
+from serinus.engine.peers import Peers
+from serinus.engine.step_metrics import StepMetrics
+from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
+from serinus.parallel.comm import Comm, SoloComm
+from serinus.pd import AnyBackend
+from serinus.pool import DevicePool, PoolSpec
+from serinus.ranks import LeaderLine, LeaderLinks, make_body
+from serinus.ranks.build import (
     RankParts,
     build_rank,
     choose_device,
@@ -35,46 +45,55 @@ from serinus.engine.rank_build import (
     overrides_of,
     rows_of,
 )
-from serinus.engine.rank_watch import RankWatch
-from serinus.engine.ranks import RankExecutor, RankGroup, make_body
-from serinus.engine.ranks.canary import RanksGuard
-from serinus.engine.ranks.tiers import TierPorts, lead_tiers
-from serinus.engine.sizes import part_specs
-from serinus.engine.tiers import Tiers, host_counts
-from serinus.engine.watch import StepWatch
-from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
-from serinus.parallel.comm import Comm, SoloComm
-from serinus.pool import DevicePool, PoolSpec
+from serinus.ranks.rank_metrics import RankMetrics
+from serinus.ranks.rank_processes import RankProcesses, mesh_of
+from serinus.ranks.sizes import part_specs
+from serinus.ranks.tier_parts import Tiers, host_counts, pause
+from serinus.ranks.tiers import TierPorts, lead_tiers
 from serinus.sched import SchedSettings, Scheduler
 
-__all__ = ["Built", "KvSizes", "OtherRanks", "build_core", "kv_sizes"]
+__all__ = ["Built", "KvSizes", "RankStarter", "build_engine", "kv_sizes"]
 
-_CHUNK = 2048
-"""Prompt tokens of a step where nobody says."""
-_STAGES_CHUNK = 256
+_CHUNK: Final = 2048
+"""Prompt tokens of a step where the settings do not say."""
+_STAGES_CHUNK: Final = 256
 """...on the stages of a CPU."""
-_HELLO_S = 60.0
-"""Seconds that followers may take to say hello on the control line, once they are known to be there."""
-_LOOK_S = 0.05
-_VERDICT_S = 3.0
-"""Seconds that the watchdog gets to say why a rank's line broke."""
+_HELLO_S: Final = 60.0
+"""Seconds that ranks may take to say hello on the line, once they are known to be there."""
+_LOOK_S: Final = 0.05
+_REASON_S: Final = 3.0
+"""Seconds that the supervisor gets to say why a rank's connection broke."""
+_QUIET_S: Final = 5.0
+"""Seconds that copies and storage operations get to end before the engine goes."""
+_PAUSE_S: Final = 0.001
+_log = get_logger("engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """An engine core and what was decided while it was built."""
+    """An engine, and what was decided while it was built."""
 
     config: ServeConfig
     """The settings in force."""
     spec: ModelSpec
-    core: EngineCore
+    engine: Engine
+    line: LeaderLine
+    """To the engine's ranks."""
     cache: PrefixCache
     pools: Mapping[Part, DevicePool]
     """KV of each part."""
+    canary: CanaryRank | None
+    """The canary of the rank in this process; None = there is none."""
     tiers: Tiers | None
     """Host tier and storage; None = none."""
-    followers: OtherRanks | None
-    """The processes of the other ranks; None = one rank."""
+    events: KvEventPublisher | None
+    """Publishes what becomes cached; None = that is not wanted."""
+    incarnation: int
+    peers: Peers | None
+    """Connections to other engines, for the driver of the engine; None = it has none."""
+    pd_address: str
+    """Where decode engines find this one; empty = nowhere."""
+    clock: Clock
     metrics: Metrics
     context_length: int
     """Tokens of one sequence at most."""
@@ -93,6 +112,44 @@ class Built:
         """Slots a request can use."""
         return (self.pool.spec.page_count - 1) * self.pool.spec.page_size
 
+    def turn(self, messages: Sequence[FrontEvent] = ()) -> TurnOutput:
+        """One turn of the engine at this moment, with what its peers sent; peers and subscribers of cache events get
+        what it tells them. The caller sends the rest to fronts, and then flushes the line."""
+        from_peers = [] if self.peers is None else self.peers.receive()
+        output = self.engine.turn(self.clock.now(), messages, from_peers)
+        self.deliver(output)
+        return output
+
+    def deliver(self, output: TurnOutput) -> None:
+        """Pass on what an output has for peers and for subscribers of cache events."""
+        if self.peers is not None:
+            self.peers.deliver(output.peers)
+        if self.events is not None:
+            self.events.publish(output.cache_events)
+
+    def close(self) -> None:
+        """Let copies and storage writes end, then end the ranks and what carries pages. May be called again."""
+        if self.tiers is not None:
+            if self.line.sound and (left := self._quiet()):
+                _log.warning("engine: %d copies and storage operations are given up", left)
+            self.tiers.close()
+        self.line.close()
+        if self.events is not None:
+            self.events.close()
+        self.engine.handoffs.close()
+        if self.peers is not None:
+            self.peers.close()
+
+    def _quiet(self) -> int:
+        """Wait until nothing is under way in the tiers; returns what still is when waiting has no more use."""
+        end, left = self.clock.now() + _QUIET_S, 0
+        try:
+            while self.line.sound and (left := self.cache.poll().in_flight) and self.clock.now() < end:
+                pause(_PAUSE_S)
+        except PeerGone as error:
+            _log.warning("%s, while the engine closes", error)
+        return left
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizes:
@@ -105,9 +162,9 @@ class KvSizes:
 
 
 def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
-    """What `build_core` would make of the memory that is free now, once weights of so many bytes are loaded.
+    """What `build_engine` would make of the memory that is free now, once weights of so many bytes are loaded.
 
-    Allocates nothing. Raises ConfigError as `build_core` does.
+    Allocates nothing. Raises ConfigError as `build_engine` does.
     """
     device = choose_device(config.model.device)
     folder = resolve(config.model.model_path, config.model.revision)
@@ -117,11 +174,11 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
 
 
-class OtherRanks(Protocol):
-    """Who starts, finds and ends the ranks that do not lead: processes (Followers), or threads in tests."""
+class RankStarter(Protocol):
+    """Starts, finds and ends the ranks that do not lead: processes (RankProcesses), or threads in tests."""
 
     token: bytes
-    """What only the ranks of this engine know."""
+    """A secret that only the ranks of this engine know."""
     control_bind: str
     """Where the leader's line may listen."""
 
@@ -130,7 +187,7 @@ class OtherRanks(Protocol):
         ...
 
     def join(self) -> Comm:
-        """Wait until all are connected; the leader's end. Raises ConfigError, PeerGone."""
+        """Wait until all are connected; returns the leader's end. Raises ConfigError, PeerGone."""
         ...
 
     def check(self) -> None:
@@ -142,7 +199,7 @@ class OtherRanks(Protocol):
         ...
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
-        """An error of the ranks' lines as what is known of it."""
+        """An error of the ranks' connections as what is known of it."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -162,100 +219,139 @@ class OtherRanks(Protocol):
         ...
 
 
-def build_core(config: ServeConfig, clock: Clock, followers: OtherRanks | None = None) -> Built:
-    """Load the model and allocate everything, on all ranks; `followers`: who starts the others, None = made here.
+HandoffsOf = Callable[[HandoffParts, Clock], MadeHandoffs]
 
+
+def build_engine(
+    config: ServeConfig,
+    clock: Clock,
+    starter: RankStarter | None = None,
+    *,
+    handoffs_of: HandoffsOf = make_handoffs,
+    backends: Sequence[AnyBackend] = (),
+) -> Built:
+    """Load the model and allocate everything, on all ranks.
+
+    Args:
+        starter: starts the ranks that do not lead, where there are any; None = it is made here.
+        handoffs_of: makes the engine's role and its connections to peers.
+        backends: how pages travel between engines, in the leader's process; none = as the settings say.
     Raises ConfigError where the checkpoint, the machine and the settings do not fit together, PeerGone where a rank
     does not come up. Cost: dominated by reading and packing the weights.
     """
     mesh = mesh_of(config)
     if mesh.size == 1:
         parts = build_rank(config, mesh, 0, SoloComm(), clock)
-        return _lead(parts, LocalExecutor(parts.runner), None, None, clock)
-    followers = Followers(config, clock) if followers is None else followers
+        line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
+        return _lead(parts, line, None, clock, handoffs_of, backends)
+    starter = RankProcesses(config, clock) if starter is None else starter
     with ExitStack() as undo:
         try:
-            group = RankGroup(followers.control_bind, mesh=mesh, clock=clock, token=followers.token)
-            undo.callback(group.close)
-            group.why = lambda: followers.why(_VERDICT_S)
-            followers.start(control=group.address)
-            parts = build_rank(config, mesh, 0, followers.join(), clock)
-            undo.callback(parts.close)
-            group.gather(followers.check, _HELLO_S)
-            whole = parts.canary is not None
-            executor = RankExecutor(
-                group, make_body(parts, clock), mesh, clock,
-                whole=whole, dismiss=followers.dismiss, ends=(followers.close,),
+            links = LeaderLinks(
+                starter.control_bind, mesh=mesh, clock=clock, token=starter.token,
+                why=partial(starter.why, _REASON_S),
             )  # fmt: skip
-            built = _lead(parts, executor, executor, followers, clock)
+            undo.callback(links.close)
+            starter.start(control=links.address)
+            parts = build_rank(config, mesh, 0, starter.join(), clock)
+            undo.callback(parts.close)
+            links.gather(starter.check, _HELLO_S)
+            line = LeaderLine(
+                make_body(parts, clock, backends), mesh, clock, links,
+                whole=parts.canary is not None, dismiss=starter.dismiss, ends=(starter.close,),
+            )  # fmt: skip
+            built = _lead(parts, line, starter, clock, handoffs_of, backends)
         except PeerGone as error:
-            reason = followers.explained(error)
-            followers.fail(reason)
+            reason = starter.explained(error)
+            starter.fail(reason)
             raise reason from error
         except BaseException as error:
-            followers.fail(error)
+            starter.fail(error)
             raise
         undo.pop_all()
     return built
 
 
 def _lead(
-    parts: RankParts, executor: Executor, line: RankExecutor | None, followers: OtherRanks | None, clock: Clock
-) -> Built:
-    """The leader's core on top of its rank."""
+    parts: RankParts, line: LeaderLine, starter: RankStarter | None, clock: Clock, handoffs_of: HandoffsOf,
+    backends: Sequence[AnyBackend],
+) -> Built:  # fmt: skip
+    """The leader's engine on top of its rank."""
     config, spec, specs = parts.config, parts.spec, parts.pool_specs
-    settings = _sched_settings(config, spec, specs[Part.FULL], parts.context, executor)
+    settings = _sched_settings(config, spec, specs[Part.FULL], parts.context, line.depth)
     with torch.inference_mode():
-        _first_steps(executor, _scheduler(settings, specs, spec.window), clock)
+        _first_steps(line, _scheduler(settings, specs, spec.window), clock)
     parts.phases.mark("warm-up")
     events = _events(config, clock)
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
     cache = _cache(parts, ports, clock, events=events is not None)
-    metrics = Metrics(engine=config.engine_name, role=config.role, rank="TP0" if line is None else names[0])
-    ranks = None if line is None else RankWatch(metrics, line, engine=config.engine_name, role=config.role, clock=clock)
-    watch = StepWatch(metrics, clock, every_steps=config.sched.decode_log_interval, ranks=ranks)
     scheduler = Scheduler(settings, cache)
-    guard = _guard(parts, line)
-    if guard is not None:
-        guard.bind(cache, scheduler)
-    core = EngineCore(
+    shards = spec.shards(parts.mesh, config.parallel.partition)
+    canary = make_canary_lead(config, spec, shards, line, cache, scheduler.users_of)
+    metrics = Metrics(engine=config.engine_name, role=config.role, rank="TP0" if starter is None else names[0])
+    incarnation = new_incarnation()
+    made = handoffs_of(
+        HandoffParts(
+            config=config, spec=spec, pools=parts.pools, scheduler=scheduler, line=line, metrics=metrics,
+            outgoing=parts.outgoing, arrived=None if canary is None else canary.arrived,
+            incarnation=incarnation, backends=backends,
+        ),
+        clock,
+    )  # fmt: skip
+    engine = Engine(
         scheduler=scheduler,
-        executor=executor,
-        watch=watch,
-        clock=clock,
         cache=cache,
-        tiers=parts.tiers,
-        events=events,
-        guard=guard,
+        line=line,
+        handoffs=made.role,
+        metrics=_step_metrics(config, metrics, None if starter is None else line, clock.now()),
+        canary=canary,
+        facts=_facts(config, parts.tiers, starter),
+        stream_interval=config.sched.stream_interval,
         sanity=config.cache.enable_sanity_check,
+        publishes=events is not None,
     )
     return Built(
         config=config,
         spec=spec,
-        core=core,
+        engine=engine,
+        line=line,
         cache=cache,
         pools=parts.pools,
+        canary=parts.canary,
         tiers=parts.tiers,
-        followers=followers,
+        events=events,
         metrics=metrics,
         context_length=parts.context,
         dtype=parts.dtype,
         device=parts.device,
         seconds=parts.phases.seconds,
+        incarnation=incarnation,
+        peers=made.peers,
+        pd_address=made.address,
+        clock=clock,
     )
 
 
-def _guard(parts: RankParts, line: RankExecutor | None) -> KvGuard | RanksGuard | None:
-    """The canary of the whole engine, where there is one."""
-    if line is None or parts.canary is None:
-        return parts.guard
-    shards = parts.spec.shards(parts.mesh, parts.config.parallel.partition)
-    return RanksGuard(parts.config, parts.spec, shards, line, lambda: line.findings)
+def _facts(config: ServeConfig, tiers: Tiers | None, starter: RankStarter | None) -> EngineFacts:
+    shelf = tiers.storage.shelf if tiers is not None and tiers.storage is not None else None
+    ranks = list if starter is None else starter.facts
+    return EngineFacts(engine=config.engine_name, role=config.role, shelf=shelf, ranks=ranks)
+
+
+def _step_metrics(config: ServeConfig, metrics: Metrics, line: LeaderLine | None, now: float) -> StepMetrics:
+    """`line`: to several ranks; None = there is one."""
+    ranks = None
+    if line is not None:
+        ranks = RankMetrics(metrics, line, engine=config.engine_name, role=config.role, now=now)
+    return StepMetrics(metrics, now, every_steps=config.sched.decode_log_interval, ranks=ranks)
 
 
 def _events(config: ServeConfig, clock: Clock) -> KvEventPublisher | None:
-    """Who is told what is cached; None = nobody. Raises ConfigError: the setting is wrong or its endpoint in use."""
+    """Publishes what is cached; None = that is not wanted.
+
+    Raises ConfigError: the setting is wrong or its endpoint in use.
+    """
     if not config.cache.kv_events_config:
         return None
     settings = KvEventSettings.from_json(config.cache.kv_events_config)
@@ -279,15 +375,12 @@ def _cache(parts: RankParts, ports: TierPorts, clock: Clock, *, events: bool) ->
 
 def _geometry(specs: Mapping[Part, PoolSpec], window: int | None, tiers: Tiers | None) -> CacheGeometry:
     host = {} if tiers is None else {part: pool.page_count for part, pool in tiers.host.items()}
-    full, swa = specs[Part.FULL], specs.get(Part.SWA)
-    return CacheGeometry(
-        page_size=full.page_size,
-        full_pages=full.page_count,
-        swa_pages=0 if swa is None else swa.page_count,
-        window=window,
-        host_full_pages=host.get(Part.FULL, 0),
-        host_swa_pages=host.get(Part.SWA, 0),
-    )
+    windows = {Part.SWA: window}
+    parts = {
+        part: PartGeometry(pages=spec.page_count, host_pages=host.get(part, 0), window=windows.get(part))
+        for part, spec in specs.items()
+    }
+    return CacheGeometry(page_size=specs[Part.FULL].page_size, parts=parts)
 
 
 def _scheduler(settings: SchedSettings, specs: Mapping[Part, PoolSpec], window: int | None) -> Scheduler:
@@ -296,7 +389,7 @@ def _scheduler(settings: SchedSettings, specs: Mapping[Part, PoolSpec], window: 
     return Scheduler(alone, PrefixCache(_geometry(specs, window, None)))
 
 
-def _first_steps(executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
+def _first_steps(line: LeaderLine, scheduler: Scheduler, clock: Clock) -> None:
     """Answer two short requests, greedy and sampled, with a scheduler of their own that is thrown away: whatever is
     compiled, loaded or allocated at first use is there before the first client comes, on every rank. The KV it leaves
     behind lies on pages that the real ledger calls free.
@@ -309,15 +402,12 @@ def _first_steps(executor: Executor, scheduler: Scheduler, clock: Clock) -> None
         plan = scheduler.plan(clock.now())
         if plan is None:
             raise InvariantError("engine: the warm-up requests cannot run, expected a step")
-        if executor.journals:
-            executor.record(scheduler.take_moves(), ())
-        executor.submit(plan)
-        while (result := executor.take()) is None:
-            executor.pump(_LOOK_S)
-        scheduler.commit(plan, result, clock.now())
-    if executor.journals:
-        executor.record(scheduler.take_moves(), ())
-        executor.flush()
+        line.run(plan)
+        while True:
+            line.pump(_LOOK_S)
+            if (finished := line.finished()) is not None:
+                break
+        scheduler.commit(plan, finished.result, clock.now())
 
 
 def _chunk_of(config: ServeConfig, device: str) -> int:
@@ -329,9 +419,7 @@ def _chunk_of(config: ServeConfig, device: str) -> int:
     return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
 
 
-def _sched_settings(
-    config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int, executor: Executor
-) -> SchedSettings:
+def _sched_settings(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int, depth: int) -> SchedSettings:
     running = config.sched.max_running_requests
     return SchedSettings(
         page_size=pool.page_size,
@@ -349,6 +437,5 @@ def _sched_settings(
             "none" if config.cache.hicache_storage_backend == "none" else config.cache.hicache_storage_prefetch_policy
         ),
         prefetch_s_max=config.cache.hicache_prefetch_s_max,
-        depth=executor.depth,
-        journal=executor.journals,
+        depth=depth,
     )

@@ -6,21 +6,22 @@ the prompt is computed here (or, where the operator wants it so, answered with a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
+from serinus.core.parts import OwnPages
 from serinus.core.request import FinishReason, Request, TokenDelta
-from serinus.engine.guard import Guard, NoGuard
-from serinus.engine.wire_counts import Rarely, WireCounts
+from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     CancelHandoff,
-    DecodePort,
     DecodeResult,
+    DecodeSide,
+    HandoffPort,
     Landed,
+    PeerAction,
     PeerChanged,
     PeerState,
     PrepareHandoff,
@@ -32,7 +33,7 @@ from serinus.pd import (
     WantPeer,
 )
 from serinus.sched import ChunkReady, Scheduler
-from serinus.wire import ZmqChannel
+from serinus.wire import Gone, PeerMessage
 
 __all__ = ["DecodeRole"]
 
@@ -48,35 +49,33 @@ class DecodeRole:
         self,
         *,
         scheduler: Scheduler,
-        port: DecodePort,
-        channels: Sequence[ZmqChannel],
+        port: HandoffPort[DecodeSide],
         metrics: Metrics,
-        clock: Clock,
+        now: float,
         addresses: Sequence[str],
         on_failure: str,
         optimistic: bool = False,
-        guard: Guard | None = None,
+        arrived: Callable[[str, OwnPages | None], str] | None = None,
     ) -> None:
         """`addresses`: prefill engines to use for requests that name none; `on_failure`: recompute or error;
-        `optimistic`: ask for a prompt before there are pages for it."""
+        `optimistic`: ask for a prompt before there are pages for it; `arrived`: the canary's check of pages that came
+        (CanaryLead.arrived)."""
         self._scheduler = scheduler
-        self._port = port
+        self.port = port
         self._metrics = metrics
-        self._clock = clock
         self._addresses = tuple(addresses)
         self._fails = on_failure == "error"
         self._optimistic = optimistic
-        self._guard = guard or NoGuard()
+        self._arrived = arrived
         self._waiting: set[str] = set()
-        """Remote requests without pages, as far as nobody said otherwise."""
+        """Remote requests without pages, as far as the scheduler has not decided otherwise."""
         self._deltas: list[TokenDelta] = []
-        self._wire_counts = WireCounts()
+        self._rejects = BadFrames()
         self._rarely = Rarely()
-        self.channels = channels
         for address in self._addresses:
-            self._act(port.handle(WantPeer(address=address)))
+            self._act(port.handle(WantPeer(address=address), now), now)
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, now: float) -> None:
         address = request.prefill_address or self._known_address()
         if not address:
             self._scheduler.add(request)
@@ -84,7 +83,7 @@ class DecodeRole:
             return
         request = replace(request, prefill_address=address)
         self._scheduler.add(request, remote=True)
-        code, _reason = self._port.machine.refusal(address)
+        code, _reason = self.port.machine.refusal(address)
         if code:
             self._go_local(request.rid, code)
         elif not self._scheduler.is_remote(request.rid):
@@ -92,11 +91,12 @@ class DecodeRole:
         else:
             self._waiting.add(request.rid)
             if self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
-                self._act(self._port.handle(PrepareHandoff(rid=request.rid, request=request, address=address)))
+                event = PrepareHandoff(rid=request.rid, request=request, address=address)
+                self._act(self.port.handle(event, now), now)
 
     def _known_address(self) -> str:
         """The least loaded of the configured prefill engines that is up."""
-        up = [peer for peer in self._port.machine.peers if peer.pinned and peer.state is PeerState.UP]
+        up = [peer for peer in self.port.machine.peers if peer.pinned and peer.state is PeerState.UP]
         return min(up, key=lambda peer: peer.load).address if up else ""
 
     def _go_local(self, rid: str, code: str) -> None:
@@ -104,50 +104,46 @@ class DecodeRole:
         if self._scheduler.recompute(rid, code):
             self._metrics.add("num_recomputed_requests", 1, code)
 
-    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+    def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
         for reservation in self._scheduler.take_reservations(now):
             request = reservation.request
             self._waiting.discard(reservation.rid)
             self._metrics.observe("kv_transfer_alloc_ms", 1e3 * (now - request.arrival))
-            self._act(
-                self._port.handle(
-                    StartHandoff(
-                        rid=reservation.rid,
-                        request=request,
-                        address=request.prefill_address,
-                        held=reservation.held,
-                        spans=reservation.spans,
-                    )
-                )
-            )
-        self._let_go_of_short_ones()
+            start = StartHandoff(
+                rid=reservation.rid, request=request, address=request.prefill_address, held=reservation.held,
+                spans=reservation.spans,
+            )  # fmt: skip
+            self._act(self.port.handle(start, now), now)
+        self._let_go_of_short_ones(now)
         stats = self._scheduler.stats()
-        self._act(self._port.poll(0.0, load=stats.num_running_reqs + stats.num_queue_reqs, turn=turns))
+        load = stats.num_running_reqs + stats.num_queue_reqs
+        self._act(self.port.turn(now, messages, load=load, turn=turns), now)
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _let_go_of_short_ones(self) -> None:
-        """What turned out to lack too little went local: the prefill engine hears of it, if it was asked."""
+    def take_outgoing(self) -> list[PeerAction]:
+        return self.port.take_outgoing()
+
+    def _let_go_of_short_ones(self, now: float) -> None:
+        """Prompts of which too little was lacking went local: the prefill engine hears of it, if it was asked."""
         for rid in [rid for rid in self._waiting if not self._scheduler.is_remote(rid)]:
             self._waiting.discard(rid)
             self._metrics.add("num_local_prompts", 1, "short")
-            self._act(self._port.handle(CancelHandoff(rid=rid, reason="computed by decode itself: too short")))
+            event = CancelHandoff(rid=rid, reason="computed by decode itself: too short")
+            self._act(self.port.handle(event, now), now)
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"
 
     def aborted(self, rid: str, now: float) -> None:
         self._waiting.discard(rid)
-        self._act(self._port.handle(CancelHandoff(rid=rid)))
+        self._act(self.port.handle(CancelHandoff(rid=rid), now), now)
 
     def asked_by_peers(self) -> list[str]:
         return []
 
-    def ungranted(self) -> Collection[str]:
-        return ()
-
     def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, self._port.wait_s)
+        return min(longest_s, self.port.wait_s)
 
     def peers(self) -> list[dict[str, Any]]:
         return [
@@ -159,32 +155,32 @@ class DecodeRole:
                 "load": peer.load,
                 "reason": peer.reason,
             }
-            for peer in self._port.machine.peers
+            for peer in self.port.machine.peers
         ]
 
     def refresh(self, metrics: Metrics) -> None:
-        metrics.set("kv_transfer_late_frames", self._port.machine.rejects["closed_grant"])
-        metrics.set("kv_transfer_quarantined_pages", self._port.machine.quarantined_pages)
-        self._wire_counts.refresh(metrics, rejects=self._port.rejects, resent_count=self._port.resent_count)
+        metrics.set("kv_transfer_late_frames", self.port.machine.rejects["closed_grant"])
+        metrics.set("kv_transfer_quarantined_pages", self.port.machine.quarantined_pages)
+        self._rejects.refresh(metrics, self.port.machine.rejects)
 
-    def drain(self) -> None:
+    def drain(self, now: float) -> None:
         """Peers ask nothing of a decode engine; its own handoffs go on."""
 
     def shut_down(self, now: float) -> None:
-        self._port.handle(Shutdown())
+        self._act(self.port.handle(Shutdown(), now), now)
 
     def close(self) -> None:
-        self._port.close()
+        self.port.close()
 
     # ---- what the machines ask for ------------------------------------------------------------------------------
 
-    def _act(self, results: Sequence[DecodeResult]) -> None:
+    def _act(self, results: Sequence[DecodeResult], now: float) -> None:
         for result in results:
             match result:
                 case Landed():
-                    self._landed(result)
+                    self._landed(result, now)
                 case Recompute():
-                    self._failed(result)
+                    self._failed(result, now)
                 case Quarantine():
                     self._scheduler.quarantine(result.spans)
                 case QuarantineOver():
@@ -196,16 +192,17 @@ class DecodeRole:
                         result.engine or "?", result.address, result.state, f": {result.reason}" * bool(result.reason),
                     )  # fmt: skip
 
-    def _landed(self, result: Landed) -> None:
-        wrong = self._guard.arrived(result.rid, self._scheduler.pages_of(result.rid))
+    def _landed(self, result: Landed, now: float) -> None:
+        arrived = self._arrived
+        wrong = "" if arrived is None else arrived(result.rid, self._scheduler.pages_of(result.rid))
         if wrong:
-            self._failed(Recompute(rid=result.rid, code="kv_canary", reason=wrong))
+            self._failed(Recompute(rid=result.rid, code="kv_canary", reason=wrong), now)
             return
         delta = self._scheduler.landed(
             result.rid,
             result.token,
             result.logprobs,
-            self._clock.now(),
+            now,
             prefill_engine=result.engine,
             handoff_bytes=result.byte_count,
             handoff_seconds=result.copy_seconds,
@@ -229,10 +226,10 @@ class DecodeRole:
         if result.copy_seconds > 0:
             metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)
 
-    def _failed(self, result: Recompute) -> None:
+    def _failed(self, result: Recompute, now: float) -> None:
         name = "num_bootstrap_failed_reqs" if result.code in _BEFORE_GRANT else "num_transfer_failed_reqs"
         self._metrics.add(name, 1, result.code)
-        if self._rarely.says(result.code, self._clock.now()):
+        if self._rarely.says(result.code, now):
             _log.warning("handoff of %s failed (%s): %s", result.rid, result.code, result.reason)
         if not self._fails:
             self._go_local(result.rid, result.code)

@@ -2,79 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from serinus.core.clock import Clock
+from serinus.core.config import ServeConfig
+from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
-from serinus.engine.build import Built
+from serinus.core.metrics import Metrics
+from serinus.core.parts import OwnPages, PageStore, Part
 from serinus.engine.decode_role import DecodeRole
-from serinus.engine.layouts import data_backends, layout_of
+from serinus.engine.peers import Peers
 from serinus.engine.prefill_role import PrefillRole
-from serinus.engine.ranks import RankExecutor
-from serinus.engine.ranks.crew import STAGING_PIECES, RankCrew
 from serinus.engine.roles import Handoffs, NoHandoffs
-from serinus.pd import AnyBackend, DecodePort, PdSettings, PrefillPort, host_identity
-from serinus.wire import Post, ZmqChannel
+from serinus.models import ModelSpec
+from serinus.pd import (
+    AnyBackend,
+    DecodeSide,
+    HandoffPort,
+    HandoffSettings,
+    PrefillSide,
+    frame_backends,
+    host_identity,
+)
+from serinus.pool import DevicePool
+from serinus.ranks.layouts import data_backends, layout_of
+from serinus.ranks.page_workers import STAGING_PIECES
+from serinus.sched import Scheduler
+from serinus.wire import Mailbox, ZmqChannel
 
-__all__ = ["make_handoffs", "pd_settings"]
+__all__ = ["HandoffParts", "MadeHandoffs", "handoff_settings", "make_handoffs", "make_role"]
 
 _log = get_logger("engine")
 
 
-def make_handoffs(built: Built, incarnation: int, clock: Clock) -> tuple[Handoffs, str]:
-    """The engine's role, and the address where decode engines find it (prefill engines only).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffParts:
+    """What a role is made of."""
+
+    config: ServeConfig
+    spec: ModelSpec
+    pools: Mapping[Part, DevicePool]
+    """Of the leader's rank."""
+    scheduler: Scheduler
+    line: CommandLine
+    metrics: Metrics
+    outgoing: Mapping[Part, PageStore]
+    """The pools of the leader's rank as a handoff reads them."""
+    arrived: Callable[[str, OwnPages | None], str] | None
+    """The canary's check of pages that came; None = there is no canary."""
+    incarnation: int
+    backends: Sequence[AnyBackend] = ()
+    """How pages travel; none = as the settings say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeHandoffs:
+    """A role, and how its peers are reached."""
+
+    role: Handoffs
+    peers: Peers | None = None
+    """Its connections, for the driver of the engine; None = it has none."""
+    address: str = ""
+    """Where decode engines find it; empty = nowhere."""
+
+
+def make_handoffs(parts: HandoffParts, clock: Clock) -> MadeHandoffs:
+    """The engine's role as its settings say.
 
     Raises ConfigError: an address in use, or a data backend that does not fit this engine.
     """
-    config, scheduler, metrics, guard = built.config, built.core.scheduler, built.metrics, built.core.guard
+    config, incarnation = parts.config, parts.incarnation
     if config.role == "unified":
-        return NoHandoffs(scheduler), ""
+        return MadeHandoffs(role=NoHandoffs(parts.scheduler))
     host = config.pd.bootstrap_host
-    backends = data_backends(config, f"{config.engine_name}-{incarnation}")
+    backends = parts.backends or data_backends(config, f"{config.engine_name}-{incarnation}")
     if host not in ("127.0.0.1", "localhost", "::1") and not config.pd.cluster_secret:
-        _log.warning("engines are greeted at %s without --cluster-secret: whoever reaches it may join", host)
-    bind = f"tcp://{config.pd.bootstrap_host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
+        _log.warning("engines are greeted at %s without --cluster-secret: any process that reaches it may join", host)
+    bind = f"tcp://{host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
     channel = ZmqChannel(bind, clock=clock)
-    common: dict[str, Any] = {
-        "settings": pd_settings(built, incarnation, backends),
-        "post": Post(channel, incarnation=incarnation, clock=clock),
-        "backends": backends,
-        "clock": clock,
-    }
-    executor = built.core.executor
-    if isinstance(executor, RankExecutor):
-        common["crew"] = RankCrew(executor)
-    else:
-        common["store"] = guard.outgoing(built.pools) if config.role == "prefill" else built.pools
-    if config.role == "prefill":
-        prefill = PrefillPort(**common)
-        role = PrefillRole(scheduler=scheduler, port=prefill, channels=(channel,), metrics=metrics, clock=clock)
-        return role, channel.address
-    return (
-        DecodeRole(
-            scheduler=scheduler,
-            port=DecodePort(**common),
-            channels=(channel,),
-            metrics=metrics,
-            clock=clock,
-            addresses=config.pd.prefill_addresses,
-            on_failure=config.pd.on_failure,
-            optimistic=config.pd.optimistic_prefill,
-            guard=guard,
-        ),
-        "",
+    peers = Peers(Mailbox(channel, incarnation=incarnation, clock=clock), (channel,))
+    role = make_role(parts, backends, clock.now())
+    return MadeHandoffs(role=role, peers=peers, address=channel.address if config.role == "prefill" else "")
+
+
+def make_role(
+    parts: HandoffParts, backends: Sequence[AnyBackend], now: float, addresses: Sequence[str] | None = None
+) -> DecodeRole | PrefillRole:
+    """The role of a decode or prefill engine over its port. `addresses`: of prefill engines, None = as configured."""
+    config = parts.config
+    is_prefill = config.role == "prefill"
+    stores = None
+    if not frame_backends(backends):  # a one-sided backend, which reaches into the pools of the only rank
+        stores = parts.outgoing if is_prefill else parts.pools
+    settings = handoff_settings(parts, backends)
+    common: dict[str, Any] = {"line": parts.line, "backends": backends, "stores": stores}
+    if is_prefill:
+        prefill = HandoffPort(PrefillSide, settings, **common)
+        return PrefillRole(scheduler=parts.scheduler, port=prefill, metrics=parts.metrics)
+    return DecodeRole(
+        scheduler=parts.scheduler,
+        port=HandoffPort(DecodeSide, settings, **common),
+        metrics=parts.metrics,
+        now=now,
+        addresses=config.pd.prefill_addresses if addresses is None else addresses,
+        on_failure=config.pd.on_failure,
+        optimistic=config.pd.optimistic_prefill,
+        arrived=parts.arrived,
     )
 
 
-def pd_settings(built: Built, incarnation: int, backends: Sequence[AnyBackend]) -> PdSettings:
-    """What the handoff machines of this engine are told at birth."""
-    config = built.config
-    return PdSettings(
+def handoff_settings(parts: HandoffParts, backends: Sequence[AnyBackend]) -> HandoffSettings:
+    """The settings of the handoff machine of this engine."""
+    config = parts.config
+    return HandoffSettings(
         engine=config.engine_name,
-        incarnation=incarnation,
-        layout=layout_of(built),
-        vocab_size=built.spec.vocab_size,
+        incarnation=parts.incarnation,
+        layout=layout_of(parts),
+        vocab_size=parts.spec.vocab_size,
         backends=tuple(backend.name for backend in backends),
         capabilities={backend.name: backend.capabilities for backend in backends},
         cluster_secret=config.pd.cluster_secret,
@@ -83,5 +129,5 @@ def pd_settings(built: Built, incarnation: int, backends: Sequence[AnyBackend]) 
         handoff_s_max=config.pd.handoff_s_max,
         keepalive_s=config.pd.keepalive_s,
         silence_s_max=config.pd.peer_s_max,
-        staging_pieces=STAGING_PIECES if isinstance(built.core.executor, RankExecutor) else 1,
+        staging_pieces=STAGING_PIECES,
     )

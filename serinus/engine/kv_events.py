@@ -8,9 +8,9 @@ Every message has three frames: the topic, a sequence number (8 bytes, big endia
            ["AllBlocksCleared"]
 
 A hash is a number of 64 bits, chained over everything before the block. A block is one page of the part FULL; medium is
-GPU (the device, whatever it is), CPU (host) or DISK (storage). Who missed messages sends (empty, 8 bytes: first number
-wanted) to the replay endpoint and gets (empty, number, payload) of each that is kept, then number -1. Sending never
-waits: a subscriber that falls behind loses messages and sees the gap.
+GPU (the device, whatever it is), CPU (host) or DISK (storage). A subscriber that missed messages sends
+(empty, 8 bytes: first number wanted) to the replay endpoint and gets (empty, number, payload) of each kept one, then
+number -1. Sending never waits: a subscriber that falls behind loses messages and sees the gap.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _WORDS = {bool: "true or false", str: "a text", int: "a number above 0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventSettings:
-    """What `--kv-events-config` says."""
+    """The settings in the JSON object of `--kv-events-config`."""
 
     enable_kv_cache_events: bool = True
     """False: as if the setting were not there."""
     publisher: str = "zmq"
-    """zmq, or null: nobody is told."""
+    """zmq, or null: nothing is published."""
     endpoint: str = "tcp://127.0.0.1:5557"
     """Bound where its host is `*`, `::` or loopback, or it is ipc or inproc; connected elsewhere."""
     replay_endpoint: str | None = None
@@ -59,7 +59,7 @@ class KvEventSettings:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody is told."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     @classmethod
@@ -115,7 +115,7 @@ class KvEventPublisher:
         return "" if self._replay is None else str(self._replay.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Tell these in one message (none: nothing is sent), and answer who asked for old ones. Never waits.
+        """Tell these in one message (none: nothing is sent), and answer requests for old ones. Never waits.
 
         Cost: some microseconds a message and 0.1 us a token id.
         """

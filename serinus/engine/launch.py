@@ -8,14 +8,12 @@ import torch
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
-from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
-from serinus.engine.build import Built, build_core
-from serinus.engine.followers import Followers
-from serinus.engine.handoffs import make_handoffs
+from serinus.engine.build import Built, build_engine
 from serinus.engine.loop import EngineLoop
 from serinus.pool import PoolSpec
+from serinus.ranks.rank_processes import RankProcesses
 from serinus.wire import ZmqChannel
 from serinus.wire.messages import Ready
 
@@ -25,38 +23,35 @@ _log = get_logger("engine")
 
 
 def launch(
-    config: ServeConfig, endpoint: str, clock: Clock, started: float, followers: Followers | None = None
+    config: ServeConfig, endpoint: str, clock: Clock, started: float, starter: RankProcesses | None = None
 ) -> EngineLoop:
     """Bind, load, return the loop; `started` is when this process began, for the start-up phases.
 
-    `followers`: who starts the other ranks, where there are any.
+    `starter`: starts the other ranks, where there are any.
 
     Raises ConfigError: settings, checkpoint, machine or address are wrong.
     """
     channel = ZmqChannel(endpoint, clock=clock)
     imports_s = clock.now() - started
-    built = build_core(config, clock, followers)
-    incarnation = new_incarnation()
-    handoffs, pd_address = make_handoffs(built, incarnation, clock)
+    built = build_engine(config, clock, starter)
     seconds = {"imports": imports_s, **built.seconds, "engine": clock.now() - started}
     for phase, spent in seconds.items():
         built.metrics.set("startup_time_seconds", spent, phase)
-    ready = _ready(built, incarnation, pd_address, seconds)
     _announce(built, seconds)
-    return EngineLoop(built, endpoint=channel, handoffs=handoffs, ready=ready, clock=clock)
+    return EngineLoop(built, endpoint=channel, ready=_ready(built, seconds), clock=clock)
 
 
-def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, float]) -> Ready:
+def _ready(built: Built, seconds: dict[str, float]) -> Ready:
     config, spec, pool, swa = built.config, built.spec, built.pool.spec, built.pools.get(Part.SWA)
     return Ready(
         engine=config.engine_name,
-        incarnation=incarnation,
+        incarnation=built.incarnation,
         role=config.role,
         vocab_size=spec.vocab_size,
         context_length=built.context_length,
         max_total_tokens=built.max_total_tokens,
         page_size=pool.page_size,
-        pd_address=pd_address,
+        pd_address=built.pd_address,
         seconds=seconds,
         info={
             "architecture": spec.architecture,
@@ -75,7 +70,7 @@ def _ready(built: Built, incarnation: int, pd_address: str, seconds: dict[str, f
             "host_tokens": _host_tokens(built),
             "host_bytes": _host_bytes(built),
             "storage": config.cache.hicache_storage_dir,
-            "chunked_prefill_size": built.core.scheduler.settings.chunked_prefill_size,
+            "chunked_prefill_size": built.engine.scheduler.settings.chunked_prefill_size,
             "max_running_requests": config.sched.max_running_requests,
         },
     )
@@ -113,7 +108,7 @@ def _announce(built: Built, seconds: dict[str, float]) -> None:
         )  # fmt: skip
     _log.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",
-        built.max_total_tokens, built.core.scheduler.settings.chunked_prefill_size, config.sched.max_running_requests,
+        built.max_total_tokens, built.engine.scheduler.settings.chunked_prefill_size, config.sched.max_running_requests,
         built.context_length,
     )  # fmt: skip
     _log.info("engine %s loaded: %s", config.engine_name, ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,23 +12,29 @@ import numpy as np
 
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
-from serinus.core.errors import BadRequest, InvariantError, SerinusError
+from serinus.core.errors import BadRequest, InvariantError
 from serinus.core.ids import new_incarnation, new_rid
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
-from serinus.engine.build import build_core
+from serinus.engine.build import build_engine
+from serinus.engine.messages import FrontMessage, TurnOutput
 from serinus.engine.progress import Progress
-from serinus.front import OutputProcessor, Tokenizer, load_tokenizer
+from serinus.ranks.tier_parts import pause
+from serinus.text import OutputProcessor, Tokenizer, load_tokenizer
+from serinus.wire.messages import Abort
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
 Prompt = str | Sequence[int]
+_FRONT = "llm"
+"""The front's name in its messages to the engine."""
+_PAUSE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer."""
+    """One answer to a prompt."""
 
     index: int
     """0 .. n - 1 among the answers to its prompt."""
@@ -50,11 +57,11 @@ class RequestOutput:
     prompt: str | None
     """The text, where it was one."""
     prompt_token_ids: tuple[int, ...]
-    """Its tokens."""
+    """Tokens of the prompt."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
     """One per prompt token where asked for."""
     outputs: tuple[CompletionOutput, ...]
-    """`n` answers."""
+    """As many answers as `n` asked for."""
     usage: Usage | None
     """Of the first answer: cached tokens, retractions, seconds."""
 
@@ -94,10 +101,10 @@ class LLM:
         config = from_names(ServeConfig, {"model_path": str(model), **settings})
         clock = WallClock()
         self._clock = clock
-        built = build_core(config, clock)
-        self._core = built.core
-        self._end = weakref.finalize(self, built.core.close)  # who drops an LLM, or ends, leaves no ranks and no folder
-        self._cache = built.cache
+        built = build_engine(config, clock)
+        self._built = built
+        self._engine = built.engine
+        self._end = weakref.finalize(self, built.close)  # no ranks and no folder outlive an LLM or its process
         self.spec = built.spec
         """What the model is."""
         self.config = built.config
@@ -127,12 +134,13 @@ class LLM:
         Returns: one RequestOutput per prompt, in order.
         Raises:
             BadRequest: a prompt or a parameter cannot be served; nothing was started.
+            PeerGone: a rank was lost, or an earlier call was interrupted in the middle of a step: make a new LLM.
         """
         wanted = _as_prompts(prompts)
         params = _as_params(sampling_params, len(wanted))
         ids = [self._encode(prompt) for prompt in wanted]
-        answers, owners = self._start(ids, params)
-        self._run(owners, use_tqdm)
+        answers, requests = self._requests(ids, params)
+        self._run(requests, use_tqdm)
         return self._collect(wanted, ids, params, answers)
 
     def chat(
@@ -142,7 +150,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the checkpoint's chat template."""
+        """Answer one conversation, or several, through the checkpoint's chat template.
+
+        Raises BadRequest: the tokenizer has no chat template, or see `generate`.
+        """
         if self.tokenizer is None or self.tokenizer.template is None:
             raise BadRequest("messages", "a chat", "a checkpoint whose tokenizer has a chat template")
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -165,7 +176,7 @@ class LLM:
     def flush_cache(self) -> None:
         """Forget all cached prefixes, on device and host; what is stored stays. Raises CapacityError while a call of
         `generate` is under way."""
-        self._cache.reset()
+        self._built.cache.reset()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -178,57 +189,83 @@ class LLM:
             raise BadRequest("prompts", prompt, "token ids, as no tokenizer is loaded (skip_tokenizer_init)")
         return self.tokenizer.encode(prompt)
 
-    def _start(
+    def _requests(
         self, ids: list[list[int]], params: list[SamplingParams]
-    ) -> tuple[list[list[_Answer]], dict[str, _Answer]]:
-        """Queue all sequences, or none."""
+    ) -> tuple[list[list[_Answer]], list[tuple[Request, _Answer]]]:
+        """A request for each sequence. Raises BadRequest: one of them could never be served."""
         answers: list[list[_Answer]] = []
-        owners: dict[str, _Answer] = {}
-        try:
-            for prompt, wanted in zip(ids, params, strict=True):
-                group: list[_Answer] = []
-                for index in range(wanted.n):
-                    seed = self._rng.getrandbits(63) if wanted.seed is None else wanted.seed + index
-                    rid = new_rid("llm")
-                    request = Request(
-                        rid=rid,
-                        prompt=np.asarray(prompt, np.int32),
-                        sampling=replace(wanted, n=1),
-                        seed=seed,
-                        arrival=self._clock.now(),
-                    )
-                    self._core.scheduler.add(request)
-                    owners[rid] = _Answer(OutputProcessor(self.tokenizer, wanted, prompt))
-                    group.append(owners[rid])
-                answers.append(group)
-        except SerinusError:
-            for rid in owners:
-                self._core.scheduler.abort(rid, "another prompt of the call was refused")
-            raise
-        return answers, owners
+        requests: list[tuple[Request, _Answer]] = []
+        for prompt, wanted in zip(ids, params, strict=True):
+            group: list[_Answer] = []
+            for index in range(wanted.n):
+                seed = self._rng.getrandbits(63) if wanted.seed is None else wanted.seed + index
+                request = Request(
+                    rid=new_rid("llm"),
+                    prompt=np.asarray(prompt, np.int32),
+                    sampling=replace(wanted, n=1),
+                    seed=seed,
+                    arrival=self._clock.now(),
+                )
+                self._engine.check(request)
+                group.append(_Answer(OutputProcessor(self.tokenizer, wanted, prompt)))
+                requests.append((request, group[-1]))
+            answers.append(group)
+        return answers, requests
 
-    def _run(self, owners: dict[str, _Answer], show: bool) -> None:
-        """Step until every sequence ended; whatever happens, none is left behind."""
-        with Progress("Processed prompts", total=len(owners), show=show) as progress:
+    def _run(self, requests: list[tuple[Request, _Answer]], show: bool) -> None:
+        """Turn until every sequence ended; whatever happens, none is left behind.
+
+        No more requests are in the engine at once than may wait there: any number of prompts can be given.
+        """
+        engine, room = self._engine, self.config.sched.max_queued_requests
+        waiting = deque(requests)
+        owners: dict[str, _Answer] = {}
+        with Progress("Processed prompts", total=len(requests), show=show) as progress:
             try:
-                while owners:
-                    outcome = self._core.step()
-                    if outcome is None and self._core.waited():
-                        continue  # for other ranks, or for the storage
-                    if outcome is None:
-                        raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
-                    for delta in outcome.deltas:
-                        answer = owners[delta.rid]
-                        tokens, stopped = answer.take(delta)
+                messages: list[FrontMessage] = []
+                while waiting or owners:
+                    while waiting and len(owners) < room:
+                        request, answer = waiting.popleft()
+                        owners[request.rid] = answer
+                        messages.append(FrontMessage(front=_FRONT, message=request))
+                    output = self._turn(messages)
+                    messages = []
+                    for delta in (delta for _, deltas in output.deltas for delta in deltas):
+                        if delta.rid not in owners:
+                            continue  # a step that was under way when its stop text was found
+                        tokens, stopped = owners[delta.rid].take(delta)
                         if stopped:
-                            self._core.scheduler.abort(delta.rid, "stop text", FinishReason.STOP)
+                            abort = Abort(rid=delta.rid, reason="stop text", silent=True, matched_stop=True)
+                            messages.append(FrontMessage(front=_FRONT, message=abort))
                         ended = stopped or delta.finish is not None
                         if ended:
                             del owners[delta.rid]
                         progress.advance(done=int(ended), tokens=tokens)
+                    if not messages and not output.deltas and engine.stalled:
+                        raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
+                    self._wait()
+                while messages or not engine.idle:
+                    self._turn(messages)
+                    messages = []
+                    self._wait()
             finally:
                 for rid in owners:
-                    self._core.scheduler.abort(rid, "the call ended early")
+                    engine.drop(rid, "the call ended early")
+
+    def _turn(self, messages: Sequence[FrontMessage]) -> TurnOutput:
+        """One turn of the engine, and the work that it gave to the ranks."""
+        output = self._built.turn(messages)
+        self._built.line.flush()
+        return output
+
+    def _wait(self) -> None:
+        """Wait for other ranks, or for the storage, where the engine has nothing else to do."""
+        if (wait_s := self._engine.wait_s) <= 0:
+            return
+        if self._engine.line.under_way:
+            self._engine.line.pump(wait_s)
+        else:
+            pause(min(wait_s, _PAUSE_S))
 
     def _collect(
         self,

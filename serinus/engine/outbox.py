@@ -1,4 +1,4 @@
-"""Deltas on their way to the fronts: one Tokens message per front and turn, `stream_interval` kept.
+"""Deltas on their way to the fronts, gathered by front during a turn; `stream_interval` kept.
 
 Knows which front asked for which request. Forgets a request with its last delta.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from serinus.core.request import TokenDelta
-from serinus.wire.convert import delta_to_wire
-from serinus.wire.messages import TokenOut, Tokens
 
 __all__ = ["Outbox"]
 
 
 @dataclass(slots=True)
 class _Client:
-    peer: str
+    front: str
     held: TokenDelta | None = None
     """Tokens kept back until there are `stream_interval` of them."""
     sent: bool = False
@@ -30,14 +28,14 @@ class Outbox:
     def __init__(self, *, stream_interval: int = 1) -> None:
         self._interval = stream_interval
         self._clients: dict[str, _Client] = {}
-        self._ready: dict[str, list[TokenOut]] = {}
+        self._ready: dict[str, list[TokenDelta]] = {}
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    def expect(self, rid: str, peer: str) -> None:
-        """Deltas of `rid` go to the front `peer`."""
-        self._clients[rid] = _Client(peer)
+    def expect(self, rid: str, front: str) -> None:
+        """Deltas of `rid` go to `front`."""
+        self._clients[rid] = _Client(front)
 
     def silence(self, rid: str) -> None:
         """Send nothing more of `rid`."""
@@ -49,12 +47,12 @@ class Outbox:
         """Nothing of `rid` will be sent any more, its last delta included."""
         self._clients.pop(rid, None)
 
-    def owned_by(self, peer: str) -> list[str]:
-        """Requests whose deltas go to `peer`."""
-        return [rid for rid, client in self._clients.items() if client.peer == peer]
+    def owned_by(self, front: str) -> list[str]:
+        """Requests whose deltas go to `front`."""
+        return [rid for rid, client in self._clients.items() if client.front == front]
 
     def put(self, delta: TokenDelta) -> None:
-        """One delta; those of requests nobody asked for (or that were silenced) end here."""
+        """One delta; those of unknown requests, and of silenced ones, end here."""
         client = self._clients.get(delta.rid)
         if client is None:
             return
@@ -68,11 +66,11 @@ class Outbox:
             if client.sent and delta.finish is None and len(held.token_ids) < self._interval:
                 return  # the first token is never kept back
             client.held, client.sent, delta = None, True, held
-        self._ready.setdefault(client.peer, []).append(delta_to_wire(delta))
+        self._ready.setdefault(client.front, []).append(delta)
 
-    def take(self) -> list[tuple[str, Tokens]]:
-        """(front, message) of this turn."""
-        out = [(peer, Tokens(out=tuple(deltas))) for peer, deltas in self._ready.items()]
+    def take(self) -> list[tuple[str, tuple[TokenDelta, ...]]]:
+        """(front, deltas) of this turn."""
+        out = [(front, tuple(deltas)) for front, deltas in self._ready.items()]
         self._ready.clear()
         return out
 

@@ -5,32 +5,33 @@ A prefill engine is a full engine too: requests of its own front are served here
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from serinus.core.clock import Clock
 from serinus.core.errors import CapacityError, RequestError
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
-from serinus.engine.wire_counts import Rarely, WireCounts
+from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
     Drain,
     EndPrefill,
     ForgetPrefill,
+    HandoffPort,
+    PeerAction,
     PeerChanged,
     PrefillDrained,
-    PrefillPort,
     PrefillResult,
+    PrefillSide,
+    ReclaimParked,
     ReleaseChunk,
     Shutdown,
-    Squeeze,
     StopPrefill,
 )
 from serinus.sched import ChunkReady, HandoffSpec, Scheduler
-from serinus.wire import ZmqChannel
+from serinus.wire import Gone, PeerMessage
 
 __all__ = ["PrefillRole"]
 
@@ -40,74 +41,73 @@ _log = get_logger("engine")
 class PrefillRole:
     """Handoffs (roles.py) of a prefill engine."""
 
-    def __init__(
-        self, *, scheduler: Scheduler, port: PrefillPort, channels: Sequence[ZmqChannel], metrics: Metrics, clock: Clock
-    ) -> None:
+    def __init__(self, *, scheduler: Scheduler, port: HandoffPort[PrefillSide], metrics: Metrics) -> None:
         self._scheduler = scheduler
-        self._port = port
+        self.port = port
         self._metrics = metrics
-        self._clock = clock
         self._xids: set[str] = set()
-        self._wire_counts = WireCounts()
+        self._rejects = BadFrames()
         self._rarely = Rarely()
         self._stuck_turns = 0
-        self.channels = channels
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, now: float) -> None:
         self._scheduler.add(request)
 
-    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+    def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
         stats = self._scheduler.stats()
         self._stuck_turns = self._stuck_turns + 1 if stats.num_queue_reqs and not stats.num_running_reqs else 0
-        if self._stuck_turns > 1:  # whoever came during the last turn has been tried by now
-            self._act(self._port.handle(Squeeze()))
-        self._act(self._port.poll(0.0, load=stats.num_running_reqs + stats.num_queue_reqs, turn=turns))
+        if self._stuck_turns > 1:  # a request that came during the last turn has been tried by now
+            self._act(self.port.handle(ReclaimParked(), now), now)
+        load = stats.num_running_reqs + stats.num_queue_reqs
+        self._act(self.port.turn(now, messages, load=load, turn=turns), now)
         return []
+
+    def take_outgoing(self) -> list[PeerAction]:
+        return self.port.take_outgoing()
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         for chunk in chunks:
-            self._act(self._port.handle(chunk))
+            self._act(self.port.handle(chunk, now), now)
+        self._act(self.port.settle(now), now)  # pages are staged and announced before the next step begins
 
     def aborted(self, rid: str, now: float) -> None:
         if rid in self._xids:
-            self._act(self._port.handle(EndPrefill(xid=rid, code="aborted", reason="aborted by an operator")))
+            event = EndPrefill(xid=rid, code="aborted", reason="aborted by an operator")
+            self._act(self.port.handle(event, now), now)
 
     def asked_by_peers(self) -> list[str]:
         return list(self._xids)
 
-    def ungranted(self) -> Collection[str]:
-        return self._port.machine.ungranted
-
     def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, self._port.wait_s)
+        return min(longest_s, self.port.wait_s)
 
     def peers(self) -> list[dict[str, Any]]:
         return [
             {"address": "", "engine": client.engine, "state": "up", "backend": client.backend}
-            for client in self._port.machine.clients
+            for client in self.port.machine.clients
         ]
 
     def refresh(self, metrics: Metrics) -> None:
-        metrics.set("num_prefill_bootstrap_queue_reqs", self._port.machine.ungranted_count)
-        metrics.set("kv_transfer_parked_tokens", self._port.machine.parked_tokens)
-        self._wire_counts.refresh(metrics, rejects=self._port.rejects, resent_count=self._port.resent_count)
+        metrics.set("num_prefill_bootstrap_queue_reqs", self.port.machine.ungranted_count)
+        metrics.set("kv_transfer_parked_tokens", self.port.machine.parked_tokens)
+        self._rejects.refresh(metrics, self.port.machine.rejects)
 
-    def drain(self) -> None:
-        self._act(self._port.handle(Drain()))
+    def drain(self, now: float) -> None:
+        self._act(self.port.handle(Drain(), now), now)
 
     def shut_down(self, now: float) -> None:
-        self._act(self._port.handle(Shutdown()))
+        self._act(self.port.handle(Shutdown(), now), now)
 
     def close(self) -> None:
-        self._port.close()
+        self.port.close()
 
     # ---- what the machines ask for ------------------------------------------------------------------------------
 
-    def _act(self, results: Sequence[PrefillResult]) -> None:
+    def _act(self, results: Sequence[PrefillResult], now: float) -> None:
         for result in results:
             match result:
                 case AddPrefill():
-                    self._add(result)
+                    self._add(result, now)
                 case ReleaseChunk():
                     self._scheduler.chunk_drained(result.xid, result.spans)
                 case PrefillDrained():
@@ -119,20 +119,21 @@ class PrefillRole:
                     self._scheduler.handoff_ended(result.xid)
                     self._metrics.add("kv_transfer_forgotten")
                 case AbortPrefill():
-                    self._ended(result)
+                    self._ended(result, now)
                 case PeerChanged():
                     _log.info(
                         "decode engine %s is %s%s",
                         result.engine or result.peer, result.state, f": {result.reason}" * bool(result.reason),
                     )  # fmt: skip
 
-    def _add(self, result: AddPrefill) -> None:
+    def _add(self, result: AddPrefill, now: float) -> None:
         self._xids.add(result.xid)
         try:
             self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
         except (RequestError, CapacityError) as error:
             self._metrics.add("num_bootstrap_failed_reqs", 1, "rejected")
-            self._act(self._port.handle(EndPrefill(xid=result.xid, code="rejected", reason=str(error))))
+            event = EndPrefill(xid=result.xid, code="rejected", reason=str(error))
+            self._act(self.port.handle(event, now), now)
 
     def _drained(self, result: PrefillDrained) -> None:
         self._xids.discard(result.xid)
@@ -141,11 +142,11 @@ class PrefillRole:
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
         self._metrics.observe("kv_transfer_grant_wait_ms", 1e3 * result.grant_wait_seconds)
 
-    def _ended(self, result: AbortPrefill) -> None:
+    def _ended(self, result: AbortPrefill, now: float) -> None:
         self._xids.discard(result.xid)
         known = self._scheduler.handoff_ended(result.xid)
         if known or result.code != "rejected":  # a rejected one was counted when it was
             name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
             self._metrics.add(name, 1, result.code)
-        if self._rarely.says(result.code, self._clock.now()):
+        if self._rarely.says(result.code, now):
             _log.warning("handoff %s ended (%s): %s", result.xid, result.code, result.reason)

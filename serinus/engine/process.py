@@ -19,7 +19,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.lifeline import end_now, end_with_parent
 from serinus.core.log import get_logger, setup_logging
-from serinus.engine.fate import CONFIG_CODE, LOST_CODE, Ending, Fate
+from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRecord
 
 if TYPE_CHECKING:
     from serinus.engine.loop import EngineLoop
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-_VERDICT_S = 3.0
-"""Seconds that the watchdog gets to say which rank's end broke the loop."""
+_REASON_S = 3.0
+"""Seconds that the supervisor gets to say which rank's end broke the loop."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,29 +46,29 @@ def main(argv: list[str] | None = None) -> int:
     config = ServeConfig.from_json(Path(arguments.config).read_text())
     several = config.parallel.size > 1
     setup_logging(config.server.log_level, "TP0 PP0" if several else "TP0")
-    fate = Fate(Path(arguments.words) if arguments.words else None)
+    exit_record = ExitRecord(Path(arguments.words) if arguments.words else None)
     log = get_logger("engine")
     loop: EngineLoop | None = None
     try:
-        from serinus.engine.followers import Followers
+        from serinus.ranks.rank_processes import RankProcesses
 
-        followers = Followers(config, clock, fate) if several else None
+        starter = RankProcesses(config, clock, exit_record) if several else None
         from serinus.engine.launch import launch  # the heavy imports, timed as a start-up phase
 
-        loop = launch(config, arguments.endpoint, clock, started, followers)
+        loop = launch(config, arguments.endpoint, clock, started, starter)
         _obey_signals(loop)
         loop.run()
     except Exception as error:
         if isinstance(error, ConfigError) and loop is None:
             log.error("%s", error)
-            return fate.seal(str(error), CONFIG_CODE).code
-        ending = _ending(error, fate, several=several)
+            return exit_record.record(str(error), CONFIG_CODE).code
+        ending = _ending(error, exit_record, several=several)
         if several and isinstance(error, PeerGone):
             log.error("%s", error if str(error) == ending.reason else f"{ending.reason} ({error})")
         else:
             log.exception("engine: stopped by %s", type(error).__name__)
         if loop is not None:
-            loop.last_words(ending.reason)
+            loop.tell_failure(ending.reason)
         return ending.code
     finally:
         if loop is not None:
@@ -76,12 +76,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _ending(error: Exception, fate: Fate, *, several: bool) -> Ending:
-    """Why the engine ends. Where another rank's end broke the loop, the watchdog's word on that."""
+def _ending(error: Exception, exit_record: ExitRecord, *, several: bool) -> EngineExit:
+    """Why the engine ends. Where another rank's end broke the loop, what the supervisor knows of it."""
     if several and isinstance(error, PeerGone):
-        fate.wait(_VERDICT_S)
+        exit_record.wait(_REASON_S)
     reason = f"{type(error).__name__}: {error}"
-    return fate.seal(f"engine: rank TP0 PP0: {reason}" if several else reason, LOST_CODE if several else 1)
+    return exit_record.record(f"engine: rank TP0 PP0: {reason}" if several else reason, LOST_CODE if several else 1)
 
 
 def _obey_signals(loop: EngineLoop) -> None:

@@ -1,4 +1,4 @@
-"""A progress bar for offline work: prompts done, tokens per second. Silent where nobody looks."""
+"""A progress bar for offline work: prompts done, tokens per second. Silent where there is no terminal."""
 
 from __future__ import annotations
 

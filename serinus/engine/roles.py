@@ -1,18 +1,19 @@
 """What an engine does about handoffs, by role: nothing (unified), asks for prompts (decode), computes them (prefill).
 
-The loop sees one face, `Handoffs`. `pd` agrees, its ports move bytes, the scheduler keeps pages and queues; a role only
-carries word from one to the other. The two that do something have files of their own: decode_role.py, prefill_role.py.
+The engine sees one protocol, `Handoffs`; messages of peers come in and go out as data, time is an argument. `pd` agrees
+and has pages moved, the scheduler keeps pages and queues; a role connects the two (decode_role.py, prefill_role.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
+from serinus.pd import PeerAction
 from serinus.sched import ChunkReady, Scheduler
-from serinus.wire import ZmqChannel
+from serinus.wire import Gone, PeerMessage
 
 __all__ = ["Handoffs", "NoHandoffs"]
 
@@ -20,15 +21,16 @@ __all__ = ["Handoffs", "NoHandoffs"]
 class Handoffs(Protocol):
     """The loop's view of a role."""
 
-    channels: Sequence[ZmqChannel]
-    """What to wait on while idle."""
-
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, now: float) -> None:
         """A request of this engine's own front: queue it, here or for a handoff. Raises what `Scheduler.add` raises."""
         ...
 
-    def turn(self, now: float, turns: int) -> list[TokenDelta]:
-        """Letters of peers, timers, reservations; deltas that no step brought."""
+    def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
+        """Messages of peers, timers, reservations; deltas that no step brought."""
+        ...
+
+    def take_outgoing(self) -> list[PeerAction]:
+        """What peers are to be told, since the last call, in order; to be taken after every turn."""
         ...
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
@@ -36,15 +38,11 @@ class Handoffs(Protocol):
         ...
 
     def aborted(self, rid: str, now: float) -> None:
-        """A request is about to be aborted: nobody may write its pages when this returns."""
+        """A request is about to be aborted: no peer may write its pages when this returns."""
         ...
 
     def asked_by_peers(self) -> list[str]:
         """Ids of the requests that decode engines asked for."""
-        ...
-
-    def ungranted(self) -> Collection[str]:
-        """Those of them that wait for their grant: a queue of its own on every rank."""
         ...
 
     def wait_s(self, longest_s: float) -> float:
@@ -52,14 +50,14 @@ class Handoffs(Protocol):
         ...
 
     def peers(self) -> list[dict[str, Any]]:
-        """Who is connected, for /server_info."""
+        """The connected engines, for /server_info."""
         ...
 
     def refresh(self, metrics: Metrics) -> None:
         """Bring the counters of handoffs up to now, for a scrape."""
         ...
 
-    def drain(self) -> None:
+    def drain(self, now: float) -> None:
         """Take nothing new from peers; what is under way goes on. May be called again."""
         ...
 
@@ -68,35 +66,33 @@ class Handoffs(Protocol):
         ...
 
     def close(self) -> None:
-        """Give sockets and shared memory back."""
+        """Give shared memory back."""
         ...
 
 
 class NoHandoffs:
-    """A unified engine."""
-
-    channels: Sequence[ZmqChannel] = ()
+    """The role of a unified engine, which hands nothing over."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, now: float) -> None:
         self._scheduler.add(request)
 
-    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+    def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
+        return []
+
+    def take_outgoing(self) -> list[PeerAction]:
         return []
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a unified engine"
 
     def aborted(self, rid: str, now: float) -> None:
-        """Nobody else writes its pages."""
+        """No peer writes its pages."""
 
     def asked_by_peers(self) -> list[str]:
         return []
-
-    def ungranted(self) -> Collection[str]:
-        return ()
 
     def wait_s(self, longest_s: float) -> float:
         return longest_s
@@ -105,13 +101,13 @@ class NoHandoffs:
         return []
 
     def refresh(self, metrics: Metrics) -> None:
-        """Nothing to count."""
+        """There are no handoffs to count."""
 
-    def drain(self) -> None:
-        """Nobody else asks."""
+    def drain(self, now: float) -> None:
+        """No peer asks for anything."""
 
     def shut_down(self, now: float) -> None:
-        """Nobody to tell."""
+        """There is no peer to tell."""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -1,4 +1,4 @@
-"""What went wrong on the way to peers, for the metrics and the log. The loop counts frames of fronts there too."""
+"""Bad frames and messages, for the metrics, and a limit to what they write into the log."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Mapping
 
 from serinus.core.metrics import Metrics
 
-__all__ = ["Rarely", "WireCounts"]
+__all__ = ["BadFrames", "Rarely"]
 
 _ELSEWHERE = "closed_grant"
 """Late data is no bad frame, and has a series of its own (kv_transfer_late_frames)."""
 
 
-class WireCounts:
-    """Totals of a port, added to the metrics as far as they are new."""
+class BadFrames:
+    """Totals by reason, added to the metrics as far as they are new."""
 
     def __init__(self) -> None:
         self._told: Counter[str] = Counter()
 
-    def refresh(self, metrics: Metrics, *, rejects: Mapping[str, int], resent_count: int) -> None:
-        """Bring wire_bad_frames and wire_retransmits up to these totals."""
+    def refresh(self, metrics: Metrics, rejects: Mapping[str, int]) -> None:
+        """Bring wire_bad_frames up to these totals."""
         for reason, count in rejects.items():
             if reason != _ELSEWHERE and count > self._told[reason]:
                 metrics.add("wire_bad_frames", count - self._told[reason], reason)
                 self._told[reason] = count
-        metrics.set("wire_retransmits", resent_count)
 
 
 class Rarely:

@@ -1,4 +1,4 @@
-"""front: what people talk to. HTTP apps (one engine, router), tokenizer, detokenizer.
+"""front: the HTTP apps of one engine and of the router.
 
 Meets the engine only through `wire`. Torch-free, and cheap to import: names are loaded when first used.
 """
@@ -11,30 +11,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from serinus.front.app import create_app
     from serinus.front.client import EngineClient, EngineDown
-    from serinus.front.detokenizer import Detokenizer, StopTexts
     from serinus.front.fleet import Fleet
-    from serinus.front.output import OutputProcessor, Piece
     from serinus.front.router import create_router_app
     from serinus.front.server import HttpServer, bind, serve
     from serinus.front.settings import FrontSettings, RouterSettings
-    from serinus.front.tokenizer import Tokenizer, load_tokenizer
+    from serinus.front.upstream import Upstream, UpstreamBroken
 
 __all__ = [
-    "Detokenizer",
     "EngineClient",
     "EngineDown",
     "Fleet",
     "FrontSettings",
     "HttpServer",
-    "OutputProcessor",
-    "Piece",
     "RouterSettings",
-    "StopTexts",
-    "Tokenizer",
+    "Upstream",
+    "UpstreamBroken",
     "bind",
     "create_app",
     "create_router_app",
-    "load_tokenizer",
     "serve",
 ]
 
@@ -42,19 +36,15 @@ _HOMES = {
     "create_app": "app",
     "EngineClient": "client",
     "EngineDown": "client",
-    "Detokenizer": "detokenizer",
-    "StopTexts": "detokenizer",
     "Fleet": "fleet",
-    "OutputProcessor": "output",
-    "Piece": "output",
     "create_router_app": "router",
     "HttpServer": "server",
     "bind": "server",
     "serve": "server",
     "FrontSettings": "settings",
     "RouterSettings": "settings",
-    "Tokenizer": "tokenizer",
-    "load_tokenizer": "tokenizer",
+    "Upstream": "upstream",
+    "UpstreamBroken": "upstream",
 }
 
 

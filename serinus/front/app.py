@@ -1,104 +1,52 @@
-"""The HTTP app of one front: routes, keys, errors, and the count of everything that was answered."""
+"""The HTTP app of one engine's front: its handlers, its start and its end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from serinus.core.clock import Clock, WallClock
-from serinus.core.errors import ConfigError, SerinusError
+from serinus.core.errors import ConfigError
 from serinus.front import info
 from serinus.front.chat import chat_completions
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
-from serinus.front.exchange import ClientGone, Exchange, error_json
+from serinus.front.exchange import error_json
 from serinus.front.native import generate
-from serinus.front.openapi import openapi
+from serinus.front.routes import routes_of
 from serinus.front.settings import FrontSettings
-from serinus.front.state import Front, check_key
+from serinus.front.state import Front
 from serinus.wire.messages import Ready
 
 __all__ = ["create_app", "error_handlers"]
 
-Handler = Callable[[Front, Exchange], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Door:
-    """One endpoint: where, how, and who may enter."""
-
-    path: str
-    """Starlette path."""
-    methods: tuple[str, ...]
-    """HTTP methods."""
-    handler: Handler
-    """Who answers."""
-    keys: str = "user"
-    """user, admin or none."""
-
-
-async def _schema(front: Front, exchange: Exchange) -> None:
-    await exchange.json(openapi(info.serinus_version()))
-
-
-_GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
-_DOORS = (
-    _Door(path="/v1/completions", methods=_POST, handler=completions),
-    _Door(path="/v1/chat/completions", methods=_POST, handler=chat_completions),
-    _Door(path="/v1/models", methods=_GET, handler=info.models),
-    _Door(path="/v1/models/{name:path}", methods=_GET, handler=info.model),
-    _Door(path="/generate", methods=_POST, handler=generate),
-    _Door(path="/tokenize", methods=_POST, handler=info.tokenize),
-    _Door(path="/detokenize", methods=_POST, handler=info.detokenize),
-    _Door(path="/health", methods=_GET, handler=info.health, keys="none"),
-    _Door(path="/health_generate", methods=_GET, handler=info.health_generate),
-    _Door(path="/metrics", methods=_GET, handler=info.metrics, keys="none"),
-    _Door(path="/server_info", methods=_GET, handler=info.server_info),
-    _Door(path="/get_server_info", methods=_GET, handler=info.server_info),
-    _Door(path="/get_model_info", methods=_GET, handler=info.model_info),
-    _Door(path="/flush_cache", methods=_BOTH, handler=info.flush_cache, keys="admin"),
-    _Door(path="/cache", methods=_GET, handler=info.cache_tree, keys="admin"),
-    _Door(path="/canary", methods=_GET, handler=info.canary, keys="admin"),
-    _Door(path="/abort_request", methods=_POST, handler=info.abort_request, keys="admin"),
-    _Door(path="/openapi.json", methods=_GET, handler=_schema, keys="none"),
-)
-
-
-class _Endpoint:
-    """ASGI app of one door: checks the key, runs the handler, shows its errors, counts the answer."""
-
-    def __init__(self, front: Front, door: _Door) -> None:
-        self._front = front
-        self._door = door
-        self._keys = {"user": front.user_keys, "admin": front.admin_keys, "none": ()}[door.keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        front = self._front
-        exchange = Exchange(scope, receive, send, body_bytes_max=front.settings.body_bytes_max)
-        front.metrics.opened()
-        status = 500
-        try:
-            check_key(exchange, self._keys)
-            await self._door.handler(front, exchange)
-            status = exchange.status
-        except (ClientGone, asyncio.CancelledError) as err:
-            status = 499
-            if isinstance(err, asyncio.CancelledError):
-                raise
-        except SerinusError as err:
-            await exchange.fail(err)
-            status = exchange.status
-        finally:
-            front.metrics.answered(self._door.path, status)
+_OF_FRONT = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/v1/models": info.models,
+    "/v1/models/{name:path}": info.model,
+    "/generate": generate,
+    "/tokenize": info.tokenize,
+    "/detokenize": info.detokenize,
+    "/health": info.health,
+    "/health_generate": info.health_generate,
+    "/metrics": info.metrics,
+    "/server_info": info.server_info,
+    "/get_server_info": info.server_info,
+    "/get_model_info": info.model_info,
+    "/flush_cache": info.flush_cache,
+    "/cache": info.cache_tree,
+    "/canary": info.canary,
+    "/abort_request": info.abort_request,
+    "/openapi.json": info.description,
+}
 
 
 def error_handlers() -> dict[int | type[Exception], Callable[[Request, Exception], Awaitable[Response]]]:
@@ -162,7 +110,8 @@ def create_app(
             front.stop()
             await asyncio.gather(coming, return_exceptions=True)
 
-    routes = [Route(door.path, _Endpoint(front, door), methods=list(door.methods)) for door in _DOORS]
+    handlers = {path: partial(handler, front) for path, handler in _OF_FRONT.items()}
+    routes = routes_of(handlers, keys=front.keys, metrics=front.metrics, body_bytes_max=settings.body_bytes_max)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers())
     app.state.front = front
     return app

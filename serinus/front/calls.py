@@ -1,27 +1,24 @@
 """One HTTP request's sequences on their way through the engine: prompts and parameters in, events out.
 
-The same for every endpoint: `completions.py`, `chat.py` and `native.py` only differ in how they show the events.
+The same for every endpoint: `completions.py`, `chat.py` and `native.py` only differ in how they render the events.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, RequestError
-from serinus.core.request import FinishReason
+from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import MASK64, splitmix64
 from serinus.core.sampling import SamplingParams
-from serinus.front.client import EngineClient, Mailbox
+from serinus.front.client import DeltaQueue, EngineClient
 from serinus.front.exchange import ClientGone
 from serinus.front.metrics import FrontMetrics
-from serinus.front.output import OutputProcessor
-from serinus.front.tokenizer import Tokenizer
-from serinus.wire.convert import sampling_to_wire
-from serinus.wire.messages import Generate, TokenLp, TokenOut, UsageOut, ids_to_bytes
+from serinus.text import OutputProcessor, Tokenizer
 
 __all__ = ["Ask", "Call", "Event", "RequestFailed", "SequenceState"]
 
@@ -75,19 +72,19 @@ class SequenceState:
         self.rid = rid
         self.ask = ask
         self.output = output
-        self.logprobs: list[TokenLp] = []
+        self.logprobs: list[TokenLogprobs] = []
         """One per token of the answer, where asked for."""
-        self.prompt_logprobs: list[TokenLp] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         """One per token of the prompt, where asked for."""
-        self.usage: UsageOut | None = None
-        """The engine's last word on what it cost."""
+        self.usage: Usage | None = None
+        """What it cost, as the engine said last."""
         self.error = ""
         """Why it was aborted."""
         self.first_at = 0.0
         self.last_at = 0.0
 
     @property
-    def cached_tokens(self) -> dict[str, int]:
+    def cached_tokens(self) -> Mapping[str, int]:
         """Prompt tokens found cached, by tier."""
         return self.usage.cached_tokens if self.usage is not None else {}
 
@@ -102,19 +99,19 @@ class Event:
     """What one delta brought to one answer."""
 
     sequence: SequenceState
-    """The answer."""
+    """The answer that grew."""
     text: str
     """New text (may be empty)."""
     token_count: int
-    """New tokens."""
+    """How many tokens it brought."""
     finish: FinishReason | None
     """Set in its last event."""
 
 
 class Call:
-    """The sequences of one HTTP request, submitted together and read through one mailbox."""
+    """The sequences of one HTTP request, submitted together and read through one queue."""
 
-    __slots__ = ("_client", "_clock", "_metrics", "_open", "_start", "mailbox", "request_id", "sequences")
+    __slots__ = ("_client", "_clock", "_metrics", "_open", "_start", "queue", "request_id", "sequences")
 
     def __init__(
         self,
@@ -146,11 +143,11 @@ class Call:
         self._open = {sequence.rid: sequence for sequence in self.sequences}
         if len(self._open) != count:
             raise BadRequest("rid", [s.rid for s in self.sequences], "different ids")
-        self.mailbox: Mailbox | None = None
+        self.queue: DeltaQueue | None = None
 
     def submit(
         self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, prefill_address: str = ""
-    ) -> Mailbox:
+    ) -> DeltaQueue:
         """Send the sequences to the engine; `seeds`: one per prompt. Raises EngineDown, CapacityError."""
         if len(cache_salt) > _NAME_MAX:
             raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
@@ -158,7 +155,7 @@ class Call:
             raise BadRequest("priority", priority, "an integer of 32 bits, higher = kept longer")
         if len(prefill_address) > _NAME_MAX:
             raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
-        messages: list[Generate] = []
+        requests: list[Request] = []
         position = 0
         choice = 0
         for sequence in self.sequences:
@@ -167,68 +164,67 @@ class Call:
             choice += 1
             if choice == ask.sampling.n:
                 position, choice = position + 1, 0
-            messages.append(
-                Generate(
+            requests.append(
+                Request(
                     rid=sequence.rid,
-                    prompt=ids_to_bytes(np.asarray(ask.prompt, dtype=np.int32)),
-                    sampling=sampling_to_wire(replace(ask.sampling, n=1)),
+                    prompt=np.asarray(ask.prompt, dtype=np.int32),
+                    sampling=replace(ask.sampling, n=1, stop=()),
                     seed=seed,
                     cache_salt=cache_salt,
                     priority=priority,
                     prefill_address=prefill_address,
                 )
             )
-        self.mailbox = self._client.submit(messages)
-        return self.mailbox
+        self.queue = self._client.submit(requests)
+        return self.queue
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """Everything that has come since the last look, until all sequences have ended.
 
         Raises RequestFailed (the engine refused one), EngineDown, ClientGone. Whatever the end, nothing is left behind.
         """
-        assert self.mailbox is not None, "front: events of a call that was not submitted"
-        mailbox = self.mailbox
+        assert self.queue is not None, "front: events of a call that was not submitted"
+        queue = self.queue
         try:
             while self._open:
-                outs = await mailbox.take()
-                if not outs:
+                deltas = await queue.take()
+                if not deltas:
                     raise ClientGone(f"front: the client of {self.request_id} hung up")
                 now = self._clock.now()
-                events = [event for out in outs if (event := self._take(out, now)) is not None]
+                events = [event for delta in deltas if (event := self._take(delta, now)) is not None]
                 if events:
                     yield events
         finally:
-            mailbox.close()
+            queue.close()
 
     async def run(self) -> None:
         """Read until the end; the answers are in `sequences`."""
         async for _ in self.events():
             pass
 
-    def _take(self, out: TokenOut, now: float) -> Event | None:
-        sequence = self._open.get(out.rid)
+    def _take(self, delta: TokenDelta, now: float) -> Event | None:
+        sequence = self._open.get(delta.rid)
         if sequence is None:
             return None
-        if out.finish == "error":
-            raise RequestFailed(out.error or "engine: the request failed", out.error_status)
-        finish = FinishReason(out.finish) if out.finish else None
-        if out.prompt_logprobs:
-            sequence.prompt_logprobs.extend(out.prompt_logprobs)
-        if out.usage is not None:
-            sequence.usage = out.usage
-        if out.error:
-            sequence.error = out.error
-        piece = sequence.output.feed(out.ids, finish, out.matched_stop)
-        if out.logprobs:
-            sequence.logprobs.extend(out.logprobs[: piece.token_count])
+        if delta.finish is FinishReason.ERROR:
+            raise RequestFailed(delta.error or "engine: the request failed", delta.error_status)
+        if delta.prompt_logprobs:
+            sequence.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.usage is not None:
+            sequence.usage = delta.usage
+        if delta.error:
+            sequence.error = delta.error
+        piece = sequence.output.feed(delta.token_ids, delta.finish, delta.matched_stop)
+        if delta.logprobs:
+            sequence.logprobs.extend(delta.logprobs[: piece.token_count])
         if piece.token_count:
             self._time(sequence, now, piece.token_count)
         if piece.finish is not None:
-            del self._open[out.rid]
+            del self._open[delta.rid]
             count = len(sequence.output.token_ids)
             self._metrics.finished(now - self._start, now - sequence.first_at, count)
             if piece.stopped_here:
-                self._client.end(out.rid, "a stop text was found", matched_stop=True)
+                self._client.end(delta.rid, "a stop text was found", matched_stop=True)
         return Event(sequence=sequence, text=piece.text, token_count=piece.token_count, finish=piece.finish)
 
     def _time(self, sequence: SequenceState, now: float, token_count: int) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
-from serinus.front.exchange import Exchange
+from serinus.front.exchange import HttpExchange
 from serinus.front.parse import parse_body
+from serinus.front.render import chat_logprobs, choice_chunk, encode, meta_info, stream, usage_of
 from serinus.front.sampling import from_chat
 from serinus.front.schemas import ChatBody, refuse_unsupported
-from serinus.front.shows import chat_logprobs, choice_chunk, encode, meta_info, stream, usage_of
 from serinus.front.state import Front
-from serinus.front.tokenizer import Tokenizer
+from serinus.text import Tokenizer
 
 __all__ = ["chat_completions", "checked_messages", "render_chat"]
 
@@ -77,7 +77,7 @@ def render_chat(
     )
 
 
-async def chat_completions(front: Front, exchange: Exchange) -> None:
+async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
     body = parse_body(await exchange.body(), ChatBody)
@@ -101,15 +101,15 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     async with front.calling(
         exchange, [ask], request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
     ) as call:
-        show = _ChatShow(front, call, body, tokenizer, start)
+        renderer = _ChatRenderer(front, call, body, tokenizer, start)
         if body.stream:
-            await show.stream(exchange)
+            await renderer.stream(exchange)
         else:
             await call.run()
-            await exchange.json(show.whole())
+            await exchange.json(renderer.whole())
 
 
-class _ChatShow:
+class _ChatRenderer:
     """How one request's answers look."""
 
     def __init__(self, front: Front, call: Call, body: ChatBody, tokenizer: Tokenizer, start: float) -> None:
@@ -178,5 +178,5 @@ class _ChatShow:
     def _chunks(self, events: Sequence[Event]) -> bytes:
         return b"".join(map(self._chunk, events))
 
-    async def stream(self, exchange: Exchange) -> None:
+    async def stream(self, exchange: HttpExchange) -> None:
         await stream(self._call, exchange, self._chunks, self._chunk_head if self._usage else None)

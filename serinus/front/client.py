@@ -1,4 +1,4 @@
-"""The front's end of the wire to its engine: requests go out, tokens come back to the mailbox of their call.
+"""The front's end of the wire to its engine: requests go out, tokens come back to the queue of their call.
 
 One zmq DEALER on the engine's ipc endpoint, driven by the event loop through its file descriptor: a step's tokens for
 all requests arrive as one message and cost one wake-up. Knows nothing of HTTP, text or sampling.
@@ -15,6 +15,7 @@ import zmq
 from serinus.core.errors import CapacityError, FrameError, PeerGone, SerinusError
 from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
+from serinus.core.request import Request, TokenDelta
 from serinus.wire import codec
 from serinus.wire.messages import (
     Abort,
@@ -23,12 +24,11 @@ from serinus.wire.messages import (
     Generate,
     Message,
     Ready,
-    Shutdown,
-    TokenOut,
+    StopEngine,
     Tokens,
 )
 
-__all__ = ["AnswerLost", "EngineClient", "EngineDown", "Mailbox"]
+__all__ = ["AnswerLost", "DeltaQueue", "EngineClient", "EngineDown"]
 
 _log = get_logger("front")
 
@@ -44,7 +44,7 @@ class AnswerLost(SerinusError):
     """A frame of the engine could not be read: answers that were open then may lack tokens (500)."""
 
 
-class Mailbox:
+class DeltaQueue:
     """Where the tokens of one call (one HTTP request: one or more sequences) arrive.
 
     A consumer that falls behind finds several deltas at once: nothing is dropped, and nothing grows beyond what its
@@ -55,31 +55,32 @@ class Mailbox:
 
     def __init__(self, client: EngineClient, rids: tuple[str, ...]) -> None:
         self._client = client
-        self._items: list[TokenOut] = []
+        self._items: list[TokenDelta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._failure: SerinusError | None = None
         self._gone = False
         self.rids = rids
         """Engine-side ids of the sequences of this call."""
 
-    def put(self, out: TokenOut) -> None:
+    def put(self, out: TokenDelta) -> None:
+        """Add a delta; dropped where the call has failed."""
         if self._failure is None:  # what comes after a gap is no continuation of what came before it
             self._items.append(out)
             self._wake()
 
     def fail(self, error: SerinusError) -> None:
-        """Nothing more will come: whoever waits gets this error, after what came before it."""
+        """Nothing more will come: a consumer gets this error, after what came before it."""
         self._failure = self._failure or error
         self._wake()
 
     def leave(self) -> None:
-        """The client of this call is gone: whoever waits gets an empty list, now and ever after."""
+        """The client of this call is gone: from now on a consumer gets an empty list."""
         self._gone = True
         self._wake()
 
     @property
     def gone(self) -> bool:
-        """Whether nobody wants the answer any more."""
+        """Whether the client left before the end of its answer."""
         return self._gone
 
     def _wake(self) -> None:
@@ -87,7 +88,7 @@ class Mailbox:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def take(self) -> list[TokenOut]:
+    async def take(self) -> list[TokenDelta]:
         """All deltas since the last call, at least one; an empty list once `leave` was called.
 
         Raises EngineDown, AnswerLost.
@@ -128,7 +129,7 @@ class EngineClient:
         self._thread_id = 0
         self._incarnation = new_incarnation()
         self._seq = 0
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._queues: dict[str, DeltaQueue] = {}
         self._calls: dict[int, asyncio.Future[EngineReply]] = {}
         self._call_count = 0
         self._ready_waiter: asyncio.Future[Ready] | None = None
@@ -169,15 +170,15 @@ class EngineClient:
             self._socket = None
 
     def engine_gone(self, reason: str) -> None:
-        """The engine ended: everybody who waits gets EngineDown, new requests too. May be called from any thread."""
+        """The engine ended: all calls that wait get EngineDown, new requests too. May be called from any thread."""
         if self.down:
             return
         if self._loop is not None and self._thread_id != threading.get_ident():
             self._loop.call_soon_threadsafe(self.engine_gone, reason)
             return
         self.down = reason or "the engine is gone"
-        for mailbox in set(self._mailboxes.values()):
-            mailbox.fail(EngineDown(self.down))
+        for queue in set(self._queues.values()):
+            queue.fail(EngineDown(self.down))
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineDown(self.down))
@@ -195,83 +196,81 @@ class EngineClient:
     @property
     def open_count(self) -> int:
         """Sequences that have not ended."""
-        return len(self._mailboxes)
+        return len(self._queues)
 
     def shutdown(self, *, drain: bool) -> None:
         """Tell the engine to stop; with `drain` it finishes what runs first."""
         if self._socket is not None and not self.down:
-            self._send(Shutdown(drain=drain))
+            self._send(StopEngine(drain=drain))
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Generate]) -> Mailbox:
-        """Ask for these sequences; their deltas arrive in one mailbox. Raises EngineDown, CapacityError (draining)."""
+    def submit(self, requests: Sequence[Request]) -> DeltaQueue:
+        """Ask for these sequences; their deltas arrive in one queue. Raises EngineDown, CapacityError (draining)."""
         self._check_up()
         if self._draining:
             raise CapacityError("front: the server is draining, expected requests before it was told to stop")
-        mailbox = Mailbox(self, tuple(request.rid for request in requests))
+        queue = DeltaQueue(self, tuple(request.rid for request in requests))
         for request in requests:
-            assert request.rid not in self._mailboxes, f"front: request id {request.rid!r} is in use"
-            self._mailboxes[request.rid] = mailbox
+            assert request.rid not in self._queues, f"front: request id {request.rid!r} is in use"
+            self._queues[request.rid] = queue
         try:
             for request in requests:
-                self._send(request)
+                self._send(Generate(request=request))
         except CapacityError:
-            for rid in mailbox.rids:  # the engine does not read: it would not read an abort either
-                del self._mailboxes[rid]
+            for rid in queue.rids:  # the engine does not read: it would not read an abort either
+                del self._queues[rid]
             raise
-        return mailbox
+        return queue
 
-    async def generate(self, request: Generate) -> AsyncIterator[TokenOut]:
+    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """The deltas of one sequence, up to the one with `finish`. Leaving early aborts it."""
-        mailbox = self.submit([request])
+        queue = self.submit([request])
         try:
             while True:
-                for out in await mailbox.take():
+                for out in await queue.take():
                     yield out
                     if out.finish:
                         return
         finally:
-            mailbox.close("the consumer left")
+            queue.close("the consumer left")
 
     def has(self, rid: str) -> bool:
         """Whether a sequence of this id runs."""
-        return rid in self._mailboxes
+        return rid in self._queues
 
     def abort(self, rid: str = "", *, everything: bool = False, reason: str = "aborted") -> None:
-        """End a sequence (or all): its mailbox gets a last delta with finish `abort` from the engine."""
+        """End a sequence (or all): its queue gets a last delta with finish `abort` from the engine."""
         self._check_up()
         self._send(Abort(rid=rid, all=everything, reason=reason))
 
-    def close(self, mailbox: Mailbox, reason: str) -> None:
-        """See Mailbox.close."""
-        for rid in mailbox.rids:
-            if self._mailboxes.get(rid) is mailbox:
+    def close(self, queue: DeltaQueue, reason: str) -> None:
+        """Forget a call; sequences of it that have not ended are aborted silently."""
+        for rid in queue.rids:
+            if self._queues.get(rid) is queue:
                 self.end(rid, reason)
 
     def rids_of(self, request_id: str) -> list[str]:
         """Engine-side ids of the open sequences of a request: its own, or `<request_id>-0`, `-1`..."""
-        if request_id in self._mailboxes:
+        if request_id in self._queues:
             return [request_id]
         head = f"{request_id}-"
-        return [rid for rid in self._mailboxes if rid.startswith(head) and rid[len(head) :].isdigit()]
+        return [rid for rid in self._queues if rid.startswith(head) and rid[len(head) :].isdigit()]
 
-    def fail_later(self, mailbox: Mailbox, seconds: float, reason: str) -> asyncio.TimerHandle:
-        """Fail a mailbox unless the returned handle is cancelled within `seconds`."""
-        return asyncio.get_running_loop().call_later(
-            seconds, mailbox.fail, EngineDown(f"front: {reason} ({seconds} s)")
-        )
+    def fail_later(self, queue: DeltaQueue, seconds: float, reason: str) -> asyncio.TimerHandle:
+        """Fail a queue unless the returned handle is cancelled within `seconds`."""
+        return asyncio.get_running_loop().call_later(seconds, queue.fail, EngineDown(f"front: {reason} ({seconds} s)"))
 
     def end(self, rid: str, reason: str = "", *, matched_stop: bool = False) -> None:
         """This front is done with a sequence: abort it silently, where it still runs.
 
         `matched_stop`: its answer is complete, as a stop text was found in it.
         """
-        if self._mailboxes.pop(rid, None) is not None and not self.down and self._socket is not None:
+        if self._queues.pop(rid, None) is not None and not self.down and self._socket is not None:
             self._send(Abort(rid=rid, reason=reason or "finished by the front", silent=True, matched_stop=matched_stop))
 
     async def call(self, what: str, *, s_max: float = 60.0, limit: int = 0) -> EngineReply:
-        """Ask or order something of the engine. Raises EngineDown (also where it does not answer in `s_max`)."""
+        """Call the engine (see EngineCall). Raises EngineDown, also where it does not answer in `s_max`."""
         self._check_up()
         self._call_count += 1
         number = self._call_count
@@ -321,22 +320,22 @@ class EngineClient:
             self._receive(frame.message)
 
     def _bad_frame(self, error: FrameError) -> None:
-        """Nobody knows whose tokens were in it: every open answer fails."""
+        """It may have held tokens of any open answer: all of them fail."""
         self.bad_frames += 1
         if self.on_bad_frame is not None:
             self.on_bad_frame(error.reason)
-        lost = set(self._mailboxes.values())
+        lost = set(self._queues.values())
         _log.warning("front: dropped a frame of the engine (%s), which fails %d open requests", error, len(lost))
-        for mailbox in lost:
-            mailbox.fail(AnswerLost(f"front: a frame of the engine could not be read ({error}), the answer has a gap"))
+        for queue in lost:
+            queue.fail(AnswerLost(f"front: a frame of the engine could not be read ({error}), the answer has a gap"))
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Tokens):
-            mailboxes = self._mailboxes
-            for out in message.out:
-                mailbox = mailboxes.pop(out.rid, None) if out.finish else mailboxes.get(out.rid)
-                if mailbox is not None:
-                    mailbox.put(out)
+            queues = self._queues
+            for out in message.deltas:
+                queue = queues.pop(out.rid, None) if out.finish else queues.get(out.rid)
+                if queue is not None:
+                    queue.put(out)
         elif isinstance(message, EngineReply):
             call = self._calls.get(message.call)
             if call is not None and not call.done():

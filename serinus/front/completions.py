@@ -8,18 +8,18 @@ from typing import Any
 from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
-from serinus.front.exchange import Exchange
+from serinus.front.exchange import HttpExchange
 from serinus.front.parse import parse_body
+from serinus.front.render import choice_chunk, completion_logprobs, encode, meta_info, stream, usage_of
 from serinus.front.sampling import from_completion
 from serinus.front.schemas import CompletionBody, refuse_unsupported
-from serinus.front.shows import choice_chunk, completion_logprobs, encode, meta_info, stream, usage_of
 from serinus.front.state import Front, prompts_of
-from serinus.front.tokenizer import Tokenizer
+from serinus.text import Tokenizer
 
 __all__ = ["completions"]
 
 
-async def completions(front: Front, exchange: Exchange) -> None:
+async def completions(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
     body = parse_body(await exchange.body(), CompletionBody)
@@ -43,15 +43,15 @@ async def completions(front: Front, exchange: Exchange) -> None:
     async with front.calling(
         exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
     ) as call:
-        show = _CompletionShow(front, call, body, await front.tokenizer_or_none(), start)
+        renderer = _CompletionRenderer(front, call, body, await front.tokenizer_or_none(), start)
         if body.stream:
-            await show.stream(exchange)
+            await renderer.stream(exchange)
         else:
             await call.run()
-            await exchange.json(show.whole())
+            await exchange.json(renderer.whole())
 
 
-class _CompletionShow:
+class _CompletionRenderer:
     """How one request's answers look."""
 
     def __init__(
@@ -137,5 +137,5 @@ class _CompletionShow:
     def _chunks(self, events: Sequence[Event]) -> bytes:
         return b"".join(map(self._chunk, events))
 
-    async def stream(self, exchange: Exchange) -> None:
+    async def stream(self, exchange: HttpExchange) -> None:
         await stream(self._call, exchange, self._chunks, self._head if self._usage else None)

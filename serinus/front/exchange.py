@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusError
 
-__all__ = ["BodyTooLarge", "ClientGone", "Exchange", "error_json", "error_of"]
+__all__ = ["BodyTooLarge", "ClientGone", "HttpExchange", "error_json", "error_of"]
 
 _JSON = (b"content-type", b"application/json")
 _ENCODER = msgspec.json.Encoder()
@@ -58,7 +58,7 @@ def error_of(err: SerinusError) -> tuple[int, bytes]:
     return 500, error_json(str(err), "internal_server_error", code=500)
 
 
-class Exchange:
+class HttpExchange:
     """One request. Handlers read it with `body`, answer once with `json`, `text` or `open_stream` + `push` + `end`."""
 
     __slots__ = ("_receive", "_send", "body_bytes_max", "path", "scope", "started", "status", "watcher")
@@ -120,7 +120,7 @@ class Exchange:
                 return
 
     def unwatch(self) -> None:
-        """No more news of the client wanted."""
+        """Stop watching the client."""
         if self.watcher is not None:
             self.watcher.cancel()
             self.watcher = None
@@ -158,7 +158,7 @@ class Exchange:
         await self._send(message)
 
     async def end(self, last: bytes = b"") -> None:
-        """End the stream."""
+        """End the stream, with `last` as its last bytes."""
         await self._send({"type": "http.response.body", "body": last})
 
     async def fail(self, err: SerinusError) -> None:

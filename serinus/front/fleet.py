@@ -1,4 +1,4 @@
-"""The engines a router knows: who lives, how loaded they are, and which of them a request goes to."""
+"""The engines a router knows: which are alive, how loaded they are, and which of them a request goes to."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from serinus.front.metrics import RouterMetrics
 from serinus.front.settings import RouterSettings
 from serinus.front.upstream import Upstream, UpstreamBroken, fetch
 
-__all__ = ["Fleet", "Member", "NobodyThere"]
+__all__ = ["Fleet", "FleetEngine", "NoEngineAlive"]
 
 _PROMPT_KEYS = (b'"messages"', b'"prompt"', b'"text"', b'"input_ids"')
 
 
-class NobodyThere(CapacityError):
+class NoEngineAlive(CapacityError):
     """No engine is alive that could own the request."""
 
     kind = "service_unavailable_error"
 
 
-class Member:
+class FleetEngine:
     """One engine as the router sees it."""
 
     def __init__(self, url: str, kind: str) -> None:
@@ -35,7 +35,7 @@ class Member:
         """decode (owns requests; may be a unified engine) or prefill."""
         self.alive = False
         self.info: dict[str, Any] = {}
-        """Its last /server_info."""
+        """What its /server_info said last."""
         self.why = "not looked at yet"
         """Why it is not alive."""
         self.seen_at = 0.0
@@ -59,7 +59,7 @@ class Member:
 
     @property
     def load(self) -> int:
-        """Requests it has: as the router knows now, or as it last said, whichever is more."""
+        """Requests it has: those that the router knows of, or those it reported last, whichever is more."""
         said = self.info.get("load")
         rows = said.items() if isinstance(said, dict) else ()
         counts = [value for key, value in rows if key.endswith("_reqs") and isinstance(value, int)]
@@ -73,19 +73,19 @@ class Fleet:
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self.decode = [Member(url, "decode") for url in settings.decode_urls]
-        self.prefill = [Member(url, "prefill") for url in settings.prefill_urls]
+        self.decode = [FleetEngine(url, "decode") for url in settings.decode_urls]
+        self.prefill = [FleetEngine(url, "prefill") for url in settings.prefill_urls]
         self._turn = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._headers = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[FleetEngine]:
         """Decode engines, then prefill engines."""
         return [*self.decode, *self.prefill]
 
     def start(self) -> None:
-        """Begin to look at everybody, each at its own pace."""
+        """Begin to look at all engines, each at its own pace."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._follow(member)) for member in self.members]
 
@@ -97,12 +97,12 @@ class Fleet:
         for member in self.members:
             self._take_back(member)
 
-    async def _follow(self, member: Member) -> None:
+    async def _follow(self, member: FleetEngine) -> None:
         while True:
             await self.look(member)
             await asyncio.sleep(self._settings.poll_s)
 
-    async def look(self, member: Member) -> None:
+    async def look(self, member: FleetEngine) -> None:
         """Ask one engine how it is."""
         try:
             status, body = await fetch(
@@ -124,24 +124,24 @@ class Fleet:
         member.alive, member.why = True, ""
         self._metrics.engine_up(member.url, True)
 
-    def lost(self, member: Member, why: str) -> None:
+    def lost(self, member: FleetEngine, why: str) -> None:
         """No new requests for this engine until it answers a look."""
         member.alive, member.why = False, why
         self._metrics.engine_up(member.url, False)
 
     @staticmethod
-    def _take_back(member: Member) -> None:
+    def _take_back(member: FleetEngine) -> None:
         for upstream in list(member.open):
             upstream.abort()
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 
-    def pick_decode(self, body: bytes, *, but: Collection[Member] = ()) -> Member:
-        """The owner of a request: the least loaded, or the one its prompt's beginning prefers. Raises NobodyThere."""
+    def pick_decode(self, body: bytes, *, but: Collection[FleetEngine] = ()) -> FleetEngine:
+        """The owner of a request: the least loaded, or the one its prompt's beginning prefers. Raises NoEngineAlive."""
         alive = [member for member in self.decode if member.alive and member not in but]
         if not alive:
             why = "; ".join(f"{member.url}: {member.why or 'failed this request'}" for member in self.decode)
-            raise NobodyThere(f"front: no decode engine is alive, expected one of {len(self.decode)} ({why[:400]})")
+            raise NoEngineAlive(f"front: no decode engine is alive, expected one of {len(self.decode)} ({why[:400]})")
         least = self._least(alive, [member.load for member in alive])
         count = self._settings.affinity_chars
         if not count or len(alive) == 1:
@@ -151,14 +151,14 @@ class Fleet:
         liked = max(alive, key=lambda member: xxhash.xxh3_64_intdigest(head + member.url.encode()))
         return liked if liked.load <= least.load + self._settings.affinity_load_max else least
 
-    def pick_prefill(self) -> Member | None:
+    def pick_prefill(self) -> FleetEngine | None:
         """The prefill engine with the least work waiting; None where none is alive (decode then prefills itself)."""
         alive = [member for member in self.prefill if member.alive and member.pd_address]
         if not alive:
             return None
         return self._least(alive, [member.waiting_bytes for member in alive])
 
-    def _least(self, members: Sequence[Member], loads: Sequence[int]) -> Member:
+    def _least(self, members: Sequence[FleetEngine], loads: Sequence[int]) -> FleetEngine:
         """Of equally loaded ones, the one that was chosen longest ago."""
         low = min(loads)
         best = [member for member, load in zip(members, loads, strict=True) if load == low]
@@ -167,17 +167,17 @@ class Fleet:
         chosen.turn = self._turn
         return chosen
 
-    # ---- everybody ----------------------------------------------------------------------------------------------
+    # ---- all engines ----------------------------------------------------------------------------------------------
 
     async def ask_all(
         self, method: str, path: str, *, key: str = "", body: bytes = b"", s_max: float
-    ) -> list[tuple[Member, int, bytes]]:
-        """The same small request to every engine that lives: member, status and body; status 0 = did not answer."""
+    ) -> list[tuple[FleetEngine, int, bytes]]:
+        """The same small request to every engine that is alive: member, status and body; status 0 = did not answer."""
         headers = [("authorization", f"Bearer {key}")] if key else []
         if body:
             headers.append(("content-type", "application/json"))
 
-        async def ask(member: Member) -> tuple[Member, int, bytes]:
+        async def ask(member: FleetEngine) -> tuple[FleetEngine, int, bytes]:
             try:
                 status, answer = await fetch(member.url, method, path, headers=headers, body=body, s_max=s_max)
             except UpstreamBroken as err:

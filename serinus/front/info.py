@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -12,10 +10,12 @@ import msgspec
 from serinus.core.errors import BadRequest, PeerError, RequestError
 from serinus.core.ids import new_rid
 from serinus.core.sampling import SamplingParams
+from serinus.core.version import package_version
 from serinus.front.chat import render_chat
 from serinus.front.client import EngineDown
-from serinus.front.exchange import Exchange
+from serinus.front.exchange import HttpExchange
 from serinus.front.metrics import merge_expositions
+from serinus.front.openapi import openapi
 from serinus.front.parse import parse_body
 from serinus.front.schemas import AbortBody, DetokenizeBody, TokenizeBody
 from serinus.front.state import Front, prompts_of
@@ -27,6 +27,7 @@ __all__ = [
     "cache_limit",
     "cache_tree",
     "canary",
+    "description",
     "detokenize",
     "flush_cache",
     "health",
@@ -35,7 +36,6 @@ __all__ = [
     "model",
     "model_info",
     "models",
-    "serinus_version",
     "server_info",
     "tokenize",
 ]
@@ -45,25 +45,17 @@ _LOOK_S_MAX = 2.0
 
 
 _CACHE_NODES = 100
+"""Nodes that /cache shows without `limit`."""
 CACHE_NODES_MAX = 10_000
-"""Nodes that /cache shows when nobody says how many, and at most."""
+"""The highest number that `limit` may be."""
 
 
 class NotFlushed(RequestError):
     """The cache is in use (or its engine refused): nothing was flushed."""
 
 
-@cache
-def serinus_version() -> str:
-    """Version of the installed package."""
-    try:
-        return version("serinus")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-async def health(front: Front, exchange: Exchange) -> None:
-    """200 while requests can be served, else 503 with the reason."""
+async def health(front: Front, exchange: HttpExchange) -> None:
+    """200 while requests can be served. Raises EngineDown, ConfigError (503 and 500, with the reason)."""
     front.check_tokenizer()
     _ = front.ready
     if front.client.draining:
@@ -71,15 +63,15 @@ async def health(front: Front, exchange: Exchange) -> None:
     await exchange.text("")
 
 
-async def health_generate(front: Front, exchange: Exchange) -> None:
+async def health_generate(front: Front, exchange: HttpExchange) -> None:
     """200 after the engine has generated one token."""
     await exchange.body()
     start = front.clock.now()
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     ask = await front.ask("prompt", [0], params, limit_field="max_tokens")
     async with front.calling(exchange, [ask], request_id=new_rid("health"), cache_salt="health", start=start) as call:
-        assert call.mailbox is not None, "front: a call without a mailbox"
-        late = front.client.fail_later(call.mailbox, front.settings.health_generate_s_max, "no token in time")
+        assert call.queue is not None, "front: a call without a queue"
+        late = front.client.fail_later(call.queue, front.settings.health_generate_s_max, "no token in time")
         try:
             await call.run()
         finally:
@@ -91,7 +83,7 @@ def _model_card(front: Front) -> dict[str, Any]:
     return {
         "id": front.settings.model_name,
         "object": "model",
-        "created": front.born,
+        "created": front.created,
         "owned_by": "serinus",
         "root": front.settings.model_path or front.settings.model_name,
         "parent": None,
@@ -99,26 +91,26 @@ def _model_card(front: Front) -> dict[str, Any]:
     }
 
 
-async def models(front: Front, exchange: Exchange) -> None:
+async def models(front: Front, exchange: HttpExchange) -> None:
     """OpenAI's list of models: the one served."""
     await exchange.json({"object": "list", "data": [_model_card(front)]})
 
 
-async def model(front: Front, exchange: Exchange) -> None:
+async def model(front: Front, exchange: HttpExchange) -> None:
     """OpenAI's card of one model."""
     front.check_model(exchange.scope["path_params"]["name"])
     await exchange.json(_model_card(front))
 
 
-async def model_info(front: Front, exchange: Exchange) -> None:
-    """SGLang's /get_model_info."""
+async def model_info(front: Front, exchange: HttpExchange) -> None:
+    """Where the model lies, as SGLang's /get_model_info says it."""
     settings = front.settings
     tokenizer_path = settings.tokenizer_path or settings.model_path
     await exchange.json({"model_path": settings.model_path, "tokenizer_path": tokenizer_path, "is_generation": True})
 
 
 async def _load(front: Front) -> dict[str, Any]:
-    """The engine's own word on its load; where it does not come (a long step), the reason in words."""
+    """What the engine says of its load; where its answer does not come (a long step), the reason in words."""
     try:
         reply = await front.client.call("load", s_max=_LOOK_S_MAX)
         value = msgspec.json.decode(reply.body) if reply.ok and reply.body else {}
@@ -127,14 +119,14 @@ async def _load(front: Front) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-async def server_info(front: Front, exchange: Exchange) -> None:
-    """Who this is, what it serves, how it is set up, how loaded it is. The router reads it every second."""
+async def server_info(front: Front, exchange: HttpExchange) -> None:
+    """What this server is and serves, how it is set up, how loaded it is. The router reads it every second."""
     ready = front.ready
     settings = front.settings
     load = await _load(front)
     ranks = load.pop("ranks", [])
     info: dict[str, Any] = {
-        "version": serinus_version(),
+        "version": package_version(),
         "engine": ready.engine,
         "role": ready.role,
         "incarnation": str(ready.incarnation),
@@ -155,7 +147,7 @@ async def server_info(front: Front, exchange: Exchange) -> None:
     await exchange.json(info)
 
 
-async def metrics(front: Front, exchange: Exchange) -> None:
+async def metrics(front: Front, exchange: HttpExchange) -> None:
     """Prometheus text: the front's own and, while it answers, the engine's."""
     texts = [front.metrics.exposition()]
     if front.client.ready is not None and not front.client.down:
@@ -169,8 +161,8 @@ async def metrics(front: Front, exchange: Exchange) -> None:
     await exchange.reply(200, body, b"text/plain; version=0.0.4; charset=utf-8")
 
 
-async def flush_cache(front: Front, exchange: Exchange) -> None:
-    """Empty the engine's prefix cache; refused while requests use it."""
+async def flush_cache(front: Front, exchange: HttpExchange) -> None:
+    """Empty the engine's prefix cache. Raises NotFlushed while requests use it."""
     await exchange.body()
     reply = await front.client.call("flush_cache", s_max=front.settings.call_s_max)
     if not reply.ok:
@@ -178,7 +170,7 @@ async def flush_cache(front: Front, exchange: Exchange) -> None:
     await exchange.text("Cache flushed.\n")
 
 
-def cache_limit(exchange: Exchange) -> int:
+def cache_limit(exchange: HttpExchange) -> int:
     """`limit` of the query: how many nodes to show. Raises BadRequest."""
     text = next(iter(parse_qs(exchange.query, keep_blank_values=True).get("limit", ())), str(_CACHE_NODES))
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= CACHE_NODES_MAX):
@@ -186,26 +178,34 @@ def cache_limit(exchange: Exchange) -> int:
     return int(text)
 
 
-async def cache_tree(front: Front, exchange: Exchange) -> None:
+async def cache_tree(front: Front, exchange: HttpExchange) -> None:
     """What is cached where: pools by tier and part, and the first nodes of the tree."""
-    await _engines_word(front, exchange, "cache", cache_limit(exchange))
+    await _pass_on(front, exchange, "cache", cache_limit(exchange))
 
 
-async def canary(front: Front, exchange: Exchange) -> None:
+async def canary(front: Front, exchange: HttpExchange) -> None:
     """What the KV canary checked and found, and the latest violations."""
-    await _engines_word(front, exchange, "canary")
+    await _pass_on(front, exchange, "canary")
 
 
-async def _engines_word(front: Front, exchange: Exchange, what: str, limit: int = 0) -> None:
-    """The engine's own JSON, passed on as it is."""
+async def _pass_on(front: Front, exchange: HttpExchange, what: str, limit: int = 0) -> None:
+    """Answer with the engine's own JSON."""
     reply = await front.client.call(what, s_max=front.settings.call_s_max, limit=limit)
     if not reply.ok:
         raise EngineDown(f"{what}: {reply.body.decode('utf-8', errors='replace') or 'the engine refused'}")
     await exchange.json(reply.body)
 
 
-async def abort_request(front: Front, exchange: Exchange) -> None:
-    """Abort one request by the id its answer carries (or its `rid`), or all. Unknown ids change nothing."""
+async def description(front: Front, exchange: HttpExchange) -> None:
+    """The OpenAPI description of the endpoints."""
+    await exchange.json(openapi(package_version()))
+
+
+async def abort_request(front: Front, exchange: HttpExchange) -> None:
+    """Abort one request by the id its answer carries (or its `rid`), or all. Unknown ids change nothing.
+
+    Raises BadRequest: neither an id nor abort_all.
+    """
     raw = await exchange.body()
     body = parse_body(raw, AbortBody) if raw.strip() else AbortBody()
     query = parse_qs(exchange.query)
@@ -223,8 +223,8 @@ async def abort_request(front: Front, exchange: Exchange) -> None:
     await exchange.json({"aborted": count})
 
 
-async def tokenize(front: Front, exchange: Exchange) -> None:
-    """Token ids of a text, of several, or of a chat."""
+async def tokenize(front: Front, exchange: HttpExchange) -> None:
+    """Token ids of a text, of several, or of a chat. Raises BadRequest, UnknownModel."""
     body = parse_body(await exchange.body(), TokenizeBody)
     front.check_model(body.model)
     given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
@@ -255,8 +255,8 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     )
 
 
-async def detokenize(front: Front, exchange: Exchange) -> None:
-    """The text of token ids, one list or several."""
+async def detokenize(front: Front, exchange: HttpExchange) -> None:
+    """The text of token ids, one list or several. Raises BadRequest, UnknownModel."""
     body = parse_body(await exchange.body(), DetokenizeBody)
     front.check_model(body.model)
     tokenizer = await front.tokenizer("tokens")

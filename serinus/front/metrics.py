@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-__all__ = ["FrontMetrics", "RouterMetrics", "merge_expositions"]
+__all__ = ["FrontMetrics", "HttpMetrics", "RouterMetrics", "merge_expositions"]
 
 _LABELS = ("engine", "role", "rank")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
@@ -23,38 +23,23 @@ def _registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-class FrontMetrics:
-    """Counters of one front. `serinus:http_requests_total` is also labelled by path and status."""
+class HttpMetrics:
+    """What every HTTP app counts. `serinus:http_requests_total` is also labelled by path and status."""
 
     def __init__(self, *, engine: str, role: str) -> None:
+        """`engine`, `role`: labels of every series."""
         self.registry = _registry()
-        where = (engine, role, "front")
-        self._where = where
-        self._requests = Counter(
-            "serinus:http_requests", "HTTP requests answered", (*_LABELS, "path", "status"), registry=self.registry
-        )
-        self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _FIRST_TOKEN_S)
-        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer", _BETWEEN_S)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From request to the end of its answer", _WHOLE_S)
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first, by answer", _BETWEEN_S
-        )
+        self._where = (engine, role, "front")
+        self._requests = self._counter("http_requests", "HTTP requests answered", "path", "status")
+        self._disconnects = self._counter("http_disconnects", "Requests aborted because the client hung up")
         self._open = Gauge(
             "serinus:http_open_requests", "HTTP requests being answered", _LABELS, registry=self.registry
-        ).labels(*where)
-        self._disconnects = Counter(
-            "serinus:http_disconnects", "Requests aborted because the client hung up", _LABELS, registry=self.registry
-        ).labels(*where)
-        self._bad_frames = Counter(
-            "serinus:wire_bad_frames",
-            "Frames that were refused, by reason",
-            (*_LABELS, "reason"),
-            registry=self.registry,
-        )
+        ).labels(*self._where)
 
-    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"serinus:{stem}", text, _LABELS, buckets=buckets, registry=self.registry)
-        return family.labels(*self._where)
+    def _counter(self, stem: str, text: str, *labels: str) -> Counter:
+        """Without `labels` of its own: the one series, which is shown from the start."""
+        family = Counter(f"serinus:{stem}", text, (*_LABELS, *labels), registry=self.registry)
+        return family if labels else family.labels(*self._where)
 
     def opened(self) -> None:
         """A request came in."""
@@ -66,6 +51,28 @@ class FrontMetrics:
         if status == 499:
             self._disconnects.inc()
         self._requests.labels(*self._where, path, str(status)).inc()
+
+    def exposition(self) -> str:
+        """The metrics as Prometheus reads them."""
+        return generate_latest(self.registry).decode()
+
+
+class FrontMetrics(HttpMetrics):
+    """Counters of one engine's front: also the times that clients see."""
+
+    def __init__(self, *, engine: str, role: str) -> None:
+        super().__init__(engine=engine, role=role)
+        self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _FIRST_TOKEN_S)
+        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer", _BETWEEN_S)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From request to the end of its answer", _WHOLE_S)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first, by answer", _BETWEEN_S
+        )
+        self._bad_frames = self._counter("wire_bad_frames", "Frames that were refused, by reason", "reason")
+
+    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"serinus:{stem}", text, _LABELS, buckets=buckets, registry=self.registry)
+        return family.labels(*self._where)
 
     def bad_frame(self, reason: str) -> None:
         """A frame of the engine could not be read."""
@@ -89,36 +96,18 @@ class FrontMetrics:
         if token_count > 1:
             self._per_token.observe(decode_seconds / (token_count - 1))
 
-    def exposition(self) -> str:
-        """The Prometheus text."""
-        return generate_latest(self.registry).decode()
 
-
-class RouterMetrics:
-    """Counters of one router."""
+class RouterMetrics(HttpMetrics):
+    """Counters of one router: also where requests went, and which engines answer."""
 
     def __init__(self, *, engine: str) -> None:
-        self.registry = _registry()
-        self._where = (engine, "router", "front")
-        self._requests = Counter(
-            "serinus:http_requests", "HTTP requests answered", (*_LABELS, "path", "status"), registry=self.registry
-        )
-        self._routed = Counter(
-            "serinus:router_requests", "Requests sent to an engine", (*_LABELS, "to"), registry=self.registry
-        )
-        self._retries = Counter(
-            "serinus:router_retries", "Requests sent again because an engine failed", _LABELS, registry=self.registry
-        ).labels(*self._where)
-        self._broken = Counter(
-            "serinus:router_broken_streams", "Streams an engine broke midway", _LABELS, registry=self.registry
-        ).labels(*self._where)
+        super().__init__(engine=engine, role="router")
+        self._routed = self._counter("router_requests", "Requests sent to an engine", "to")
+        self._retries = self._counter("router_retries", "Requests sent again because an engine failed")
+        self._broken = self._counter("router_broken_streams", "Streams an engine broke midway")
         self._up = Gauge(
             "serinus:router_engine_up", "1 while an engine answers the router", (*_LABELS, "to"), registry=self.registry
         )
-
-    def answered(self, path: str, status: int) -> None:
-        """A request was answered."""
-        self._requests.labels(*self._where, path, str(status)).inc()
 
     def routed(self, to: str) -> None:
         """A request went to the engine at this address."""
@@ -135,10 +124,6 @@ class RouterMetrics:
     def engine_up(self, to: str, up: bool) -> None:
         """The last look at an engine."""
         self._up.labels(*self._where, to).set(1 if up else 0)
-
-    def exposition(self) -> str:
-        """The Prometheus text."""
-        return generate_latest(self.registry).decode()
 
 
 def merge_expositions(texts: Iterable[str]) -> str:

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
+from serinus.core.request import TokenLogprobs
 from serinus.front.calls import Ask, Call, Event, SequenceState
-from serinus.front.exchange import Exchange
+from serinus.front.exchange import HttpExchange
 from serinus.front.parse import parse_body
+from serinus.front.render import event, meta_info, stream
 from serinus.front.sampling import from_native
 from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupported
-from serinus.front.shows import event, meta_info, stream
 from serinus.front.state import Front, Prompt
-from serinus.front.tokenizer import Tokenizer
-from serinus.wire.messages import TokenLp
+from serinus.text import Tokenizer
 
 __all__ = ["generate"]
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wish:
+class _LogprobRequest:
     """What one prompt of the batch asks to see besides its text."""
 
     logprobs: bool
@@ -35,7 +35,7 @@ class _Wish:
     """How many of the likeliest at each place."""
 
 
-async def generate(front: Front, exchange: Exchange) -> None:
+async def generate(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
     body = parse_body(await exchange.body(), GenerateBody)
@@ -46,36 +46,36 @@ async def generate(front: Front, exchange: Exchange) -> None:
     samplings = _spread("sampling_params", body.sampling_params, count, NativeSampling())
     rids = _spread("rid", body.rid, count, "") if isinstance(body.rid, list) or count == 1 else [""] * count
     request_id = body.rid if isinstance(body.rid, str) and count > 1 else rids[0] if single and rids[0] else new_rid()
-    wishes = _wishes(body, count)
+    wanted = _logprob_requests(body, count)
     asks: list[Ask] = []
     total = 0
     encoded = await front.encode(field, prompts)
-    for prompt, ids, sampling, rid, wish in zip(prompts, encoded, samplings, rids, wishes, strict=True):
+    for prompt, ids, sampling, rid, want in zip(prompts, encoded, samplings, rids, wanted, strict=True):
         refuse_unsupported(sampling)
         params = from_native(
             sampling,
-            return_logprob=wish.logprobs,
-            top_logprobs_num=wish.top,
-            prompt_logprobs=wish.prompt_from >= 0,
+            return_logprob=want.logprobs,
+            top_logprobs_num=want.top,
+            prompt_logprobs=want.prompt_from >= 0,
         )
         total += params.n
         if total > front.settings.n_max:
             raise BadRequest("n", params.n, f"at most {front.settings.n_max} sequences in all (n times prompts)")
         asks.append(await front.ask(field, prompt, params, limit_field="max_new_tokens", ids=ids, rid=rid))
-    for ask, wish in zip(asks, wishes, strict=True):
-        if wish.prompt_from > len(ask.prompt):
-            raise BadRequest("logprob_start_len", wish.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")
+    for ask, want in zip(asks, wanted, strict=True):
+        if want.prompt_from > len(ask.prompt):
+            raise BadRequest("logprob_start_len", want.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")
     salt = body.cache_salt or body.extra_key
     async with front.calling(
         exchange, asks, request_id=request_id, start=start, cache_salt=salt, priority=body.priority
     ) as call:
         single = single and total == 1
-        show = _NativeShow(front, call, wishes, body, await front.tokenizer_or_none(), start, single)
+        renderer = _NativeRenderer(front, call, wanted, body, await front.tokenizer_or_none(), start, single)
         if body.stream:
-            await show.stream(exchange)
+            await renderer.stream(exchange)
         else:
             await call.run()
-            answers = [show.answer(sequence) for sequence in call.sequences]
+            answers = [renderer.answer(sequence) for sequence in call.sequences]
             await exchange.json(answers[0] if single else answers)
 
 
@@ -108,7 +108,7 @@ def _spread(field: str, value: _T | list[_T] | None, count: int, default: _T) ->
     return value
 
 
-def _wishes(body: GenerateBody, count: int) -> list[_Wish]:
+def _logprob_requests(body: GenerateBody, count: int) -> list[_LogprobRequest]:
     logprobs = _spread("return_logprob", body.return_logprob, count, False)
     starts = _spread("logprob_start_len", body.logprob_start_len, count, -1)
     tops = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
@@ -116,19 +116,19 @@ def _wishes(body: GenerateBody, count: int) -> list[_Wish]:
         if start < -1:
             raise BadRequest("logprob_start_len", start, "-1 (none of the prompt) or a position from 0 on")
     return [
-        _Wish(logprobs=want, prompt_from=start if want else -1, top=top)
-        for want, start, top in zip(logprobs, starts, tops, strict=True)
+        _LogprobRequest(logprobs=given, prompt_from=start if given else -1, top=top)
+        for given, start, top in zip(logprobs, starts, tops, strict=True)
     ]
 
 
-class _NativeShow:
+class _NativeRenderer:
     """How one request's answers look."""
 
     def __init__(
         self,
         front: Front,
         call: Call,
-        wishes: Sequence[_Wish],
+        wanted: Sequence[_LogprobRequest],
         body: GenerateBody,
         tokenizer: Tokenizer | None,
         start: float,
@@ -140,35 +140,35 @@ class _NativeShow:
         self._start = start
         self._single = single
         self._texts = bool(body.return_text_in_logprobs)
-        by_ask = {id(ask): wish for ask, wish in zip(_asks(call), wishes, strict=True)}
-        self._wishes = [by_ask[id(sequence.ask)] for sequence in call.sequences]
+        by_ask = {id(ask): want for ask, want in zip(_asks(call), wanted, strict=True)}
+        self._wanted = [by_ask[id(sequence.ask)] for sequence in call.sequences]
 
     def answer(self, sequence: SequenceState) -> dict[str, Any]:
         """The answer so far, whole."""
         info = meta_info(sequence, self._front.ready, self._front.clock.now() - self._start)
-        wish = self._wishes[sequence.index]
-        if wish.logprobs:
-            self._add_logprobs(info, sequence, wish)
+        want = self._wanted[sequence.index]
+        if want.logprobs:
+            self._add_logprobs(info, sequence, want)
         return {"text": sequence.output.text, "output_ids": list(sequence.output.token_ids), "meta_info": info}
 
-    def _add_logprobs(self, info: dict[str, Any], sequence: SequenceState, wish: _Wish) -> None:
-        first = wish.prompt_from
+    def _add_logprobs(self, info: dict[str, Any], sequence: SequenceState, want: _LogprobRequest) -> None:
+        first = want.prompt_from
         prompt = sequence.ask.prompt[first:] if first >= 0 else []
         prompt_places = sequence.prompt_logprobs[first:] if first >= 0 else []
         ids = sequence.output.token_ids
         info["input_token_logprobs"] = self._chosen(prompt, prompt_places)
         info["output_token_logprobs"] = self._chosen(ids, sequence.logprobs)
-        if wish.top:
+        if want.top:
             info["input_top_logprobs"] = self._likeliest(prompt_places)
             info["output_top_logprobs"] = self._likeliest(sequence.logprobs)
 
     def _text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._texts and self._tokenizer is not None else None
 
-    def _chosen(self, ids: Sequence[int], places: Sequence[TokenLp]) -> list[Any]:
+    def _chosen(self, ids: Sequence[int], places: Sequence[TokenLogprobs]) -> list[Any]:
         return [[place.logprob, token_id, self._text(token_id)] for token_id, place in zip(ids, places, strict=False)]
 
-    def _likeliest(self, places: Sequence[TokenLp]) -> list[Any]:
+    def _likeliest(self, places: Sequence[TokenLogprobs]) -> list[Any]:
         return [
             [[lp, i, self._text(i)] for i, lp in zip(place.top_ids, place.top_logprobs, strict=False)]
             if place.logprob is not None
@@ -176,7 +176,7 @@ class _NativeShow:
             for place in places
         ]
 
-    async def stream(self, exchange: Exchange) -> None:
+    async def stream(self, exchange: HttpExchange) -> None:
         """Every event carries the whole answer so far, as SGLang's do."""
         await stream(self._call, exchange, self._latest)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from serinus.core.errors import BadRequest, BadSampling, PromptTooLong
 from serinus.core.sampling import SamplingParams
-from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, OpenAiBody
+from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, OpenAiBody, SamplingFields
 from serinus.wire.messages import Ready
 
 __all__ = ["check_limits", "from_chat", "from_completion", "from_native"]
@@ -18,7 +18,7 @@ _STOP_COUNT_MAX = 64
 _STOP_CHARS_MAX = 1024
 _STOP_IDS_MAX = 1024
 _BIASES_MAX = 1 << 16
-"""What the wire takes (messages.Sampling): an engine drops a longer message whole."""
+"""What SamplingParams allows on the wire: an engine drops a longer message whole."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 _NATIVE_TOKENS = 128
@@ -63,27 +63,25 @@ def _positive(name: str, value: int | None) -> int | None:
     return value
 
 
+_TRANSLATED = {"max_new_tokens", "max_tokens", "min_new_tokens", "logit_bias", "stop", "stop_token_ids"}
+"""Parameters that have another name or type in a body, or other checks."""
+_SAME_NAMES = {each.name for each in fields(SamplingParams)} & set(SamplingFields.__struct_fields__)
+_AS_THEY_ARE = sorted(_SAME_NAMES - _TRANSLATED)
+"""The others: a parameter that has one name and one type everywhere is copied."""
+
+
 def _common(
-    body: OpenAiBody | NativeSampling, *, max_new_tokens: int | None, min_new_tokens: int | None, include_stop: bool
+    body: SamplingFields, *, max_new_tokens: int | None, min_new_tokens: int | None, include_stop: bool
 ) -> SamplingParams:
+    given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(min_new_tokens, 0),
-        temperature=_or(body.temperature, 1.0),
-        top_p=_or(body.top_p, 1.0),
-        top_k=_or(body.top_k, -1),
-        min_p=_or(body.min_p, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        seed=body.seed,
         logit_bias=_logit_bias(body.logit_bias),
         stop=_stops(body.stop),
         stop_token_ids=_stop_ids(body.stop_token_ids),
-        ignore_eos=bool(body.ignore_eos),
         include_stop=include_stop,
-        skip_special_tokens=_or(body.skip_special_tokens, True),
-        n=_or(body.n, 1),
+        **given,
     )
 
 

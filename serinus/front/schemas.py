@@ -21,6 +21,7 @@ __all__ = [
     "GenerateBody",
     "NativeSampling",
     "OpenAiBody",
+    "SamplingFields",
     "StreamOptions",
     "TokenizeBody",
     "refuse_unsupported",
@@ -34,30 +35,38 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """One more chunk at the end, with the usage of the whole request."""
 
 
-class OpenAiBody(msgspec.Struct, kw_only=True):
-    """What /v1/completions and /v1/chat/completions share: OpenAI's fields, then those of SGLang and vLLM."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling parameters that every endpoint takes, under the names of core.SamplingParams, OpenAI and vLLM.
 
-    model: str | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    A field with the name of one of SamplingParams reaches it as it is; `sampling.py` translates the others.
+    """
+
     temperature: float | None = None
     top_p: float | None = None
-    user: str | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    n: int | None = None
+    seed: int | None = None
+
+
+class OpenAiBody(SamplingFields, kw_only=True):
+    """What /v1/completions and /v1/chat/completions share: OpenAI's fields, then those of SGLang and vLLM."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -83,7 +92,7 @@ class OpenAiBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(OpenAiBody, kw_only=True):
-    """/v1/completions."""
+    """Body of /v1/completions, as OpenAI has it."""
 
     prompt: str | list[str | int | list[int]]
     """A text, a list of texts, one list of token ids, or a list of such lists."""
@@ -101,7 +110,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(OpenAiBody, kw_only=True):
-    """/v1/chat/completions."""
+    """Body of /v1/chat/completions, as OpenAI has it."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -120,28 +129,11 @@ class ChatBody(OpenAiBody, kw_only=True):
     web_search_options: Any = None
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of /generate, with SGLang's names (vLLM's as aliases)."""
 
     max_new_tokens: int | None = None
-    max_tokens: int | None = None
     min_new_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    n: int | None = None
-    seed: int | None = None
     sampling_seed: int | None = None
     regex: Any = None
     json_schema: Any = None

@@ -1,4 +1,4 @@
-"""Runs an app under uvicorn. A taken port is said before anything starts; SIGTERM drains, a second one stops now."""
+"""Runs an app under uvicorn. A port in use is an error before the start; SIGTERM drains, a second one stops now."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end this server, and nothing else: who started it decides what comes after."""
+        """SIGTERM and SIGINT end this server, and nothing else: its caller decides what comes after."""
         loop = asyncio.get_running_loop()
         taken: list[signal.Signals] = []
         for number in (signal.SIGTERM, signal.SIGINT):

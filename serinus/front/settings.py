@@ -1,4 +1,4 @@
-"""What the front and the router are told at their birth. Plain data; whoever starts them fills it in."""
+"""Settings of the front and of the router, as plain data that the command line fills in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FrontSettings:
     health_generate_s_max: float = 30.0
     """Seconds /health_generate waits for its one token."""
     call_s_max: float = 60.0
-    """Seconds an order to the engine (flush, metrics) may take."""
+    """Seconds a call to the engine (flush, metrics) may take."""
     random_seed: int | None = None
     """Seeds of requests that come without one are drawn from this; None = from the system."""
 

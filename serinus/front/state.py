@@ -9,43 +9,33 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from serinus.core.clock import Clock
-from serinus.core.errors import BadRequest, ConfigError, Unauthorized, UnknownModel
+from serinus.core.errors import BadRequest, ConfigError, UnknownModel
 from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.front.calls import Ask, Call
 from serinus.front.client import EngineClient, EngineDown
-from serinus.front.exchange import Exchange
+from serinus.front.exchange import HttpExchange
+from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
 from serinus.front.sampling import check_limits
 from serinus.front.settings import FrontSettings
-from serinus.front.tokenizer import Tokenizer, load_tokenizer
+from serinus.text import Tokenizer, load_tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["KEY_HEADER", "PREFILL_HEADER", "Front", "Prompt", "check_key", "prompts_of"]
+__all__ = ["KEY_HEADER", "PREFILL_HEADER", "Front", "Prompt", "prompts_of"]
 
 _log = get_logger("front")
 
 PREFILL_HEADER = "x-serinus-prefill"
 """Carries the control address of the prefill engine that the router suggests."""
 KEY_HEADER = "x-serinus-key"
-"""Shows, where keys are set, that the suggestion comes from the router: the admin key, or the only one there is."""
+"""Proves, where keys are set, that the suggestion comes from the router: the admin key, or the only one there is."""
 _THREAD_CHARS = 8192
 """Longer texts, and more texts together, are tokenized in a thread, so that streams go on meanwhile."""
 
 Prompt = str | list[int]
-
-
-def check_key(exchange: Exchange, keys: tuple[str, ...]) -> None:
-    """Raise Unauthorized unless one of `keys` is shown; comparing takes the same time whatever is shown. () = open."""
-    if not keys:
-        return
-    scheme, _, shown = exchange.header("authorization").partition(" ")
-    given = shown.strip() if scheme.lower() == "bearer" else ""
-    matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
-    if not any(matches):
-        raise Unauthorized("authorization: got no key or a wrong one, expected `Authorization: Bearer KEY`")
 
 
 def prompts_of(field: str, value: str | list[Any]) -> list[Prompt]:
@@ -73,13 +63,11 @@ class Front:
         self.client = client
         self.clock = clock
         self.metrics = FrontMetrics(engine=settings.engine, role=settings.role)
-        self.born = int(clock.unix())
+        self.created = int(clock.unix())
         seed = settings.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
-        self.user_keys = tuple(key for key in (settings.api_key, settings.admin_api_key) if settings.api_key and key)
-        admin = settings.admin_api_key or settings.api_key
-        self.admin_keys = (admin,) if admin else ()
+        self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
         self._warned_of_suggestion = False
         client.on_bad_frame = self.metrics.bad_frame
 
@@ -179,7 +167,7 @@ class Front:
     @asynccontextmanager
     async def calling(
         self,
-        exchange: Exchange,
+        exchange: HttpExchange,
         asks: Sequence[Ask],
         *,
         request_id: str,
@@ -187,7 +175,10 @@ class Front:
         cache_salt: str | None = None,
         priority: int | None = None,
     ) -> AsyncIterator[Call]:
-        """Run these prompts for this client; whatever ends it, nothing is left running in the engine."""
+        """Run these prompts for this client; whatever ends it, nothing is left running in the engine.
+
+        Raises BadRequest, EngineDown, CapacityError.
+        """
         count = sum(ask.sampling.n for ask in asks)
         if count > self.settings.n_max:
             raise BadRequest("n", count, f"at most {self.settings.n_max} sequences (n times prompts)")
@@ -200,25 +191,25 @@ class Front:
             clock=self.clock,
             start=start,
         )
-        mailbox = call.submit(
+        queue = call.submit(
             seeds=[self.seed(ask.sampling) for ask in asks],
             cache_salt=cache_salt or "",
             priority=priority or 0,
             prefill_address=self._suggested_prefill(exchange),
         )
-        exchange.watch(mailbox.leave)
+        exchange.watch(queue.leave)
         try:
             yield call
         finally:
             exchange.unwatch()
-            mailbox.close()
+            queue.close()
 
-    def _suggested_prefill(self, exchange: Exchange) -> str:
-        """The prefill engine the router suggests; of others, where keys are set, nothing is taken."""
+    def _suggested_prefill(self, exchange: HttpExchange) -> str:
+        """The prefill engine that the router suggests; where keys are set, other suggestions are ignored."""
         address = exchange.header(PREFILL_HEADER)
-        if not address or not self.admin_keys:
+        if not address or not self.keys.operator:
             return address
-        if hmac.compare_digest(exchange.header(KEY_HEADER).encode(), self.admin_keys[0].encode()):
+        if hmac.compare_digest(exchange.header(KEY_HEADER).encode(), self.keys.operator.encode()):
             return address
         if not self._warned_of_suggestion:
             self._warned_of_suggestion = True
@@ -234,6 +225,6 @@ class Front:
                 raise ConfigError(f"front: the tokenizer did not load: {err}") from err
 
     def stop(self) -> None:
-        """Nobody will ask for the tokenizer any more."""
+        """Give up loading the tokenizer, where that has not ended."""
         if self._tokenizer is not None:
             self._tokenizer.cancel()

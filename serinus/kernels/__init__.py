@@ -1,20 +1,26 @@
 """Device work: one contract per op, and a column of implementations per kind of device.
 
-`ref/` is plain torch and the specification; `cpu/` is numba and fast on a CPU. Files of the same name hold the same
-op with the same signature. `load` picks once, at start; nothing is chosen per call. Kernels take tensors and sizes,
-never objects of upper rooms.
+`ref/` is plain torch and the specification; `cpu/` is numba, for CPUs; `triton/` is Triton, for GPUs. Files of the same
+name hold the same op with the same signature; a column may lack an op, then `ref` serves. `load` picks once, at start;
+nothing is chosen per call. Kernels take tensors and sizes, never objects of upper rooms.
 """
 
 from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.canary import RING_FIELDS, Reason, StampLane
+from serinus.kernels.contracts import Watch
 from serinus.kernels.huge_pages import collapse_to_huge_pages, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
 
 __all__ = [
     "COLUMNS",
+    "RING_FIELDS",
     "AttentionBatch",
     "Kernels",
     "PackedLinear",
+    "Reason",
+    "StampLane",
+    "Watch",
     "collapse_to_huge_pages",
     "load",
     "prefer_huge_pages",

@@ -14,8 +14,8 @@ class AttentionBatch:
     """The B sequences of one step, laid end to end over its T tokens. All tensors int64, on the host or the device.
 
     Sequence b owns the tokens q_starts_B1[b] .. q_starts_B1[b + 1] - 1; the last of them is at position
-    context_B[b] - 1 of the sequence, so it sees context_B[b] tokens, itself included. The tensors do not change after
-    birth: a column may work out once what all layers of a step share.
+    context_B[b] - 1 of the sequence, so it sees context_B[b] tokens, itself included. The tensors do not
+    change once the batch is made: a column may work out once what all layers of a step share.
     """
 
     rows_B: Tensor
@@ -27,5 +27,5 @@ class AttentionBatch:
 
     @property
     def sequence_count(self) -> int:
-        """B."""
+        """B, the sequences of the step."""
         return int(self.rows_B.shape[0])

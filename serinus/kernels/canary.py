@@ -1,25 +1,18 @@
-"""CanaryKernels: the canary's ops for a device, chosen once. Apart from Kernels: who has no canary loads none.
-
-Lanes of stamps and reasons of violations have their numbers here, for kernels and for whoever reads their ring.
-"""
+"""Numbers that the canary's ops and the readers of their ring share: lanes of stamps, reasons, sizes, constants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from types import ModuleType
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane"]
 
-from serinus.core.errors import ConfigError
-from serinus.kernels.ref import canary as ref
-from serinus.kernels.watch import CommonWatch, Watch
-
-__all__ = ["CanaryKernels", "Reason", "StampLane", "Watch", "load_canary"]
+ANCHOR = 0x5E41
+"""The previous hash of position 0."""
+UNKNOWN = -1
+"""A previous slot, or a token, that is not known here and so not checked."""
+RING_FIELDS = 12
+"""lane, reasons, slot, position, stored position, stored token, expected token, stored hash, expected hash, stored
+digest, found digest, sequence."""
 
 
 class StampLane(IntEnum):
@@ -46,57 +39,4 @@ class Reason(IntFlag):
     WRITE_TOKEN = 16
     """The token computed in this step is not the one expected."""
     WRITE_POSITION = 32
-    """Its position is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryKernels:
-    """Each op means what `kernels/ref/canary.py` says of the function of the same name."""
-
-    column: str
-    """The column that serves them."""
-    digest: Callable[..., Tensor]
-    due: Callable[[NDArray[np.int64], int, int], tuple[NDArray[np.int64], int, int]]
-    plan: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    verify: Callable[..., None]
-    write: Callable[..., None]
-    own_watch: Callable[..., Watch] | None = None
-    """Of a column that has a watch of its own."""
-
-    def watch(self, *lanes: Any, **more: Any) -> Watch:
-        """The checks of one part around forward passes; arguments as CommonWatch has them, without the ops."""
-        if self.own_watch is not None:
-            return self.own_watch(*lanes, **more)
-        return CommonWatch(self, *lanes, **more)
-
-
-def load_canary(device: str, column: str = "auto") -> CanaryKernels:
-    """The canary's ops for a device: numba on a CPU, Triton on a GPU, or the column asked for.
-
-    Raises:
-        ConfigError: no such column, or not on this device.
-    """
-    kind = device.split(":")[0]
-    if column == "auto":
-        column = {"cpu": "cpu", "cuda": "triton"}.get(kind, "ref")
-    if column == "ref":
-        return _of(column, ref)
-    if column == "cpu" and kind == "cpu":
-        from serinus.kernels.cpu import canary as cpu
-        from serinus.kernels.cpu.watch import CpuWatch
-
-        return _of(column, cpu, CpuWatch)
-    if column == "triton":
-        from serinus.kernels.triton import canary as triton
-
-        return _of(column, triton)
-    raise ConfigError(
-        f"kernels: canary column {column!r} on device {device!r}, expected auto, ref, cpu (on a CPU) or triton"
-    )
-
-
-def _of(column: str, ops: ModuleType, own_watch: Callable[..., Watch] | None = None) -> CanaryKernels:
-    return CanaryKernels(
-        column=column, digest=ops.canary_digest, due=ops.canary_due, plan=ops.canary_plan, verify=ops.canary_verify,
-        write=ops.canary_write, own_watch=own_watch,
-    )  # fmt: skip
+    """Its position is not the one expected."""

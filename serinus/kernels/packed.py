@@ -16,7 +16,7 @@ class RowBlocks:
     address: int
     """Of the first byte. It belongs to the PackedLinear's weight and lives as long."""
     part: int
-    """Input pairs whose products oneDNN sums from zero, before it adds the sum to those of the pairs before them."""
+    """Input pairs of which oneDNN sums the products from zero, before it adds that sum to those of the pairs before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,18 @@
-"""Kernels: one callable per op, chosen once at start. Knows the columns, not what calls them."""
+"""The registry of kernels: one callable per op, chosen once at start from three columns of files.
+
+An op is a function; `FILES` names the file that holds it, and each column (`ref`, `cpu`, `triton`) is a folder that may
+have such a file. Every op is in `ref`, which specifies it; where another column has no such file, or no such function
+in it, `ref` serves. So a new kernel is one new file: nothing is registered. Knows the columns, not what calls them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,79 +20,58 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
-from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.contracts import HashedPages, MakeWatch, MovePages, PagedAttention
 from serinus.kernels.packed import PackedLinear
-from serinus.kernels.ref import (
-    counter_gumbel,
-    gelu_mul,
-    hashed_pages,
-    linear,
-    paged_attention,
-    pages,
-    qk_rope_store,
-    rms_norm,
-    silu_mul,
-)
 
-__all__ = ["COLUMNS", "Kernels", "load", "warm"]
+__all__ = ["COLUMNS", "FILES", "Kernels", "load", "warm"]
 
-COLUMNS = ("auto", "ref", "cpu")
+COLUMNS = ("auto", "ref", "cpu", "triton")
 """What `load` accepts as a column."""
 
-LayersKv = Sequence[tuple[Tensor, Tensor]]
+FILES: Mapping[str, str] = MappingProxyType(
+    {
+        "rms_norm": "rms_norm",
+        "add_rms_norm": "rms_norm",
+        "silu_mul": "silu_mul",
+        "gelu_mul": "gelu_mul",
+        "qk_rope_store": "qk_rope_store",
+        "paged_attention": "paged_attention",
+        "pack_linear": "linear",
+        "linear": "linear",
+        "gather_pages": "pages",
+        "scatter_pages": "pages",
+        "hashed_pages": "hashed_pages",
+        "counter_gumbel": "counter_gumbel",
+        "canary_digest": "canary",
+        "canary_due": "canary",
+        "canary_plan": "canary",
+        "canary_verify": "canary",
+        "canary_write": "canary",
+        "canary_watch": "canary_watch",
+    }
+)
+"""Op -> the file of each column that may hold it."""
 
-
-class MovePages(Protocol):
-    """gather_pages and scatter_pages."""
-
-    def __call__(
-        self, layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor, rows_G: Tensor | None = None, /
-    ) -> None: ...
-
-
-class HashedPages(Protocol):
-    """Pages between pools and a buffer, and a hash of each."""
-
-    def __call__(
-        self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None, seed: int,
-        inward: bool = False, /,
-    ) -> NDArray[np.uint64]: ...  # fmt: skip
-
-
-class PagedAttention(Protocol):
-    """Attention over paged KV."""
-
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_pool_SHD: Tensor,
-        v_pool_SHD: Tensor,
-        req_to_token_RC: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """[T, N, D]; see the reference."""
-        ...
+_COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
+"""Device type -> the column made for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The ops that a device offers. Each means what the file of the same name in `kernels/ref` says."""
+    """The ops that a device offers. Each means what the function of the same name in `kernels/ref` says."""
 
     device: str
     """Device type they run on."""
-    columns: dict[str, str]
+    columns: Mapping[str, str]
     """Op -> the column that serves it."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x_TE, weight_E, eps) -> out_TE"""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(x_TE, residual_TE, weight_E, eps) -> out_TE; residual += x in place"""
     silu_mul: Callable[[Tensor], Tensor]
-    """(gate_up_T2F) -> out_TF"""
+    """(gate_up_T2F) -> silu(gate) * up, out_TF"""
     gelu_mul: Callable[[Tensor], Tensor]
-    """(gate_up_T2F) -> out_TF"""
+    """(gate_up_T2F) -> gelu(gate) * up, out_TF"""
     qk_rope_store: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor, Tensor], None
     ]
@@ -103,28 +90,56 @@ class Kernels:
     """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
     counter_gumbel: Callable[[Tensor, Tensor, int], Tensor]
     """(seeds_B, positions_B, vocab) -> noise_BV fp32"""
+    canary_digest: Callable[..., Tensor]
+    """(layers_kv, slots_E, coefficients_L22W) -> digests_E2"""
+    canary_due: Callable[[NDArray[np.int64], int, int], tuple[NDArray[np.int64], int, int]]
+    """(reads_5B, step, page_size) -> due_7B, entries, slots; on the host"""
+    canary_plan: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    """(table_RC, due_7B, entry_count, page_size=) -> slots_E, positions_E, previous_E, names_E"""
+    canary_verify: Callable[..., None]
+    """(stamps_LS4, lane, slots_E, positions_E, previous_E, tokens_E, digests_E2, sequences_E, ring, count, checked)"""
+    canary_write: Callable[..., None]
+    """(stamps_LS4, lane, slots_T, positions_T, tokens_T, q_starts_B1, table_RC, rows_B, digests_T2)"""
+    canary_watch: MakeWatch
+    """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size) -> Watch"""
     warmer: Callable[[int, int, torch.dtype], None] | None = None
     """(head size, query heads per KV head, dtype): makes the machine code of all ops ready; None: there is none."""
 
+    def summary(self) -> str:
+        """Which ops run on which column, in words: for the log at start and for `serinus doctor`."""
+        served = {column: [op for op in FILES if self.columns[op] == column] for column in ("cpu", "triton", "ref")}
+        if len(set(self.columns.values())) == 1:
+            return f"all ops on column {next(iter(self.columns.values()))}"
+        return "; ".join(f"{column}: {', '.join(ops)}" for column, ops in served.items() if ops)
+
 
 def load(device: str, column: str = "auto") -> Kernels:
-    """The ops for a device.
+    """The ops for a device, the canary's included.
 
     Args:
         device: a torch device type, such as "cpu"; an index ("cuda:0") is ignored.
-        column: "auto" takes the fastest column of the device and `ref` where it lacks an op; "ref" and "cpu" ask
-            for that column.
+        column: "auto" takes the column made for the device ("cpu" for a CPU; "triton" for CUDA, where Triton is
+            installed) and `ref` for each op that it lacks; another name asks for that column. "triton" on a CPU runs in
+            Triton's interpreter only.
     Raises:
         ConfigError: no such column, or not on this device.
+    Cost: imports the column: numba about 0.3 s, Triton about 0.5 s, the first time.
     """
     kind = device.split(":")[0]
     if column not in COLUMNS:
         raise ConfigError(f"kernels: column {column!r}, expected one of {', '.join(COLUMNS)}")
     if column == "cpu" and kind != "cpu":
         raise ConfigError(f"kernels: column 'cpu' on device {device!r}, expected 'auto' or 'ref'")
-    if kind == "cpu" and column != "ref":
-        return _load_cpu()
-    return _load_ref(kind)
+    if column == "triton" and kind not in ("cpu", "cuda"):
+        raise ConfigError(f"kernels: column 'triton' on device {device!r}, expected 'auto' or 'ref'")
+    if column == "auto":
+        column = _COLUMN_OF.get(kind, "ref")
+        if column == "triton" and find_spec("triton") is None:
+            column = "ref"
+    found = {op: _find(op, column) for op in FILES}
+    ops = {op: make for op, (make, _) in found.items()}
+    columns = {op: name for op, (_, name) in found.items()}
+    return Kernels(device=kind, columns=columns, warmer=_warmer(column), **ops)
 
 
 def warm(
@@ -136,6 +151,8 @@ def warm(
         kernels: from `load`.
         head_size, group: of one model, group being its query heads per KV head; None takes the usual ones.
         dtype: torch.bfloat16 or torch.float32.
+    Raises:
+        ConfigError: only one of head_size and group is given, or there is no place to keep compiled kernels.
     Cost: half a second from the disk; the first time about 15 s, or 3 s for one model. What was not warmed is
     compiled at first use.
     """
@@ -152,30 +169,25 @@ _USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 
 """(head size, group) of the dense Llama, Qwen and Mistral checkpoints that fit a CPU."""
 
 
-def _load_cpu() -> Kernels:
-    # Imported here: numba takes a quarter of a second, which other devices and `--help` need not pay.
-    from serinus.kernels.cpu import column
-
-    return Kernels(device="cpu", columns=dict.fromkeys(_OPS, "cpu"), warmer=column.warm, **column.ops())
-
-
-def _load_ref(kind: str) -> Kernels:
-    return Kernels(
-        device=kind,
-        columns=dict.fromkeys(_OPS, "ref"),
-        rms_norm=rms_norm.rms_norm,
-        add_rms_norm=rms_norm.add_rms_norm,
-        silu_mul=silu_mul.silu_mul,
-        gelu_mul=gelu_mul.gelu_mul,
-        qk_rope_store=qk_rope_store.qk_rope_store,
-        paged_attention=paged_attention.paged_attention,
-        pack_linear=linear.pack_linear,
-        linear=linear.linear,
-        gather_pages=pages.gather_pages,
-        scatter_pages=pages.scatter_pages,
-        hashed_pages=hashed_pages.hashed_pages,
-        counter_gumbel=counter_gumbel.counter_gumbel,
-    )
+def _find(op: str, column: str) -> tuple[Any, str]:
+    """The op, and the column that has it. An op that keeps something between calls is made afresh for each `load`, by
+    `new_<op>()` of its file."""
+    for name in dict.fromkeys((column, "ref")):
+        module = _module(name, FILES[op])
+        if hasattr(module, f"new_{op}"):
+            return getattr(module, f"new_{op}")(), name
+        if hasattr(module, op):
+            return getattr(module, op), name
+    raise AssertionError(f"kernels: op {op} is not in ref/{FILES[op]}.py")
 
 
-_OPS = tuple(name for name in Kernels.__dataclass_fields__ if name not in ("device", "columns", "warmer"))
+def _module(column: str, file: str) -> ModuleType | None:
+    # Imported here: numba takes a quarter of a second, Triton half of one, which other devices need not pay.
+    name = f"{__package__}.{column}.{file}"
+    return import_module(name) if find_spec(name) is not None else None
+
+
+def _warmer(column: str) -> Callable[[int, int, torch.dtype], None] | None:
+    module = _module(column, "warm")
+    found: Callable[[int, int, torch.dtype], None] | None = getattr(module, "warm", None)
+    return found

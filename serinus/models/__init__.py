@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from serinus.models.hooks import ForwardHook, NullHook, compose_hooks
     from serinus.models.hub import resolve
     from serinus.models.loader import Model, choose_dtype, load_model
+    from serinus.models.small_checkpoints import make_checkpoint, make_toy
     from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, RopeSpec, load_spec
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "compose_hooks",
     "load_model",
     "load_spec",
+    "make_checkpoint",
+    "make_toy",
     "resolve",
 ]
 
@@ -40,6 +43,8 @@ _FILE_OF = {
     "Model": "loader",
     "choose_dtype": "loader",
     "load_model": "loader",
+    "make_checkpoint": "small_checkpoints",
+    "make_toy": "small_checkpoints",
 }
 
 

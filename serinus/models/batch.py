@@ -14,13 +14,13 @@ __all__ = ["ForwardBatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """T tokens of B sequences, packed one sequence after the other. W = rows whose hidden state is wanted.
+    """T tokens of B sequences, packed one sequence after the other. W = rows of which the hidden state is wanted.
 
     All index tensors are int64 on the model's device.
     """
 
     tokens_T: torch.Tensor
-    """Token ids."""
+    """Token ids of all sequences, end to end."""
     positions_T: torch.Tensor
     """Position of each token in its sequence."""
     slots_T: torch.Tensor
@@ -30,7 +30,7 @@ class ForwardBatch:
     swa_slots_T: torch.Tensor | None = None
     """Where it goes in the pool of part SWA; None where the model has no sliding layers."""
     wanted_W: torch.Tensor | None = None
-    """Rows of T whose hidden state the caller reads, ascending; None = all. Set only if each is its sequence's last."""
+    """Rows of T of which the caller reads the hidden state, ascending; None = all. Only the last rows of sequences."""
     wanted_attention: AttentionBatch | None = None
     """With wanted_W: the same W queries as an attention batch of one query per sequence."""
 

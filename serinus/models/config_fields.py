@@ -1,4 +1,4 @@
-"""ConfigFields: a config.json with overrides on top; every read is checked, every complaint names file and field."""
+"""ConfigFields: a config.json with overrides on top; every read is checked, every error names file and field."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class ConfigFields:
         return default if value is None else value
 
     def fail(self, name: str, expected: str) -> ConfigError:
-        """The complaint about a field, to be raised."""
+        """The error about a field, for the caller to raise."""
         shown = repr(self.values[name])[:120] if name in self.values else "nothing"
         return ConfigError(f"models: {self.source}: field {name!r} is {shown}, expected {expected}")
 
     def whole(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """An integer of at least `low`."""
+        """The integer in a field. Raises ConfigError: it is missing, no integer, or below `low`."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.fail(name, f"an integer, at least {low}")
         return value
 
     def real(self, name: str, default: float) -> float:
-        """A positive number."""
+        """The number in a field. Raises ConfigError: it is missing, no number, or not above 0 and finite."""
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise self.fail(name, "a positive number")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """The truth value in a field. Raises ConfigError: it is neither true nor false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, "true or false")

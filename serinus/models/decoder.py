@@ -1,7 +1,7 @@
 """Decoder: the Llama, Mistral, Qwen and Gemma families as one forward pass over packed weights and the paged pools.
 
 The families differ by a few flags of ModelSpec (biases, norms, rope, windows, caps), not by code. Knows kernels; knows
-nothing of requests, sampling or who owns a page.
+nothing of requests, sampling or the owners of pages.
 
 One rank of several runs the layers of its stage, and of each its own heads and MLP columns: what the ranks of a stage
 add to the residual stream is summed twice per layer. Between stages goes the residual, nothing else. Embedding and
@@ -37,15 +37,15 @@ class _Layer:
     """One layer: its weights, and what its part makes of attention."""
 
     part: Part
-    """Whose pool and table it uses."""
+    """The part of which it uses pool and table."""
     window: int | None
     """Positions a token sees; None = all before it."""
     cos_PF: torch.Tensor
-    """Rotation, shared by the layers of a part."""
+    """Cosines of the rotation, shared by the layers of a part."""
     sin_PF: torch.Tensor
-    """Rotation."""
+    """Sines of the rotation, likewise."""
     input_norm_E: torch.Tensor
-    """Norm before attention."""
+    """Weight of the norm before attention."""
     qkv: PackedLinear
     """Query, key and value projections as one, [(N + 2H)D, E]."""
     q_norm_D: torch.Tensor | None
@@ -176,6 +176,7 @@ class Decoder:
         """[B, V] in the model's dtype (sampling widens what it needs), fp32 where they are capped. On slice 0 of the
         last stage; its other slices, which must call this too, get None.
 
+        Raises InvariantError: this rank is not of the last stage.
         Cost: one read of the output head; B * V elements gathered.
         """
         if self._head is None or self._norm_E is None:
@@ -251,7 +252,6 @@ class _Recorder:
         self.names: list[str] = []
 
     def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
-        """See WeightSource."""
         self.names.append(name)
         return self._source.take(name, shape, span, dim)
 

@@ -22,7 +22,7 @@ class Sliding(Enum):
     """Which layers slide where the config has a window but no layer_types."""
 
     ALL = "all"
-    """Every layer."""
+    """Every layer has the window."""
     ABOVE = "above"
     """Those from `max_window_layers` on, and only with `use_sliding_window`."""
     PATTERN = "pattern"
@@ -147,7 +147,7 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
 
 
 def toy_fields(config: ConfigFields) -> dict[str, Any]:
-    """The same of the toy."""
+    """The same fields for the toy model. Raises ConfigError for missing or wrong ones."""
     vocab = config.whole("vocab_size", low=2)
     reserved = config.whole("reserved_ids", 0, low=0)
     if reserved >= vocab:

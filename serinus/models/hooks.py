@@ -1,5 +1,5 @@
-"""ForwardHook: the seam around a forward pass. The canary stands here, and the gate of loads in flight; NullHook where
-nobody does."""
+"""ForwardHook: the seam around a forward pass, for the canary and for the gate that waits for loads; NullHook where
+there is neither."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class ForwardHook(Protocol):
 
 
 class NullHook:
-    """Does nothing."""
+    """The hook of a model that has none."""
 
     def before(self, batch: ForwardBatch) -> None:
-        """Nothing."""
+        pass
 
     def before_layer(self, layer_index: int) -> None:
-        """Nothing."""
+        pass
 
     def after(self, batch: ForwardBatch) -> None:
-        """Nothing."""
+        pass
 
 
 class _Hooks:

@@ -38,7 +38,7 @@ class ModelSpec:
     path: str
     """Local directory of the checkpoint."""
     architecture: str
-    """One of KNOWN_ARCHITECTURES."""
+    """The entry of `architectures`, one of KNOWN_ARCHITECTURES."""
     layer_count: int
     """Decoder layers, each with its own KV."""
     hidden_size: int
@@ -46,7 +46,7 @@ class ModelSpec:
     intermediate_size: int
     """Width inside the MLP."""
     head_count: int
-    """Query heads."""
+    """Query heads of each layer."""
     kv_head_count: int
     """Key (and value) heads; divides head_count."""
     head_size: int
@@ -54,15 +54,15 @@ class ModelSpec:
     vocab_size: int
     """Rows of the embedding; token ids are below it."""
     context_length: int
-    """Longest sequence: max_position_embeddings."""
+    """Longest sequence that the model was made for (max_position_embeddings)."""
     layer_parts: tuple[Part, ...]
     """The part of each layer; all FULL where no window is shorter than context_length."""
     window: int | None = None
     """Positions that a layer of part SWA sees, the token itself included; None where no layer slides."""
     rope: RopeSpec = field(default_factory=RopeSpec)
-    """Rotary embedding."""
+    """Rotary embedding of all layers, but of sliding ones where rope_swa is set."""
     rope_swa: RopeSpec | None = None
-    """Rotary embedding of sliding layers, where it is another."""
+    """Rotary embedding of sliding layers, where it differs."""
     norm_eps: float = 1e-6
     """Epsilon of every RMS norm."""
     tied: bool = False

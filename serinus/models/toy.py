@@ -1,4 +1,4 @@
-"""ToyModel: a model whose next token is a hash of the KV bytes it read back through the real pool and table.
+"""ToyModel: a model that makes its next token a hash of the KV bytes it read back through the real pool and table.
 
 Wrong KV (a stale page, a swapped one, one byte flipped, a hole) gives a wrong token and goes on giving wrong tokens,
 so engine, cache and transfer tests need no trained weights and no tolerance. `testing.oracle` says what is right,
@@ -70,7 +70,7 @@ class _Reach:
     slots_C: torch.Tensor
     """Slots of the positions read, sequence after sequence."""
     position_C: torch.Tensor
-    """Their positions."""
+    """Positions of these slots in their sequences."""
     last_T: torch.Tensor
     """Place in C of each token itself."""
     before_T: torch.Tensor

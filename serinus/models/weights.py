@@ -57,7 +57,7 @@ class SafetensorsSource:
 
     def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
         """A view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing else of
-        the tensor is read."""
+        the tensor is read. Raises ConfigError: the tensor is missing, misshapen, no float or cannot be read."""
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(
@@ -86,7 +86,8 @@ class SafetensorsSource:
         return tensor.to(self.device, self.dtype).contiguous()
 
     def finish(self, ignore: Collection[str] = ()) -> None:
-        """Refuse tensors that nobody asked for: ignoring a bias, say, would be a silently wrong model."""
+        """Raise ConfigError where the files hold tensors that were not taken: to ignore a bias, say, would give a wrong
+        model without a sign of it."""
         odd = sorted(n for n in self._left if n not in ignore and not n.endswith(_IGNORED_SUFFIX))
         if odd:
             raise ConfigError(

@@ -2,8 +2,9 @@
 
 Three of a kind: SoloComm (one rank), ThreadComm (ranks as threads of one process) and TorchComm (processes: NCCL on
 GPUs; on the CPU gloo, and memory that the ranks of a stage share where they are on one machine). All ranks of a stage
-call the collectives in the same order, as all run the same plans in the same order; nothing here is entered on what a
-rank sees by itself. Needs torch, unlike the rest of the room: import it by its module path.
+call the collectives in the same order, because all run the same plans in the same order; whether a rank enters a
+collective never depends on what that rank alone sees. Needs torch, unlike the rest of the room: import it by its module
+path.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from serinus.parallel.thread_comm import ThreadComm
 __all__ = ["Comm", "Meeting", "SoloComm", "ThreadComm", "TorchComm", "find", "listen"]
 
 _torch: Any = dist
-"""Its stores and groups have no types."""
+"""torch.distributed without types: its stores and groups have none."""
 _TAG: Final = 0
-"""Of activations; a stage has one line to the next."""
+"""The tag of activations; a slice has one connection to the next stage."""
 _KNOCK_S: Final = 1.0
 _RETRY_S: Final = 0.1
 _LOOK_S: Final = 0.01
 _KEPT: Final = 2
-"""Of what was sent, for each stage: a leader has no more plans open than stages, so the oldest of these is out."""
+"""Tensors kept after a send, for each stage: the leader has no more plans open than stages, so older ones are out."""
 _SEE_OFF_S: Final = 2.0
 _GROUPS: dict[str, Any] = {
     name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
@@ -68,26 +69,27 @@ class Comm(Protocol):
         ...
 
     def send(self, x: Tensor) -> None:
-        """To the same slice of the next stage. x is kept until it is out, and must not be written. Returns at once, as
-        long as fewer than two for each stage are on their way."""
+        """Send x to the same slice of the next stage. x is kept until it is out, and must not be written meanwhile.
+        Returns at once as long as fewer than two tensors for each stage are on their way."""
         ...
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What the same slice of the stage before sent, in order. On the CPU it waits until that is there."""
+        """The next tensor from the same slice of the stage before, in order. On the CPU it waits for it."""
         ...
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
-        """Of each value the smallest over all ranks. Slow; all ranks call it, at start-up. () is a meeting point."""
+        """Of each value the smallest over all ranks. Slow; all ranks call it, at start-up. Without values it is a
+        barrier."""
         ...
 
     def close(self) -> None:
-        """Let go of everything, once what was sent is out (two seconds at most, and not where a rank was lost); whoever
-        waits for more of this rank is failed. Idempotent; nothing else may follow."""
+        """Release everything, once what was sent is out (two seconds at most, and not where a rank was lost). A rank
+        that waits for more of this one gets PeerGone. Idempotent; no other call may follow."""
         ...
 
 
 class SoloComm:
-    """One rank: nobody to talk to."""
+    """The Comm of an engine of one rank: sums are the rank's own, and there is no other stage."""
 
     def __init__(self) -> None:
         self.mesh = Mesh()
@@ -95,15 +97,12 @@ class SoloComm:
         self.waited_s = 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x."""
         return x
 
     def gather_last(self, x: Tensor) -> Tensor | None:
-        """x."""
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """x."""
         return x
 
     def send(self, x: Tensor) -> None:
@@ -115,11 +114,10 @@ class SoloComm:
         raise ValueError("parallel: a recv on one rank, expected a stage before")
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The values."""
         return tuple(values)
 
     def close(self) -> None:
-        """Nothing."""
+        pass
 
 
 class Meeting:
@@ -128,21 +126,23 @@ class Meeting:
     def __init__(self, store: Any, address: str, kept: object = None) -> None:
         self.store = store
         self.address = address
-        """host:port, as followers are told."""
+        """host:port at which the followers find it."""
         self._kept = kept
 
 
 def listen(address: str) -> Meeting:
     """Leader: be found at host:port (port 0 = any free one), on that address alone.
 
-    Raises ConfigError where the address is not ours or in use.
+    Raises ConfigError: the address is not host:port, not one of this machine, or in use.
     """
     host, port = _host_and_port(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(found[4][:2], family=found[0], backlog=128)
     except OSError as error:
-        raise ConfigError(f"parallel: cannot listen on {address} ({error}), expected a free address of ours") from None
+        raise ConfigError(
+            f"parallel: cannot listen on {address} ({error}), expected a free address of this machine"
+        ) from None
     port = listener.getsockname()[1]
     store = _torch.TCPStore(
         host_name=host, port=port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
@@ -152,7 +152,10 @@ def listen(address: str) -> Meeting:
 
 
 def find(address: str, timeout_s: float = 60.0) -> Meeting:
-    """Follower: go to where the leader listens. Raises PeerGone where nobody does within `timeout_s`."""
+    """Follower: connect to the leader's meeting.
+
+    Raises PeerGone: no leader listens there within `timeout_s`. Raises ConfigError: the address is not host:port.
+    """
     host, port = _host_and_port(address)
     spent_s, reason = 0.0, ""
     while spent_s < timeout_s:  # torch would wait as well, with pages of C++ on stderr
@@ -178,17 +181,17 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 class _Closed:
-    """In the place of a group that is no more."""
+    """Takes the place of a group that was closed."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"{name} after close")
 
     def abort(self) -> None:
-        """Nothing."""
+        pass
 
 
 class TorchComm:
-    """Ranks as processes. The groups are this object's own: torch's global default group is not touched."""
+    """One rank's end where ranks are processes. Contracts of the calls: Comm. torch's default group is not touched."""
 
     def __init__(
         self,
@@ -208,14 +211,14 @@ class TorchComm:
         Args:
             meeting: from `listen` (rank 0) or `find`.
             device: `cpu` (gloo) or this rank's own `cuda:i` (NCCL).
-            host: gloo: our address as the other ranks reach it; empty = that of the meeting's host.
+            host: gloo: the address at which other ranks reach this one; empty = that of the meeting's host.
             timeout_s: longest wait, for ranks to come now and for any tensor later.
             check: called again and again while ranks are waited for here or in `smallest`; raises where one is lost.
             clock: what `waited_s` counts by; None = the machine's.
             near: whether ranks of one stage and machine may add up in memory instead of through gloo.
         Raises:
             PeerGone: ranks that did not come in time, each named.
-            ConfigError: torch has no backend for the device, or `host` is none of our addresses.
+            ConfigError: torch has no backend for the device, or `host` is no address of this machine.
         """
         self.mesh = mesh
         self.rank = rank
@@ -227,7 +230,7 @@ class TorchComm:
         self._device = device
         self._round = 0
         self._broken = False
-        """Another rank has failed this one."""
+        """Whether a call has failed because another rank is gone."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         stage, line = f"stage-{mesh.pp_rank(rank)}", f"line-{mesh.tp_rank(rank)}"
         self._fence("join")
@@ -237,11 +240,9 @@ class TorchComm:
 
     @property
     def waited_s(self) -> float:
-        """See Comm."""
         return self._waited_s + (0.0 if self._near is None else self._near.waited_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Comm."""
         if self._near is not None:
             return self._near.all_reduce(x)
         if self._stage is not None:
@@ -249,7 +250,6 @@ class TorchComm:
         return x
 
     def gather_last(self, x: Tensor) -> Tensor | None:
-        """See Comm."""
         if self._near is not None:
             return self._near.gather_last(x)
         if self._stage is None:
@@ -264,7 +264,6 @@ class TorchComm:
         return found.movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Comm."""
         if self._near is not None:
             return self._near.broadcast(x)
         if self._stage is not None:
@@ -274,9 +273,9 @@ class TorchComm:
         return x
 
     def send(self, x: Tensor) -> None:
-        """See Comm."""
+        """As Comm says. Raises PeerGone where another rank is gone."""
         while self._sent and (len(self._sent) >= _KEPT * self.mesh.pp or self._sent[0][0].is_completed()):
-            self._done(self._sent.popleft()[0])  # gloo says that it is out to those alone who wait for it
+            self._done(self._sent.popleft()[0])  # gloo reports completion only to a caller that waits
         try:
             work = self._line.send([x], self.mesh.pp_rank(self.rank) + 1, _TAG)
         except RuntimeError as error:
@@ -284,19 +283,17 @@ class TorchComm:
         self._sent.append((work, x))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See Comm. On a GPU it is the stream that waits."""
+        """As Comm says; on a GPU the stream waits, not the caller."""
         x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         self._wait(lambda: self._line.recv([x], self.mesh.pp_rank(self.rank) - 1, _TAG))
         return x
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
-        """See Comm."""
         self._round += 1
         found = self._fence(f"round-{self._round}", values)
         return tuple(map(min, zip(*found, strict=True)))
 
     def close(self) -> None:
-        """See Comm."""
         self._see_off()
         if self._near is not None:
             self._near.close()
@@ -304,10 +301,10 @@ class TorchComm:
             for group in (self._stage, self._line):
                 if group is not None:
                     group.abort()  # what NCCL still runs would keep the device
-        self._stage = self._line = _Closed()  # the connections end with the last word of the groups
+        self._stage = self._line = _Closed()  # the connections close when the last reference to a group goes
 
     def _fence(self, key: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """What every rank says, by rank."""
+        """The values of every rank, by rank, once all have come. Raises PeerGone, naming the ranks that did not."""
         store, keys = self._meeting.store, [f"{key}/{rank}" for rank in range(self.mesh.size)]
         until = self._clock.now() + self._timeout_s
         try:
@@ -354,7 +351,7 @@ class TorchComm:
         return NearStage(file, index, size, self._clock, self._timeout_s, self._check)
 
     def _group(self, name: str, index: int, size: int, host: str) -> Any:
-        """The ranks that share a stage or a slice; None where we are alone."""
+        """The group of the ranks that share a stage or a slice; None where that is this rank alone."""
         if size == 1:
             return None
         backend = "Gloo" if self._device == "cpu" else "NCCL"
@@ -386,14 +383,15 @@ class TorchComm:
         self._waited_s += self._clock.now() - began
 
     def _done(self, work: Any) -> None:
-        """What was sent is out; says so if it is not."""
+        """Wait until a tensor is out. Raises PeerGone where it cannot be sent."""
         try:
             work.wait()
         except RuntimeError as error:
             raise self._gone(error) from None
 
     def _see_off(self) -> None:
-        """Wait a moment for what is on its way: gloo hands it over when it is asked for, not before; NCCL says so."""
+        """Wait at most _SEE_OFF_S for tensors on their way: gloo reports each only to a caller that waits, NCCL when
+        asked."""
         until = self._clock.now() + _SEE_OFF_S
         while self._sent and not self._broken:
             work, left_s = self._sent[0][0], max(until - self._clock.now(), 0.0)
@@ -403,7 +401,7 @@ class TorchComm:
                 elif not work.is_completed() and left_s > 0:
                     Event().wait(_LOOK_S)
                     continue
-            except RuntimeError:  # nobody came for it, or nobody is there
+            except RuntimeError:  # the receiver did not take it, or is gone
                 break
             self._sent.popleft()
         self._sent.clear()

@@ -22,7 +22,7 @@ class Mesh:
     tp: int = 1
     """Slices of every layer."""
     pp: int = 1
-    """Stages."""
+    """Stages, each with some of the layers."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
@@ -84,7 +84,7 @@ class Shard:
     tp: int
     pp: int
     layers: range
-    """Of its stage."""
+    """The layers of its stage."""
     heads: range
     """Query heads of each of these layers."""
     kv_heads: range

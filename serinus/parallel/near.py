@@ -1,12 +1,12 @@
 """NearStage: the sums of ranks that share a machine, through memory they all map instead of through sockets.
 
-A sum of a few kilobytes takes gloo some 200 us on a machine of two cores, twice per layer; here it takes a copy, a
-flag and a look at the flags of the others. Each rank writes its part into its own slot and then the number of the round
-into its flag; who sees that number from everybody may read all slots. Two sets of slots take turns: whoever writes into
-a set again has seen everybody's flag of the round between, and so knows that nobody reads it any more.
+A sum of a few kilobytes takes gloo some 200 us on a machine of two cores, twice per layer; here it takes a copy, a flag
+and a look at the flags of the others. Each rank writes its part into its own slot and then the number of the round into
+its flag; a rank that sees that number in every flag may read all slots. Two sets of slots take turns: before a rank
+writes into a set again it has seen every flag of the round between, so no rank reads that set any more.
 
-A rank that is killed says nothing; but the kernel lets go of the lock it held on its byte of the file, which those
-who have waited for a while look at.
+A rank that is killed writes no flag; but the kernel releases the lock that it held on its byte of the file, and a rank
+that has waited for a while looks at that lock.
 
 This needs stores to be seen in the order in which they are made: x86-64 promises it, others do not (`possible`).
 """
@@ -49,7 +49,7 @@ class NearFile:
     """The memory of one stage: made and named by slice 0, mapped by all, without a name once all have it."""
 
     def __init__(self, file: int, path: Path, index: int, size: int) -> None:
-        """Takes over an open file. Raises OSError where it is no such memory."""
+        """Take over an open file. Raises OSError: it cannot be locked or mapped."""
         self.path = path
         self._file = file
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(index))
@@ -95,7 +95,7 @@ class NearFile:
         return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Let go of the byte; what is mapped stays as long as somebody uses it."""
+        """Release the lock of the byte; the mapped memory stays as long as a tensor uses it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -107,7 +107,7 @@ def _lock(index: int) -> bytes:
 
 
 def _lengths(total: int, most: int) -> list[int]:
-    """Of the parts of so many elements, each as long as may be."""
+    """Lengths of the parts that `total` elements are cut into, `most` each but the last."""
     return [min(most, total - at) for at in range(0, total, most)]
 
 
@@ -116,7 +116,7 @@ def _bytes(size: int) -> int:
 
 
 class NearStage:
-    """One rank's end. Calls are those of a Comm, in the same order on all ranks."""
+    """One rank's end of its stage. Contracts of the calls: Comm; all ranks make them in the same order."""
 
     def __init__(
         self, file: NearFile, index: int, size: int, clock: Clock, timeout_s: float, check: Callable[[], None] | None
@@ -132,11 +132,10 @@ class NearStage:
         self._timeout_s = timeout_s
         self._check = check
         self._round = 0
-        """Of the last exchange; in our flag, with all its bits turned once we have left."""
+        """Number of the last exchange; in this rank's flag, with all its bits inverted once the rank has left."""
         self._closed = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Comm."""
         for part in self._parts(x):
             first, second, *more = self._exchange(part)
             torch.add(first, second, out=part)
@@ -145,13 +144,11 @@ class NearStage:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Comm."""
         for part in self._parts(x):
             part.copy_(self._exchange(part)[0])
         return x
 
     def gather_last(self, x: Tensor) -> Tensor | None:
-        """See Comm."""
         x = x.contiguous()
         found = x.new_empty((len(self._others) + 1, x.numel())) if self._index == 0 else None
         at = 0
@@ -164,7 +161,7 @@ class NearStage:
         return None if found is None else found.view(-1, *x.shape).movedim(0, -2).flatten(-2)
 
     def close(self) -> None:
-        """Whoever waits for more of this rank, now or later, is failed; what it has laid down may still be read."""
+        """Fail every rank that waits for more of this one, now or later; what this rank wrote may still be read."""
         if not self._closed:
             self._closed = True
             self._flags[self._index] = ~self._round
@@ -174,7 +171,7 @@ class NearStage:
         return torch.split_with_sizes(x.view(-1), _lengths(x.numel(), _SLOT_BYTES // x.element_size()))
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
-        """What every rank has laid down in this round, by rank. To be read before the next round."""
+        """The parts of all ranks in this round, by rank; valid until the next round."""
         if self._closed:
             raise PeerGone("parallel: this rank has left its stage, expected no more of it")
         slots = [slot[: part.nbytes].view(part.dtype) for slot in self._sets[self._round % 2]]

@@ -18,11 +18,11 @@ __all__ = ["ThreadComm"]
 
 _T = TypeVar("_T")
 _Line = SimpleQueue[Tensor | None]
-"""To one rank from the stage before; None = somebody left."""
+"""Tensors to one rank from the stage before; None = a rank left."""
 
 
 class _Table:
-    """Where threads lay down what others read, and wait for one another."""
+    """A meeting point of threads: each puts a value into its place, waits for the others and reads all values."""
 
     def __init__(self, size: int) -> None:
         self._places: list[Any] = [None] * size
@@ -32,7 +32,7 @@ class _Table:
         self._closed = False
 
     def exchange(self, index: int, value: _T, read: Callable[[list[_T]], _T], timeout_s: float) -> _T:
-        """`read` of what all have laid down; all return only when all have read. Raises PeerGone: one does not come."""
+        """`read` of the values of all threads. Returns when all have read. Raises PeerGone: a thread does not come."""
         self._places[index] = value
         self._meet(timeout_s)
         found = read(list(self._places))
@@ -40,7 +40,7 @@ class _Table:
         return found
 
     def close(self) -> None:
-        """Whoever waits, now or later, is failed."""
+        """Fail every thread that waits here, now or later, with PeerGone."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
@@ -58,7 +58,7 @@ class _Table:
 
 
 class ThreadComm:
-    """One rank's end; see Comm."""
+    """One rank's end of a mesh of threads. Contracts of the calls: Comm."""
 
     def __init__(
         self,
@@ -79,34 +79,30 @@ class ThreadComm:
 
     @staticmethod
     def ranks_of(mesh: Mesh, timeout_s: float = 60.0) -> tuple[ThreadComm, ...]:
-        """One for each rank. Whoever waits longer than `timeout_s` for another is failed."""
+        """One for each rank. A rank that waits longer than `timeout_s` for another gets PeerGone."""
         stages = [_Table(mesh.tp) for _ in range(mesh.pp)]
-        everybody = _Table(mesh.size)
+        all_ranks = _Table(mesh.size)
         lines: list[_Line] = [_Line() for _ in range(mesh.size)]
         return tuple(
-            ThreadComm(mesh, rank, (stages[mesh.pp_rank(rank)], everybody), lines, timeout_s)
+            ThreadComm(mesh, rank, (stages[mesh.pp_rank(rank)], all_ranks), lines, timeout_s)
             for rank in range(mesh.size)
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Comm."""
         return x.copy_(self._meet(x, lambda found: torch.stack(found).sum(0, dtype=x.dtype)))
 
     def gather_last(self, x: Tensor) -> Tensor | None:
-        """See Comm."""
         found = self._meet(x, lambda found: torch.cat(found, dim=-1) if self._index == 0 else x)
         return found if self._index == 0 else None
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Comm."""
         return x.copy_(self._meet(x, lambda found: found[0].clone()))
 
     def send(self, x: Tensor) -> None:
-        """See Comm."""
         self._lines[self.rank + self.mesh.tp].put(x)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See Comm. Raises ValueError where something else comes."""
+        """As Comm says. Raises ValueError: a tensor of another shape or dtype came. Raises PeerGone: nothing came."""
         began = self._clock.now()
         try:
             x = self._lines[self.rank].get(timeout=self._timeout_s)
@@ -120,10 +116,9 @@ class ThreadComm:
             )
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
             raise ValueError(f"parallel: {list(x.shape)} {x.dtype} came, expected {list(shape)} {dtype}")
-        return x.clone()  # across processes nobody writes into the sender's tensor either
+        return x.clone()  # across processes the receiver cannot write into the sender's tensor either
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
-        """See Comm."""
 
         def least(found: list[tuple[int, ...]]) -> tuple[int, ...]:
             return tuple(map(min, zip(*found, strict=True)))
@@ -131,7 +126,6 @@ class ThreadComm:
         return self._all.exchange(self.rank, tuple(values), least, self._timeout_s)
 
     def close(self) -> None:
-        """See Comm."""
         self._stage.close()
         self._all.close()
         for line in self._lines:

@@ -1,24 +1,26 @@
-"""pd: prefill and decode in different engines. Pure machines agree, backends move bytes, ports join both to the world.
+"""pd: prefill and decode in different engines. Pure machines agree, backends move bytes, a port is their border.
 
-How an engine loop drives it (both ports are single-threaded; nothing blocks but `poll(timeout_s)`):
+How a driver uses it. The port owns no socket and no clock: messages come in and go out as data, `now` is an argument;
+`line` (core/line.py) leads to the page workers of the engine's ranks, which obey and answer.
 
-    clock = WallClock()
     backends = make_backends("auto")
-    settings = PdSettings(engine="decode-0", incarnation=incarnation, layout=layout, vocab_size=vocab,
-                          backends=tuple(b.name for b in backends), host=host_identity())
+    settings = HandoffSettings(engine="decode-0", incarnation=incarnation, layout=layout, vocab_size=vocab,
+                               backends=tuple(b.name for b in backends), host=host_identity())
+    port = HandoffPort(DecodeSide, settings, line=line, backends=backends)            # or PrefillSide
 
-A decode engine connects on demand, to as many prefill engines as its requests name:
+Every turn of the engine, on either side (engine/peers.py moves messages between a Mailbox and a port):
 
-    post = Post(ZmqChannel(), incarnation=incarnation, clock=clock)
-    port = DecodePort(settings, post=post, backends=backends, store=pool, clock=clock)
+    act(port.turn(now, messages, load=load, turn=turn))        # messages: PeerMessage | Gone
+    outgoing = port.take_outgoing()                            # Send | OpenPeer | ClosePeer, in order
+
+A decode engine:
+
     # a request with a prefill address: remote only if that engine can be asked now, else local with the code as reason
     code, reason = port.machine.refusal(address)          # ("", "") = ask; e.g. ("peer_gone", "the connection broke")
-    # every turn of the loop:
     for r in sched.take_reservations(now):
-        act(port.handle(StartHandoff(rid=r.rid, request=r.request, address=address, held=r.held, spans=r.spans)))
-    act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
+        act(port.handle(StartHandoff(rid=r.rid, request=r.request, address=address, held=r.held, spans=r.spans), now))
     # an abort, in whatever phase; the pages are free on return, but for those that it asks to be quarantined:
-    act(port.handle(CancelHandoff(rid=rid))); sched.abort(rid, reason)
+    act(port.handle(CancelHandoff(rid=rid), now)); sched.abort(rid, reason)
 
     def act(results):                                      # each StartHandoff ends with one Landed or one Recompute,
         for result in results:                             # unless it was cancelled
@@ -29,16 +31,12 @@ A decode engine connects on demand, to as many prefill engines as its requests n
                 case QuarantineOver(): sched.quarantine_over(result.spans)
                 case PeerChanged(): log and count
 
-A prefill engine binds and serves as many decode engines as come (requests are called by their xid there):
+A prefill engine serves as many decode engines as come (requests are called by their xid there):
 
-    post = Post(ZmqChannel("tcp://127.0.0.1:0"), incarnation=incarnation, clock=clock)     # channel.address = where
-    port = PrefillPort(settings, post=post, backends=backends, store=pool, clock=clock)
-    # after each commit:
-    for chunk in outcome.chunks:                           # ChunkReady, as it is
-        act(port.handle(chunk))
-    act(port.poll(0.0 if busy else TICK_S, load=load, turn=turn))
+    for chunk in outcome.chunks:                           # after each commit: ChunkReady, as it is
+        act(port.handle(chunk, now))
     # a request that ended here on its own (an operator's abort, an error):
-    act(port.handle(EndPrefill(xid=xid, code="aborted", reason=reason)))
+    act(port.handle(EndPrefill(xid=xid, code="aborted", reason=reason), now))
 
     def act(results):                                 # each AddPrefill ends with one PrefillDrained or AbortPrefill
         for result in results:
@@ -52,13 +50,9 @@ A prefill engine binds and serves as many decode engines as come (requests are c
                 case AbortPrefill(): sched.handoff_ended(result.xid)
                 case PeerChanged(): log and count
 
-An engine of several ranks gives its ports no store but a `crew`: each rank has a `Hand` for its own pages, which obeys
-what comes down the rank's one ordered line; an engine of one rank (or of ranks in one thread) gives the stores, and the
-port makes hands of them that obey at once.
-
-Before the end: `port.handle(Drain())` on a prefill engine; what runs goes on, nothing new is taken.
-To wait for a front and for peers at once: `wire.wait_any([front_channel, pd_channel], timeout_s)`, then poll both with
-0. At the end: `port.handle(Shutdown())`, `port.close()`. Knows nothing of schedulers, caches, models or HTTP.
+Before the end: `port.handle(Drain(), now)` on a prefill engine; what runs goes on, nothing new is taken. At the end:
+`port.handle(Shutdown(), now)`, send what is outgoing, `port.close()`.
+Knows nothing of schedulers, caches, models or HTTP.
 """
 
 from __future__ import annotations
@@ -68,29 +62,22 @@ from serinus.pd.actions import (
     AddPrefill,
     AttachPeer,
     CancelReads,
-    CheckIn,
     ClosePeer,
-    CopyIn,
     DecodeAction,
     FencePeer,
     ForgetPrefill,
-    HandoffOver,
     Landed,
-    OfferPiece,
     OpenPeer,
+    PeerAction,
     PeerChanged,
     PrefillAction,
     PrefillDrained,
     Quarantine,
     QuarantineOver,
-    ReadIn,
     Recompute,
     ReleaseChunk,
     Send,
-    StagePiece,
     StopPrefill,
-    Unstage,
-    WritePiece,
 )
 from serinus.pd.backends import (
     Backend,
@@ -107,36 +94,22 @@ from serinus.pd.backends import (
     make_one_sided,
     shm_works,
 )
-from serinus.pd.clients import (
-    Client,
-)
-from serinus.pd.crew import Crew, LocalCrew
-from serinus.pd.decode import (
-    DecodeSide,
-)
-from serinus.pd.decode_port import DecodePort, DecodeResult
+from serinus.pd.clients import Client
+from serinus.pd.decode import DecodeSide
 from serinus.pd.events import (
     CancelHandoff,
-    Copied,
     DecodeEvent,
     Drain,
     EndPrefill,
     PeerFenced,
-    PeerLost,
-    PieceStaged,
-    PieceWritten,
     PrefillEvent,
     PrepareHandoff,
-    Received,
+    ReclaimParked,
     Shutdown,
-    Squeeze,
-    StageFailed,
-    StageFull,
     StartHandoff,
     Tick,
     WantPeer,
 )
-from serinus.pd.hand import Hand
 from serinus.pd.integrity import (
     check_pages,
     digest_pages,
@@ -146,7 +119,8 @@ from serinus.pd.integrity import (
 from serinus.pd.layout import (
     Cut,
     RankLayout,
-    Shard,
+    RankShare,
+    Routes,
     cut,
     difference,
     recut,
@@ -157,39 +131,47 @@ from serinus.pd.modes import (
     Fence,
     Mode,
 )
-from serinus.pd.orders import (
-    HAND_ANSWERS,
-    HAND_ORDERS,
-    FillPages,
-    HandAnswer,
-    HandOrder,
-    JoinPeer,
-    LeavePeer,
-    PagesFilled,
+from serinus.pd.page_worker import (
+    PAGE_ANSWERS,
+    PAGE_COMMANDS,
+    PageAnswer,
+    PageCommand,
+    PageWorker,
 )
-from serinus.pd.ports import MOVING_S, TICK_S, AnyBackend, frame_backends
-from serinus.pd.prefill import (
-    PrefillSide,
+from serinus.pd.pages import (
+    HandoffOver,
+    MovePiece,
+    PieceMoved,
+    PieceStatus,
+    TakeIn,
+    TakenIn,
+    Unstage,
 )
-from serinus.pd.prefill_port import PrefillPort, PrefillResult
+from serinus.pd.port import (
+    MOVING_S,
+    TICK_S,
+    AnyBackend,
+    DecodeResult,
+    HandoffPort,
+    PrefillResult,
+    frame_backends,
+)
+from serinus.pd.prefill import PrefillSide
 from serinus.pd.registry import (
     Peer,
     PeerState,
 )
-from serinus.pd.settings import (
-    PdSettings,
-)
+from serinus.pd.settings import HandoffSettings
 from serinus.pd.stores import (
     Intake,
-    PageStore,
-    Routes,
     Stores,
+    StoresOf,
 )
 
 __all__ = [
-    "HAND_ANSWERS",
-    "HAND_ORDERS",
     "MOVING_S",
+    "PAGE_ANSWERS",
+    "PAGE_COMMANDS",
     "TICK_S",
     "AbortPrefill",
     "AddPrefill",
@@ -199,16 +181,11 @@ __all__ = [
     "CancelHandoff",
     "CancelReads",
     "Capabilities",
-    "CheckIn",
     "Client",
     "ClosePeer",
-    "Copied",
-    "CopyIn",
-    "Crew",
     "Cut",
     "DecodeAction",
     "DecodeEvent",
-    "DecodePort",
     "DecodeResult",
     "DecodeSide",
     "Drain",
@@ -216,66 +193,57 @@ __all__ = [
     "Fence",
     "FencePeer",
     "Fenced",
-    "FillPages",
     "ForgetPrefill",
-    "Hand",
-    "HandAnswer",
-    "HandOrder",
     "HandoffOver",
+    "HandoffPort",
+    "HandoffSettings",
     "Intake",
-    "JoinPeer",
     "Landed",
-    "LeavePeer",
     "LocalBackend",
-    "LocalCrew",
     "Mode",
-    "OfferPiece",
+    "MovePiece",
     "OneSided",
     "OpResult",
     "OpState",
     "OpenPeer",
-    "PageStore",
-    "PagesFilled",
-    "PdSettings",
+    "PageAnswer",
+    "PageCommand",
+    "PageWorker",
     "Peer",
+    "PeerAction",
     "PeerChanged",
     "PeerFenced",
-    "PeerLost",
     "PeerState",
-    "PieceStaged",
-    "PieceWritten",
+    "PieceMoved",
+    "PieceStatus",
     "PrefillAction",
     "PrefillDrained",
     "PrefillEvent",
-    "PrefillPort",
     "PrefillResult",
     "PrefillSide",
     "PrepareHandoff",
     "Quarantine",
     "QuarantineOver",
     "RankLayout",
-    "ReadIn",
-    "Received",
+    "RankShare",
+    "ReclaimParked",
     "Recompute",
     "Region",
     "ReleaseChunk",
     "Routes",
     "Send",
-    "Shard",
     "ShmBackend",
     "Shutdown",
-    "Squeeze",
-    "StageFailed",
-    "StageFull",
-    "StagePiece",
     "StartHandoff",
     "StopPrefill",
     "Stores",
+    "StoresOf",
+    "TakeIn",
+    "TakenIn",
     "TcpBackend",
     "Tick",
     "Unstage",
     "WantPeer",
-    "WritePiece",
     "check_pages",
     "cut",
     "difference",

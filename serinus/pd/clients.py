@@ -1,4 +1,4 @@
-"""The decode engines a prefill engine serves: greeting, signs of life, and what is under way for each. Pure."""
+"""The decode engines that a prefill engine serves: greeting, keepalives, and what is under way for each. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from serinus.pd.layout import RankLayout, difference
 from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
-from serinus.pd.settings import PdSettings
+from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Keepalive
 
-__all__ = ["TOMBSTONES_MAX", "Chunk", "Client", "Clients", "Lane", "Piece"]
+__all__ = ["TOMBSTONES_MAX", "Client", "Clients", "HeldChunk", "Lane", "Piece"]
 
 TOMBSTONES_MAX: Final = 1 << 16
 """Closed grants above a client's floor, and grants that came before their PREPARE; a client with more is cut off."""
@@ -30,12 +30,12 @@ _STRANGERS_MAX: Final = 256
 
 
 @dataclass(slots=True, kw_only=True)
-class Chunk:
+class HeldChunk:
     """The pages of one ChunkReady: released together."""
 
     spans: tuple[PageSpan, ...]
     left: int = 0
-    """Pieces of it, counted per rank, whose pages may still be read."""
+    """How many of its pieces, counted per rank, have pages that may still be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Piece:
     first: int
     """Index of the first page in the prompt."""
     pages: NDArray[np.int32]
-    chunk: Chunk
+    chunk: HeldChunk
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,9 +82,9 @@ class Client:
     staged: set[tuple[str, int, int]] = field(default_factory=set)
     """(xid, piece, rank) sent and not yet taken; receiver-checked."""
     live: dict[int, str] = field(default_factory=dict)
-    """xid of each order under way, by its grant."""
+    """xid of each handoff under way, by its grant."""
     floor: int = 0
-    """Grants below it are over, by the client's word."""
+    """Grants below it are over, as the client says."""
     closed: set[int] = field(default_factory=set)
     """Tombstones: grants at or above the floor that have ended here, or were ended before they came."""
     early: dict[int, Grant] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class Client:
         """Whether a grant has ended, however its messages arrive: it is never used again."""
         return grant < self.floor or grant in self.closed
 
-    def bury(self, grant: int) -> None:
-        """This grant is over."""
+    def close_grant(self, grant: int) -> None:
+        """This grant is over: its number is never used again."""
         self.early.pop(grant, None)
         if grant >= self.floor:
             self.closed.add(grant)
@@ -114,9 +114,9 @@ class Client:
 
 
 class Clients:
-    """All of them. Methods append what must be done to `out`."""
+    """All greeted clients. Methods append what must be done to `out`."""
 
-    def __init__(self, settings: PdSettings, mint_nonce: Callable[[], bytes]) -> None:
+    def __init__(self, settings: HandoffSettings, mint_nonce: Callable[[], bytes]) -> None:
         """`mint_nonce`: fresh bytes, never the same twice."""
         self._settings = settings
         self._mint_nonce = mint_nonce
@@ -187,7 +187,7 @@ class Clients:
         out.append(self._news(peer, hello.engine, "up", "", client.backend, incarnation))
 
     def refuse(self, peer: str, incarnation: int, hello: Hello, reason: str, out: list[PrefillAction]) -> None:
-        """No, and why."""
+        """Refuse a HELLO in words and hang up."""
         out.append(Send(peer=peer, message=HelloNo(reason=f"pd: {reason}")))
         out.append(self._news(peer, hello.engine, "refused", reason, "", incarnation))
         out.append(ClosePeer(peer=peer))
@@ -200,7 +200,7 @@ class Clients:
         return ""
 
     def remove(self, peer: str, reason: str, out: list[PrefillAction]) -> None:
-        """Forget a client."""
+        """Forget a client whose connection is over."""
         client = self._clients.pop(peer)
         out.append(self._news(peer, client.engine, "down", reason, client.backend, client.incarnation))
 

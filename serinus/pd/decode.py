@@ -1,49 +1,54 @@
 """Every handoff of one decode engine: asks, grants, takes in, and ends each one exactly once. Pure.
 
-What ends a handoff is in decode_ends.py, with the rule that makes a closed grant safe. What still comes for one is
-answered (the sender wants its staging bytes back), counted and dropped; a CopyIn that was asked for before is reported
-whenever it has ended, and answered then.
+What ends a handoff is in decode_table.py, with the rule that makes a closed grant safe. Messages that still come for
+one are answered (the sender wants its staging bytes back), counted and dropped; a TakeIn that was asked for before is
+reported whenever it has ended, and answered then.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from serinus.core.errors import InvariantError
+from serinus.core.ids import new_xid
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
 from serinus.pd.actions import (
-    CheckIn,
     ClosePeer,
-    CopyIn,
     DecodeAction,
-    ReadIn,
     Recompute,
     Send,
 )
-from serinus.pd.asked import Asked
-from serinus.pd.decode_ends import REASON_CHARS, DecodeEnds, taken
+from serinus.pd.arrival_account import ArrivalAccount, span_fault
+from serinus.pd.decode_handoff import DecodeHandoff
+from serinus.pd.decode_table import REASON_CHARS, DecodeTable, taken
 from serinus.pd.events import (
     CancelHandoff,
-    Copied,
     DecodeEvent,
     PeerFenced,
-    PeerLost,
     PrepareHandoff,
-    Received,
     Shutdown,
     StartHandoff,
     Tick,
     WantPeer,
 )
 from serinus.pd.integrity import digest_seed
-from serinus.pd.landing import Landing, span_fault
+from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.registry import PEERS_MAX, Peer, PeerState
+from serinus.pd.pages import TakeIn, TakenIn, no_bytes
+from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
+from serinus.pd.settings import HandoffSettings
+from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import (
     AbortAck,
     ConfirmOk,
     Data,
+    DataOk,
     Done,
     Drained,
     Expired,
@@ -52,7 +57,7 @@ from serinus.wire.messages import (
     HelloNo,
     HelloOk,
     Keepalive,
-    Lease,
+    SourceLease,
 )
 
 __all__ = ["DecodeSide"]
@@ -62,11 +67,76 @@ _CODES: Final = frozenset(
 )
 """Reasons a prefill engine may give; they become labels of a metric, so a peer does not invent new ones."""
 
-_About = Data | Done | Fail | Expired | ConfirmOk | Lease
+_About = Data | Done | Fail | Expired | ConfirmOk | SourceLease
 
 
-class DecodeSide(DecodeEnds):
+@dataclass(slots=True, kw_only=True)
+class _Taking:
+    """A Data message that own ranks are taking in."""
+
+    peer: str
+    answer: DataOk | None
+    """Receiver-checked: the sender gets its staging bytes back with it, once all ranks are done."""
+    left: int
+    """Ranks that have not answered."""
+    seconds: float = 0.0
+    """Time that the slowest rank took."""
+    error: str = ""
+    code: str = ""
+
+
+class DecodeSide:
     """The decode engine's half of the protocol. One event at a time; actions in the order they must be performed."""
+
+    def __init__(self, settings: HandoffSettings, *, mint: Callable[[], str] = new_xid) -> None:
+        """`mint`: names for handoffs (and nonces), never the same twice; a simulation gives its own."""
+        self._settings = settings
+        self._layout = RankLayout(settings.layout)
+        self._mint = mint
+        self._registry = Registry(settings, lambda: mint().encode()[:64])
+        self._table = DecodeTable(settings, self._layout, self._registry)
+        self._taking: dict[tuple[str, int, int], _Taking] = {}
+        """Data under way at ranks, by handoff, piece and source rank, whatever became of its handoff."""
+        self._stopped = ""
+        """Why nothing new is begun any more; empty = it is."""
+        self.rejects: Counter[str] = Counter()
+        """What was refused or dropped without effect, by reason."""
+
+    # ---- what the engine asks ---------------------------------------------------------------------------------------
+
+    def refusal(self, address: str) -> tuple[str, str]:
+        """(code, reason) why a request should not be sent to this prefill engine; ("", "") = StartHandoff may work.
+
+        Codes: peer_gone, peer_slow (HELLO is unanswered for long), refused (wrong layout...). An address never
+        heard of may be tried.
+        """
+        peer = self._registry.at(address)
+        return peer.refusal if peer is not None else ("", "")
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """All known prefill engines; read only."""
+        return tuple(self._registry)
+
+    @property
+    def handoff_count(self) -> int:
+        """Number of handoffs under way."""
+        return len(self._table)
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages of closed grants that may still be written."""
+        return self._table.quarantines.page_count
+
+    def granted(self, rid: str) -> tuple[PageSpan, ...]:
+        """Pages that a peer may fill for this request; empty = no open grant."""
+        handoff = self._table.get(rid)
+        return handoff.spans if handoff is not None else ()
+
+    def landed_pages(self, rid: str) -> int:
+        """Pages that came so far, summed over parts and source ranks."""
+        handoff = self._table.get(rid)
+        return handoff.account.page_count if handoff is not None and handoff.account is not None else 0
 
     # ---- the one way in -----------------------------------------------------------------------------------------
 
@@ -77,19 +147,19 @@ class DecodeSide(DecodeEnds):
         """
         out: list[DecodeAction] = []
         match event:
-            case Received():
+            case PeerMessage():
                 self._received(event, now, out)
-            case Copied():
-                self._copied(event, now, out)
+            case TakenIn():
+                self._taken_in(event, now, out)
             case StartHandoff():
                 self._start(event, now, out)
             case PrepareHandoff():
                 self._prepare(event, now, out)
             case CancelHandoff():
-                handoff = self._handoffs.get(event.rid)
+                handoff = self._table.get(event.rid)
                 if handoff is not None:
-                    self._close(handoff, "aborted", event.reason, now, out)
-            case PeerLost():
+                    self._table.close(handoff, "aborted", event.reason, now, out)
+            case Gone():
                 self._peer_lost(event, now, out)
             case PeerFenced():
                 self._peer_fenced(event, now, out)
@@ -104,14 +174,14 @@ class DecodeSide(DecodeEnds):
     # ---- what the engine wants ----------------------------------------------------------------------------------
 
     def _prepare(self, event: PrepareHandoff, now: float, out: list[DecodeAction]) -> None:
-        if event.rid in self._handoffs:
+        if self._table.get(event.rid) is not None:
             raise InvariantError(f"pd: request {event.rid} is being handed over already, expected a new one")
         handoff = self._begin(event.rid, event.request, event.address, now, out)
         if handoff is not None:
             self._ask_if_up(handoff, now, out)
 
     def _start(self, event: StartHandoff, now: float, out: list[DecodeAction]) -> None:
-        handoff = self._handoffs.get(event.rid)
+        handoff = self._table.get(event.rid)
         self._check(event, handoff)
         if handoff is None:
             handoff = self._begin(event.rid, event.request, event.address, now, out)
@@ -126,7 +196,7 @@ class DecodeSide(DecodeEnds):
 
     def _begin(
         self, rid: str, request: Request, address: str, now: float, out: list[DecodeAction]
-    ) -> Asked | None:  # fmt: skip
+    ) -> DecodeHandoff | None:  # fmt: skip
         """A new handoff; None = it ended at once, and was told so."""
         peer = self._registry.want(address, now, out) if not self._stopped else None
         code, reason = peer.refusal if peer is not None else ("refused", f"pd: {PEERS_MAX} peers are known already")
@@ -135,16 +205,15 @@ class DecodeSide(DecodeEnds):
         if code:
             out.append(Recompute(rid=rid, code=code, reason=reason))
             return None
-        grant = self._grants.take()
-        handoff = Asked(
-            xid=self._mint_xid(), rid=rid, request=request, address=address, grant=grant, begun=now, started=now,
+        grant = self._table.next_grant()
+        handoff = DecodeHandoff(
+            xid=self._mint(), rid=rid, request=request, address=address, grant=grant, begun=now, started=now,
             seed=digest_seed(self._settings.incarnation, grant),
         )  # fmt: skip
-        self._handoffs[rid] = handoff
-        self._xids[handoff.xid] = rid
+        self._table.add(handoff)
         return handoff
 
-    def _check(self, event: StartHandoff, prepared: Asked | None) -> None:
+    def _check(self, event: StartHandoff, prepared: DecodeHandoff | None) -> None:
         size, length = self._settings.layout.page_size, len(event.request.prompt)
         if prepared is not None and (prepared.spans or prepared.address != event.address):
             raise InvariantError(f"pd: request {event.rid} is being handed over already, expected a new one")
@@ -154,34 +223,34 @@ class DecodeSide(DecodeEnds):
         if wrong:
             raise InvariantError(f"pd: {event.rid} came with pages that do not fit: {wrong}")
 
-    def _ask_if_up(self, handoff: Asked, now: float, out: list[DecodeAction]) -> None:
+    def _ask_if_up(self, handoff: DecodeHandoff, now: float, out: list[DecodeAction]) -> None:
         peer = self._registry.at(handoff.address)
         if peer is not None and peer.state is PeerState.UP:
             self._ask(handoff, peer, now, out)
 
-    def _ask(self, handoff: Asked, peer: Peer, now: float, out: list[DecodeAction]) -> None:
+    def _ask(self, handoff: DecodeHandoff, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
         out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max)))
         if handoff.spans:
             self._grant(handoff, out)
 
-    def _grant(self, handoff: Asked, out: list[DecodeAction]) -> None:
+    def _grant(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> None:
         peer = self._registry.named(handoff.peer)
         assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
         assert peer.layout is not None, f"pd: {handoff.peer} was never greeted, expected its layout"
         length = len(handoff.request.prompt)
-        landing = Landing.of(self._settings, peer.layout, self._layout, handoff.spans, handoff.held, length)
-        out.append(Send(peer=handoff.peer, message=handoff.open(landing)))
+        account = ArrivalAccount.of(self._settings, peer.layout, self._layout, handoff.spans, handoff.held, length)
+        out.append(Send(peer=handoff.peer, message=handoff.open(account)))
 
     def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:
         self._stopped = event.reason
-        for handoff in list(self._handoffs.values()):
-            self._fail(handoff, "shutdown", event.reason, now, out)
+        for handoff in self._table:
+            self._table.fail(handoff, "shutdown", event.reason, now, out)
         out.extend(ClosePeer(peer=peer.name) for peer in self._registry if peer.state is PeerState.UP)
 
     # ---- what the world does --------------------------------------------------------------------------------------
 
-    def _peer_lost(self, event: PeerLost, now: float, out: list[DecodeAction]) -> None:
+    def _peer_lost(self, event: Gone, now: float, out: list[DecodeAction]) -> None:
         peer = self._registry.named(event.peer)
         if peer is not None:
             self._lose(peer, event.reason, now, out, hang_up=False)
@@ -193,9 +262,9 @@ class DecodeSide(DecodeEnds):
         self._recompute_all(peer, "peer_gone", now, out)
 
     def _recompute_all(self, peer: Peer, code: str, now: float, out: list[DecodeAction]) -> None:
-        for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
-            self._fail(handoff, code, peer.reason, now, out)
-        if self._quarantines.awaited(peer.name) and peer.fencing != peer.name:
+        for handoff in self._table.at(peer.address):
+            self._table.fail(handoff, code, peer.reason, now, out)
+        if self._table.quarantines.awaited(peer.name) and peer.fencing != peer.name:
             self._registry.fence(peer, out)
 
     def _peer_fenced(self, event: PeerFenced, now: float, out: list[DecodeAction]) -> None:
@@ -205,36 +274,36 @@ class DecodeSide(DecodeEnds):
             return
         if event.endpoints is not None:
             self._registry.moved(peer.backend, event.endpoints)
-        self._quarantines.fenced(event.peer, now, out)
-        if not event.everybody:
+        self._table.quarantines.fenced(event.peer, now, out)
+        if not event.all_peers:
             return
         for other in [p for p in self._registry if p.state is PeerState.UP and p.backend == peer.backend]:
             name = other.name
             self._registry.lose(other, f"cut off together with {peer.address}", now, out, hang_up=True)
-            for handoff in [h for h in self._handoffs.values() if h.peer == name]:
-                self._fail(handoff, "peer_gone", other.reason, now, out)
-            self._quarantines.fenced(name, now, out)
+            for handoff in [h for h in self._table if h.peer == name]:
+                self._table.fail(handoff, "peer_gone", other.reason, now, out)
+            self._table.quarantines.fenced(name, now, out)
 
     def _tick(self, event: Tick, now: float, out: list[DecodeAction]) -> None:
         if self._stopped:
             return
-        for handoff in list(self._handoffs.values()):
+        for handoff in self._table:
             if now - handoff.begun > self._settings.handoff_s_max:
                 reason = f"pd: not landed within {self._settings.handoff_s_max} s"
-                self._fail(handoff, "deadline", reason, now, out)
-        for peer in self._registry.tick(event, now, self._floor, out):
+                self._table.fail(handoff, "deadline", reason, now, out)
+        for peer in self._registry.tick(event, now, self._table.floor, out):
             self._recompute_all(peer, "peer_gone", now, out)
-        for ward in self._quarantines:
-            named = self._registry.named(ward.peer)
-            if named is not None and ward.writers and now - ward.since > self._settings.abort_s_max:
-                reason = f"pd: ABORT of grant {ward.grant} unanswered for {self._settings.abort_s_max} s"
+        for entry in self._table.quarantines:
+            named = self._registry.named(entry.peer)
+            if named is not None and entry.writers and now - entry.since > self._settings.abort_s_max:
+                reason = f"pd: ABORT of grant {entry.grant} unanswered for {self._settings.abort_s_max} s"
                 self._lose(named, reason, now, out, hang_up=True)
         for peer in [peer for peer in self._registry if peer.slow]:
             code, reason = peer.refusal
-            for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
-                self._fail(handoff, code, f"pd: {reason}", now, out)
+            for handoff in self._table.at(peer.address):
+                self._table.fail(handoff, code, f"pd: {reason}", now, out)
 
-    def _received(self, event: Received, now: float, out: list[DecodeAction]) -> None:
+    def _received(self, event: PeerMessage, now: float, out: list[DecodeAction]) -> None:
         peer = self._registry.named(event.peer)
         if peer is None:
             self.rejects["unknown_peer"] += 1
@@ -249,102 +318,122 @@ class DecodeSide(DecodeEnds):
             case Keepalive():
                 peer.load, peer.pulse.step_s = message.load, message.step_s_max
             case AbortAck() if peer.state is PeerState.UP:
-                if not self._quarantines.acknowledged(message.grant, event.peer, message.ranks, now, out):
+                if not self._table.quarantines.acknowledged(message.grant, event.peer, message.ranks, now, out):
                     self.rejects["unknown_grant"] += 1
-            case Data() | Done() | Fail() | Expired() | ConfirmOk() | Lease() if peer.state is PeerState.UP:
+            case Data() | Done() | Fail() | Expired() | ConfirmOk() | SourceLease() if peer.state is PeerState.UP:
                 self._about_handoff(event, message, now, out)
             case _:
                 self.rejects["unexpected"] += 1
 
     def _greeted(
-        self, peer: Peer, event: Received, message: HelloAgain | HelloOk | HelloNo, now: float, out: list[DecodeAction]
+        self, peer: Peer, event: PeerMessage, message: HelloAgain | HelloOk | HelloNo, now: float,
+        out: list[DecodeAction],
     ) -> None:  # fmt: skip
         if isinstance(message, HelloOk):
             welcome = self._registry.welcome(peer, message, event.incarnation, now, out)
-            for handoff in [h for h in self._handoffs.values() if h.address == peer.address]:
+            for handoff in self._table.at(peer.address):
                 if welcome:
                     self._ask(handoff, peer, now, out)
                 else:
-                    self._fail(handoff, "refused", peer.reason, now, out)
+                    self._table.fail(handoff, "refused", peer.reason, now, out)
             return
         reason = self._registry.prove(peer, message, out) if isinstance(message, HelloAgain) else message.reason
         if reason or isinstance(message, HelloNo):
             self._registry.refuse(peer, reason[:REASON_CHARS], now, out)
             self._recompute_all(peer, "refused", now, out)
 
-    def _about_handoff(self, event: Received, message: _About, now: float, out: list[DecodeAction]) -> None:
-        handoff = self._handoffs.get(self._xids.get(message.xid, ""))
+    def _about_handoff(self, event: PeerMessage, message: _About, now: float, out: list[DecodeAction]) -> None:
+        handoff = self._table.of_xid(message.xid)
         if handoff is not None and handoff.peer != event.peer:
             self.rejects["wrong_peer"] += 1
             handoff = None
         if isinstance(message, Fail):
             if handoff is not None:
                 code = message.code if message.code in _CODES else "error"
-                self._failed_there(handoff, code, message.reason[:REASON_CHARS], now, out)
+                self._table.failed_there(handoff, code, message.reason[:REASON_CHARS], now, out)
             return
-        if handoff is None or message.grant != handoff.grant or handoff.landing is None:
+        if handoff is None or message.grant != handoff.grant or handoff.account is None:
             self.rejects["closed_grant"] += 1
             if isinstance(message, Data):
-                self._taken(event.peer, message, out)
+                self._table.give_back(event.peer, message, out)
             return
         match message:
             case Data():
-                self._data(handoff, handoff.landing, event, message, now, out)
+                self._data(handoff, handoff.account, event, message, now, out)
             case Done():
                 if handoff.done is None:
                     handoff.done = message
-                    self._land_if_whole(handoff, now, out)
+                    self._table.land_if_whole(handoff, now, out)
             case Expired():
-                self._failed_there(handoff, "expired", "pd: the source pages are not kept any longer", now, out)
+                self._table.failed_there(handoff, "expired", "pd: the source pages are not kept any longer", now, out)
             case ConfirmOk() if handoff.confirming_since is not None and handoff.done is not None:
-                self._land(handoff, handoff.done, handoff.landing, now, out)
-            case Lease():
+                self._table.land(handoff, handoff.done, handoff.account, now, out)
+            case SourceLease():
                 pass
             case _:
                 self.rejects["unexpected"] += 1
 
     def _data(
-        self, handoff: Asked, landing: Landing, event: Received, data: Data, now: float, out: list[DecodeAction]
+        self, handoff: DecodeHandoff, account: ArrivalAccount, event: PeerMessage, data: Data, now: float,
+        out: list[DecodeAction],
     ) -> None:  # fmt: skip
-        wrong = landing.fault(data)
+        wrong = account.fault(data)
         if not wrong and handoff.done is not None:
             wrong = "data after done"
         elif not wrong and bool(data.pages) != (handoff.mode is Mode.PULL):
             wrong = f"{len(data.pages)} source pages in mode {handoff.mode.value}"
         if wrong:
             self.rejects["bad_data"] += 1
-            self._fail(handoff, "mismatch", f"pd: {wrong}", now, out)
-            self._taken(event.peer, data, out)
+            self._table.fail(handoff, "mismatch", f"pd: {wrong}", now, out)
+            self._table.give_back(event.peer, data, out)
             return
-        if not landing.piece_count:
+        if not account.piece_count:
             handoff.first_data_at = now
-        span = landing.take(data)
+        span = account.take(data)
         handoff.copying += 1
-        pages, first = span.pages, span.first
-        common: dict[str, Any] = {"peer": event.peer, "xid": handoff.xid, "data": data, "digest_seed": handoff.seed}
-        if handoff.mode is Mode.PUSH:
-            out.append(CheckIn(**common, pages=pages, target_first=first))
-        elif handoff.mode is Mode.PULL:
-            out.append(ReadIn(**common, pages=pages, target_first=first))
-        else:
-            self._copying[data.xid, data.piece, data.rank] = event.peer, taken(data)
-            out.append(CopyIn(**common, pages=pages, target_first=first, payload=event.payload))
+        peer = self._registry.named(event.peer)
+        assert peer is not None, f"pd: {event.peer} sends data and is unknown"
+        assert peer.routes is not None, f"pd: {event.peer} sends data and was never greeted"
+        takers = peer.routes.takers(data.rank, span.part)
+        answer = taken(data) if handoff.mode is Mode.RECEIVER_CHECKED else None
+        taking = _Taking(peer=event.peer, answer=answer, left=len(takers))
+        self._taking[data.xid, data.piece, data.rank] = taking
+        payload = np.frombuffer(event.payload, np.uint8) if event.payload else no_bytes()
+        for rank in takers:
+            out.append(
+                TakeIn(
+                    peer=event.peer, xid=data.xid, piece=data.piece, source=data.rank, rank=rank, mode=handoff.mode,
+                    part=span.part, first=data.first, digests=data.digests, digest_seed=handoff.seed, pages=span.pages,
+                    target_first=span.first, byte_count=data.byte_count, shm_name=data.shm_name,
+                    shm_offset=data.shm_offset, payload=payload, sources=np.array(data.pages, np.int32),
+                )
+            )  # fmt: skip
 
-    def _copied(self, event: Copied, now: float, out: list[DecodeAction]) -> None:
-        answer = self._copying.pop((event.xid, event.piece, event.rank), None)
-        if answer is not None and self._registry.named(answer[0]) is not None:
-            out.append(Send(peer=answer[0], message=answer[1]))
-        handoff = self._handoffs.get(self._xids.get(event.xid, ""))
-        if handoff is None or not handoff.copying:
-            ward = self._quarantines.read_ended(event.xid, now, out)
-            if ward is None:
-                self.rejects["unknown_copy"] += answer is None
-            elif not ward.reads and self._registry.named(ward.peer) is not None:
-                out.append(Send(peer=ward.peer, message=Drained(xid=ward.xid, grant=ward.grant)))
+    def _taken_in(self, event: TakenIn, now: float, out: list[DecodeAction]) -> None:
+        """A rank has ended its part of a Data message; it is over when all ranks have, and failed when one has."""
+        key = event.xid, event.piece, event.source
+        taking = self._taking.get(key)
+        if taking is None:
+            self.rejects["unknown_copy"] += 1
+            return
+        taking.left -= 1
+        taking.seconds = max(taking.seconds, event.seconds)
+        if event.error and not taking.error:
+            taking.error, taking.code = event.error, event.code or "transfer"
+        if taking.left:
+            return
+        del self._taking[key]
+        if taking.answer is not None and self._registry.named(taking.peer) is not None:
+            out.append(Send(peer=taking.peer, message=taking.answer))
+        handoff = self._table.of_xid(event.xid)
+        if handoff is None:
+            entry = self._table.quarantines.read_ended(event.xid, now, out)
+            if entry is not None and not entry.reads and self._registry.named(entry.peer) is not None:
+                out.append(Send(peer=entry.peer, message=Drained(xid=entry.xid, grant=entry.grant)))
             return
         handoff.copying -= 1
-        handoff.copy_seconds += event.seconds
-        if event.error:
-            self._fail(handoff, event.code or "transfer", event.error, now, out)
+        handoff.copy_seconds += taking.seconds
+        if taking.error:
+            self._table.fail(handoff, taking.code, taking.error, now, out)
             return
-        self._land_if_whole(handoff, now, out)
+        self._table.land_if_whole(handoff, now, out)

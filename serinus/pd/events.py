@@ -1,72 +1,36 @@
 """All that can happen to the handoff machines, as plain data: they go in through `handle(event, now)`.
 
-What comes out of it is in actions.py.
+Messages and lost connections come as `wire` hands them over (PeerMessage, Gone), answers of ranks as pages.py has them.
+What comes out of the machines is in actions.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from serinus.core.handoff import ChunkReady
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
-from serinus.wire import Buffer
-from serinus.wire.messages import Message
+from serinus.pd.pages import PieceMoved, TakenIn
+from serinus.wire import Gone, PeerMessage
 
 __all__ = [
     "CancelHandoff",
-    "Copied",
     "DecodeEvent",
     "Drain",
     "EndPrefill",
     "PeerFenced",
-    "PeerLost",
-    "PieceStaged",
-    "PieceWritten",
     "PrefillEvent",
     "PrepareHandoff",
-    "Received",
+    "ReclaimParked",
     "Shutdown",
-    "Squeeze",
-    "StageFailed",
-    "StageFull",
     "StartHandoff",
     "Tick",
     "WantPeer",
-    "no_bytes",
 ]
 
-
-def no_bytes() -> NDArray[np.uint8]:
-    """A payload without bytes."""
-    return np.empty(0, np.uint8)
-
-
 # ---- events of both sides -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """A message came from a peer."""
-
-    peer: str
-    """Name of the connection."""
-    incarnation: int
-    """Of the sender."""
-    message: Message
-    payload: Buffer = b""
-    """Bytes that came with Data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLost:
-    """The connection ended: the process died, refused, or was cut off. The name is never used again."""
-
-    peer: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,43 +99,26 @@ class CancelHandoff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """A CopyIn, CheckIn or ReadIn has ended on all ranks: none of them touches its pages any more. At any time after it
-    was asked for, also after the end of its handoff."""
-
-    xid: str
-    piece: int
-    rank: int = 0
-    """Of the source, as in the Data it was about."""
-    seconds: float = 0.0
-    """What it took."""
-    error: str = ""
-    """In words, where it failed."""
-    code: str = ""
-    """digest | transfer, where it failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFenced:
     """A FencePeer was performed: nothing that this peer began can write into our memory any more."""
 
     peer: str
-    everybody: bool = False
+    all_peers: bool = False
     """The fence cut off all peers of that backend (their connections are given up by the machine)..."""
     endpoints: tuple[bytes, ...] | None = None
     """...and these are our endpoints of that backend from now on."""
 
 
-DecodeEvent = (
-    Received
-    | PeerLost
+DecodeEvent: TypeAlias = (
+    PeerMessage
+    | Gone
     | Tick
     | Shutdown
     | WantPeer
     | PrepareHandoff
     | StartHandoff
     | CancelHandoff
-    | Copied
+    | TakenIn
     | PeerFenced
 )
 
@@ -189,63 +136,6 @@ class EndPrefill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceStaged:
-    """A StagePiece was performed: nobody reads those pages any more. Or an OfferPiece: they are digested. At any time
-    after it was asked for, also after the end of its handoff; those of one rank in the order they were asked in."""
-
-    peer: str
-    xid: str
-    piece: int
-    rank: int = 0
-    digests: bytes = b""
-    """Little-endian u64 per page."""
-    byte_count: int = 0
-    payload: NDArray[np.uint8] = field(default_factory=no_bytes)
-    """Bytes that travel in the frame (tcp)."""
-    shm_name: str = ""
-    """Where else they lie (shm, local)."""
-    shm_offset: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFailed:
-    """A StagePiece cannot be performed, now or later: what its rank needs for it is not to be had."""
-
-    peer: str
-    xid: str
-    piece: int
-    rank: int = 0
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFull:
-    """A StagePiece found no room; it is asked for again when the peer has taken something."""
-
-    peer: str
-    xid: str
-    piece: int
-    rank: int = 0
-    others: int = 0
-    """Pieces that were staged there for the peer at that moment; 0 = it will never fit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PieceWritten:
-    """A WritePiece has ended, well or not: nobody reads those pages or writes the peer's for it any more."""
-
-    peer: str
-    xid: str
-    piece: int
-    rank: int = 0
-    digests: bytes = b""
-    """Little-endian u64 per source page."""
-    byte_count: int = 0
-    error: str = ""
-    """In words, where not everything was written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """Take no new handoffs and no new peers; those under way go on. Given again: no effect."""
 
@@ -253,12 +143,12 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Squeeze:
-    """Requests wait here and none can run for want of pages: the youngest order without a grant that has pages computed
-    gives them up (ForgetPrefill). Without it, orders that wait for decode could starve those that decode waits for."""
+class ReclaimParked:
+    """Requests wait here and none can run for want of pages: the youngest handoff without a grant that has pages
+    computed gives them up (ForgetPrefill). Without it, handoffs that wait for decode could starve those that decode
+    waits for."""
 
 
-PrefillEvent = (
-    Received | PeerLost | Tick | Shutdown | Drain | Squeeze | ChunkReady | EndPrefill | PieceStaged | StageFull
-    | StageFailed | PieceWritten
+PrefillEvent: TypeAlias = (
+    PeerMessage | Gone | Tick | Shutdown | Drain | ReclaimParked | ChunkReady | EndPrefill | PieceMoved
 )  # fmt: skip

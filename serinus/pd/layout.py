@@ -1,4 +1,4 @@
-"""How KV lies on the ranks of an engine, who may hand over to whom, and which bytes of whose page go where. Pure.
+"""How KV lies on the ranks of an engine, which engines can exchange it, and which bytes of a page go where. Pure.
 
 The bytes of one page on one rank, in one part: [layer][lane k, v][token][head][head_size] (DevicePool.read_pages), then
 its stamps where there are any, which stamps.py cuts. Two
@@ -22,7 +22,19 @@ from serinus.core.parts import Part
 from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["ITEM_BYTES", "Cut", "RankLayout", "Shard", "covers_pages", "cut", "difference", "recut", "target_range"]
+__all__ = [
+    "ITEM_BYTES",
+    "Cut",
+    "RankLayout",
+    "RankShare",
+    "Routes",
+    "covers_pages",
+    "cut",
+    "difference",
+    "is_same",
+    "recut",
+    "target_range",
+]
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1,
@@ -41,7 +53,7 @@ LAYERS_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class RankShare:
     """What one rank holds."""
 
     rank: int
@@ -51,7 +63,7 @@ class Shard:
     layers: range
     """Of the model, all parts together."""
     heads: range
-    """KV heads."""
+    """KV heads that this rank holds."""
     part_layers: Mapping[Part, range]
     """Its layers of each part, counted within the part."""
 
@@ -69,8 +81,8 @@ class RankLayout:
         before = {part: np.cumsum([0] + [value == part for value in parts]) for part in Part}
         self.parts: tuple[Part, ...] = tuple(part for part in Part if part in set(parts))
         """Those that have layers, and so bytes."""
-        self.shards: tuple[Shard, ...] = tuple(
-            Shard(
+        self.shards: tuple[RankShare, ...] = tuple(
+            RankShare(
                 rank=stage * signature.tp + tp_rank,
                 tp_rank=tp_rank,
                 pp_rank=stage,
@@ -231,6 +243,28 @@ def cut(source: RankLayout, target: RankLayout) -> tuple[Cut, ...]:
                         )
                     )  # fmt: skip
     return tuple(cuts)
+
+
+def is_same(source: RankLayout, target: RankLayout) -> bool:
+    """Whether a source page is a target page, rank by rank."""
+    return all(
+        getattr(source.signature, name) == getattr(target.signature, name)
+        for name in ("page_size", "tp", "pp", "stage_layers")
+    )
+
+
+class Routes:
+    """Which ranks of ours take what a rank of a peer sends."""
+
+    def __init__(self, source: RankLayout, target: RankLayout) -> None:
+        self._takers: dict[tuple[int, Part], tuple[int, ...]] = {}
+        for item in () if is_same(source, target) else cut(source, target):
+            found = self._takers.get((item.source_rank, item.part), ())
+            self._takers[item.source_rank, item.part] = (*found, item.target_rank)
+
+    def takers(self, source: int, part: Part) -> tuple[int, ...]:
+        """Own ranks, each once; never none."""
+        return self._takers.get((source, part), (source,))
 
 
 def _overlap(one: range, two: range) -> range:

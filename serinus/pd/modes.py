@@ -1,7 +1,7 @@
-"""How pages are kept safe while somebody else may write or read them: the three modes, and what backends can do. Pure.
+"""How pages are kept safe while another process may write or read them: three modes, and what backends can do. Pure.
 
-The rule of all three: a page is used again only when nobody can write it any more, and that fact comes from an event,
-never from a clock.
+The rule of all three: a page is used again only when no process can write it any more, and that fact comes from an
+event, never from a clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Capabilities", "Fence", "Mode", "check_safe", "known_capabilities"]
 
 
 class Mode(Enum):
-    """Who moves the bytes, and what makes a closed grant safe."""
+    """Which side moves the bytes, and what makes a closed grant safe."""
 
     RECEIVER_CHECKED = "receiver_checked"
     """A: decode's own thread copies, and only while the grant is open. Closing it is local: pages are free at once."""
@@ -32,7 +32,7 @@ class Fence(Enum):
     """How a backend keeps a peer that no longer answers from writing into our memory."""
 
     NONE = "none"
-    """It cannot."""
+    """It cannot: no fence."""
     UNREGISTER = "unregister"
     """Memory that is not registered any more refuses writes."""
     CLOSE = "close"

@@ -1,7 +1,7 @@
-"""Signs of life of one peer: when to give one, and how long there was none.
+"""Keepalives of one peer: when to send one, and how long it was silent.
 
 Silence is counted only over time in which we listened: a tick that comes late (a long step, a stopped process) adds one
-second at most, so our own pause never looks like the death of everybody else. A peer that computes is silent too: it
+second at most, so our own pause never looks like the death of all peers. A peer that computes is silent too: it
 tells how long its steps take, and is given four of them.
 """
 
@@ -20,7 +20,7 @@ _LATELY_S = 600.0
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """How long our own steps take: the time between two looks at our letters, the longest one lately."""
+    """How long our own steps take: the time between two looks at our messages, the longest one lately."""
 
     looked_at: float | None = None
     since: float = 0.0
@@ -34,7 +34,7 @@ class Pace:
         return max(self.now_s, self.before_s)
 
     def look(self, now: float) -> None:
-        """We look at our letters now."""
+        """Messages are looked at now."""
         if self.looked_at is None:
             self.since = now
         else:
@@ -46,24 +46,24 @@ class Pace:
 
 @dataclass(slots=True, kw_only=True)
 class Pulse:
-    """Of one connection."""
+    """Silence and keepalives of one connection."""
 
     ticked_at: float
     said_at: float
     silent_s: float = 0.0
     step_s: float = 0.0
-    """The longest step of the peer, by its own word."""
+    """The longest step of the peer, as it says itself."""
 
     def is_gone(self, silence_s_max: float, longest_s: float) -> bool:
         """True where it was silent for longer than its steps explain; never patient beyond `longest_s`."""
         return self.silent_s > max(silence_s_max, min(_STEPS * self.step_s, longest_s))
 
     def heard(self) -> None:
-        """A message came."""
+        """A message came: the silence is over."""
         self.silent_s = 0.0
 
     def tick(self, now: float) -> None:
-        """Count silence."""
+        """Count the silence since the last tick."""
         self.silent_s += min(max(0.0, now - self.ticked_at), _TICK_S_MAX)
         self.ticked_at = now
 

@@ -1,4 +1,4 @@
-"""Pages that a closed grant may still write: held by nobody else until an event says that nobody can. Pure.
+"""Pages that a closed grant may still write: given to no other request until an event says that it cannot. Pure.
 
 Push: until every writer rank acknowledged the ABORT, or its peer was cut off at the transport. Pull: until our own
 reads have ended. Time only makes us ask louder (a peer that does not acknowledge is cut off); it never frees a page.
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from serinus.core.parts import PageSpan
 from serinus.pd.actions import DecodeAction, QuarantineOver
-from serinus.pd.asked import Asked
+from serinus.pd.decode_handoff import DecodeHandoff
 from serinus.pd.modes import Mode
 
-__all__ = ["Quarantines", "Ward", "ward_of"]
+__all__ = ["QuarantineEntry", "Quarantines", "entry_of"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Ward:
+class QuarantineEntry:
     """The pages of one closed grant."""
 
     grant: int
@@ -34,77 +34,77 @@ class Ward:
     """Own reads under way; pull."""
 
 
-def ward_of(handoff: Asked, now: float) -> Ward | None:
-    """What must be held of a handoff that ends now; None = nothing: nobody can write its pages any more."""
-    landing = handoff.landing
-    if landing is None or handoff.mode is Mode.RECEIVER_CHECKED:
+def entry_of(handoff: DecodeHandoff, now: float) -> QuarantineEntry | None:
+    """What must be held of a handoff that ends now; None = nothing: its pages can be written no more."""
+    account = handoff.account
+    if account is None or handoff.mode is Mode.RECEIVER_CHECKED:
         return None
     reads = handoff.copying if handoff.mode is Mode.PULL else 0
-    writers = {rank for _, rank in landing.due} if handoff.mode is Mode.PUSH else set()
+    writers = {rank for _, rank in account.due} if handoff.mode is Mode.PUSH else set()
     if not reads and not writers:
         return None
-    return Ward(
+    return QuarantineEntry(
         grant=handoff.grant, xid=handoff.xid, peer=handoff.peer, address=handoff.address,
-        spans=tuple(landing.spans.values()), since=now, writers=writers, reads=reads,
+        spans=tuple(account.spans.values()), since=now, writers=writers, reads=reads,
     )  # fmt: skip
 
 
 class Quarantines:
-    """All of them."""
+    """The quarantine entries of one decode engine."""
 
     def __init__(self) -> None:
-        self._wards: dict[int, Ward] = {}
+        self._entries: dict[int, QuarantineEntry] = {}
 
     def __len__(self) -> int:
-        return len(self._wards)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[Ward]:
-        return iter(list(self._wards.values()))
+    def __iter__(self) -> Iterator[QuarantineEntry]:
+        return iter(list(self._entries.values()))
 
     @property
     def page_count(self) -> int:
-        """Pages held now."""
-        return sum(len(span.pages) for ward in self._wards.values() for span in ward.spans)
+        """Number of pages held now, over all parts."""
+        return sum(len(span.pages) for entry in self._entries.values() for span in entry.spans)
 
-    def add(self, ward: Ward) -> None:
-        """Hold its pages."""
-        assert ward.grant not in self._wards, f"pd: grant {ward.grant} is in quarantine already"
-        self._wards[ward.grant] = ward
+    def add(self, entry: QuarantineEntry) -> None:
+        """Hold the pages of a closed grant. Raises AssertionError: it is held already."""
+        assert entry.grant not in self._entries, f"pd: grant {entry.grant} is in quarantine already"
+        self._entries[entry.grant] = entry
 
     def acknowledged(self, grant: int, peer: str, ranks: tuple[int, ...], now: float, out: list[DecodeAction]) -> bool:
         """These ranks will write nothing more. False = nothing of the kind is awaited: nothing changes."""
-        ward = self._wards.get(grant)
-        if ward is None or ward.peer != peer or not ward.writers:
+        entry = self._entries.get(grant)
+        if entry is None or entry.peer != peer or not entry.writers:
             return False
-        ward.writers -= set(ranks)
-        self._free_if_over(ward, now, out)
+        entry.writers -= set(ranks)
+        self._free_if_over(entry, now, out)
         return True
 
     def fenced(self, peer: str, now: float, out: list[DecodeAction]) -> None:
         """Nothing that came over this connection can write any more."""
-        for ward in self:
-            if ward.peer == peer and ward.writers:
-                ward.writers.clear()
-                self._free_if_over(ward, now, out)
+        for entry in self:
+            if entry.peer == peer and entry.writers:
+                entry.writers.clear()
+                self._free_if_over(entry, now, out)
 
-    def read_ended(self, xid: str, now: float, out: list[DecodeAction]) -> Ward | None:
-        """One read of a closed handoff has ended; its ward if it is known (over, where no read is left)."""
-        ward = next((ward for ward in self._wards.values() if ward.xid == xid), None)
-        if ward is None or not ward.reads:
+    def read_ended(self, xid: str, now: float, out: list[DecodeAction]) -> QuarantineEntry | None:
+        """One read of a closed handoff has ended; its entry if it is known (over, where no read is left)."""
+        entry = next((entry for entry in self._entries.values() if entry.xid == xid), None)
+        if entry is None or not entry.reads:
             return None
-        ward.reads -= 1
-        self._free_if_over(ward, now, out)
-        return ward
+        entry.reads -= 1
+        self._free_if_over(entry, now, out)
+        return entry
 
     def awaited(self, peer: str) -> bool:
-        """Whether a word (or a fence) of this connection is awaited."""
-        return any(ward.peer == peer and ward.writers for ward in self._wards.values())
+        """Whether an acknowledgement (or a fence) of this connection is awaited."""
+        return any(entry.peer == peer and entry.writers for entry in self._entries.values())
 
     def floor(self, address: str, otherwise: int) -> int:
         """Lowest grant of a peer that is not over."""
-        return min((ward.grant for ward in self._wards.values() if ward.address == address), default=otherwise)
+        return min((entry.grant for entry in self._entries.values() if entry.address == address), default=otherwise)
 
-    def _free_if_over(self, ward: Ward, now: float, out: list[DecodeAction]) -> None:
-        if not ward.writers and not ward.reads:
-            del self._wards[ward.grant]
-            out.append(QuarantineOver(grant=ward.grant, spans=ward.spans, seconds=now - ward.since))
+    def _free_if_over(self, entry: QuarantineEntry, now: float, out: list[DecodeAction]) -> None:
+        if not entry.writers and not entry.reads:
+            del self._entries[entry.grant]
+            out.append(QuarantineOver(grant=entry.grant, spans=entry.spans, seconds=now - entry.since))

@@ -1,7 +1,7 @@
-"""The prefill engines a decode engine knows: who is up, who is being tried, who is not to be asked. Pure.
+"""The prefill engines that a decode engine knows: which are up, being tried, or not to be asked. Pure.
 
 A peer is an address; each attempt to reach it is a connection with a name of its own (`address#n`), so news of an old
-attempt touches nobody. A lost peer is suspect: nobody waits for it until a HELLO of ours is answered again.
+attempt changes nothing. A lost peer is suspect: no request waits for it until a HELLO of ours is answered again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 
 from serinus.pd.actions import AttachPeer, ClosePeer, DecodeAction, FencePeer, OpenPeer, PeerChanged, Send
 from serinus.pd.events import Tick
-from serinus.pd.layout import RankLayout, difference
+from serinus.pd.layout import RankLayout, Routes, difference
 from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
-from serinus.pd.settings import PdSettings
+from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Hello, HelloAgain, HelloOk, Keepalive
 
 __all__ = ["PEERS_MAX", "Peer", "PeerState", "Registry"]
 
 PEERS_MAX: Final = 64
-"""Addresses come with requests: there is a bound to how many we believe in."""
+"""Addresses come with requests: there is a bound to how many are kept."""
 
 
 class PeerState(Enum):
@@ -34,7 +34,7 @@ class PeerState(Enum):
     CONNECTING = "connecting"
     """HELLO is on its way."""
     UP = "up"
-    """Greeted."""
+    """HELLO was answered with welcome."""
     DOWN = "down"
     """Lost; tried again at retry_at."""
     REFUSED = "refused"
@@ -43,11 +43,11 @@ class PeerState(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
-    """One prefill engine."""
+    """One prefill engine, as this decode engine knows it."""
 
     address: str
     wanted_at: float
-    """When somebody last asked for it."""
+    """When a request last asked for it."""
     pulse: Pulse
     name: str = ""
     """Of the current (or last) connection."""
@@ -59,7 +59,7 @@ class Peer:
     since: float = 0.0
     """When the state began."""
     failures: int = 0
-    """In a row."""
+    """Attempts that failed since it was up last."""
     retry_at: float = 0.0
     """In DOWN and REFUSED."""
     pinned: bool = False
@@ -70,12 +70,14 @@ class Peer:
     incarnation: int = 0
     backend: str = ""
     load: int = 0
-    """Requests running or waiting there, by its own word."""
+    """Requests running or waiting there, as it says itself."""
     layout: RankLayout | None = None
     """Of its ranks, once it was greeted."""
+    routes: Routes | None = None
+    """Own ranks that take what its ranks send, once it was greeted."""
     mode: Mode = Mode.RECEIVER_CHECKED
     fencing: str = ""
-    """Name of the connection that is being cut off from our memory: nobody connects before that is done."""
+    """Name of the connection that is being cut off from our memory: no new one is opened before that is done."""
     nonce: bytes = b""
     """What the answer to our HELLO must cover..."""
     proved: bool = False
@@ -83,7 +85,7 @@ class Peer:
 
     @property
     def refusal(self) -> tuple[str, str]:
-        """(code, reason) why nobody should ask it now; ("", "") = ask."""
+        """(code, reason) why it should not be asked now; ("", "") = ask."""
         if self.state is PeerState.CONNECTING and self.slow and not self.suspect:
             return "peer_slow", "no answer yet, it may be in a long step"
         if self.state is PeerState.UP or (self.state is PeerState.CONNECTING and not self.suspect):
@@ -94,7 +96,7 @@ class Peer:
 class Registry:
     """All peers of one decode engine. Methods append what must be done to `out`."""
 
-    def __init__(self, settings: PdSettings, mint_nonce: Callable[[], bytes]) -> None:
+    def __init__(self, settings: HandoffSettings, mint_nonce: Callable[[], bytes]) -> None:
         """`mint_nonce`: fresh bytes, never the same twice."""
         self._settings = settings
         self._mint_nonce = mint_nonce
@@ -150,6 +152,7 @@ class Registry:
         peer.engine, peer.incarnation, peer.backend = message.engine, incarnation, message.backend
         peer.slow, peer.pulse.said_at, peer.pulse.step_s = False, now, message.step_s_max
         peer.layout, peer.mode = RankLayout(message.layout), Mode(message.mode)
+        peer.routes = Routes(peer.layout, RankLayout(self._settings.layout))
         out.append(
             AttachPeer(
                 peer=peer.name, backend=message.backend, layout=message.layout, endpoints=message.endpoints
@@ -172,12 +175,13 @@ class Registry:
         return difference(settings.layout, message.layout, can_recut=capabilities.can_recut)
 
     def fence(self, peer: Peer, out: list[DecodeAction]) -> None:
-        """Cut its last connection off from our memory, before anybody connects again."""
+        """Cut its last connection off from our memory, before a new one is opened."""
         peer.fencing = peer.name
-        out.append(FencePeer(peer=peer.name, backend=peer.backend))
+        ranks = len(peer.layout.shards) if peer.layout is not None else 0
+        out.append(FencePeer(peer=peer.name, backend=peer.backend, ranks=ranks))
 
     def fenced(self, name: str) -> Peer | None:
-        """That is done; the peer whose connection it was, None = nobody waited for it."""
+        """That is done; the peer whose connection it was, None = it was not awaited."""
         for peer in self._peers.values():
             if peer.fencing == name:
                 peer.fencing = ""

@@ -1,7 +1,7 @@
-"""Who may join the cluster: a MAC over HELLO and HELLO_OK, keyed with the secret that all engines share. Pure.
+"""Admission to the cluster: a MAC over HELLO and HELLO_OK, keyed with the secret that all engines share. Pure.
 
 The MAC covers the whole greeting, the sender's incarnation, its role, and a fresh nonce of the other side, so that a
-greeting overheard earlier is of no use to anybody. An engine with a secret greets nobody who does not know it.
+greeting that was overheard cannot be used again. An engine with a secret greets only peers that know it.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def greeting_mac(secret: str, message: Hello | HelloOk, incarnation: int, nonce:
 
 
 def is_genuine(secret: str, message: Hello | HelloOk, incarnation: int, nonce: bytes) -> bool:
-    """Whether its MAC is the one that somebody with the secret makes for this nonce."""
+    """Whether its MAC is the one that the secret gives for this nonce."""
     return bool(nonce) and hmac.compare_digest(greeting_mac(secret, message, incarnation, nonce), message.mac)

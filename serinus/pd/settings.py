@@ -1,4 +1,4 @@
-"""What both handoff machines are told at birth."""
+"""The settings of a handoff machine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Capabilities, check_safe, known_capabilities
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["PIECE_BYTES_MAX", "PdSettings"]
+__all__ = ["PIECE_BYTES_MAX", "HandoffSettings"]
 
 PIECE_BYTES_MAX = 64 << 20
-"""No piece is larger: between two of them somebody looks whether the grant is still open."""
+"""No piece is larger: between two of them prefill looks whether the grant is still open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PdSettings:
-    """Who this engine is, what its pages look like, and how long it waits. Raises ConfigError."""
+class HandoffSettings:
+    """What one engine is called, what its pages look like, and how long it waits.
+
+    Raises ConfigError: a value out of range, a layout that cannot be, or a backend that no mode makes safe.
+    """
 
     engine: str
     """Name of this engine, e.g. decode-0."""
     incarnation: int
-    """Of this process."""
+    """Random id of this run of the process."""
     layout: LayoutSignature
     """What its KV looks like, all ranks together."""
     vocab_size: int
@@ -38,7 +41,7 @@ class PdSettings:
     host: str = ""
     """Identity of this machine (backends.host_identity()); shm needs the same on both sides, and not empty."""
     cluster_secret: str = field(default="", repr=False)
-    """Both sides must know it; empty = nobody asks."""
+    """Both sides must know it; empty = there is none."""
     piece_bytes_max: int = 8 << 20
     """A Data message brings about so many bytes of one rank at most (always at least one page)."""
     staging_pieces: int = 1
@@ -62,11 +65,11 @@ class PdSettings:
     """A peer that is silent for so long is gone, unless it announced steps that explain it (four of its longest, up to
     handoff_s_max). A killed process is noticed at once whatever this says; this is for a hung one."""
     retry_s_min: float = 0.25
-    """A lost peer is tried again after this; the wait doubles with each failure..."""
+    """A lost peer is tried again after this; the wait doubles with each failure."""
     retry_s_max: float = 5.0
-    """...up to this."""
+    """The longest wait before a lost peer is tried again."""
     forget_s: float = 600.0
-    """A lost peer that nobody asked for in so long is forgotten."""
+    """A lost peer that no request asked for in so long is forgotten."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "piece_bytes_max", "incarnation", "staging_pieces"):
@@ -95,10 +98,10 @@ class PdSettings:
             raise ConfigError(str(error)) from None
 
     def capabilities_of(self, backend: str) -> Capabilities:
-        """What one of `backends` can do. Raises ConfigError where nobody said."""
+        """What one of `backends` can do. Raises ConfigError: it is not known."""
         found = self.capabilities.get(backend) or known_capabilities(backend)
         if found is None:
-            raise ConfigError(f"pd: nobody said what backend {backend!r} can do, expected it among capabilities")
+            raise ConfigError(f"pd: unknown what backend {backend!r} can do, expected it among capabilities")
         return found
 
     def first_needed(self, part: Part, held: int, prompt_tokens: int) -> int:

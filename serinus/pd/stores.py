@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError
-from serinus.core.parts import Part
-from serinus.pd.layout import Cut, RankLayout, covers_pages, cut, recut
-from serinus.pd.orders import FillPages
+from serinus.core.parts import PageStore, Part
+from serinus.pd.layout import Cut, RankLayout, covers_pages, cut, is_same, recut
+from serinus.pd.pages import TakeIn
 from serinus.pd.stamps import StampIntake
 
-__all__ = ["Intake", "PageStore", "Routes", "Stores", "StoresOf", "check_stores", "read_pages"]
-
-
-class PageStore(Protocol):
-    """The pages of one part on one rank: pool.DevicePool, or anything of its shape."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers of the part."""
-        ...
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> object:
-        """Copy pages into out[G, page_bytes]."""
-        ...
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        """Fill pages from data[G, page_bytes] (may be read only)."""
-        ...
+__all__ = ["Intake", "Stores", "StoresOf", "check_stores", "read_pages"]
 
 
 StoresOf = PageStore | Mapping[Part, PageStore] | Sequence[Mapping[Part, PageStore]]
@@ -78,28 +60,6 @@ class Stores:
         return self.by_rank[rank][part]
 
 
-def _is_same(source: RankLayout, target: RankLayout) -> bool:
-    """Whether a source page is a target page, rank by rank."""
-    return all(
-        getattr(source.signature, name) == getattr(target.signature, name)
-        for name in ("page_size", "tp", "pp", "stage_layers")
-    )
-
-
-class Routes:
-    """Which ranks of ours take what a rank of a peer sends."""
-
-    def __init__(self, source: RankLayout, target: RankLayout) -> None:
-        self._takers: dict[tuple[int, Part], tuple[int, ...]] = {}
-        for item in () if _is_same(source, target) else cut(source, target):
-            found = self._takers.get((item.source_rank, item.part), ())
-            self._takers[item.source_rank, item.part] = (*found, item.target_rank)
-
-    def takers(self, source: int, part: Part) -> tuple[int, ...]:
-        """Own ranks, each once; never none."""
-        return self._takers.get((source, part), (source,))
-
-
 class Intake:
     """Takes pages of one peer into one rank. Where the layouts are equal a source page is a target page; else this rank
     cuts its own layers and heads out of it."""
@@ -110,7 +70,7 @@ class Intake:
         self._source = source
         self._target = target
         self._stores = stores
-        self.is_same = _is_same(source, target)
+        self.is_same = is_same(source, target)
         """A source page is a target page."""
         self._cuts: dict[tuple[int, Part], list[Cut]] = {}
         for item in () if self.is_same else cut(source, target):
@@ -118,28 +78,28 @@ class Intake:
                 self._cuts.setdefault((item.source_rank, item.part), []).append(item)
         self._stamps = StampIntake(source, target) if source.signature.stamp_bytes and not self.is_same else None
 
-    def rows_of(self, order: FillPages, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def rows_of(self, command: TakeIn, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The bytes that came as source pages, [G, page_bytes]."""
-        return found.reshape(-1, self._source.page_bytes(order.source, order.part))
+        return found.reshape(-1, self._source.page_bytes(command.source, command.part))
 
-    def fill(self, order: FillPages, rows: NDArray[np.uint8]) -> None:
+    def fill(self, command: TakeIn, rows: NDArray[np.uint8]) -> None:
         """Copy source pages into own pages.
 
         Cost: the bytes once where layouts are equal; else once more into a buffer, and where only a part of each target
         page comes from this source rank, a read of those pages before.
         """
-        store, pages = self._stores[order.part], order.pages
+        store, pages = self._stores[command.part], command.pages
         if self.is_same:
             store.write_pages(pages, rows)
             return
-        for item in self._cuts.get((order.source, order.part), ()):
-            if covers_pages(item, self._source, self._target, order.first, len(rows)):
+        for item in self._cuts.get((command.source, command.part), ()):
+            if covers_pages(item, self._source, self._target, command.first, len(rows)):
                 out = np.empty((len(pages), store.page_bytes), dtype=np.uint8)
             else:
                 out = read_pages(store, pages)
-            recut(item, self._source, self._target, rows, order.first, out, order.target_first)
+            recut(item, self._source, self._target, rows, command.first, out, command.target_first)
             if self._stamps is not None:
-                self._stamps.land(order.xid, item, rows, order.first, out, order.target_first)
+                self._stamps.land(command.xid, item, rows, command.first, out, command.target_first)
             store.write_pages(pages, out)
 
     def forget(self, xid: str) -> None:

@@ -1,12 +1,13 @@
 """Holds the bytes: the KV of every slot on the device, the host tier, the storage tier; and req_to_token.
 
-`cache` decides which page belongs to whom and lies where; this room only keeps and moves what it is told to.
+`cache` decides which page belongs to which owner and lies where; this room only keeps and moves what it is told to.
 """
 
 from serinus.pool.device import STAMP_FIELDS, STAMP_LANES, DevicePool, PoolRegion, PoolSpec
 from serinus.pool.host import HostPool, host_page_counts
 from serinus.pool.mover import LayerGate, Mover
 from serinus.pool.request_table import RequestTable
+from serinus.pool.workers import Task, ThreadWorkers, Workers
 
 __all__ = [
     "STAMP_FIELDS",
@@ -18,5 +19,8 @@ __all__ = [
     "PoolRegion",
     "PoolSpec",
     "RequestTable",
+    "Task",
+    "ThreadWorkers",
+    "Workers",
     "host_page_counts",
 ]

@@ -1,4 +1,4 @@
-"""DevicePool: the KV bytes of one engine, all layers. Holds; who owns which page is decided elsewhere.
+"""DevicePool: the KV bytes of one engine, all layers. Holds; which owner has which page is decided elsewhere.
 
 Shapes: S = slots = page_count * page_size, H = KV heads, D = head size, G = pages moved, Y = bytes of a page,
 R = rows of a byte buffer, W = bytes of one lane (k or v of one layer) of a page.
@@ -34,7 +34,7 @@ class PoolSpec:
     """The size and shape of a pool."""
 
     layer_count: int
-    """Layers whose KV is kept: those of one part. 0 where no layer is of that part: its pages then have no bytes."""
+    """Layers of which KV is kept: those of one part. 0 where no layer is of that part: its pages then have no bytes."""
     kv_head_count: int
     """KV heads of each layer, on this rank."""
     head_size: int
@@ -44,7 +44,7 @@ class PoolSpec:
     page_count: int
     """Pages, with page 0, which is padding; so at least 2."""
     dtype: torch.dtype
-    """torch.float32 or torch.bfloat16."""
+    """Of keys and values: torch.float32 or torch.bfloat16."""
     device: str = "cpu"
     """Where the bytes are."""
     stamped: bool = False
@@ -141,7 +141,7 @@ class DevicePool:
 
     @property
     def regions(self) -> tuple[PoolRegion, ...]:
-        """For those who reach these bytes from outside: KV, then stamps; strips of a page in `read_pages` order."""
+        """For transports that reach these bytes: KV, then stamps; strips of a page in `read_pages` order."""
         spec, found = self.spec, []
         lanes = (
             (self.k[0] if self.k else None, 2 * spec.layer_count, spec.kv_bytes),

@@ -32,7 +32,7 @@ class HostPool:
     """
 
     def __init__(self, spec: PoolSpec, page_count: int) -> None:
-        """`spec`: of the device pool it stands behind; `page_count`: host pages, page 0 (which nobody owns) included.
+        """`spec`: of the device pool it stands behind; `page_count`: host pages, page 0 (which has no owner) included.
 
         Raises ConfigError: fewer than 2 pages, or the system does not give (or pin) the memory.
         """
@@ -70,7 +70,7 @@ class HostPool:
                 f"pool: {byte_count / _GB:.2f} GB of host memory cannot be pinned (CUDA error {code}), expected "
                 f"--hicache-size or --hicache-ratio to fit what the system may lock (ulimit -l)"
             )
-        # Holds the memory itself: it is unpinned before its addresses can be given to anybody else.
+        # Holds the memory itself: it is unpinned before its addresses can be given away.
         self._unpin = weakref.finalize(self, _unregister, self._memory, self.data_PY.ctypes.data)
 
     def close(self) -> None:

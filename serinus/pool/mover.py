@@ -1,19 +1,18 @@
 """Mover: carries pages between the device pools and the host pools of one engine. Decides nothing.
 
-One thread does it, beside the forward passes. A load fills its pages a group of layers at a time, in the order of the
-model, and LayerGate lets a forward pass start on layer 0 while layer 5 is still under way. Loads overtake backups:
-a request waits for a load, nobody for a backup but an eviction. That is safe because no page is in two copies.
+A worker does it (a thread), beside the forward passes. A load fills its pages a group of layers at a time, in the
+order of the model, and LayerGate lets a forward pass start on layer 0 while layer 5 is still under way. Loads overtake
+backups: a request waits for a load, and only an eviction for a backup. That is safe because no page is in two copies.
 
-On the CPU the thread copies by itself. On an accelerator it queues copies on a stream of its own, behind what the
+On the CPU the worker copies by itself. On an accelerator it queues copies on a stream of its own, behind what the
 compute stream was told before the copy was submitted; the gate makes the compute stream wait, not the host.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
 from serinus.pool.device import DevicePool
 from serinus.pool.host import HostPool
+from serinus.pool.workers import Task, ThreadWorkers, Workers
 
 __all__ = ["LayerGate", "Mover"]
 
@@ -43,7 +43,7 @@ class _Copy:
     """One op on its way."""
 
     index: int
-    """Order of submission."""
+    """Its place in the order of submission."""
     op: int
     kind: MoveKind
     moves: tuple[Move, ...]
@@ -65,12 +65,16 @@ class Mover:
         host: Mapping[Part, HostPool],
         layer_parts: Sequence[Part],
         clock: Clock,
+        workers: Workers | None = None,
     ) -> None:
         """
         Args:
             device, host: the pools of each part; equal page bytes.
             layer_parts: the part of each layer of the model, in order.
             clock: measures copies.
+            workers: one, which copies; None = a thread.
+        Raises:
+            InvariantError: the pools of a part differ, or its layers are not the model's.
         """
         for part, pool in device.items():
             count = sum(p is part for p in layer_parts)
@@ -84,21 +88,22 @@ class Mover:
         self._before = {part: _counts(layer_parts, part) for part in device}
         self._on_cpu = all(pool.spec.device == "cpu" for pool in device.values())
         self._stream: Any = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._news = threading.Condition()
         self._loads: deque[_Copy] = deque()
         self._backups: deque[_Copy] = deque()
         self._open: dict[int, _Copy] = {}
         self._ended: list[_Copy] = []
         self._submitted = 0
-        self._closing = False
-        self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="serinus-mover", daemon=True)
-        self._thread.start()
+        self._closed = False
+        self._workers: Workers = workers or ThreadWorkers("serinus-mover")
+        self._workers.start(self._take, self._around)
 
     # ---- the engine's side --------------------------------------------------------------------------------------
 
     def submit(self, moves: Sequence[Move]) -> None:
-        """Begin copies; all moves of one op come in one call and are of one kind. Returns at once."""
+        """Begin copies; all moves of one op come in one call and are of one kind. Returns at once.
+
+        Raises InvariantError: an op is submitted twice or of two kinds, or the mover is closed or broken.
+        """
         by_op: dict[int, list[Move]] = {}
         for move in moves:
             by_op.setdefault(move.op, []).append(move)
@@ -106,7 +111,7 @@ class Mover:
         if not self._on_cpu:
             fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
             fence.record()
-        with self._news:
+        with self._workers:
             self._check()
             for op, own in by_op.items():
                 if op in self._open or any(move.kind is not own[0].kind for move in own):
@@ -115,11 +120,11 @@ class Mover:
                 copy = _Copy(index=self._submitted, op=op, kind=own[0].kind, moves=tuple(own), fence=fence)
                 self._open[op] = copy
                 (self._loads if copy.kind is MoveKind.LOAD else self._backups).append(copy)
-            self._news.notify_all()
+            self._workers.tasks_added()
 
     def poll(self) -> list[MoveDone]:
         """The copies that ended since the last poll or wait, in the order in which they were submitted."""
-        with self._news:
+        with self._workers:
             self._check()
             ended, self._ended = self._ended, []
         ended.sort(key=lambda copy: copy.index)
@@ -127,67 +132,60 @@ class Mover:
 
     def wait(self, ops: Collection[int]) -> list[MoveDone]:
         """Block until these copies have ended; returns everything that `poll` would return then."""
-        with self._news:
-            self._news.wait_for(lambda: self._broken is not None or not any(op in self._open for op in ops))
+        with self._workers:
+            self._workers.wait_for(lambda: not any(op in self._open for op in ops))
         return self.poll()
 
     @property
     def open_count(self) -> int:
         """Copies that have not ended."""
-        with self._news:
+        with self._workers:
             return len(self._open)
 
     def close(self) -> None:
-        """End the thread; copies that have not begun never will. May be called again."""
-        with self._news:
-            self._closing = True
-            self._news.notify_all()
-        self._thread.join()
+        """End the worker; copies that have not begun never will. May be called again."""
+        with self._workers:
+            self._closed = True
+        self._workers.stop()
 
     def _check(self) -> None:
-        if self._broken is not None:
-            raise InvariantError(f"pool: the mover's thread broke: {self._broken!r}") from self._broken
-        if self._closing:
+        self._workers.check()
+        if self._closed:
             raise InvariantError("pool: the mover is closed, expected no more copies")
 
     # ---- the gate's side ----------------------------------------------------------------------------------------
 
     def open_loads(self) -> tuple[_Copy, ...]:
         """The loads that a forward pass which begins now must wait for."""
-        with self._news:
+        with self._workers:
             return tuple(copy for copy in self._open.values() if copy.kind is MoveKind.LOAD)
 
     def wait_layer(self, copy: _Copy, layer: int) -> None:
         """Let nothing that is computed from now on run before this layer of the load is there (or it has failed)."""
         if copy.layers <= layer:
-            with self._news:
-                self._news.wait_for(lambda: copy.layers > layer or copy.done is not None or self._broken is not None)
+            with self._workers:
+                self._workers.wait_for(lambda: copy.layers > layer or copy.done is not None)
                 self._check()
         for layers, event in copy.events:
             if layers > layer:
                 torch.cuda.current_stream().wait_event(event)
                 break
 
-    # ---- the thread ---------------------------------------------------------------------------------------------
+    # ---- the worker ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-            with torch.inference_mode(), stream:
-                while (copy := self._next()) is not None:
-                    self._carry(copy)
-        except BaseException as error:
-            with self._news:
-                self._broken = error
-                self._news.notify_all()
-            raise
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Around copies: on an accelerator they go to a stream of their own."""
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), stream:
+            yield
 
-    def _next(self) -> _Copy | None:
-        with self._news:
-            self._news.wait_for(lambda: self._closing or self._loads or self._backups)
-            if self._closing:
-                return None
-            return self._loads.popleft() if self._loads else self._backups.popleft()
+    def _take(self) -> Task | None:
+        """Loads go before backups. With the lock held."""
+        if not self._loads and not self._backups:
+            return None
+        copy = self._loads.popleft() if self._loads else self._backups.popleft()
+        return lambda: self._carry(copy)
 
     def _carry(self, copy: _Copy) -> None:
         begin = self._clock.now()
@@ -205,14 +203,14 @@ class Mover:
             error = f"{type(failure).__name__}: {failure}"
         seconds = self._clock.now() - begin
         moved = sum(len(move.source) * self._host[move.part].page_bytes for move in copy.moves)
-        with self._news:
+        with self._workers:
             copy.done = MoveDone(
                 op=copy.op, ok=not error, error=error, seconds=seconds, byte_count=0 if error else moved
             )
             copy.layers = self._layer_count
             del self._open[copy.op]
             self._ended.append(copy)
-            self._news.notify_all()
+            self._workers.notify()
 
     def _load(self, copy: _Copy) -> None:
         layer_bytes = [len(move.source) * self._device[move.part].spec.layer_bytes for move in copy.moves]
@@ -233,9 +231,9 @@ class Mover:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 copy.events.append((end, event))
-            with self._news:
+            with self._workers:
                 copy.layers = end
-                self._news.notify_all()
+                self._workers.notify()
 
     def _pieces(self, move: Move, layers: int) -> Iterator[slice]:
         """The pages of a load that are copied at once: all on the CPU, else what may be staged."""
@@ -255,7 +253,7 @@ class Mover:
 
     def _loads_first(self) -> None:
         while True:
-            with self._news:
+            with self._workers:
                 if not self._loads:
                     return
                 load = self._loads.popleft()

@@ -1,6 +1,6 @@
 """Runner: a StepPlan becomes tensors, one forward pass and a StepResult. Does; decides nothing, owns no page.
 
-Shapes: T = tokens of the step, B = sequences, W = rows whose hidden state is wanted, V = vocabulary.
+Shapes: T = tokens of the step, B = sequences, W = rows of which the hidden state is wanted, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Runner:
         self._kv = tuple(next(layers_left[part]) for part in model.spec.layer_parts)
         self._tables = dict(tables)
         self._rows = {part: table.table for part, table in tables.items()}
-        self._slides = Part.SWA in parts
         self._device = pools[Part.FULL].spec.device
         self._sampler: Sampler | OracleSampler = OracleSampler() if token_oracle else Sampler(kernels)
         self._hook: ForwardHook = hook or NullHook()
@@ -108,12 +107,13 @@ class Runner:
         if strange:
             raise InvariantError(f"runner: a table write of part {strange[0].name}, expected {_names(self._tables)}")
 
-    def _swa_slots(self, work: Sequence[SeqWork]) -> torch.Tensor | None:
-        if not self._slides:
+    def _slots(self, work: Sequence[SeqWork], part: Part) -> torch.Tensor | None:
+        """Where the tokens' KV of a part goes; None where the model has no such part."""
+        if part not in self._tables:
             return None
-        slots = [w.swa_slots for w in work if w.swa_slots is not None and len(w.swa_slots) == len(w.tokens)]
+        slots = [w.slots[part] for w in work if part in w.slots and len(w.slots[part]) == len(w.tokens)]
         if len(slots) != len(work):
-            raise InvariantError("runner: work without a SWA slot for each token, expected them: the model slides")
+            raise InvariantError(f"runner: work without a {part.name} slot for each token, expected them")
         return self._put(np.concatenate(slots))
 
     def _batch(self, work: Sequence[SeqWork]) -> tuple[ForwardBatch, NDArray[np.int64]]:
@@ -125,7 +125,7 @@ class Runner:
         np.cumsum(counts, out=offsets[1:])
         ends = offsets[1:]
         tokens = np.concatenate([w.tokens for w in work]).astype(np.int64)
-        slots = np.concatenate([w.slots for w in work])
+        slots = np.concatenate([w.slots[Part.FULL] for w in work])
         positions = np.arange(len(tokens), dtype=np.int64) + np.repeat(firsts - offsets[:-1], counts)
         attention = AttentionBatch(
             rows_B=self._put(rows), q_starts_B1=self._put(offsets), context_B=self._put(firsts + counts)
@@ -143,7 +143,7 @@ class Runner:
             tokens_T=self._put(tokens),
             positions_T=self._put(positions),
             slots_T=self._put(slots),
-            swa_slots_T=self._swa_slots(work),
+            swa_slots_T=self._slots(work, Part.SWA),
             attention=attention,
             wanted_W=wanted,
             wanted_attention=wanted_attention,

@@ -27,7 +27,7 @@ __all__ = ["Sampled", "Sampler", "token_logprobs"]
 _BINS = 4096
 _NATS = 64.0
 _COLDEST = 1e-20
-_FORBIDDEN = -1e30  # finite, so that a row whose every id is forbidden still has a largest
+_FORBIDDEN = -1e30  # finite, so that a row with every id forbidden still has a largest
 _SCORE_MAX = 1e30  # finite too: of two infinite scores neither is larger, and their difference is no number
 _SIGN_BIT = 1 << 63
 
@@ -37,7 +37,7 @@ class Sampled:
     """What was chosen for one row."""
 
     token: int
-    """The token id."""
+    """Id of the chosen token."""
     logprobs: TokenLogprobs | None = None
     """Of the model's own distribution, where asked for."""
 
@@ -164,8 +164,8 @@ def _floor(row_V: torch.Tensor, spec: SampleSpec) -> float:
 
 
 def _nucleus_floor(row_V: torch.Tensor, top_p: float) -> float:
-    """The lowest score among the fewest likeliest whose probabilities reach top_p of the row's. Sorts no whole row:
-    sums the probabilities in bins of equal width first, then sorts the one bin in which top_p is reached."""
+    """The lowest score among the fewest likeliest that together reach top_p of the row's probability. Sorts no whole
+    row: sums the probabilities in bins of equal width first, then sorts the one bin in which top_p is reached."""
     mass_V = row_V.exp().double()
     wanted = top_p * float(mass_V.sum())
     lowest = max(float(row_V.min()), -_NATS)

@@ -1,5 +1,5 @@
 """Token oracle: a sampler that ignores the logits. What it emits is a function of request and position alone, so that
-whoever reads a token later can tell whether it is the one that was emitted (`--sampling-backend token_oracle`)."""
+a later reader of a token can tell whether it is the one that was emitted (`--sampling-backend token_oracle`)."""
 
 from __future__ import annotations
 

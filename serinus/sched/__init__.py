@@ -1,10 +1,9 @@
-"""sched: decides each step. `Scheduler.plan` says who computes what on which pages, `commit` takes the result in.
+"""sched: decides each step. `Scheduler.plan` assigns tokens and pages to requests, `commit` takes the result in.
 
-Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, tokens to whoever asked.
+Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, tokens to the caller of the engine.
 """
 
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
-from serinus.sched.page_row import OwnPages
 from serinus.sched.scheduler import Scheduler
 from serinus.sched.settings import POLICIES, SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals
@@ -14,7 +13,6 @@ __all__ = [
     "ChunkReady",
     "HandoffSpec",
     "Outcome",
-    "OwnPages",
     "Reservation",
     "SchedSettings",
     "SchedStats",

@@ -1,4 +1,4 @@
-"""Who may come in: room by pages, a reserve for those who run, and waiting for a twin that computes the same prefix."""
+"""Admission: room by pages, a reserve for running requests, and waiting for one that computes the same prefix."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from itertools import chain
 
 import numpy as np
 
-from serinus.core.parts import Part
 from serinus.sched.batch import Batch
+from serinus.sched.page_allocator import PageAllocator
+from serinus.sched.page_row import PageRow
 from serinus.sched.request_state import Phase, ReqState
-from serinus.sched.seats import Seats
 from serinus.sched.settings import SchedSettings
 
 __all__ = ["Admission"]
@@ -18,88 +18,90 @@ __all__ = ["Admission"]
 class Admission:
     """Places a request on pages, or says no and changes nothing."""
 
-    def __init__(self, settings: SchedSettings, seats: Seats, batch: Batch) -> None:
+    def __init__(self, settings: SchedSettings, allocator: PageAllocator, batch: Batch) -> None:
         self._settings = settings
-        self._seats = seats
+        self._allocator = allocator
         self._batch = batch
         self._page_size = settings.page_size
 
-    def growth_pages(self) -> int:
-        """FULL pages that those who run (or will) may still take: each `growth_tokens` more, or up to its end."""
+    def growth_pages(self, place: int = 0) -> int:
+        """Pages of a part (its place among the parts) that running requests, and those in transit, may still take:
+        each `growth_tokens` more, or up to its end; of a part with a window up to its window."""
         running = chain(self._batch, self._batch.transfer.values())
-        return sum(self._wanted(state) - state.full.end for state in running)
-
-    def window_growth_pages(self) -> int:
-        """SWA pages that they may still take: each up to its window."""
-        running = chain(self._batch, self._batch.transfer.values())
-        return sum(max(0, self._wanted_window(state) - swa.count) for state in running if (swa := state.swa))
+        if place == 0:
+            return sum(self._wanted(state) - state.full.end for state in running)
+        rows = ((state, state.rows[place]) for state in running)
+        return sum(max(0, self._wanted_of(state, row) - row.count) for state, row in rows)
 
     def place(self, state: ReqState) -> bool:
-        """Match its prefix, load back what the host has of it, and give it pages for all its known tokens (of part
-        SWA one page, or for a remote prompt those that it will read); False = no room now, nothing changed.
+        """Match its prefix, load back what the host has of it, and give it pages for all its known tokens (of a part
+        with a window one page, or for a remote prompt those that it will read); False = no room now, nothing changed.
 
-        Room = free and evictable pages, less what those who run may still need. Where nobody else runs there is no
-        reserve: then only pages that a peer still reads can stand in the way, and that ends.
+        Room = free and evictable pages, less what running requests may still need. Where no other request runs there
+        is no reserve: then only pages that a peer still reads can stand in the way, and that ends.
         Cost: one probe; if that leaves hope one match and one allocation.
         """
-        seats = self._seats
-        alone = self._batch.seats_taken == 0
-        needed = seats.pages_for(state.known) if alone else self._wanted(state)
+        allocator = self._allocator
+        alone = self._batch.rows_needed == 0
+        needed = allocator.pages_for(state.known) if alone else self._wanted(state)
         reserve = 0 if alone else self.growth_pages()
-        if needed - seats.probe(state).device // self._page_size + reserve > seats.room():
+        if needed - allocator.probe(state).device // self._page_size + reserve > allocator.room():
             return False
-        seats.match(state)  # locks the prefix: from here on `room` does not count it
-        if needed - state.full.end + reserve <= seats.room() and self._fits_window(state, alone):
-            seats.load(state)
-            if seats.extend(state, seats.pages_for(state.known), self._window_end(state)):
+        allocator.match(state)  # locks the prefix: from here on `room` does not count it
+        if needed - state.full.end + reserve <= allocator.room() and self._fits_others(state, needed, alone=alone):
+            allocator.load(state)
+            if allocator.extend(state, allocator.pages_for(state.known), self._window_end(state)):
                 return True
-        seats.leave(state)
-        if alone and state.swa is not None and not state.cold:
-            state.cold = True  # the prefix it found pins more of part SWA than its own window needs
+        allocator.release(state)
+        if alone and state.windowed and not state.cold:
+            state.cold = True  # the prefix it found pins more of a part than its own window needs
             return self.place(state)
         return False
 
-    def _fits_window(self, state: ReqState, alone: bool) -> bool:
-        swa = state.swa
-        if swa is None:
-            return True
-        seats = self._seats
-        reserve = 0 if alone else self.window_growth_pages()
-        first = max(swa.first, seats.window_start(state.prompt_len)) if state.phase is Phase.PREALLOC else swa.first
-        wanted = self._wanted_window(state) - max(0, swa.end - first)
-        return max(0, wanted) + reserve <= seats.room(Part.SWA)
+    def _fits_others(self, state: ReqState, needed: int, *, alone: bool) -> bool:
+        """Whether there is room for it in the parts beside FULL."""
+        for place, row in enumerate(state.rows[1:], 1):
+            reserve = 0 if alone else self.growth_pages(place)
+            wanted = needed - row.end
+            if row.windowed:
+                remote = state.phase is Phase.PREALLOC
+                first = max(row.first, self._allocator.first_page(row.part, state.prompt_len)) if remote else row.first
+                wanted = self._wanted_of(state, row) - max(0, row.end - first)
+            if max(0, wanted) + reserve > self._allocator.room(row.part):
+                return False
+        return True
 
     def _window_end(self, state: ReqState) -> int:
-        """Up to where it needs SWA pages at once; those of a remote prompt begin where its window does."""
-        swa, seats = state.swa, self._seats
-        if swa is None:
+        """Up to where it needs pages of parts with a window at once; those of a remote prompt begin where its window
+        does."""
+        if not state.windowed:
             return 0
         if state.phase is not Phase.PREALLOC:
             return state.computed // self._page_size + 1
-        seats.advance(state, state.prompt_len)
-        return seats.pages_for(state.prompt_len)
+        self._allocator.advance(state, state.prompt_len)
+        return self._allocator.pages_for(state.prompt_len)
 
     def awaits_storage(self, state: ReqState, now: float) -> bool:
         """Whether the storage may still bring some of its prefix, and it should wait for that. Otherwise what has
         come by now is taken."""
         if not state.prefetching:
             return False
-        if not self._seats.prefetch_over(state):
+        if not self._allocator.prefetch_over(state):
             policy = self._settings.prefetch_policy
             late = now - state.request.arrival >= self._settings.prefetch_s_max
             if policy == "wait_complete" or (policy == "timeout" and not late):
                 return True
-            self._seats.prefetch_cut(state)
+            self._allocator.prefetch_cut(state)
         state.prefetching = False
         return False
 
     def has_twin(self, state: ReqState) -> bool:
-        """Whether somebody is about to publish at least half of what this request would compute.
+        """Whether another request is about to publish at least half of what this request would compute.
 
         Waiting for it costs less than computing (or fetching) the same pages twice: `n` answers to one prompt, or
         many questions about one document. It ends: the other publishes chunk by chunk, or ends, or goes.
         """
-        if not self._seats.shares:
+        if not self._allocator.shares:
             return False
         cached: int | None = None
         for other in chain(self._batch.prefilling, self._batch.transfer.values()):
@@ -109,7 +111,7 @@ class Admission:
             if shared < self._page_size:
                 continue
             if cached is None:
-                cached = self._seats.cached(state)
+                cached = self._allocator.cached(state)
             gain = shared - cached
             if gain >= self._page_size and 2 * gain >= state.known - cached:
                 return True
@@ -117,7 +119,7 @@ class Admission:
 
     def _shared_tokens(self, state: ReqState, other: ReqState) -> int:
         other_known = other.prompt_len if other.phase is Phase.TRANSFER else other.known
-        count = min(self._seats.match_limit(state), other_known)
+        count = min(self._allocator.match_limit(state), other_known)
         differ = state.tokens[:count] != other.tokens[:count]
         first = int(np.argmax(differ)) if count else 0
         shared = first if count and differ[first] else count
@@ -125,7 +127,8 @@ class Admission:
 
     def _wanted(self, state: ReqState) -> int:
         tokens = min(state.known + self._settings.growth_tokens, state.limit)
-        return max(self._seats.pages_for(tokens), state.full.end)
+        return max(self._allocator.pages_for(tokens), state.full.end)
 
-    def _wanted_window(self, state: ReqState) -> int:
-        return min(self._seats.window_pages, self._wanted(state))
+    def _wanted_of(self, state: ReqState, row: PageRow) -> int:
+        wanted = self._wanted(state)
+        return min(self._allocator.window_pages[row.part], wanted) if row.windowed else wanted

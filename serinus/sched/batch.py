@@ -1,6 +1,6 @@
-"""Who runs, and what each does in the next step: page growth, retraction, decode work, prompt chunks.
+"""The running requests and their work in the next step: page growth, retraction, decode work, prompt chunks.
 
-Knows nothing of queues: whoever has to go is returned, and the scheduler puts it in line again.
+Knows nothing of queues: retracted requests are returned, and the scheduler puts them back into the queue.
 """
 
 from __future__ import annotations
@@ -10,44 +10,46 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
-from serinus.core.parts import Part
 from serinus.core.plan import SeqWork
+from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import Phase, ReqState
-from serinus.sched.seats import Seats
 
 __all__ = ["Batch", "Growth"]
 
-_NOBODY = 1 << 62
+_NONE_BARRED = 1 << 62
 _turn = attrgetter("turn")
 
 
 @dataclass(slots=True, kw_only=True)
 class Growth:
-    """Who can go on, and what that took."""
+    """What one round of page growth came to: the requests that decode next, and those retracted for them."""
 
     decoding: list[ReqState]
-    """Those who decode in the next plan: each has a slot for its token."""
+    """Requests that decode in the next plan: each has a slot for its token."""
     gone: list[ReqState] = field(default_factory=list)
-    """Those who had to give their pages back for it."""
-    barred_seq: int = _NOBODY
-    """Age of the oldest that lacks a page until somebody who is under way can give one: nobody younger gets a chunk."""
+    """Requests that were retracted: their pages are free, or only cached."""
+    barred_seq: int = _NONE_BARRED
+    """`seq` of the oldest request that lacks a page until a request under way can be retracted: no younger request
+    gets a chunk."""
 
 
 class Batch:
-    """The running requests, and those in transit towards it. Lists are in the order in which requests came to them."""
+    """The running requests, and those whose handoff is in transit. Each list is in the order in which requests joined
+    it."""
 
-    def __init__(self, seats: Seats, depth: int) -> None:
-        self._seats = seats
+    def __init__(self, allocator: PageAllocator, depth: int) -> None:
+        self._allocator = allocator
         self._depth = depth
         self._turn = 0
-        self._page_size = seats.page_size
+        self._page_size = allocator.page_size
+        self._windowed = bool(allocator.window_pages)
         self.prefilling: list[ReqState] = []
         self.decoding: list[ReqState] = []
         self.transfer: dict[str, ReqState] = {}
-        """Requests that will decode here as soon as their prompt has come from elsewhere; they have pages, no row."""
+        """Requests that decode here as soon as a prefill engine has filled their pages; they have pages, but no row."""
 
     @property
-    def seats_taken(self) -> int:
+    def rows_needed(self) -> int:
         """Requests that need a row now or soon."""
         return len(self.prefilling) + len(self.decoding) + len(self.transfer)
 
@@ -58,27 +60,27 @@ class Batch:
         return chain(self.decoding, self.prefilling)
 
     def remove(self, state: ReqState) -> None:
-        """Take it out of its list."""
+        """Take a running request out of its list; its pages stay allocated."""
         (self.decoding if state.phase is Phase.DECODE else self.prefilling).remove(state)
 
     def grow(self) -> Growth:
-        """Choose who decodes next, and give each of them the page its next token needs, and the first of those that
-        prefill one of part SWA.
+        """Choose the requests that decode next and give each the page that its next token needs. The oldest prefilling
+        request gets a page of each part with a window.
 
-        Where no page can be had, the youngest running request gives up all of its own (its full pages stay cached
-        while nobody needs them); one that lacks a page and is itself the youngest goes. Nothing is taken from one that
-        is under way: who lacks a page sits this plan out, and nobody younger is given work that would make it wait
-        longer. The oldest is never taken from, so something always gets on; one that runs alone lacks a page only
-        while handoffs hold some.
+        Where no page is free or evictable, the youngest running request is retracted, even if it is the one that lacks
+        the page; its full pages stay cached until they are needed. A request that is under way is never retracted:
+        while the youngest is, the request that lacks a page is left out of this plan, and no younger request gets
+        work that would make it wait longer. The oldest request is never retracted for another one, so at least one
+        request makes progress. A request that runs alone lacks a page only while handoffs hold some.
         """
         growth = Growth(decoding=self.decoding if self._depth == 1 else self._share())
         for state in [state for state in growth.decoding if state.known > state.full.room]:
             self._make_room(state, state.full.end + 1, growth)
-        if self._seats.window is not None:
+        if self._windowed:
             first = next((state for state in self.prefilling if state.wants_chunk), None)
-            if first is not None and first.swa is not None and first.swa.room <= first.planned and not first.under_way:
+            if first is not None and not first.under_way and any(r.room <= first.planned for r in first.windowed):
                 self._make_room(first, first.full.end, growth)
-        if growth.gone or growth.barred_seq != _NOBODY:
+        if growth.gone or growth.barred_seq != _NONE_BARRED:
             growth.decoding = [s for s in growth.decoding if s.phase is Phase.DECODE and s.known <= s.full.room]
         if self._depth > 1:
             for turn, state in enumerate(growth.decoding, self._turn + 1):
@@ -87,30 +89,32 @@ class Batch:
         return growth
 
     def _share(self) -> list[ReqState]:
-        """The decoding requests whose turn it is: with several plans under way each takes a part of them, so that all
-        stay busy. Who waits longest for a token comes first."""
+        """The decoding requests of the next plan: with several plans under way, each plan takes an equal share of them,
+        so that no plan is empty. The requests that have waited longest for a token come first."""
         count = -(-len(self.decoding) // self._depth)
         return sorted((state for state in self.decoding if not state.under_way), key=_turn)[:count]
 
     def _make_room(self, state: ReqState, full_end: int, growth: Growth) -> None:
-        """One more page of part SWA (where it has one), and FULL pages up to `full_end`."""
+        """Allocate one more page of each part with a window, and pages of the others up to `full_end`; retract the
+        youngest requests until that succeeds."""
         while state.running:
-            if self._seats.extend(state, full_end, 0 if state.swa is None else state.swa.end + 1):
+            window_end = 1 + min((row.end for row in state.windowed), default=0)
+            if self._allocator.extend(state, full_end, window_end):
                 return
             victim = max(self, key=lambda other: other.seq)
             if victim.under_way:
                 growth.barred_seq = min(growth.barred_seq, state.seq)
                 return
             self.remove(victim)
-            self._seats.leave(victim, park=True)
-            victim.cold = victim is state and self.seats_taken == 0 and state.swa is not None
+            self._allocator.release(victim, park=True)
+            victim.cold = victim is state and self.rows_needed == 0 and bool(state.windowed)
             victim.move(Phase.WAITING)
             victim.retractions += 1
             victim.retracted = True
             growth.gone.append(victim)
 
     def decode_work(self, decoding: Iterable[ReqState]) -> list[SeqWork]:
-        """One token for each of these."""
+        """The work of decoding requests: one token for each."""
         work = []
         for state in decoding:
             known = state.known
@@ -122,24 +126,23 @@ class Batch:
                     row=state.row,
                     start=start,
                     tokens=state.tokens[start:known],
-                    slots=state.full.slots[start:known],
-                    swa_slots=None if state.swa is None else state.swa.slots[start:known],
+                    slots={row.part: row.slots[start:known] for row in state.rows},
                     sample=state.sample_spec(),
                 )
             )
         return work
 
     def chunk_work(self, state: ReqState, budget: int) -> SeqWork | None:
-        """Hand out the next chunk of a prefilling request: at most `budget` tokens, and up to a page border unless it
-        is the last one, so that what is published and handed over is whole. None = the budget does not reach a border,
-        or part SWA has no page for it now."""
+        """The next chunk of a prefilling request: at most `budget` tokens. It ends at a page border unless it is the
+        last one, so that only whole pages are published and handed over before. None = the budget does not reach a
+        border, or a part with a window has no page for the chunk now."""
         start = state.planned
         end = state.known
         if end - start > budget:
             end = (start + budget) // self._page_size * self._page_size
             if end <= start:
                 return None
-        if state.swa is not None:
+        if state.windowed:
             end = self._within_window_room(state, start, end)
             if end <= start:
                 return None
@@ -151,21 +154,19 @@ class Batch:
             row=state.row,
             start=start,
             tokens=state.tokens[start:end],
-            slots=state.full.slots[start:end],
-            swa_slots=None if state.swa is None else state.swa.slots[start:end],
+            slots={row.part: row.slots[start:end] for row in state.rows},
             sample=state.sample_spec() if end == state.known else None,
             prompt_logprobs=state.request.sampling.prompt_logprobs if wants_logprobs else None,
             next_ids=state.tokens[start + 1 : min(end + 1, state.prompt_len)] if wants_logprobs else None,
         )
 
     def _within_window_room(self, state: ReqState, start: int, end: int) -> int:
-        """How far a chunk [start, end) can go on the SWA pages there are; it takes them. Those who decode are left a
-        page each, unless it could not get on at all."""
-        swa, seats = state.swa, self._seats
-        assert swa is not None, f"sched: {state.rid} has no part SWA"
-        lacking = seats.pages_for(end) - swa.end
-        if lacking > 0:
-            spare = seats.room(Part.SWA) - len(self.decoding)
-            least = 1 if swa.room <= start else 0
-            seats.extend(state, state.full.end, swa.end + min(lacking, max(spare, least)))
-        return min(end, swa.room)
+        """The end of the chunk [start, end) that the free pages of parts with a window allow; allocates those pages.
+        One page stays free for each decoding request, unless this request could then compute nothing."""
+        reach = self._allocator.pages_for(end)
+        for row in state.windowed:
+            spare = self._allocator.room(row.part) - len(self.decoding)
+            least = 1 if row.room <= start else 0
+            reach = min(reach, row.end + max(spare, least))
+        self._allocator.extend(state, state.full.end, reach)
+        return min(end, *(row.room for row in state.windowed))

@@ -13,15 +13,13 @@ from serinus.core.parts import Part
 from serinus.core.plan import StepPlan, StepResult
 from serinus.sched.batch import Batch
 from serinus.sched.open_step import OpenStep
+from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.page_row import PageRow
 from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
-from serinus.sched.seats import Seats
 from serinus.sched.settings import SchedSettings
 
 __all__ = ["check_result", "check_scheduler"]
-
-_NO_PAGES = np.empty(0, np.int32)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -30,7 +28,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def check_result(under_way: StepPlan | None, plan: StepPlan, result: StepResult) -> None:
-    """The plan is the one under way, and the result is its own."""
+    """Raises InvariantError where `plan` is not the one under way, or `result` is not its result."""
     if plan is not under_way:
         expected = f"step {under_way.step}" if under_way else "no commit without a plan"
         raise InvariantError(f"sched: step {plan.step} is committed, expected {expected}")
@@ -48,7 +46,7 @@ def check_scheduler(
     prealloc: ReqQueue,
     batch: Batch,
     inflight: Mapping[str, ReqState],
-    seats: Seats,
+    allocator: PageAllocator,
     settings: SchedSettings,
     steps: Collection[OpenStep],
 ) -> None:
@@ -67,20 +65,14 @@ def check_scheduler(
             _require(state.phase is phase, f"request {state.rid} is {state.phase.name}, but among the {phase.name}")
             found[state.rid] += 1
     _require(found == Counter(list(states)), f"requests in queues are {found}, expected each of {list(states)} once")
-    _check_rows(states.values(), seats, settings)
+    _check_rows(states.values(), allocator, settings)
     for state in states.values():
-        _check_positions(state, settings, seats)
+        _check_positions(state, settings, allocator)
     _check_steps(states, steps, settings)
-    _check_ledger(states, seats)
-    seats.cache.sanity_check(
+    _check_ledger(states, allocator)
+    allocator.cache.sanity_check(
         [
-            RowView(
-                rid=state.rid,
-                lease=state.lease,
-                pages=state.full.named(),
-                swa_first=0 if state.swa is None else state.swa.first,
-                swa_pages=_NO_PAGES if state.swa is None else state.swa.named(),
-            )
+            RowView(rid=state.rid, lease=state.lease, spans=tuple(row.span() for row in state.rows))
             for state in states.values()
             if state.lease is not None
         ]
@@ -104,27 +96,28 @@ def _check_steps(states: Mapping[str, ReqState], steps: Collection[OpenStep], se
     for state in states.values():
         end = reached.get(state.rid, state.computed)
         _require(state.planned == end, f"request {state.rid} has planned {state.planned} tokens, its plans reach {end}")
-        _require(not state.doomed or state.under_way or not state.running, f"doomed {state.rid} stays for no plan")
+        _require(not state.aborting or state.under_way or not state.running, f"aborting {state.rid} stays for no plan")
 
 
-def _check_rows(states: Iterable[ReqState], seats: Seats, settings: SchedSettings) -> None:
+def _check_rows(states: Iterable[ReqState], allocator: PageAllocator, settings: SchedSettings) -> None:
     taken = [state.row for state in states if state.running]
-    rows = sorted([*taken, *seats.free_rows])
+    rows = sorted([*taken, *allocator.free_rows])
     _require(
-        rows == list(range(1, settings.rows)), f"rows taken {taken} and free {seats.free_rows} are not all rows once"
+        rows == list(range(1, settings.rows)),
+        f"rows taken {taken} and free {allocator.free_rows} are not all rows once",
     )
     idle = [state.rid for state in states if state.row and not state.running]
     _require(not idle, f"requests {idle} have rows, expected only running ones to")
 
 
-def _check_positions(state: ReqState, settings: SchedSettings, seats: Seats) -> None:
+def _check_positions(state: ReqState, settings: SchedSettings, allocator: PageAllocator) -> None:
     name = f"request {state.rid} ({state.phase.name})"
     _require(
         0 <= state.published <= state.computed <= state.planned <= state.known <= settings.context_length,
         f"{name} has published {state.published}, computed {state.computed}, planned {state.planned} of {state.known}",
     )
     _require(state.known <= state.limit, f"{name} knows {state.known} tokens, expected at most {state.limit}")
-    if state.phase in (Phase.WAITING, Phase.PREALLOC) or (state.phase is Phase.INFLIGHT and state.doomed):
+    if state.phase in (Phase.WAITING, Phase.PREALLOC) or (state.phase is Phase.INFLIGHT and state.aborting):
         _require(state.full.end == 0 and state.lease is None, f"{name} has {state.full.end} pages, expected none")
         return
     leased = -1 if state.lease is None else state.lease.end
@@ -137,11 +130,13 @@ def _check_positions(state: ReqState, settings: SchedSettings, seats: Seats) -> 
     if state.phase is Phase.DECODE and state.generated:
         recent = int(state.tokens[state.known - 1])
         _require(0 <= recent < settings.vocab_size, f"{name} generated {recent}")
-    _require(state.full.first == 0, f"{name} has FULL pages from {state.full.first} on, expected all")
-    _check_slots(name, state.full)
-    if state.swa is not None:
-        _check_slots(name, state.swa)
-        _check_window(name, state, seats)
+    for row in state.rows:
+        _check_slots(name, row)
+        if row.windowed:
+            _check_window(name, state, row, allocator)
+        else:
+            _require(row.first == 0, f"{name} has {row.part.name} pages from {row.first} on, expected all")
+            _require(row.end == state.full.end, f"{name} has {row.end} {row.part.name} pages, {state.full.end} of FULL")
 
 
 def _check_slots(name: str, row: PageRow) -> None:
@@ -152,28 +147,25 @@ def _check_slots(name: str, row: PageRow) -> None:
     _require(same, f"{name} has slots that are not its pages'")
 
 
-def _check_window(name: str, state: ReqState, seats: Seats) -> None:
+def _check_window(name: str, state: ReqState, row: PageRow, allocator: PageAllocator) -> None:
     """What it reads next is there, and nothing older than one step needs."""
-    swa = state.swa
-    assert swa is not None, f"sched: {name} without part SWA"
     position = state.prompt_len if state.phase is Phase.TRANSFER else state.computed
-    _require(
-        swa.first <= seats.window_start(position), f"{name} has SWA pages from {swa.first} on, too few for {position}"
-    )
+    part, first = row.part.name, allocator.first_page(row.part, position)
+    _require(row.first <= first, f"{name} has {part} pages from {row.first} on, too few for {position}")
     if state.phase is Phase.DECODE:
-        count = swa.count
-        _require(count <= seats.window_pages, f"{name} has {count} SWA pages, expected at most {seats.window_pages}")
-        _require(swa.end == state.full.end, f"{name} has SWA pages up to {swa.end}, FULL ones up to {state.full.end}")
+        most = allocator.window_pages[row.part]
+        _require(row.count <= most, f"{name} has {row.count} {part} pages, expected at most {most}")
+        _require(row.end == state.full.end, f"{name} has {part} pages up to {row.end}, FULL ones to {state.full.end}")
 
 
-def _check_ledger(states: Mapping[str, ReqState], seats: Seats) -> None:
-    held: dict[Part, Counter[int]] = {Part.FULL: Counter(), Part.SWA: Counter()}
+def _check_ledger(states: Mapping[str, ReqState], allocator: PageAllocator) -> None:
+    held: dict[Part, Counter[int]] = {part: Counter() for part in allocator.windows}
     for state in states.values():
         for spans in state.holds:
             for span in spans:
                 held[span.part].update(span.pages.tolist())
-    for part in seats.cache.geometry.parts:
-        ledger = seats.cache.ledgers[Tier.DEVICE, part]
+    for part in allocator.cache.geometry.parts:
+        ledger = allocator.cache.ledgers[Tier.DEVICE, part]
         for rid in ledger.request_ids:
             known = states.get(rid)
             _require(known is not None and known.lease is not None, f"the ledger knows request {rid} without pages")

@@ -12,11 +12,11 @@ from serinus.core.request import FinishReason, Request
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["Ending", "check_handoff", "check_request", "ending_of", "stop_ids_of", "token_limit"]
+__all__ = ["ExitReason", "check_handoff", "check_request", "ending_of", "stop_ids_of", "token_limit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ExitReason:
     """Why a request ended."""
 
     finish: FinishReason
@@ -24,7 +24,7 @@ class Ending:
     """The token that ended it, where one did."""
 
 
-_LENGTH = Ending(finish=FinishReason.LENGTH)
+_LENGTH = ExitReason(finish=FinishReason.LENGTH)
 
 
 def stop_ids_of(request: Request, settings: SchedSettings) -> tuple[int, ...]:
@@ -36,20 +36,20 @@ def stop_ids_of(request: Request, settings: SchedSettings) -> tuple[int, ...]:
 def token_limit(request: Request, settings: SchedSettings, pool_tokens: int) -> int:
     """Known tokens at which the request ends with LENGTH.
 
-    One that asks for more than the pool holds runs until it has the whole pool: the oldest request can take
-    everybody else's pages, so `pool_tokens` is the point where nobody is left to take them from.
+    A request that asks for more than the pool holds runs until it has the whole pool: the oldest request can take the
+    pages of all others, so at `pool_tokens` no other request is left to retract.
     """
     limit = min(settings.context_length, pool_tokens)
     wanted = request.sampling.max_new_tokens
     return limit if wanted is None else min(limit, len(request.prompt) + wanted)
 
 
-def ending_of(state: ReqState) -> Ending | None:
+def ending_of(state: ReqState) -> ExitReason | None:
     """Whether the last known token, just generated, ends the request. A stop token comes before the length."""
     known = state.known
     token = int(state.tokens[known - 1])
     if token in state.stop_set and known - state.prompt_len > state.min_new:
-        return Ending(finish=FinishReason.STOP, matched_stop=token)
+        return ExitReason(finish=FinishReason.STOP, matched_stop=token)
     return _LENGTH if known >= state.limit else None
 
 

@@ -1,4 +1,4 @@
-"""Loads that failed: whose KV never came from the host, and where those requests go. Nothing is lost but time."""
+"""Failed loads: requests whose KV could not be copied from the host to the device are computed again."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from serinus.cache import Lease
 from serinus.core.errors import InvariantError
 from serinus.sched.batch import Batch
 from serinus.sched.incoming import Incoming
+from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import Phase, ReqState
-from serinus.sched.seats import Seats
 
 __all__ = ["begin_again"]
 
 
 def begin_again(
-    leases: Sequence[Lease], states: Iterable[ReqState], batch: Batch, incoming: Incoming, seats: Seats
+    leases: Sequence[Lease], states: Iterable[ReqState], batch: Batch, incoming: Incoming, allocator: PageAllocator
 ) -> list[ReqState]:
-    """Take the requests of these leases off their pages; returns those that must wait to be computed here.
+    """Free the pages of the requests with these leases; returns the requests that must now wait to be computed here.
 
-    A load is settled before anything computed on it is committed, and before anybody publishes onto it. So whoever has
-    a chunk committed (or pages that a prefill engine knows) reads none of what did not come: it only shares nodes with
-    it, as where a window of an old prefix was fetched once more. It goes on; it cannot publish any more.
+    A load is settled before any result computed on it is committed, and before any page is published behind it. So a
+    request with a committed chunk (or with pages that a prefill engine knows; `sure` is set for both) does not read the
+    pages that failed to load. It only shares tree nodes with them, as where a window of an old prefix was loaded again.
+    Such a request continues, but cannot publish any more.
+
+    Raises InvariantError where a request without a committed chunk is neither prefilling nor in transfer.
     """
     if not leases:
         return []
@@ -36,7 +39,7 @@ def begin_again(
                 f"sched: request {state.rid} is {state.phase.name} on KV that never came from the host"
             )
         batch.remove(state)
-        seats.leave(state)
+        allocator.release(state)
         if state.first_token is None:
             state.started = None
         state.move(Phase.WAITING)

@@ -1,4 +1,4 @@
-"""A step that is planned and not committed: who is in it, and what to tell of it. Plain data."""
+"""A step that is planned and not committed: its requests, and the outcome as far as it is known. Plain data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["OpenStep"]
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """One plan under way."""
+    """A plan under way, with the requests it computes for."""
 
     plan: StepPlan
     states: list[ReqState | None]
-    """Whose work is `plan.work[i]`; None = it began once more since: what comes of this work is nobody's."""
+    """The request of each `plan.work[i]`; None = the request was started again since, so its result is dropped."""
     loads: frozenset[int]
-    """Copies from the host that its forward pass waits for: they have ended when it has."""
+    """Copies from the host that the forward pass waits for: once it has ended, they have ended too."""
     outcome: Outcome
-    """What is known of it before it runs."""
+    """The part of the outcome that is known before the plan runs."""
 
     def forget(self, state: ReqState) -> None:
-        """The KV it computes on never came."""
+        """Drop what this step computes for a request, as the KV it reads could not be loaded."""
         self.states = [None if each is state else each for each in self.states]

@@ -3,33 +3,26 @@ page i is for positions i * page_size on, whatever was given back before it. Dec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.parts import PageSpan, Part
 
-__all__ = ["OwnPages", "PageRow"]
+__all__ = ["PageRow"]
 
 _GROWTH_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnPages:
-    """A request's tokens, and the pages it has, by part."""
-
-    tokens: NDArray[np.int32]
-    spans: tuple[PageSpan, ...]
-
-
 class PageRow:
-    """Pages [first, end) of a sequence in one part; `first` is 0 in part FULL."""
+    """Pages [first, end) of a sequence in one part; `first` is 0 unless the part has a window."""
 
-    __slots__ = ("end", "first", "page_size", "pages", "room", "slots")
+    __slots__ = ("end", "first", "page_size", "pages", "part", "room", "slots", "windowed")
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, part: Part, page_size: int, *, windowed: bool = False) -> None:
+        self.part = part
         self.page_size = page_size
+        self.windowed = windowed
+        """Whether pages behind the part's window are given back."""
         self.pages: NDArray[np.int32] = np.empty(0, np.int32)
         """Buffer; those from `first` to `end` are meant."""
         self.slots: NDArray[np.int64] = np.empty(0, np.int64)
@@ -41,12 +34,17 @@ class PageRow:
 
     @property
     def count(self) -> int:
-        """Pages it has."""
+        """Number of pages in the row."""
         return self.end - self.first
 
-    def span(self, part: Part) -> PageSpan:
-        """Its pages, as others are told of them; a copy."""
-        return PageSpan(part=part, first=self.first, pages=self.named().copy())
+    def span(self) -> PageSpan:
+        """Its pages; a view, good until it changes."""
+        return PageSpan(part=self.part, first=self.first, pages=self.pages[self.first : self.end])
+
+    def cut(self, first: int, end: int) -> PageSpan:
+        """Those of its pages [first, end) that it has from its own first one on; a view, as `span`."""
+        first = min(max(first, self.first), end)
+        return PageSpan(part=self.part, first=first, pages=self.pages[first:end])
 
     def named(self) -> NDArray[np.int32]:
         """Its pages, in order; a view."""
@@ -64,6 +62,13 @@ class PageRow:
         self.end = end
         self.room = end * self.page_size
         self.put(begin, pages)
+
+    def join(self, span: PageSpan) -> None:
+        """Append what a match or a load brought: of a part with a window it is all that is still read."""
+        if self.windowed:
+            self.begin_at(span.first)
+        assert span.first == self.end, f"sched: pages from {span.first} on behind {self.end} of {self.part.name}"
+        self.add(span.pages)
 
     def put(self, first: int, pages: NDArray[np.int32]) -> None:
         """Replace its pages from index `first` on, as publication does where the tree already had them."""

@@ -45,7 +45,7 @@ class ReqQueue:
         self._states.insert(bisect_left(self._states, state.seq, key=_seq), state)
 
     def remove(self, state: ReqState) -> None:
-        """Take it out."""
+        """Take a request out of the queue."""
         at = bisect_left(self._states, state.seq, key=_seq)
         found = at < len(self._states) and self._states[at] is state
         assert found, f"sched: request {state.rid} is not in the queue"
@@ -59,7 +59,7 @@ class ReqQueue:
 def admission_order(
     queue: ReqQueue, settings: SchedSettings, cached: Callable[[ReqState], int], count: int
 ) -> list[ReqState]:
-    """Whom to try to admit, in order, at most `count` of them.
+    """The requests to try to admit, in order, at most `count` of them.
 
     fcfs: the oldest first. lpm: the longest cached prefix first, among the oldest `lpm_scan_requests`; a request
     that had run already, or that was passed `lpm_skips_max` times, comes before all others.

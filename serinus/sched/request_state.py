@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from serinus.cache import Lease, LoadPlan
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffSpec
-from serinus.core.parts import PageSpan, Part
+from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import SampleSpec
 from serinus.core.request import Request, TokenLogprobs, Usage
-from serinus.sched.page_row import OwnPages, PageRow
+from serinus.sched.page_row import PageRow
 
-__all__ = ["NEXT_PHASES", "QUEUE_OF", "Phase", "ReqState"]
+__all__ = ["NEXT_PHASES", "Phase", "ReqState"]
 
 _GROWTH = 256
 """Tokens by which a buffer grows at least."""
@@ -59,17 +59,6 @@ NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
 """The legal changes. A retracted or recomputed request goes back to WAITING; one that ends while chunks of it are still
 being read goes to INFLIGHT; nothing leaves ENDED."""
 
-QUEUE_OF: Mapping[Phase, str] = {
-    Phase.WAITING: "waiting",
-    Phase.PREFILL: "running",
-    Phase.DECODE: "running",
-    Phase.PREALLOC: "prealloc",
-    Phase.TRANSFER: "transfer",
-    Phase.INFLIGHT: "inflight",
-    Phase.ENDED: "",
-}
-"""What the journal calls the queue of each phase; empty = gone."""
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReqState:
@@ -78,8 +67,8 @@ class ReqState:
     request: Request
     page_size: int
     """Tokens of a page."""
-    slides: bool
-    """Whether there is a part SWA."""
+    windows: Mapping[Part, int | None]
+    """The parts of the cache, FULL first, with their windows; None = the part covers the whole sequence."""
     seq: int
     """Number of its arrival: lower = older. Survives retraction, so the oldest always gets on."""
     limit: int
@@ -87,25 +76,25 @@ class ReqState:
     stop_ids: tuple[int, ...]
     """Ids that end it."""
     handoff: HandoffSpec | None = None
-    """Prefill side: for whom the prompt is computed."""
+    """Prefill side: the handoff that the prompt is computed for."""
     remote: bool = False
     """Decode side: the prompt is wanted from a prefill engine."""
 
     phase: Phase = Phase.WAITING
-    journal: list[tuple[str, str]] | None = None
-    """Where its changes of queue are written down, in order; None = nowhere."""
-    doomed: bool = False
+    aborting: bool = False
     """Ended while steps with it were under way; it leaves at the commit of the last of them."""
-    condemned: bool = False
+    untrusted: bool = False
     """Its KV is not to be trusted: none of it is published when it ends."""
     row: int = 0
     """Row of req_to_token while running, else 0."""
     lease: Lease | None = None
     """Pins the part of its pages that lies in the tree, while it has pages."""
+    rows: tuple[PageRow, ...] = field(init=False)
+    """Its pages, of each part; of one with a window as far back as that reaches."""
     full: PageRow = field(init=False)
-    """Its pages of part FULL, all from position 0 on."""
-    swa: PageRow | None = field(init=False)
-    """Its pages of part SWA, as far back as its window reaches; None where no layer slides."""
+    """The first of them, FULL: all pages from position 0 on."""
+    windowed: tuple[PageRow, ...] = field(init=False)
+    """Those of parts with a window."""
     tokens: NDArray[np.int32] = field(init=False)
     """Buffer; the first `known` are meant."""
     known: int = field(init=False)
@@ -123,11 +112,11 @@ class ReqState:
     granted: bool = False
     """Decode side: a prefill engine may know its pages."""
     prefetching: bool = False
-    """The storage is asked for its prefix, and nobody has looked at what came of it."""
+    """The storage is asked for its prefix, and admission has not looked at the result."""
     prefetched: bool = False
     """The storage was asked for its prefix."""
     cold: bool = False
-    """It must run on pages of its own alone: with a cached prefix there was no room even when nobody else ran."""
+    """It must run without a cached prefix: with one there was no room even when no other request ran."""
     held: int = 0
     """Decode side: prompt tokens found in the own cache when the pages were reserved."""
 
@@ -168,13 +157,18 @@ class ReqState:
         self.prompt_len = self.known = len(prompt)
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
-        self.full = PageRow(self.page_size)
-        self.swa = PageRow(self.page_size) if self.slides else None
+        self._begin_rows()
         self.stop_set = frozenset(self.stop_ids)
         self.min_new = self.request.sampling.min_new_tokens
         self.prompt_ids = self.tokens[: self.known] if self.request.sampling.penalised else None
         if self.request.sampling.prompt_logprobs is not None and self.handoff is None:
             self.prompt_logprobs = [TokenLogprobs(logprob=None)]
+
+    def _begin_rows(self) -> None:
+        size = self.page_size
+        rows = [PageRow(part, size, windowed=window is not None) for part, window in self.windows.items()]
+        self.rows, self.full = tuple(rows), rows[0]
+        self.windowed = tuple(row for row in rows if row.windowed)
 
     @property
     def rid(self) -> str:
@@ -187,7 +181,7 @@ class ReqState:
 
     @property
     def running(self) -> bool:
-        """Has a row."""
+        """Whether the request has a row."""
         return self.phase is Phase.PREFILL or self.phase is Phase.DECODE
 
     @property
@@ -198,7 +192,7 @@ class ReqState:
     @property
     def wants_chunk(self) -> bool:
         """While it prefills: whether some of its prompt is in no plan yet."""
-        return self.planned < self.known and not self.doomed
+        return self.planned < self.known and not self.aborting
 
     def move(self, phase: Phase) -> None:
         """Change phase; raises InvariantError where that is no legal change."""
@@ -207,8 +201,6 @@ class ReqState:
                 f"sched: request {self.rid} goes from {self.phase.name} to {phase.name},"
                 f" expected one of {sorted(p.name for p in NEXT_PHASES[self.phase])}"
             )
-        if self.journal is not None and QUEUE_OF[phase] != QUEUE_OF[self.phase]:
-            self.journal.append((self.rid, QUEUE_OF[phase]))
         self.phase = phase
 
     def go_on_from(self, length: int) -> None:
@@ -234,16 +226,15 @@ class ReqState:
         self.lease = self.load = None
         self.row = 0
         self.go_on_from(0)
-        self.full = PageRow(self.page_size)
-        if self.swa is not None:
-            self.swa = PageRow(self.page_size)
+        self._begin_rows()
         self.found = {}
         self.awaited, self.granted = frozenset(), False
 
     def own_pages(self) -> OwnPages:
         """Its tokens, and the pages it has now."""
-        spans = (self.full.span(Part.FULL), *(() if self.swa is None else (self.swa.span(Part.SWA),)))
-        return OwnPages(tokens=self.tokens[: self.known], spans=spans)
+        spans = [row.span() for row in self.rows]
+        copies = (PageSpan(part=span.part, first=span.first, pages=span.pages.copy()) for span in spans)
+        return OwnPages(tokens=self.tokens[: self.known], spans=tuple(copies))
 
     def sample_spec(self) -> SampleSpec:
         """How to choose the token behind the last known one."""

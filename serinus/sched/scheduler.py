@@ -1,11 +1,11 @@
-"""The scheduler: decides each step. `plan` says who computes what on which pages, `commit` takes the result in.
+"""The scheduler: decides each step. `plan` assigns tokens and pages to requests, `commit` takes the result in.
 
 Torch-free, clock-free (`now` is an argument), one thread. Up to `depth` plans are under way; they run and are committed
-in order, so a page that was freed may be handed out at once: whoever used it does so in an earlier plan.
+in order, so a freed page may be allocated again at once: its last user reads it in an earlier plan.
 
-The rules live next door: roster.py (who is where), agenda.py (the next step) and intake.py (what came of one),
-queues.py (order), admission.py (room), batch.py (the batch), seats.py (rows and pages), endings.py (when it ends),
-incoming.py and outgoing.py (the two sides of a handoff).
+The rules: request_queues.py (which request is where), step_planner.py (the next step), step_commit.py (its result),
+queues.py (order), admission.py (room), batch.py (the batch), page_allocator.py (rows and pages), endings.py (when a
+request ends), incoming.py and outgoing.py (the two sides of a handoff).
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from collections.abc import Mapping, Sequence
 from serinus.cache import PrefixCache
 from serinus.core.errors import BadRequest, CapacityError, InvariantError
 from serinus.core.handoff import HandoffSpec, Reservation
-from serinus.core.parts import PageSpan, Part
+from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan, StepResult
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.sched.admission import Admission
-from serinus.sched.agenda import Agenda
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
 from serinus.sched.endings import check_handoff, check_request, stop_ids_of, token_limit
 from serinus.sched.incoming import Incoming
-from serinus.sched.intake import Intake
 from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
-from serinus.sched.page_row import OwnPages
+from serinus.sched.page_allocator import PageAllocator
+from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Phase, ReqState
-from serinus.sched.roster import Roster
-from serinus.sched.seats import Seats
 from serinus.sched.settings import SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals, sched_stats
+from serinus.sched.step_commit import StepCommit
+from serinus.sched.step_planner import StepPlanner
 
 __all__ = ["Scheduler"]
 
@@ -43,22 +42,23 @@ class Scheduler:
 
     def __init__(self, settings: SchedSettings, cache: PrefixCache) -> None:
         self.settings = settings
-        self._seats = seats = Seats(settings, cache)
-        self._batch = batch = Batch(seats, settings.depth)
-        admission = Admission(settings, seats, batch)
-        self._incoming = Incoming(settings, seats, batch, admission)
-        self._outgoing = Outgoing(seats)
-        self._roster = Roster(seats, batch, self._incoming, self._outgoing)
+        self._allocator = allocator = PageAllocator(settings, cache)
+        self._batch = batch = Batch(allocator, settings.depth)
+        admission = Admission(settings, allocator, batch)
+        self._incoming = Incoming(settings, allocator, batch, admission)
+        self._outgoing = Outgoing(allocator)
+        self._requests = RequestQueues(allocator, batch, self._incoming, self._outgoing)
         self._totals = Totals()
-        self._agenda = Agenda(settings, seats, batch, admission, self._incoming, self._roster, self._totals)
-        self._intake = Intake(settings.vocab_size, seats, batch, self._outgoing, self._roster, self._totals)
-        self._states, self._waiting = self._roster.states, self._roster.waiting
+        self._planner = StepPlanner(settings, allocator, batch, admission, self._incoming, self._requests, self._totals)
+        self._step_commit = StepCommit(
+            settings.vocab_size, allocator, batch, self._outgoing, self._requests, self._totals
+        )
+        self._states, self._waiting = self._requests.states, self._requests.waiting
         self._open: deque[OpenStep] = deque()
-        self._journal: list[tuple[str, str]] | None = [] if settings.journal else None
         self._arrivals = 0
         self.in_flight = 0
         """Copies and storage operations that had not ended at the last plan: an idle loop should plan again soon."""
-        pool_tokens = self._seats.pages_total * settings.page_size
+        pool_tokens = self._allocator.pages_total * settings.page_size
         if settings.max_total_tokens is not None:
             pool_tokens = min(pool_tokens, settings.max_total_tokens)
         self._pool_tokens = pool_tokens
@@ -74,16 +74,17 @@ class Scheduler:
         return rid in self._states
 
     def add(self, request: Request, *, remote: bool = False, handoff: HandoffSpec | None = None) -> None:
-        """Take a request: to be computed here, remotely (decode side), or for a decode engine (prefill side).
+        """Take a request: its prompt is computed here, by a prefill engine (`remote`), or here for a decode engine
+        (`handoff`).
 
-        A remote one that wants prompt log-probabilities is computed here: they do not travel.
+        A remote request that wants prompt log-probabilities is computed here: a handoff does not carry them.
         Raises BadRequest (id in use, ids outside the vocabulary, bad `held`), PromptTooLong (it could never be
         served), CapacityError (max_queued_requests wait already).
         """
         assert not (remote and handoff), "sched: a request is remote or has a handoff, not both"
         if request.rid in self._states:
             raise BadRequest("rid", request.rid, "an id that no request of this engine has now")
-        check_request(request, self.settings, self._pool_tokens)
+        self.check(request)
         if handoff is not None:
             check_handoff(handoff, request, self.settings.page_size)
         queued = len(self._waiting) + len(self._incoming.prealloc)
@@ -99,7 +100,7 @@ class Scheduler:
         state = ReqState(
             request=request,
             page_size=self.settings.page_size,
-            slides=self._seats.window is not None,
+            windows=self._allocator.windows,
             seq=self._arrivals,
             limit=token_limit(request, self.settings, self._pool_tokens),
             stop_ids=stop_ids_of(request, self.settings),
@@ -107,42 +108,45 @@ class Scheduler:
             remote=remote,
             phase=Phase.PREALLOC if remote else Phase.WAITING,
             local_reason=local_reason,
-            journal=self._journal,
         )
         if handoff is not None:
             self._outgoing.start(state, handoff)
-        self._roster.enter(state)
+        self._requests.enter(state)
         self._totals.requests += 1
         if self.settings.prefetch_policy != "none":
-            self._seats.prefetch(state)
+            self._allocator.prefetch(state)
+
+    def check(self, request: Request) -> None:
+        """Raise what `add` would raise for this request by itself: BadRequest, PromptTooLong."""
+        check_request(request, self.settings, self._pool_tokens)
 
     def abort(
-        self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT, *, condemned: bool = False
+        self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT, *, untrusted: bool = False
     ) -> TokenDelta | None:
-        """End a request in whatever state it is; its last delta. None = unknown, or asked for by a peer.
+        """End a request in any state; returns its last delta. None = it is unknown, aborted already, or a peer's.
 
-        `finish` is what it counts as: STOP where a stop text was found in its answer, ERROR where that cannot be sent.
-        `condemned`: its KV is not to be trusted, nothing more of it is published.
+        `finish` is its finish reason: STOP where a stop text was found in its answer, ERROR where the answer cannot be
+        sent. `untrusted`: its KV may be wrong, nothing more of it is published.
         Its pages are free at once, except those that a transfer still reads: they stay held until `chunk_drained`,
-        `handoff_drained` or `handoff_ended`. While steps with it are under way, they stay until the commit of
-        the last of them.
+        `handoff_drained` or `handoff_ended`. While steps with the request are under way, its pages stay allocated until
+        the commit of the last of them.
         """
         state = self._states.get(rid)
         if state is None:
             return None
-        state.condemned |= condemned
-        if state.doomed:
+        state.untrusted |= untrusted
+        if state.aborting:
             return None
         self._totals.aborted += finish is FinishReason.ABORT
         self._totals.finished += finish is FinishReason.STOP
         usage = state.usage()
         if state.under_way:
-            state.doomed = True
+            state.aborting = True
         elif state.phase is Phase.INFLIGHT:
-            state.doomed = True
-            self._roster.release_inflight(state)
+            state.aborting = True
+            self._requests.release_inflight(state)
         else:
-            self._roster.end(state)
+            self._requests.end(state)
         if state.handoff is not None:
             return None
         error = "" if finish is FinishReason.STOP else reason
@@ -163,69 +167,72 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Decide the next step: page growth (retracting the youngest where there is no room), one token for each
         decoding request (of its share, at a depth of more than 1), prompt chunks up to the budget, oldest first, then
-        newcomers. None = nothing can run now: idle, or everybody waits for pages in transit or for plans under way.
+        newcomers. None = nothing can run now: there is no request, or all wait for pages in transit or for plans under
+        way.
 
-        Every plan that is returned must be run after those before it, and committed. Its arrays are as they are for as
-        long as it is under way. Raises InvariantError where `depth` plans are.
+        Plans must be run in the order in which they were returned, and each must be committed. The arrays of a plan do
+        not change while it is under way. Raises InvariantError where `depth` plans are under way.
         """
         if len(self._open) >= self.settings.depth:
             raise InvariantError(
                 f"sched: step {self._open[0].plan.step} is not committed, expected that before another plan"
                 f" (depth {self.settings.depth})"
             )
-        if self._seats.tiered:
-            self.in_flight = self._seats.poll()
+        if self._allocator.tiered:
+            self.in_flight = self._allocator.poll()
             self._begin_again()
-        step = self._agenda.next_step(now)
+        step = self._planner.next_step(now)
         if step is None:
             return None
         self._open.append(step)
         return step.plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> Outcome:
-        """Take in what the oldest step under way found: tokens appended, stops found, pages published, chunks
-        announced. The loads it waited for are settled first.
+        """Take in the result of the oldest step under way: append tokens, find stops, publish pages, announce chunks.
+        The loads that the step waited for are settled first.
 
-        Raises InvariantError where plan or result is not that of the oldest one.
+        Raises InvariantError where `plan` or `result` is not that of the oldest step.
         """
         check_result(self._open[0].plan if self._open else None, plan, result)
-        loading = bool(self._seats.open_loads)
+        loading = bool(self._allocator.open_loads)
         if loading:
-            self._seats.settle(self._open[0].loads)
+            self._allocator.settle(self._open[0].loads)
             self._begin_again()
-        outcome = self._intake.take(self._open.popleft(), result, now)
+        outcome = self._step_commit.apply(self._open.popleft(), result, now)
         if loading:
             self._begin_again()
         return outcome
 
     def _begin_again(self) -> None:
-        """Whose KV never came from the host begins once more: what steps under way compute on it is nobody's."""
-        for state in self._roster.begin_again(self._seats.take_failed()):
+        """Requests whose KV could not be loaded from the host start again: steps under way drop their results."""
+        for state in self._requests.begin_again(self._allocator.take_failed()):
             for step in self._open:
                 step.forget(state)
 
     # Decode side of a handoff
 
     def is_remote(self, rid: str) -> bool:
-        """Whether its prompt is still wanted from a prefill engine: it waits for pages, or they are granted."""
+        """Whether the request still needs its prompt from a prefill engine: it waits for pages, or has reserved pages
+        that are not filled."""
         state = self._states.get(rid)
         return state is not None and state.phase in (Phase.PREALLOC, Phase.TRANSFER)
 
     def quarantine(self, spans: Sequence[PageSpan]) -> None:
-        """A peer may still write these pages of a request that is about to end or to be computed here: nobody gets
-        them before `quarantine_over`. Called before the `abort` or `recompute`."""
-        self._seats.quarantine(spans)
+        """A peer may still write these pages of a request that is about to end or to be computed here: they are not
+        allocated before `quarantine_over`. Called before `abort` or `recompute`."""
+        self._allocator.quarantine(spans)
 
     def quarantine_over(self, spans: Sequence[PageSpan]) -> None:
-        """No peer writes them any more."""
-        self._seats.quarantine_over(spans)
+        """No peer writes these pages any more: they may be allocated."""
+        self._allocator.quarantine_over(spans)
 
     def take_reservations(self, now: float) -> tuple[Reservation, ...]:
-        """Pages for remote requests, oldest first, as far as there is room; their own cached prefix is locked.
+        """Reserve pages for remote requests, oldest first, as far as there is room; their cached prefix is locked.
 
-        To be called before every plan while remote requests wait: one that found no room keeps younger ones out.
+        To be called before every plan while remote requests wait: the planner admits no request that is younger than
+        a remote one without room.
         """
-        return tuple(self._incoming.reserve(now, self._agenda.blocked_seq, self._roster.go_local))
+        return tuple(self._incoming.reserve(now, self._planner.blocked_seq, self._requests.go_local))
 
     def landed(
         self, rid: str, token: int, logprobs: TokenLogprobs | None, now: float, *, prefill_engine: str = "",
@@ -233,8 +240,8 @@ class Scheduler:
     ) -> TokenDelta | None:  # fmt: skip
         """The reserved pages are filled and verified: publish them, let the request decode, hand out its first token.
 
-        `cached_tokens`: what the prefill engine found in its own cache; added to this engine's. None = the request
-        is not in transfer (aborted, recomputed): nothing changes.
+        `cached_tokens`: tokens that the prefill engine found in its own cache; added to this engine's. Returns None
+        where the request is not in transfer (aborted, recomputed): nothing changes.
         """
         state = self._batch.transfer.get(rid)
         if state is None:
@@ -246,18 +253,19 @@ class Scheduler:
             state.cached_tokens[tier] = state.cached_tokens.get(tier, 0) + count
         self._incoming.take_over(state)
         self._begin_again()
-        return self._intake.take_token(state, token, logprobs, now)
+        return self._step_commit.take_token(state, token, logprobs, now)
 
     def recompute(self, rid: str, reason: str) -> bool:
-        """The prompt is computed here after all: reserved pages go back, the request waits at the place of its age.
+        """Compute the prompt here after all: the reserved pages are freed, and the request enters the local queue at
+        the position of its age.
 
-        False = it is neither waiting for pages nor in transfer: nothing changes.
+        False = the request neither waits for pages nor is in transfer: nothing changes.
         """
         state = self._states.get(rid)
         if state is None or state.phase not in (Phase.PREALLOC, Phase.TRANSFER):
             return False
         self._totals.recomputed += 1
-        self._roster.go_local(state, reason)
+        self._requests.go_local(state, reason)
         return True
 
     # Prefill side of a handoff
@@ -267,55 +275,44 @@ class Scheduler:
         state = self._states.get(rid)
         if state is None or not self._outgoing.chunk_drained(state, spans):
             return False
-        if state.phase is Phase.INFLIGHT and state.doomed:
-            self._roster.release_inflight(state)
+        if state.phase is Phase.INFLIGHT and state.aborting:
+            self._requests.release_inflight(state)
         return True
 
     def handoff_drained(self, rid: str) -> bool:
-        """Decode has everything: the request ends here. False = it is not in flight: nothing changes."""
+        """The decode engine has all pages: the request ends here. False = it is not in flight: nothing changes."""
         return rid in self._outgoing.inflight and self.handoff_ended(rid)
 
     def handoff_ended(self, rid: str) -> bool:
-        """The handoff is over, however it ended, and nobody reads its pages any more: drop all holds; end the request
-        in whatever state it is. False = unknown: nothing changes."""
+        """The handoff has ended, in success or failure, and its pages are not read any more: drop all holds, and end
+        the request in any state. False = the request is unknown: nothing changes."""
         state = self._states.get(rid)
         if state is None or state.handoff is None:
             return False
         self._outgoing.drop_holds(state)
         if state.phase is Phase.INFLIGHT:
-            if not state.doomed:
+            if not state.aborting:
                 self._totals.finished += 1
-            state.doomed = True
-            self._roster.release_inflight(state)
+            state.aborting = True
+            self._requests.release_inflight(state)
         else:
             self.abort(rid, "handoff ended")
         return True
 
-    # How things stand
+    # Statistics and checks
 
     def stats(self) -> SchedStats:
         """Gauges and a copy of the counters. Cost: O(waiting)."""
         return sched_stats(
-            self._totals, self._seats.cache, running=len(self._batch), queued=len(self._waiting),
+            self._totals, self._allocator.cache, running=len(self._batch), queued=len(self._waiting),
             retracted=sum(state.retracted for state in self._waiting), inflight=len(self._outgoing.inflight),
             prealloc=len(self._incoming.prealloc), transfer=len(self._batch.transfer), in_flight=self.in_flight,
         )  # fmt: skip
 
-    def take_moves(self) -> tuple[tuple[str, str], ...]:
-        """Who changed queue since the last call, in order: (rid, queue), by the names of QUEUE_OF; "" = it is gone.
-
-        Raises InvariantError where the settings keep no journal. Cost: the changes.
-        """
-        if self._journal is None:
-            raise InvariantError("sched: changes of queue are not written down, expected settings with journal = True")
-        moves = tuple(self._journal)
-        self._journal.clear()
-        return moves
-
     def users_of(self, part: Part, page: int) -> tuple[str, ...]:
-        """Requests whose rows name a device page now, whoever owns it. Cost: all pages of all requests."""
-        rows = ((state.rid, state.full if part is Part.FULL else state.swa) for state in self._states.values())
-        return tuple(rid for rid, row in rows if row is not None and page in row.named())
+        """Requests whose rows name a device page now, its owner or not. Cost: all pages of all requests."""
+        rows = ((state.rid, row) for state in self._states.values() for row in state.rows if row.part is part)
+        return tuple(rid for rid, row in rows if page in row.named())
 
     def pages_of(self, rid: str) -> OwnPages | None:
         """A request's tokens and pages; None = unknown."""
@@ -325,5 +322,5 @@ class Scheduler:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""
         check_scheduler(
             states=self._states, waiting=self._waiting, batch=self._batch, prealloc=self._incoming.prealloc,
-            inflight=self._outgoing.inflight, seats=self._seats, settings=self.settings, steps=self._open,
+            inflight=self._outgoing.inflight, allocator=self._allocator, settings=self.settings, steps=self._open,
         )  # fmt: skip

@@ -38,7 +38,7 @@ class SchedSettings:
     chunked_prefill_size: int = 2048
     """Prompt tokens of one step at most; -1 = no bound, prompts are never split."""
     schedule_policy: str = "fcfs"
-    """Who is admitted first: fcfs or lpm."""
+    """The order of admission: fcfs or lpm."""
     growth_tokens: int = 64
     """A newcomer is admitted only if every running request could still grow by this much (or to its end)."""
     min_remote_tokens: int = 0
@@ -49,9 +49,7 @@ class SchedSettings:
     """With timeout: seconds since its arrival that a request may wait for the storage."""
     depth: int = 1
     """Plans that may be under way at once; more than 1 where the ranks work on several steps at a time. Each then takes
-    its share of those who decode."""
-    journal: bool = False
-    """Write down who changed queue, for `Scheduler.take_moves`."""
+    its share of the decoding requests."""
     lpm_scan_requests: int = 128
     """Waiting requests whose cached prefix lpm looks up in one step."""
     lpm_skips_max: int = 256

@@ -18,7 +18,7 @@ class Outcome:
     """What one step brought."""
 
     deltas: tuple[TokenDelta, ...] = ()
-    """For those who asked this engine; at most one per request."""
+    """For the callers of this engine; at most one per request."""
     chunks: tuple[ChunkReady, ...] = ()
     """For decode engines, in the order of the work."""
     prompt_tokens: int = 0
@@ -40,7 +40,7 @@ class Totals:
     """Counters since the start; they only grow."""
 
     requests: int = 0
-    """Taken by `add`."""
+    """Requests that `add` took."""
     finished: int = 0
     """Ended by STOP or LENGTH, or handed off whole."""
     aborted: int = 0
@@ -54,7 +54,7 @@ class Totals:
     computed_tokens: int = 0
     """Tokens that went through the model, recomputed ones included."""
     generation_tokens: int = 0
-    """Tokens generated here."""
+    """Tokens that this engine generated."""
     cached_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens found in a cache, by tier."""
 
@@ -72,25 +72,25 @@ class SchedStats:
     num_prefill_inflight_queue_reqs: int
     """Prefilled for a peer, pages not drained."""
     num_decode_prealloc_queue_reqs: int
-    """Remote, without pages."""
+    """Remote requests without pages."""
     num_decode_transfer_queue_reqs: int
-    """Remote, pages granted."""
+    """Remote requests with reserved pages."""
     total_tokens: int
     """Slots of the pool, without the padding page."""
     free_tokens: int
     """Slots of free pages."""
     evictable_tokens: int
-    """Slots of cached pages nobody uses."""
+    """Slots of cached pages that no request uses."""
     used_tokens: int
-    """The rest."""
+    """Slots of all other pages."""
     token_usage: float
     """used / total, of the part that is fuller."""
     in_flight: int
-    """Copies and storage operations that have not ended: somebody may be able to run as soon as one does."""
+    """Copies and storage operations that have not ended: a waiting request may be able to run as soon as one does."""
     totals: Totals
     """A copy of the counters."""
     cached_tokens: Mapping[str, int]
-    """totals.cached_tokens."""
+    """A copy of `totals.cached_tokens`."""
 
 
 def sched_stats(
@@ -103,9 +103,9 @@ def sched_stats(
     free, evictable = cache.free_pages * size, cache.evictable_pages * size
     used = total - free - evictable
     usage = used / total
-    swa_pages = cache.geometry.swa_pages - 1
-    if swa_pages > 0:
-        usage = max(usage, (swa_pages - cache.available(Part.SWA)) / swa_pages)
+    for part, shape in cache.geometry.parts.items():
+        if part is not Part.FULL:
+            usage = max(usage, 1 - cache.available(part) / (shape.pages - 1))
     totals = replace(totals, cached_tokens=dict(totals.cached_tokens))
     return SchedStats(
         num_running_reqs=running,

@@ -47,7 +47,7 @@ class Answer:
         return self.last.finish if self.last else None
 
     def take(self, delta: TokenDelta) -> None:
-        """The next delta."""
+        """Append the next delta of the request."""
         assert self.finish is None, f"testing: {delta.rid} got {delta} after its end {self.last}"
         self.tokens.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serinus.canary import Canary, Violation
+from serinus.canary import CanaryRank, StartCanary, Violation
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
@@ -35,7 +35,7 @@ class DirectSeq:
     row: int
     """Its row of req_to_token."""
     prompt: NDArray[np.int32]
-    """Its prompt."""
+    """Token ids of its prompt."""
     params: SamplingParams
     """How its tokens are chosen."""
     seed: int
@@ -56,7 +56,7 @@ class Runs(Protocol):
     """What a runner is to a DirectEngine."""
 
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Do the step."""
+        """Compute one step; None where this rank does not sample."""
         ...
 
 
@@ -75,7 +75,7 @@ class DirectEngine:
         seed: int = 0,
         hook: ForwardHook | None = None,
         device: str = "cpu",
-        canary: Callable[[DirectEngine], Canary] | None = None,
+        canary: Callable[[DirectEngine], CanaryRank] | None = None,
         token_oracle: bool = False,
     ) -> None:
         """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there."""
@@ -100,6 +100,8 @@ class DirectEngine:
         self.tables = {part: RequestTable(rows, context or spec.context_length, device) for part in spec.parts}
         self.pool, self.table = self.pools[Part.FULL], self.tables[Part.FULL]
         self.canary = None if canary is None else canary(self)
+        if self.canary is not None:
+            self.canary.obey(StartCanary())
         self.violations: list[Violation] = []
         """What the canary found, in order."""
         hooks = [] if hook is None else [hook]
@@ -131,7 +133,10 @@ class DirectEngine:
         )
 
     def step(self, work: Sequence[tuple[DirectSeq, int]]) -> None:
-        """Advance each sequence: a prompt by that many tokens at most, a decoding one by one token."""
+        """Advance each sequence: a prompt by that many tokens at most, a decoding one by one token.
+
+        Raises InvariantError where the runner does not sample.
+        """
         self._step += 1
         parts = [self._work(seq, count) for seq, count in work]
         fresh = [seq for (seq, _), part in zip(work, parts, strict=True) if part.start == 0]
@@ -142,11 +147,11 @@ class DirectEngine:
         if self.canary is not None:
             self.canary.begin(plan)
         result = self.runner.run(plan)
-        if result is None:
-            raise InvariantError("testing: a runner that does not sample, expected the one that does")
         if self.canary is not None:
             result = self.canary.returned(result)
-            self.violations += self.canary.end()
+            self.violations += [found for found in self.canary.found() if isinstance(found, Violation)]
+        if result is None:
+            raise InvariantError("testing: a runner that does not sample, expected the one that does")
         for (seq, _), part, found in zip(work, parts, result.seqs, strict=True):
             seq.done += len(part.tokens)
             seq.results.append(found)
@@ -162,8 +167,8 @@ class DirectEngine:
             self._pages[Part.SWA].extend(int(slot) // size for slot in seq.swa_slots[::size])
 
     def forget(self, seq: DirectSeq) -> int:
-        """Nobody may read what fell out of the sequence's window: in the next plan its row says 0 there, and its KV,
-        like that of page 0, becomes NaN. Returns how many positions that are."""
+        """Poison what fell out of the sequence's window: in the next plan its row says 0 there, and its KV,
+        like that of page 0, becomes NaN. Returns the number of these positions."""
         window = self.model.spec.window
         if seq.swa_slots is None or window is None:
             return 0
@@ -206,8 +211,7 @@ class DirectEngine:
             row=seq.row,
             start=seq.done,
             tokens=tokens,
-            slots=seq.slots[seq.done : end],
-            swa_slots=None if seq.swa_slots is None else seq.swa_slots[seq.done : end],
+            slots={part: slots[seq.done : end] for part, slots in _slots_of(seq).items()},
             sample=self._sample(seq, known) if end == known else None,
             prompt_logprobs=asks,
             next_ids=None if asks is None else seq.prompt[seq.done + 1 : end + 1],
@@ -226,7 +230,8 @@ class DirectEngine:
 
 
 def _rows_of(seq: DirectSeq) -> list[TableWrite]:
-    writes = [TableWrite(row=seq.row, start=0, slots=seq.slots)]
-    if seq.swa_slots is not None:
-        writes.append(TableWrite(row=seq.row, start=0, slots=seq.swa_slots, part=Part.SWA))
-    return writes
+    return [TableWrite(row=seq.row, start=0, slots=slots, part=part) for part, slots in _slots_of(seq).items()]
+
+
+def _slots_of(seq: DirectSeq) -> dict[Part, NDArray[np.int64]]:
+    return {Part.FULL: seq.slots} if seq.swa_slots is None else {Part.FULL: seq.slots, Part.SWA: seq.swa_slots}

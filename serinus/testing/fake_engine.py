@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from serinus.core.ids import new_incarnation
+from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import splitmix64
 from serinus.wire import codec
 from serinus.wire.messages import (
@@ -23,12 +24,8 @@ from serinus.wire.messages import (
     Generate,
     Message,
     Ready,
-    Shutdown,
-    TokenLp,
-    TokenOut,
+    StopEngine,
     Tokens,
-    UsageOut,
-    bytes_to_ids,
 )
 
 __all__ = ["FakeEngine", "fake_continue", "fake_token"]
@@ -50,7 +47,7 @@ def fake_continue(prompt: Sequence[int], count: int, *, vocab_size: int, seed: i
 @dataclass(slots=True, kw_only=True)
 class _Sequence:
     peer: bytes
-    request: Generate
+    request: Request
     prompt: list[int]
     sent: list[int] = field(default_factory=list)
 
@@ -62,9 +59,9 @@ class FakeEngine:
     endpoint: str
     """ipc:// or tcp:// address to bind."""
     engine: str = "fake-0"
-    """Its name."""
+    """Name of the engine in its answers."""
     role: str = "unified"
-    """Its role."""
+    """Role of the engine: unified, prefill or decode."""
     vocab_size: int = 256
     """Tokens are below this."""
     context_length: int = 512
@@ -130,7 +127,7 @@ class FakeEngine:
             self._socket = None
 
     def let_go(self) -> None:
-        """End a stall."""
+        """End a stall: answer what waits."""
         self.stall = False
         self._go.set()
 
@@ -174,21 +171,22 @@ class FakeEngine:
 
     def _take(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Generate):
+            request = message.request
             if self.refuse:
-                out = TokenOut(rid=message.rid, finish="error", error=self.refuse, error_status=400)
-                self._send(peer, Tokens(out=(out,)))
+                out = TokenDelta(rid=request.rid, finish=FinishReason.ERROR, error=self.refuse, error_status=400)
+                self._send(peer, Tokens(deltas=(out,)))
                 return
-            prompt = bytes_to_ids(message.prompt).tolist()
-            self.running[message.rid] = _Sequence(peer=peer, request=message, prompt=prompt)
+            self.running[request.rid] = _Sequence(peer=peer, request=request, prompt=request.prompt.tolist())
         elif isinstance(message, Abort):
             for rid in list(self.running) if message.all else [message.rid]:
                 sequence = self.running.pop(rid, None)
                 if sequence is not None and not message.silent:
-                    out = TokenOut(rid=rid, finish="abort", error=message.reason, usage=self._usage(sequence))
-                    self._send(sequence.peer, Tokens(out=(out,)))
+                    usage = self._usage(sequence)
+                    out = TokenDelta(rid=rid, finish=FinishReason.ABORT, error=message.reason, usage=usage)
+                    self._send(sequence.peer, Tokens(deltas=(out,)))
         elif isinstance(message, EngineCall):
             self._answer(peer, message)
-        elif isinstance(message, Shutdown):
+        elif isinstance(message, StopEngine):
             self._stopping.set()
 
     def _answer(self, peer: bytes, call: EngineCall) -> None:
@@ -227,9 +225,9 @@ class FakeEngine:
             info={"dtype": "none"},
         )
 
-    def _usage(self, sequence: _Sequence) -> UsageOut:
+    def _usage(self, sequence: _Sequence) -> Usage:
         cached = {"device": min(16, len(sequence.prompt) - 1)} if len(sequence.prompt) > 16 else {}
-        return UsageOut(
+        return Usage(
             prompt_tokens=len(sequence.prompt),
             completion_tokens=len(sequence.sent),
             cached_tokens=cached,
@@ -239,16 +237,16 @@ class FakeEngine:
 
     def _step(self) -> None:
         """One token for every running sequence, in one message per front."""
-        by_peer: dict[bytes, list[TokenOut]] = {}
+        by_peer: dict[bytes, list[TokenDelta]] = {}
         for rid, sequence in list(self.running.items()):
             out = self._next(rid, sequence)
             if out.finish:
                 del self.running[rid]
             by_peer.setdefault(sequence.peer, []).append(out)
         for peer, outs in by_peer.items():
-            self._send(peer, Tokens(out=tuple(outs)))
+            self._send(peer, Tokens(deltas=tuple(outs)))
 
-    def _next(self, rid: str, sequence: _Sequence) -> TokenOut:
+    def _next(self, rid: str, sequence: _Sequence) -> TokenDelta:
         sampling = sequence.request.sampling
         seed = 0 if sampling.temperature == 0 else sequence.request.seed
         token_id = self.token(sequence.prompt, seed, len(sequence.sent), self.vocab_size)
@@ -259,17 +257,18 @@ class FakeEngine:
             limit = min(limit, sampling.max_new_tokens)
         stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.eos_ids)
         stopped = token_id in stops and len(sequence.sent) > sampling.min_new_tokens
-        finish = "stop" if stopped else "length" if len(sequence.sent) >= limit else ""
-        logprobs: tuple[TokenLp, ...] = ()
+        ends = len(sequence.sent) >= limit
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH if ends else None
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
             logprobs = (self._lp(token_id, sampling.logprobs),)
-        prompt_logprobs: tuple[TokenLp, ...] = ()
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if first and sampling.prompt_logprobs is not None:
             rest = [self._lp(i, sampling.prompt_logprobs) for i in sequence.prompt[1:]]
-            prompt_logprobs = (TokenLp(logprob=None), *rest)
-        return TokenOut(
+            prompt_logprobs = (TokenLogprobs(logprob=None), *rest)
+        return TokenDelta(
             rid=rid,
-            ids=(token_id,),
+            token_ids=(token_id,),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish=finish,
@@ -277,6 +276,6 @@ class FakeEngine:
             usage=self._usage(sequence) if first or finish else None,
         )
 
-    def _lp(self, token_id: int, top: int) -> TokenLp:
+    def _lp(self, token_id: int, top: int) -> TokenLogprobs:
         ids = tuple((token_id + k) % self.vocab_size for k in range(top))
-        return TokenLp(logprob=-0.5, top_ids=ids, top_logprobs=tuple(-0.5 - k for k in range(top)))
+        return TokenLogprobs(logprob=-0.5, top_ids=ids, top_logprobs=tuple(-0.5 - k for k in range(top)))

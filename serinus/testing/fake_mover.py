@@ -1,6 +1,6 @@
 """A mover and a store that move numbers instead of KV; the test says when each copy ends, and how. Torch-free.
 
-Content is one uint64 per token slot, in an array per tier and part; the device arrays belong to whoever computes (a
+Content is one uint64 per token slot, in an array per tier and part; the device arrays belong to what computes (a
 FakeRunner, a test's world). Whatever a copy is about to fill holds POISON until the bytes really came, so a page that
 is read too early, reused too early or never filled shows itself by its content. Every page that a copy or a storage
 operation reads or writes is watched: two that collide, or a source that changes under its copy, fail where it happens.
@@ -31,7 +31,7 @@ POISON = 1 << 63
 
 
 class PageUse:
-    """Which pages operations in flight read and write, over all tiers: nobody else may touch them."""
+    """Which pages operations in flight read and write, over all tiers: nothing else may touch them."""
 
     def __init__(self) -> None:
         self.readers: dict[tuple[str, Part, int], int] = {}
@@ -129,7 +129,6 @@ class FakeMover:
         return self.pools["host"]
 
     def submit(self, moves: Sequence[Move]) -> None:
-        """See PageMover."""
         assert moves, "testing: a copy without moves"
         ops: dict[int, list[Move]] = {}
         for move in moves:
@@ -194,7 +193,6 @@ class FakeMover:
         self._done[op] = MoveDone(op=op, ok=ok, error="" if ok else "the test says so", byte_count=8 * pages)
 
     def poll(self) -> list[MoveDone]:
-        """See PageMover."""
         if self.auto:
             for op in list(self.pending):
                 self.finish(op)
@@ -286,18 +284,15 @@ class FakeStorage:
         self._done: list[StorageDone] = []
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
-        """See PageStorage."""
         self._begin(op, _StorageOp(kind=StorageKind.QUERY, keys=tuple(keys), parts=tuple(parts)))
 
     def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        """See PageStorage."""
         assert len(keys) == len(pages) > 0, f"testing: {len(keys)} keys into {len(pages)} pages"
         self._begin(op, _StorageOp(kind=StorageKind.READ, keys=tuple(keys), parts=(part,), pages=pages.copy()))
         self.use.begin(f"storage read {op}", "host", part, pages, write=True)
         self.host[part][pages] = np.uint64(POISON | op)
 
     def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        """See PageStorage."""
         assert len(keys) == len(pages) > 0, f"testing: {len(keys)} keys for {len(pages)} pages"
         work = _StorageOp(kind=StorageKind.WRITE, keys=tuple(keys), parts=(part,), pages=pages.copy())
         work.then = self.host[part][pages]
@@ -305,12 +300,11 @@ class FakeStorage:
         self.use.begin(f"storage write {op}", "host", part, pages, write=False)
 
     def cancel(self, op: int) -> None:
-        """See PageStorage. The test decides how much sooner."""
+        """As PageStorage; the test decides how much sooner the operation ends."""
         if op in self.pending:
             self.pending[op].cancelled = True
 
     def poll(self) -> list[StorageDone]:
-        """See PageStorage."""
         if self.auto:
             for op in list(self.pending):
                 self.finish(op)

@@ -1,19 +1,21 @@
 """A runner without a model: the next token is a hash of the KV content reached through its own row tables.
 
 Each slot holds a chained hash of all tokens up to its position, as written. The next token folds the content of *every*
-position of the sequence in part FULL, and of the window's positions in part SWA, read through the tables: a wrong row,
-a page freed too early, a missing rewrite or a chunk computed on somebody else's prefix (or on a window that is not
-there) gives another token. `fake_continue` says what must come out. Torch-free.
+position of the sequence in a part that covers whole sequences, and of the window's positions in the others, read
+through the tables: a wrong row, a page freed too early, a missing rewrite or a chunk computed on a foreign prefix (or
+on a window that is not there) gives another token. `fake_continue` says what must come out. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.cache import PartGeometry
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult
 from serinus.core.request import Request, TokenLogprobs
@@ -29,9 +31,14 @@ def _link(before: int, token: int) -> int:
     return splitmix64(before ^ splitmix64(token + 1))
 
 
-def _sliding(content: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What part SWA holds where part FULL holds `content`."""
-    return (content ^ np.uint64(0xA0761D6478BD642F)) * np.uint64(0xE7037ED1A0B428DB)
+def _beside(part: Part, content: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What another part holds where FULL holds `content`."""
+    return (content ^ np.uint64(0xA0761D6478BD642F + part)) * np.uint64(0xE7037ED1A0B428DB)
+
+
+def _first(window: int | None, position: int) -> int:
+    """First position that computing `position` reads in a part with this window."""
+    return 0 if window is None else max(0, position + 1 - window)
 
 
 def _fold(content: NDArray[np.uint64], first: int = 0) -> int:
@@ -71,22 +78,20 @@ class FakeRunner:
         rows: int,
         context: int,
         page_size: int,
-        page_count: int,
+        parts: Mapping[Part, PartGeometry],
         vocab_size: int,
-        swa_page_count: int = 0,
-        window: int | None = None,
         gate: Callable[[], None] | None = None,
     ) -> None:
-        """`gate` is called as a forward pass begins: it lets loads land, as the layers of a real one do."""
-        self.table_RC: NDArray[np.int64] = np.zeros((rows, context), np.int64)
-        self.content_S: NDArray[np.uint64] = np.zeros(page_count * page_size, np.uint64)
-        self.tables = {Part.FULL: self.table_RC}
-        self.content = {Part.FULL: self.content_S}
+        """`parts`: as the cache's, FULL first. `gate` is called as a forward pass begins: it lets loads land, as the
+        layers of a real one do."""
+        self.tables = {part: np.zeros((rows, context), np.int64) for part in parts}
+        self.content = {part: np.zeros(shape.pages * page_size, np.uint64) for part, shape in parts.items()}
         """What each slot of a part holds."""
-        if window is not None:
-            self.tables[Part.SWA] = np.zeros((rows, context), np.int64)
-            self.content[Part.SWA] = np.zeros(swa_page_count * page_size, np.uint64)
-        self.window = window
+        self.table_RC, self.content_S = self.tables[Part.FULL], self.content[Part.FULL]
+        self.windows: Mapping[Part, int | None] = {
+            part: shape.window for part, shape in parts.items() if part is not Part.FULL
+        }
+        """The parts beside FULL, with their windows; None = the part covers the whole sequence."""
         self.gate = gate
         self.page_size = page_size
         self.vocab_size = vocab_size
@@ -104,46 +109,48 @@ class FakeRunner:
         self.token_count += plan.token_count
         return StepResult(step=plan.step, seqs=tuple(seqs))
 
-    def _window(self, row: int, end: int) -> NDArray[np.uint64]:
-        """Content of part SWA that a query at position end - 1 reaches."""
-        assert self.window is not None, "testing: no part SWA"
-        return self.content[Part.SWA][self.tables[Part.SWA][row, max(0, end - self.window) : end]]
+    def _read(self, part: Part, row: int, first: int, end: int) -> NDArray[np.uint64]:
+        """Content of a part at positions [first, end) of a row."""
+        return self.content[part][self.tables[part][row, first:end]]
 
-    def _check_slots(self, work: SeqWork, part: Part, slots: NDArray[np.int64] | None) -> None:
-        end = work.start + len(work.tokens)
-        named = self.tables[part][work.row, work.start : end]
-        assert slots is not None, f"testing: {work.rid} has no slots of {part.name}"
+    def _check_slots(self, work: SeqWork) -> None:
+        assert list(work.slots) == list(self.tables), f"testing: {work.rid} has slots of {list(work.slots)}"
+        for part, slots in work.slots.items():
+            self._check_part(work, part, slots)
+
+    def _check_part(self, work: SeqWork, part: Part, slots: NDArray[np.int64]) -> None:
+        named = self.tables[part][work.row, work.start : work.start + len(work.tokens)]
         assert (slots >= self.page_size).all(), f"testing: {work.rid} writes to padding of {part.name}: {slots}"
         assert np.array_equal(named, slots), f"testing: {work.rid} writes {part.name} {slots}, its row says {named}"
 
     def _compute(self, work: SeqWork) -> SeqResult:
         end = work.start + len(work.tokens)
         assert work.row > 0, f"testing: {work.rid} runs in the padding row"
-        self._check_slots(work, Part.FULL, work.slots)
+        self._check_slots(work)
         before = _ROOT if work.start == 0 else int(self.content_S[self.table_RC[work.row, work.start - 1]])
-        if self.window is not None:
-            self._check_slots(work, Part.SWA, work.swa_slots)
-            first = max(0, work.start + 1 - self.window)
-            meant = _sliding(self.content_S[self.table_RC[work.row, first : work.start]])
-            there = self.content[Part.SWA][self.tables[Part.SWA][work.row, first : work.start]]
-            before ^= _fold(meant ^ there)  # 0 where the window is what it should be
-        for token, slot in zip(work.tokens.tolist(), work.slots.tolist(), strict=True):
+        for part, window in self.windows.items():
+            first = _first(window, work.start)
+            meant = _beside(part, self._read(Part.FULL, work.row, first, work.start))
+            before ^= _fold(meant ^ self._read(part, work.row, first, work.start))  # 0 where it is what it should be
+        slots = work.slots[Part.FULL]
+        for token, slot in zip(work.tokens.tolist(), slots.tolist(), strict=True):
             before = _link(before, token)
             self.content_S[slot] = before
-        if work.swa_slots is not None:
-            self.content[Part.SWA][work.swa_slots] = _sliding(self.content_S[work.slots])
+        for part in self.windows:
+            self.content[part][work.slots[part]] = _beside(part, self.content_S[slots])
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if work.next_ids is not None:
             assert work.prompt_logprobs is not None, f"testing: {work.rid} has next_ids, but wants no log-probabilities"
-            content = self.content_S[work.slots[: len(work.next_ids)]].tolist()
+            content = self.content_S[slots[: len(work.next_ids)]].tolist()
             prompt_logprobs = tuple(map(_logprob, content, work.next_ids.tolist()))
         spec = work.sample
         if spec is None:
             return SeqResult(prompt_logprobs=prompt_logprobs)
         assert spec.position == end, f"testing: {work.rid} samples position {spec.position}, expected {end}"
         fold = _fold(self.content_S[self.table_RC[work.row, :end]])
-        if self.window is not None:
-            fold ^= _fold(self._window(work.row, end), max(0, end - self.window))
+        for part, window in self.windows.items():
+            first = _first(window, end - 1)
+            fold ^= _fold(self._read(part, work.row, first, end), first)
         token = _choose(fold, spec, self.vocab_size)
         logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
         return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -164,11 +171,15 @@ def copy_pages(
 
 
 def fake_continue(
-    request: Request, count: int, vocab_size: int, stop_ids: Sequence[int] = (), window: int | None = None
+    request: Request,
+    count: int,
+    vocab_size: int,
+    stop_ids: Sequence[int] = (),
+    windows: Mapping[Part, int | None] = MappingProxyType({}),
 ) -> list[int]:
     """What the fake model answers: at most `count` tokens, ending with the first of `stop_ids` that may end it.
 
-    Written from the request alone: no pages, no rows, no cache.
+    Written from the request alone: no pages, no rows, no cache. `windows`: of the parts beside FULL, as the runner has.
     """
     chain = [_ROOT]
     for token in request.prompt.tolist():
@@ -181,8 +192,9 @@ def fake_continue(
         )  # fmt: skip
         content = np.array(chain[1:], np.uint64)
         fold = _fold(content)
-        if window is not None:
-            fold ^= _fold(_sliding(content[-window:]), max(0, len(content) - window))
+        for part, window in windows.items():
+            first = _first(window, len(content) - 1)
+            fold ^= _fold(_beside(part, content[first:]), first)
         token = _choose(fold, spec, vocab_size)
         output.append(token)
         if token in stop_ids:

@@ -1,4 +1,4 @@
-"""Two tiny engines, one prefilling for the other, and the handoffs between them; the test says who delivers when.
+"""Two tiny engines, one prefilling for the other, and the handoffs between them; the test orders the deliveries.
 
 Stands in for `pd` under mode A: pages are copied only while the reservation stands; whatever comes later is dropped.
 Every answer is held against the oracle at the end. Torch-free.
@@ -29,7 +29,7 @@ class Handoff:
     asked: bool = False
     """Whether the prefill engine has been told."""
     chunks: list[ChunkReady] = field(default_factory=list)
-    """Announced, not delivered."""
+    """Chunks that were announced, but not delivered."""
     pages_come: int = 0
     last: ChunkReady | None = None
     """The last chunk, once it was delivered."""
@@ -55,7 +55,7 @@ class HandoffPair:
 
     @property
     def quiet(self) -> bool:
-        """Nobody has anything left to do."""
+        """Whether both engines are idle and no handoff is under way."""
         return self.decode.scheduler.idle and self.prefill.scheduler.idle and not self.handoffs
 
     def add(self, request: Request, *, remote: bool) -> None:
@@ -69,7 +69,7 @@ class HandoffPair:
         self.guests[request.rid] = request
 
     def reserve(self) -> None:
-        """Decode reserves pages for whom it can; nobody has been told yet."""
+        """The decode engine reserves pages for the requests it has room for; the prefill engine is not told yet."""
         for reservation in self.decode.scheduler.take_reservations(self.decode.clock.now()):
             self._attempts += 1
             xid = f"x{self._attempts}"
@@ -177,7 +177,8 @@ class HandoffPair:
         del self.handoffs[handoff.xid]
 
     def calm(self, turns_max: int = 3000) -> None:
-        """No more trouble: everything that waits is delivered, until nobody has anything left to do."""
+        """Deliver everything that waits, without faults, until the pair is quiet. Raises AssertionError where it is not
+        after `turns_max` turns."""
         for _ in range(turns_max):
             if self.quiet:
                 return
@@ -214,7 +215,7 @@ class HandoffPair:
             stop_ids = {*(() if request.sampling.ignore_eos else settings.eos_ids), *request.sampling.stop_token_ids}
             room = min(settings.context_length, pool_tokens) - len(request.prompt)
             count = min(room, request.sampling.max_new_tokens or room)
-            expected = fake_continue(request, count, settings.vocab_size, sorted(stop_ids), engine.runner.window)
+            expected = fake_continue(request, count, settings.vocab_size, sorted(stop_ids), engine.runner.windows)
             if rid in self.aborted:
                 assert answer.finish is FinishReason.ABORT, f"testing: {rid} was aborted: {answer}"
                 assert answer.tokens == expected[: len(answer.tokens)], f"testing: {rid}: {answer.tokens}, {expected}"

@@ -19,7 +19,7 @@ _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64."""
+    """The output function of splitmix64."""
     x = x + _U(0x9E3779B97F4A7C15)
     x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)

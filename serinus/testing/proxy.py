@@ -113,7 +113,7 @@ class FaultyProxy:
         try:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
         except OSError:
-            writer.transport.abort()  # nobody there: refused, as without a proxy
+            writer.transport.abort()  # no server there: refused, as without a proxy
             return
         both = (writer, far_writer)
         self._open.update(both)

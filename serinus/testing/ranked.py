@@ -98,7 +98,7 @@ class RankedRunner:
         return found[self._mesh.result_rank]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads of all ranks."""
         for comm in self._comms:
             comm.close()
         self._threads.shutdown()
@@ -108,7 +108,7 @@ class RankedRunner:
             try:
                 return work()
             except BaseException:
-                for comm in self._comms:  # nobody waits for one that failed
+                for comm in self._comms:  # no rank waits for one that failed
                     comm.close()
                 raise
 

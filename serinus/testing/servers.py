@@ -1,6 +1,6 @@
 """Real processes under test: start a `serinus` command, wait for a line it prints, talk to it, stop or kill it.
 
-Nothing here sleeps: a reader thread wakes whoever waits for a line, and processes are waited for.
+Nothing here sleeps: a reader thread wakes the callers that wait for a line, and processes are waited for.
 """
 
 from __future__ import annotations

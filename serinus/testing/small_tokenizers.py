@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from serinus.front.detokenizer import byte_of_char
+from serinus.text import byte_of_char
 
 __all__ = ["CHAT_TEMPLATE", "make_byte_tokenizer", "make_piece_tokenizer"]
 

@@ -1,6 +1,6 @@
 """ThreadRanks: an engine of several ranks in one process, each rank that follows in a thread of its own. For tests.
 
-    built = build_core(config, clock, ThreadRanks(config, folder, clock))
+    built = build_engine(config, clock, ThreadRanks(config, folder, clock))
 
 Everything is as in an engine of processes (control line over zmq, frames, one body per rank) but the processes, and the
 torch.distributed groups between them. Nothing watches the ranks: one that fails fails all.
@@ -15,9 +15,9 @@ from typing import Any
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.engine.followers import mesh_of
-from serinus.engine.ranks import Follower, make_follower
 from serinus.parallel.comm import Comm, ThreadComm
+from serinus.ranks import RankLoop, make_rank_loop
+from serinus.ranks.rank_processes import mesh_of
 
 __all__ = ["ThreadRanks"]
 
@@ -25,14 +25,14 @@ _END_S = 20.0
 
 
 class ThreadRanks:
-    """OtherRanks (engine/build.py) as threads."""
+    """RankStarter (engine/build.py) as threads."""
 
     def __init__(self, config: ServeConfig, folder: Path, clock: Clock) -> None:
         """`folder`: a short path, for the socket of the control line."""
         self.mesh = mesh_of(config)
         self.token = b"threads"
         self.control_bind = f"ipc://{folder}/control"
-        self.followers: dict[int, Follower] = {}
+        self.loops: dict[int, RankLoop] = {}
         """By rank, once they are built."""
         self._config = config
         self._clock = clock
@@ -41,7 +41,7 @@ class ThreadRanks:
         self._lives: dict[int, Future[None]] = {}
 
     def start(self, *, control: str) -> None:
-        """Begin all lives."""
+        """Start the threads of all ranks."""
         self._lives = {rank: self._threads.submit(self._live, rank, control) for rank in range(1, self.mesh.size)}
 
     def join(self) -> Comm:
@@ -67,16 +67,16 @@ class ThreadRanks:
         return error
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits for the leader any more."""
+        """The leader failed: release the ranks that wait for it."""
         for comm in self._comms:
             comm.close()
         self.close()
 
     def dismiss(self) -> None:
-        """Nobody watches them."""
+        """Nothing to do: threads have no supervisor."""
 
     def facts(self) -> list[dict[str, Any]]:
-        """Names."""
+        """Number and name of each rank."""
         return [{"rank": rank, "name": self.mesh.name(rank)} for rank in range(self.mesh.size)]
 
     def close(self) -> None:
@@ -101,15 +101,15 @@ class ThreadRanks:
     def _live(self, rank: int, control: str) -> None:
         comm = self._comms[rank]
         try:
-            follower = make_follower(
+            loop = make_rank_loop(
                 self._config, rank=rank, comm=comm, control=control, clock=self._clock, token=self.token
             )
-            self.followers[rank] = follower
+            self.loops[rank] = loop
             try:
-                follower.run()
+                loop.run()
             finally:
-                follower.close()
+                loop.close()
         except BaseException:
-            for each in self._comms:  # nobody waits for one that failed
+            for each in self._comms:  # no rank waits for one that failed
                 each.close()
             raise

@@ -1,20 +1,21 @@
 """An engine without a model or a process: scheduler, tiny cache and fake runner under one manual clock. Torch-free.
 
 Its runner is what a rank is: plans, and copies between device and host, are obeyed in the order in which they were
-given, but as late as the test likes; by then no plan may have changed. Whoever touches pages has to catch up with the
-plans before: `catch_up`.
+given, but as late as the test likes; by then no plan may have changed. Before pages are read or written from outside,
+`catch_up` runs the plans under way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.cache import CacheGeometry, PrefixCache
+from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
 from serinus.core.clock import ManualClock
 from serinus.core.moves import Move
 from serinus.core.parts import Part
@@ -44,8 +45,8 @@ def _bytes_of(plan: StepPlan) -> bytes:
     """All that a plan's arrays say."""
     arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [write.slots for write in plan.table_writes]
     for work in plan.work:
-        arrays += [work.tokens, work.slots]
-        maybe = [work.swa_slots, work.next_ids]
+        arrays += [work.tokens, *work.slots.values()]
+        maybe = [work.next_ids]
         if work.sample is not None:
             maybe += [work.sample.prompt_ids, work.sample.output_ids]
         arrays += [each for each in maybe if each is not None]
@@ -63,18 +64,17 @@ class TinyEngine:
         context_length: int = 64,
         vocab_size: int = 1000,
         enable_prefix: bool = True,
-        swa_page_count: int = 0,
-        window: int | None = None,
         host_pages: int = 0,
-        host_swa_pages: int = 0,
+        beside: Mapping[Part, PartGeometry] = MappingProxyType({}),
         stored: StoredPages | None = None,
         auto: bool = True,
         policy: str = "lru",
         write_policy: str = "write_through",
         **settings: Any,
     ) -> None:
-        """`host_pages`: a host tier; `stored`: a storage behind it, and what it holds. `auto`: copies and storage
-        operations end by themselves at the next poll; else the test ends them, through `mover` and `storage`."""
+        """`page_count`, `host_pages`: of part FULL; `beside`: the other parts. `stored`: a storage behind
+        the host, and what it holds. `auto`: copies and storage operations end by themselves at the next poll; else the
+        test ends them, through `mover` and `storage`."""
         running = settings.setdefault("max_running_requests", 4)
         settings.setdefault("prefetch_policy", "none" if stored is None else "wait_complete")
         self.settings = SchedSettings(
@@ -84,15 +84,14 @@ class TinyEngine:
         self._line: deque[tuple[StepPlan, bytes]] = deque()
         self._under_way: deque[StepPlan] = deque()
         self._results: deque[StepResult] = deque()
+        parts = {Part.FULL: PartGeometry(pages=page_count, host_pages=host_pages), **beside}
         self.runner = FakeRunner(
-            rows=running + 1, context=context_length, page_size=page_size, page_count=page_count, vocab_size=vocab_size,
-            swa_page_count=swa_page_count, window=window,
+            rows=running + 1, context=context_length, page_size=page_size, parts=parts, vocab_size=vocab_size
         )  # fmt: skip
         self.mover: FakeMover | None = None
         self.storage: FakeStorage | None = None
         if host_pages:
-            counts = {Part.FULL: host_pages, Part.SWA: host_swa_pages}
-            host = {part: counts[part] for part in self.runner.content}
+            host = {part: shape.host_pages for part, shape in parts.items()}
             self.mover = _MoverInLine(
                 self.catch_up, page_size=page_size, device=self.runner.content, host_pages=host, auto=auto
             )
@@ -100,10 +99,7 @@ class TinyEngine:
             if stored is not None:
                 self.storage = FakeStorage(stored, host=self.mover.host, use=self.mover.use, auto=auto)
         self.cache = PrefixCache(
-            CacheGeometry(
-                page_size=page_size, full_pages=page_count, swa_pages=swa_page_count, window=window,
-                host_full_pages=host_pages, host_swa_pages=host_swa_pages,
-            ),
+            CacheGeometry(page_size=page_size, parts=parts),
             enable_prefix=enable_prefix, policy=policy, write_policy=write_policy, mover=self.mover,
             storage=self.storage,
         )  # fmt: skip
@@ -160,7 +156,9 @@ class TinyEngine:
         return any(work.rid == rid for plan in self._under_way for work in plan.work)
 
     def run(self, steps_max: int = 10_000) -> int:
-        """Step until nothing can run, and every copy has ended that ends by itself; how many steps that took."""
+        """Step until nothing can run, and every copy has ended that ends by itself; how many steps that took.
+
+        Raises AssertionError where that takes more than `steps_max` steps."""
         steps = 0
         for _ in range(steps_max):
             if self.step() is not None:
@@ -172,7 +170,7 @@ class TinyEngine:
         raise AssertionError(f"testing: still running after {steps_max} steps: {self.scheduler.stats()}")
 
     def end_copies(self) -> None:
-        """Every copy and storage operation that is under way ends now, as far as nobody said that it fails."""
+        """End every copy and storage operation that is under way, except those that the test made fail."""
         for op in list(self.mover.pending) if self.mover is not None else ():
             assert self.mover is not None, "testing: copies without a mover"
             self.mover.finish(op)
@@ -186,6 +184,6 @@ class TinyEngine:
         assert self.scheduler.idle, f"testing: not idle: {self.scheduler.stats()}"
         used = self.cache.used_pages
         assert used == 0, f"testing: {used} pages are still used: {self.cache.ledger.counts()}"
-        if self.runner.window is not None:
-            left = self.cache.geometry.swa_pages - 1 - self.cache.available(Part.SWA)
-            assert left == 0, f"testing: {left} SWA pages are still used"
+        for part, shape in self.cache.geometry.parts.items():
+            left = shape.pages - 1 - self.cache.available(part)
+            assert left == 0, f"testing: {left} {part.name} pages are still used"

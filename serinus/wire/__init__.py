@@ -1,16 +1,17 @@
-"""wire: how processes talk. Messages, their frames, a reliable link, channels (zmq, in-process), a post office on top.
+"""wire: how processes talk. Messages, their frames, a reliable link, channels (zmq, in-process), a mailbox on top.
 
 `encode`/`decode` turn messages into frames and back; a `Channel` moves frames; `ReliableLink` makes a stream of them
-lossless; `Post` is all three together: messages out, letters in. Message types live in `serinus.wire.messages`,
-translations to `core` data in `serinus.wire.convert`. Knows nothing of schedulers, caches or models; never pickles.
+lossless; `Mailbox` joins all three: messages to and from named peers. Message types live in `serinus.wire.messages`;
+those of `core` travel inside them as they are. Knows nothing of schedulers, caches or models; never pickles.
 """
 
 from __future__ import annotations
 
 from serinus.wire.channels import Arrived, Channel, ChannelEvent, Gone, LocalChannel, LocalHub
 from serinus.wire.codec import Buffer, Frame, Parts, decode, encode
-from serinus.wire.link import Outgoing, ReliableLink
-from serinus.wire.post import Letter, Post
+from serinus.wire.link import LinkFrame, ReliableLink
+from serinus.wire.mailbox import Mailbox, PeerMessage
+from serinus.wire.objects import Forms, Item, ObjectReader, ObjectWriter, PackedForm
 from serinus.wire.zmq_channel import ZmqChannel, wait_any
 
 __all__ = [
@@ -18,14 +19,19 @@ __all__ = [
     "Buffer",
     "Channel",
     "ChannelEvent",
+    "Forms",
     "Frame",
     "Gone",
-    "Letter",
+    "Item",
+    "LinkFrame",
     "LocalChannel",
     "LocalHub",
-    "Outgoing",
+    "Mailbox",
+    "ObjectReader",
+    "ObjectWriter",
+    "PackedForm",
     "Parts",
-    "Post",
+    "PeerMessage",
     "ReliableLink",
     "ZmqChannel",
     "decode",

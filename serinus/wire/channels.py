@@ -1,8 +1,8 @@
-"""What every channel offers: frames to named peers, frames from them, and the news that one is gone.
+"""What every channel offers: frames to named peers, frames from them, and the event that one is gone.
 
-A peer name stands for one connection. Whoever connects chooses it; an accepted connection gets one (`in-1`, `in-2`...).
-A connection that broke is never mended: the name is Gone, once, and whoever wants the other side again connects under
-a new name. So no frame of an old connection can be taken for one of a new one. Knows nothing of messages.
+A peer name stands for one connection. The side that connects chooses it; an accepted connection gets one (`in-1`,
+`in-2`...). A connection that broke is never repaired: the name is Gone, once, and connecting again takes a new name. So
+no frame of an old connection can be taken for one of a new one. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Arrived", "Channel", "ChannelEvent", "Gone", "LocalChannel", "LocalH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A frame came."""
+    """A frame came from a peer."""
 
     peer: str
     parts: Parts
@@ -76,7 +76,7 @@ class LocalHub:
         return channel
 
     def find(self, address: str) -> LocalChannel | None:
-        """Who listens there."""
+        """The channel that listens at an address; None = there is none."""
         return self._bound.get(address)
 
     def forget(self, channel: LocalChannel) -> None:
@@ -104,7 +104,7 @@ class LocalChannel:
         assert peer not in self._far, f"wire: peer name {peer} is in use, expected a new one"
         other = self._hub.find(address)
         if other is None:
-            self._events.append(Gone(peer=peer, reason=f"nobody listens at {address}"))
+            self._events.append(Gone(peer=peer, reason=f"no channel listens at {address}"))
             return
         other._accepted += 1
         name = f"in-{other._accepted}"

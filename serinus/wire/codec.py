@@ -20,7 +20,8 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from serinus.core.errors import FrameError
+from serinus.core.errors import FrameError, SerinusError
+from serinus.wire.arrays import from_extension, to_extension
 from serinus.wire.messages import Message
 
 __all__ = ["BODY_BYTES_MAX", "HEAD_BYTES", "PAYLOAD_BYTES_MAX", "Buffer", "Frame", "Parts", "decode", "encode"]
@@ -36,7 +37,7 @@ PAYLOAD_BYTES_MAX: Final = 1 << 30
 """No payload is longer than this."""
 
 _MAGIC: Final = b"SRNS"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEAD: Final = struct.Struct("<4sBBHIQQQQ")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size
@@ -45,17 +46,17 @@ HEAD_BYTES: Final = _HEAD.size + _CRC.size
 # Position in the union is the type number: append new messages at the end of an existing version.
 _TYPES: Final[tuple[Any, ...]] = get_args(Message)
 _NUMBERS: Final = {kind: number for number, kind in enumerate(_TYPES)}
-_DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _TYPES)
-_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind, dec_hook=from_extension) for kind in _TYPES)
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=to_extension)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What a frame says."""
+    """The content of a frame."""
 
     message: Message
     incarnation: int
-    """Of the sender."""
+    """Incarnation of the sender."""
     seq: int
     """Place in the sender's stream, from 1; 0 = outside of it (may be lost or repeated)."""
     ack: int
@@ -112,13 +113,13 @@ def decode(parts: Parts | Buffer) -> Frame:
         raise FrameError("crc")
     try:
         message = _DECODERS[kind].decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except (msgspec.MsgspecError, SerinusError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise FrameError("body", f"{_TYPES[kind].__name__}: {str(error)[:200]}") from None
     return Frame(message=message, incarnation=incarnation, seq=seq, ack=ack, payload=payload)
 
 
 def _check_version(first: memoryview, version: int) -> None:
-    """Raises FrameError: version; or crc, where the frame is one of ours in which that byte changed on its way."""
+    """Raises FrameError: version; or crc, where the frame is of our version and that byte changed on its way."""
     mended = bytearray(first)
     mended[len(_MAGIC)] = _VERSION
     if _CRC.unpack_from(mended, _HEAD.size)[0] == zlib.crc32(mended[HEAD_BYTES:], zlib.crc32(mended[: _HEAD.size])):

@@ -1,4 +1,4 @@
-"""What a decode and a prefill engine say to each other (docs/HANDOFF.md tells the protocol)."""
+"""Messages between a decode and a prefill engine (docs/HANDOFF.md tells the protocol)."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-from serinus.wire.fields import (
-    Blobs,
-    Count,
-    Mac,
-    MessageBase,
-    Name,
-    Names,
-    Pages,
-    PartBase,
-    Priority,
-    Sampling,
-    Seconds,
-    Text,
-    Tiers,
-    TokenLp,
-    TopIds,
-)
+from serinus.core.bounds import Count, Name, Priority, Seconds, Text, Tiers, TopIds
+from serinus.core.request import TokenLogprobs
+from serinus.core.sampling import SamplingParams
+from serinus.wire.fields import Blobs, Mac, MessageBase, Names, Pages, PartBase
 
 __all__ = [
     "AbortAck",
@@ -43,8 +30,8 @@ __all__ = [
     "HelloOk",
     "Keepalive",
     "LayoutSignature",
-    "Lease",
     "Prepare",
+    "SourceLease",
     "SpanPages",
 ]
 
@@ -92,11 +79,11 @@ class Hello(MessageBase, frozen=True, kw_only=True):
     mac: Mac = b""
     """Over this message and the other side's nonce (pd/secret.py)."""
     step_s_max: Seconds = 0.0
-    """See Keepalive."""
+    """As in Keepalive: the longest silence of the sender, computing."""
 
 
 class HelloOk(MessageBase, frozen=True, kw_only=True):
-    """P -> D: welcome; the chosen data backend, and the layout once more, for decode to check as well."""
+    """P -> D: accepted; the chosen data backend, and the layout once more, for decode to check as well."""
 
     engine: Name
     role: Name
@@ -108,7 +95,7 @@ class HelloOk(MessageBase, frozen=True, kw_only=True):
     """Of the chosen backend: one per rank."""
     mac: Mac = b""
     step_s_max: Seconds = 0.0
-    """See Keepalive."""
+    """As in Keepalive: the longest silence of the sender, computing."""
 
 
 class HelloNo(MessageBase, frozen=True, kw_only=True):
@@ -131,14 +118,14 @@ class Keepalive(MessageBase, frozen=True, kw_only=True):
 
 
 class Prepare(MessageBase, frozen=True, kw_only=True):
-    """D -> P: please compute this prompt; I hold its first `held` tokens."""
+    """D -> P: compute this prompt; decode holds its first `held` tokens."""
 
     xid: Name
     rid: Name
     grant: Count
     """Number of the grant that is to come: orders PREPARE, GRANT and ends of one handoff, however they arrive."""
     prompt: bytes
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     held: Count
     """Page-aligned (by decode's pages), at most prompt length - 1."""
@@ -162,7 +149,7 @@ Spans = Annotated[tuple[SpanPages, ...], msgspec.Meta(max_length=8)]
 
 
 class Grant(MessageBase, frozen=True, kw_only=True):
-    """D -> P: these pages of mine are yours to fill."""
+    """D -> P: permission to fill these pages of decode."""
 
     xid: Name
     grant: Count
@@ -191,9 +178,9 @@ class Data(MessageBase, frozen=True, kw_only=True):
     """One little-endian u64 per page: xxh3-64 (seeded with digest_seed) of its bytes on that rank."""
     byte_count: Count
     shm_name: Name = ""
-    """shm: segment that holds the bytes..."""
+    """shm: name of the segment that holds the bytes."""
     shm_offset: Count = 0
-    """...from here on."""
+    """Offset of the bytes in that segment."""
     pages: Pages = msgspec.field(default_factory=list)
     """Pull: page ids of that rank."""
 
@@ -213,7 +200,7 @@ class Done(MessageBase, frozen=True, kw_only=True):
     xid: Name
     grant: Count
     token: Count
-    logprobs: TokenLp | None = None
+    logprobs: TokenLogprobs | None = None
     piece_count: Count
     """Data messages, over all ranks."""
     page_count: Count
@@ -233,7 +220,7 @@ class DoneOk(MessageBase, frozen=True, kw_only=True):
 
 
 class Fail(MessageBase, frozen=True, kw_only=True):
-    """Both ways, always sent on any local end: the other side ends too."""
+    """Both ways, sent whenever one side ends a handoff: the other side ends it too."""
 
     xid: Name
     grant: Count = 0
@@ -246,13 +233,13 @@ class Fail(MessageBase, frozen=True, kw_only=True):
 
 
 class HelloAgain(MessageBase, frozen=True, kw_only=True):
-    """P -> D: this cluster has a secret; say HELLO again with a MAC over this nonce."""
+    """P -> D: this cluster has a secret; send Hello again with a MAC over this nonce."""
 
     nonce: Mac
 
 
 class AbortGrant(MessageBase, frozen=True, kw_only=True):
-    """D -> P, push: write nothing more for this grant, and say when nothing is outstanding."""
+    """D -> P, push: write nothing more for this grant, and answer when nothing is outstanding."""
 
     grant: Count
     floor: Count
@@ -267,7 +254,7 @@ class AbortAck(MessageBase, frozen=True, kw_only=True):
     ranks: TopIds
 
 
-class Lease(MessageBase, frozen=True, kw_only=True):
+class SourceLease(MessageBase, frozen=True, kw_only=True):
     """P -> D, pull, before the first Data: source pages stay as they are for so long after DONE (or until OK)."""
 
     xid: Name
@@ -276,21 +263,21 @@ class Lease(MessageBase, frozen=True, kw_only=True):
 
 
 class Confirm(MessageBase, frozen=True, kw_only=True):
-    """D -> P, pull: I have read everything; was it there all the time?"""
+    """D -> P, pull: everything is read; did the pages stay as they were until now?"""
 
     xid: Name
     grant: Count
 
 
 class ConfirmOk(MessageBase, frozen=True, kw_only=True):
-    """P -> D: yes; the pages are released now."""
+    """P -> D: they did; they are released now."""
 
     xid: Name
     grant: Count
 
 
 class Expired(MessageBase, frozen=True, kw_only=True):
-    """P -> D: no, or no longer; stop reading and say Drained."""
+    """P -> D: they did not, or the lease has ended; stop reading and send Drained."""
 
     xid: Name
     grant: Count

@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 
 from serinus.core.errors import CapacityError
 
-__all__ = ["Outgoing", "ReliableLink"]
+__all__ = ["LinkFrame", "ReliableLink"]
 
 S = TypeVar("S")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing(Generic[S]):
+class LinkFrame(Generic[S]):
     """A frame to send."""
 
     seq: int
@@ -92,7 +92,7 @@ class ReliableLink(Generic[S, R]):
         """All of the other side's stream up to here has arrived."""
         return self._received
 
-    def send(self, item: S, now: float) -> Outgoing[S]:
+    def send(self, item: S, now: float) -> LinkFrame[S]:
         """The next frame of our stream. Raises CapacityError where window_max frames are unacknowledged."""
         if len(self._waiting) >= self._window_max:
             raise CapacityError(f"wire: {len(self._waiting)} frames unacknowledged, expected fewer")
@@ -100,7 +100,7 @@ class ReliableLink(Generic[S, R]):
         self._waiting[self._seq] = _Waiting(item=item, sent_at=now)
         self._look_at = min(self._look_at, now + self._resend_s)
         self._ack_owed = False
-        return Outgoing(seq=self._seq, ack=self._received, item=item)
+        return LinkFrame(seq=self._seq, ack=self._received, item=item)
 
     def receive(self, seq: int, ack: int, item: R, byte_count: int = 0) -> list[R]:
         """Take a frame in; returns what is now in order (often one item, sometimes none or several).
@@ -130,20 +130,20 @@ class ReliableLink(Generic[S, R]):
             ready.append(waited)
         return ready
 
-    def due(self, now: float, limit: int = 64) -> list[Outgoing[S]]:
+    def due(self, now: float, limit: int = 64) -> list[LinkFrame[S]]:
         """Frames to send now: those unacknowledged for too long, and an acknowledgement if one is owed."""
         out = self._overdue(now, limit) if now >= self._look_at else []
         if out:
             self._ack_owed = False
         elif self._ack_owed and now >= self._ack_at:
-            out.append(Outgoing(seq=0, ack=self._received, item=None))
+            out.append(LinkFrame(seq=0, ack=self._received, item=None))
             self._ack_owed = False
         elif self._ack_owed and self._ack_at == math.inf:
             self._ack_at = now + self._ack_s
         return out
 
-    def _overdue(self, now: float, limit: int) -> list[Outgoing[S]]:
-        out: list[Outgoing[S]] = []
+    def _overdue(self, now: float, limit: int) -> list[LinkFrame[S]]:
+        out: list[LinkFrame[S]] = []
         self._look_at = math.inf
         for seq, waiting in self._waiting.items():
             due_at = waiting.sent_at + self._patience_s(waiting.tries)
@@ -152,7 +152,7 @@ class ReliableLink(Generic[S, R]):
                 waiting.tries += 1
                 due_at = now + self._patience_s(waiting.tries)
                 self.resent_count += 1
-                out.append(Outgoing(seq=seq, ack=self._received, item=waiting.item))
+                out.append(LinkFrame(seq=seq, ack=self._received, item=waiting.item))
             self._look_at = min(self._look_at, due_at)
         return out
 
@@ -161,6 +161,6 @@ class ReliableLink(Generic[S, R]):
 
     def _acknowledged(self, ack: int) -> None:
         if ack > self._seq:
-            return  # acknowledges what was never sent: not ours to believe
+            return  # acknowledges a frame that was never sent: ignored
         while self._waiting and next(iter(self._waiting)) <= ack:
             self._waiting.popitem(last=False)

@@ -1,9 +1,9 @@
 """Every message between two processes, as strict msgspec structs.
 
 Four conversations: front <-> engine (one machine, zmq ipc; here), decode <-> prefill control and the pages themselves
-(handoff.py), the ranks of one engine (ranks.py, watch.py). `codec.py` frames them; nobody else turns them into bytes.
-Token ids travel as little-endian int32 bytes (`ids_to_bytes`, `bytes_to_ids`): a list of 128k integers would cost a
-millisecond to decode.
+(handoff.py), the ranks of one engine (ranks.py, watch.py). `codec.py` frames them; only it turns them into bytes.
+Dataclasses of core travel inside them as they are, with their limits (core/bounds.py); arrays as arrays.py says.
+Unknown fields of a message are refused; msgspec skips those of a dataclass: only the frame version keeps builds apart.
 """
 
 from __future__ import annotations
@@ -14,19 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.wire.fields import (
-    Count,
-    Ids,
-    MessageBase,
-    Name,
-    PartBase,
-    Priority,
-    Sampling,
-    Text,
-    TokenLp,
-    TokenLps,
-    UsageOut,
-)
+from serinus.core.bounds import Count, Name, Text
+from serinus.core.request import Request, TokenDelta
+from serinus.wire.fields import MessageBase
 from serinus.wire.handoff import (
     AbortAck,
     AbortGrant,
@@ -46,12 +36,12 @@ from serinus.wire.handoff import (
     HelloOk,
     Keepalive,
     LayoutSignature,
-    Lease,
     Prepare,
+    SourceLease,
     SpanPages,
 )
-from serinus.wire.ranks import RankHeader, RankHello, RankReport
-from serinus.wire.watch import WatchEnd, WatchHello, WatchWelcome, WatchWords
+from serinus.wire.ranks import RankAnswers, RankHeader, RankHello
+from serinus.wire.watch import WatchEnd, WatchExit, WatchHello, WatchWelcome
 
 __all__ = [
     "Abort",
@@ -77,36 +67,32 @@ __all__ = [
     "HelloOk",
     "Keepalive",
     "LayoutSignature",
-    "Lease",
     "Message",
     "Prepare",
+    "RankAnswers",
     "RankHeader",
     "RankHello",
-    "RankReport",
     "Ready",
-    "Sampling",
-    "Shutdown",
+    "SourceLease",
     "SpanPages",
-    "TokenLp",
-    "TokenOut",
+    "StopEngine",
     "Tokens",
-    "UsageOut",
     "WatchEnd",
+    "WatchExit",
     "WatchHello",
     "WatchWelcome",
-    "WatchWords",
     "bytes_to_ids",
     "ids_to_bytes",
 ]
 
 
 def ids_to_bytes(ids: NDArray[np.int32]) -> bytes:
-    """Token ids as little-endian int32 bytes."""
+    """Token ids as little-endian int32 bytes, for Prepare: decoding a list of 128k integers costs a millisecond."""
     return np.ascontiguousarray(ids, dtype="<i4").tobytes()
 
 
 def bytes_to_ids(data: bytes) -> NDArray[np.int32]:
-    """The reverse; raises ValueError where the length is no multiple of four."""
+    """The reverse. Raises ValueError: the length is no multiple of four."""
     return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
 
 
@@ -138,16 +124,9 @@ class Ready(MessageBase, frozen=True, kw_only=True):
 
 
 class Generate(MessageBase, frozen=True, kw_only=True):
-    """Front -> engine: continue this prompt."""
+    """Front -> engine: continue this prompt. The engine sets `arrival` itself."""
 
-    rid: Name
-    prompt: bytes
-    """Token ids (ids_to_bytes)."""
-    sampling: Sampling
-    seed: int
-    cache_salt: Name = ""
-    priority: Priority = 0
-    prefill_address: Name = ""
+    request: Request
 
 
 class Abort(MessageBase, frozen=True, kw_only=True):
@@ -157,34 +136,19 @@ class Abort(MessageBase, frozen=True, kw_only=True):
     all: bool = False
     reason: Text = "aborted by the client"
     silent: bool = False
-    """No TokenOut wanted: the front has already finished with it (a stop text, a vanished client)."""
+    """No delta wanted: the front has already finished with it (a stop text, a vanished client)."""
     matched_stop: bool = False
     """The answer is complete: the front found a stop text in it. Counts as finished, not as aborted."""
-
-
-class TokenOut(PartBase, frozen=True, kw_only=True):
-    """core.TokenDelta on the wire."""
-
-    rid: Name
-    ids: Ids = ()
-    logprobs: TokenLps = ()
-    prompt_logprobs: TokenLps = ()
-    finish: str = ""
-    """A FinishReason value in the last one, else empty."""
-    matched_stop: int | None = None
-    error: Text = ""
-    error_status: int = 500
-    usage: UsageOut | None = None
 
 
 class Tokens(MessageBase, frozen=True, kw_only=True):
     """Engine -> front: what one step brought, for all requests of that front."""
 
-    out: Annotated[tuple[TokenOut, ...], msgspec.Meta(max_length=1 << 16)]
+    deltas: Annotated[tuple[TokenDelta, ...], msgspec.Meta(max_length=1 << 16)]
 
 
 class EngineCall(MessageBase, frozen=True, kw_only=True):
-    """Front -> engine: a question or an order; answered by one EngineReply with the same `call`."""
+    """Front -> engine: a question, or something to do; answered by one EngineReply with the same `call`."""
 
     call: Count
     what: Name
@@ -194,7 +158,7 @@ class EngineCall(MessageBase, frozen=True, kw_only=True):
 
 
 class EngineReply(MessageBase, frozen=True, kw_only=True):
-    """Engine -> front."""
+    """Engine -> front: the answer to an EngineCall."""
 
     call: Count
     ok: bool = True
@@ -202,7 +166,7 @@ class EngineReply(MessageBase, frozen=True, kw_only=True):
     """JSON, or the Prometheus text of `metrics`; with ok=False the reason in words."""
 
 
-class Shutdown(MessageBase, frozen=True, kw_only=True):
+class StopEngine(MessageBase, frozen=True, kw_only=True):
     """Front -> engine: stop; `drain` = finish the running requests first and take no new ones."""
 
     drain: bool = True
@@ -222,7 +186,7 @@ Message = (
     | Tokens
     | EngineCall
     | EngineReply
-    | Shutdown
+    | StopEngine
     | Ack
     | Hello
     | HelloOk
@@ -238,17 +202,17 @@ Message = (
     | HelloAgain
     | AbortGrant
     | AbortAck
-    | Lease
+    | SourceLease
     | Confirm
     | ConfirmOk
     | Expired
     | Drained
     | RankHello
     | RankHeader
-    | RankReport
+    | RankAnswers
     | WatchHello
     | WatchWelcome
-    | WatchWords
+    | WatchExit
     | WatchEnd
 )
 """What a frame can carry."""

@@ -1,7 +1,7 @@
-"""What the ranks of one engine say to each other: headers go down, reports come up.
+"""Messages between the ranks of one engine: headers go down, answers come up.
 
-Orders and answers travel as (name, msgpack): which type a name stands for, and what it may hold, is the engine's
-business (engine/ranks/codec.py). Large arrays lie in the frame's payload, one behind the other.
+Commands and answers travel as (name, msgpack): which type a name stands for, and what it may hold, is listed in
+ranks/codec.py. Large arrays lie in the frame's payload, one behind the other.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from typing import Annotated
 
 import msgspec
 
-from serinus.wire.fields import Count, Mac, MessageBase, Name, Text
+from serinus.core.bounds import Count, Name, Text
+from serinus.wire.fields import Mac, MessageBase
 
-__all__ = ["RankHeader", "RankHello", "RankReport"]
+__all__ = ["RankAnswers", "RankHeader", "RankHello"]
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 Item = tuple[Name, msgspec.Raw]
-"""An order or an answer: its type's name, its fields."""
-Written = tuple[Count, Name, Name, Annotated[bytes, msgspec.Meta(max_length=1 << 24)]]
-"""A decision: number, kind, rid, payload as JSON."""
+"""A command or an answer: its type's name, its fields."""
 
 
 class RankHello(MessageBase, frozen=True, kw_only=True):
@@ -26,23 +25,21 @@ class RankHello(MessageBase, frozen=True, kw_only=True):
 
     rank: Count
     token: Mac
-    """What only the ranks of this engine know."""
+    """A secret that only the ranks of this engine know."""
 
 
 class RankHeader(MessageBase, frozen=True, kw_only=True):
-    """Leader -> follower: parallel.StepHeader."""
+    """Leader -> follower: the next commands on this rank's line."""
 
-    step: Count
+    number: Count
     digest: Digest
-    decisions: Annotated[tuple[Written, ...], msgspec.Meta(max_length=1 << 20)] = ()
-    orders: Annotated[tuple[Item, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Of this header and all before it on this line."""
+    commands: Annotated[tuple[Item, ...], msgspec.Meta(max_length=1 << 16)] = ()
 
 
-class RankReport(MessageBase, frozen=True, kw_only=True):
-    """Follower -> leader: parallel.Report."""
+class RankAnswers(MessageBase, frozen=True, kw_only=True):
+    """Answers of a follower to the leader."""
 
-    kind: Name
-    step: Count = 0
-    key: Name = ""
-    reason: Text = ""
-    body: Item | None = None
+    answers: Annotated[tuple[Item, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    failure: Text = ""
+    """Why this rank cannot go on; empty = it does."""

@@ -1,6 +1,6 @@
-"""How the processes of one engine find and watch each other: ranks report, learn where everything is, say why they end.
+"""Supervision of the processes of one engine: ranks report, learn the addresses, send why they end.
 
-Besides the ranks' own line (ranks.py), as it must work before there is one and after it broke.
+It has its own connection beside the ranks' line (ranks.py): it must work before there is a line and after it broke.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import Annotated
 
 import msgspec
 
-from serinus.wire.fields import Count, Mac, MessageBase, Name, Text
+from serinus.core.bounds import Count, Name, Text
+from serinus.wire.fields import Mac, MessageBase
 
-__all__ = ["WatchEnd", "WatchHello", "WatchWelcome", "WatchWords"]
+__all__ = ["WatchEnd", "WatchExit", "WatchHello", "WatchWelcome"]
 
 
 class WatchHello(MessageBase, frozen=True, kw_only=True):
@@ -27,17 +28,17 @@ class WatchHello(MessageBase, frozen=True, kw_only=True):
 
 
 class WatchWelcome(MessageBase, frozen=True, kw_only=True):
-    """Leader -> rank, once all ranks have reported: where everything is."""
+    """Leader -> rank, once all ranks have reported: the addresses."""
 
     control: Name
     """Address of the leader's line to its ranks."""
     store: Name
     """host:port of the store where tensors' groups are made."""
     token: Mac
-    """What only the ranks of this engine know."""
+    """A secret of the ranks of this engine."""
 
 
-class WatchWords(MessageBase, frozen=True, kw_only=True):
+class WatchExit(MessageBase, frozen=True, kw_only=True):
     """Rank -> leader: why it ends."""
 
     reason: Text

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import CapacityError
-from serinus.core.parts import Part
+from serinus.core.parts import PageSpan, Part
 from serinus.testing.fake_mover import POISON, FakeMover, FakeStorage, StoredPages
 from tests.cache.model import (
     DEVICE_FULL,
-    DEVICE_SWA,
     HOST_FULL,
-    HOST_SWA,
+    POOLS,
     Change,
     Order,
     Pool,
@@ -36,8 +35,11 @@ from tests.cache.model import (
 )
 
 NONE: NDArray[np.int32] = np.empty(0, np.int32)
-EVICTION = (("lost", DEVICE_FULL), ("lost", DEVICE_SWA), ("gained", HOST_FULL), ("gained", HOST_SWA),
-            ("lost", HOST_FULL), ("lost", HOST_SWA))  # fmt: skip
+HOST_GAINS = tuple(("gained", pool) for pool in POOLS if pool[0] == "host")
+HOST_LOSSES = tuple(("lost", pool) for pool in POOLS if pool[0] == "host")
+DEVICE_GAINS = tuple(("gained", pool) for pool in POOLS if pool[0] == "device")
+DEVICE_LOSSES = tuple(("lost", pool) for pool in POOLS if pool[0] == "device")
+EVICTION = (*DEVICE_LOSSES, *HOST_GAINS, *HOST_LOSSES)
 """What making room on the device may change."""
 READ_BATCH_PAGES = 2
 """So few that a prefetch reads in several batches although the pools are small."""
@@ -55,17 +57,30 @@ class Req:
     prompt_len: int
     priority: int = 0
     lazy: bool = False
-    """Whether it takes its SWA pages chunk by chunk."""
+    """Whether it takes the pages of parts with a window chunk by chunk."""
     lease: Any = None
-    row: NDArray[np.int32] = field(default_factory=lambda: NONE)
-    swa_first: int = 0
-    """Index of the first SWA page that it keeps."""
-    swa: NDArray[np.int32] = field(default_factory=lambda: NONE)
+    rows: dict[Part, PageSpan] = field(default_factory=dict)
+    """Its pages, by part; of one with a window from the first that it keeps."""
     computed: int = 0
     plan_end: int = 0
     """How far a plan to load reaches that its lease has not used, dropped or lost by publishing."""
     bad: bool = False
     """It has read a page whose load failed: what it computes is wrong, and it must be told."""
+
+    @property
+    def row(self) -> NDArray[np.int32]:
+        """The FULL pages of its row."""
+        return self.rows[Part.FULL].pages
+
+    @property
+    def spans(self) -> tuple[PageSpan, ...]:
+        """Its pages as the cache takes them."""
+        return tuple(self.rows.values())
+
+    def extend(self, part: Part, pages: NDArray[np.int32]) -> None:
+        """More pages behind those of a part."""
+        span = self.rows[part]
+        self.rows[part] = PageSpan(part=part, first=span.first, pages=np.concatenate((span.pages, pages)))
 
     @property
     def ids(self) -> NDArray[np.int32]:
@@ -115,22 +130,27 @@ class Base:
 
     def boot(self) -> None:
         """A new engine process over the same storage: nothing else survives."""
-        shape, room = self.shape, self.room
+        shape = self.shape
         self.pool = {part: np.zeros((shape.pages(("device", part)), self.size), np.uint64) for part in shape.parts}
-        host = {part: shape.pages(("host", part)) for part in shape.parts} if shape.host_full else {}
+        host = {part: shape.pages(("host", part)) for part in shape.parts} if shape.tiered else {}
         self.mover = FakeMover(page_size=self.size, device=self.pool, host_pages=host, early=self.early)
         self.storage = FakeStorage(self.stored, host=self.mover.host, use=self.mover.use) if shape.storage else None
-        self.cache = room.PrefixCache(
-            room.CacheGeometry(
-                page_size=self.size, full_pages=shape.full_pages, swa_pages=shape.swa_pages, window=shape.window,
-                host_full_pages=shape.host_full, host_swa_pages=shape.host_swa,
-                read_batch_pages=READ_BATCH_PAGES,
-            ),
-            policy=shape.policy, write_policy=shape.write_policy,
-            mover=self.mover if shape.host_full else None, storage=self.storage, namespace=self.engine,
-        )  # fmt: skip
+        self.cache = self.new_cache(self.mover if shape.tiered else None, self.storage)
         self.order = Order(shape)
         self.seen = Snapshot()
+
+    def new_cache(self, mover: Any, storage: Any) -> Any:
+        """A cache of this shape over these ports."""
+        shape, room = self.shape, self.room
+        parts = {
+            part: room.PartGeometry(pages=each.pages, host_pages=each.host_pages, window=each.window)
+            for part, each in shape.parts.items()
+        }
+        geometry = room.CacheGeometry(page_size=self.size, parts=parts, read_batch_pages=READ_BATCH_PAGES)
+        return room.PrefixCache(
+            geometry, policy=shape.policy, write_policy=shape.write_policy, mover=mover, storage=storage,
+            namespace=self.engine,
+        )  # fmt: skip
 
     # What is there
 
@@ -148,12 +168,10 @@ class Base:
         found = {prefix for req in self.running for prefix in self.path(req, max(req.lease.end, req.plan_end))}
         return found | set(extra or ())
 
-    def window_pinned(self, extra: list[Prefix] | None = None) -> set[Prefix]:
-        """SWA that running requests still read."""
-        if self.shape.window is None:
-            return set()
-        found = {prefix for r in self.running for prefix in self.path(r, r.lease.end)[r.swa_first :]}
-        return found | set(extra or ())
+    def window_pinned(self, part: Part, extra: list[Prefix] | None = None) -> set[Prefix]:
+        """What running requests still read of a part with a window. `extra`: the path of one more lease."""
+        found = {prefix for r in self.running for prefix in self.path(r, r.lease.end)[r.rows[part].first :]}
+        return found | set(() if extra is None else extra[self.shape.first(part, len(extra) * self.size) :])
 
     def held(self, part: Part) -> set[int]:
         """Device pages with holds."""
@@ -172,16 +190,16 @@ class Base:
             self.mover.pending or self.mover.unpolled or (storage is not None and (storage.pending or storage.unpolled))
         )
 
-    # Others who touch pages
+    # Transfers that touch pages
 
     def hold(self, which: int, first: int, count: int, name: str, part: Part = Part.FULL) -> None:
         """A transfer begins to read some computed pages of a running request."""
         req = self.running[which % len(self.running)]
-        row = req.row if part is Part.FULL else req.swa
-        computed = -(-req.computed // self.size) - (0 if part is Part.FULL else req.swa_first)
+        span = req.rows[part]
+        computed = -(-req.computed // self.size) - span.first
         if computed > 0 and not req.bad:
             first %= computed
-            pages = row[first : min(computed, first + count)].copy()
+            pages = span.pages[first : min(computed, first + count)].copy()
             self.mover.gate()
             self.cache.hold(name, pages, part)
             self.holds.append(Held(name=name, part=part, pages=pages, content=self.pool[part][pages].copy()))
@@ -213,10 +231,11 @@ class Base:
         assert eviction.freed == freed >= min(enough, possible), f"{eviction}: {freed} came free, {possible} could"
         assert eviction.shortfall == max(0, enough - eviction.freed), f"{eviction} for {enough}"
         if device:
-            self.check_eviction(change, enough if pool == DEVICE_FULL else 0)
+            known = {DEVICE_FULL: enough} | {("device", part): 0 for part in self.shape.windows}
+            self.check_eviction(change, known.get(pool))
         else:
-            change.only(("lost", HOST_FULL), ("lost", HOST_SWA))
-            self.failures += bool(change.lost[HOST_FULL] or change.lost[HOST_SWA])
+            change.only(*HOST_LOSSES)
+            self.failures += any(change.lost[pool] for _, pool in HOST_LOSSES)
 
     def check_eviction(
         self,
@@ -225,16 +244,20 @@ class Base:
         pins: list[Prefix] | None = None,
         window_pins: list[Prefix] | None = None,
     ) -> None:
-        """What went might go; where nothing blurs it, it is what the policy says."""
+        """What went might go; where nothing blurs it, it is what the policy says.
+
+        enough: FULL pages that had to go; None = unknown. Pins: the path of a lease whose request does not run yet.
+        """
         change.only(*EVICTION)
         if self.untold:
             return
         gone = change.lost[DEVICE_FULL].keys()
         pinned = gone & self.pinned(pins)
         assert not pinned, f"L1 pinned prefixes were evicted: {words(pinned)}"
-        pinned = change.lost[DEVICE_SWA].keys() & self.window_pinned(window_pins)
-        assert not pinned, f"L2 SWA that a window still reads was evicted: {words(pinned)}"
-        if not self.shape.host_full and enough is not None and not self.holds:
+        for part in self.shape.windows:
+            pinned = change.lost["device", part].keys() & self.window_pinned(part, window_pins)
+            assert not pinned, f"L2 {part.name} that a window still reads was evicted: {words(pinned)}"
+        if not self.shape.tiered and enough is not None and not self.holds:
             expected = set(self.order.victims(enough, self.pinned(pins)))
             assert gone == expected, f"the eviction took {words(gone)}, the policy says {words(expected)}"
         self.order.keep(self.seen.where[DEVICE_FULL])
@@ -242,7 +265,7 @@ class Base:
 
     def check_dropped(self, change: Change) -> None:
         """Under write_back nothing leaves the device without its copy while the host has room for it."""
-        if self.shape.write_policy != "write_back" or not self.shape.host_full:
+        if self.shape.write_policy != "write_back" or not self.shape.tiered:
             return
         dropped = [p for p in change.lost[DEVICE_FULL] if p not in self.seen.where[HOST_FULL]]
         if dropped and not self.failures:
@@ -250,7 +273,7 @@ class Base:
             assert room < len(dropped), f"dropped with {room} host pages free: {words(dropped)}"
 
     looks = 0
-    """Checks so far."""
+    """How many checks of the host ran so far."""
     failures = 0
     """What kept the host from having what it should have: copies that failed, pages that it was told to give up."""
 
@@ -274,11 +297,8 @@ class Base:
     # After every step
 
     def check(self) -> None:
-        """All oracles."""
-        rows = [
-            self.room.RowView(rid=r.rid, lease=r.lease, pages=r.row, swa_first=r.swa_first, swa_pages=r.swa)
-            for r in self.running
-        ]
+        """Compare the cache with all oracles."""
+        rows = [self.room.RowView(rid=r.rid, lease=r.lease, spans=r.spans) for r in self.running]
         self.cache.sanity_check(rows)
         self.changed().only()
         for pool in self.shape.pools:
@@ -324,7 +344,7 @@ class Base:
         assert ours.all(), f"C1 {pool} pages {written} are being filled, in {states}"
 
     def check_shape_of_residency(self) -> None:
-        """D3: FULL is on the device first, on the host alone afterwards; SWA never without FULL."""
+        """D3: FULL is on the device first, on the host alone afterwards; no other part without FULL."""
         where, step = self.seen.where, self.size * 4
         for name, data in where[DEVICE_FULL]:
             assert len(data) == step or (name, data[:-step]) in where[DEVICE_FULL], f"D3 {words([(name, data)])}"
@@ -333,8 +353,11 @@ class Base:
             if prefix not in where[DEVICE_FULL] and len(data) > step:
                 above = (name, data[:-step])
                 assert above in where[DEVICE_FULL] or above in where[HOST_FULL], f"D3 {words([prefix])} has no parent"
-        assert where[DEVICE_SWA].keys() <= where[DEVICE_FULL].keys(), "D4 SWA on the device without FULL there"
-        assert where[HOST_SWA].keys() <= where[HOST_FULL].keys() | where[DEVICE_FULL].keys(), "D4 SWA without FULL"
+        for part, shape in self.shape.parts.items():
+            full, mine = where[DEVICE_FULL].keys(), where["device", part].keys()
+            assert mine <= full, f"D4 {part.name} on the device without FULL there"
+            assert shape.window is not None or mine == full, f"D4 FULL on the device without {part.name} there"
+            assert where["host", part].keys() <= where[HOST_FULL].keys() | full, f"D4 {part.name} without FULL"
 
     @property
     def untold(self) -> bool:
@@ -342,27 +365,24 @@ class Base:
         return any(op not in self.mover.pending for op in self.mover.failed_pages)
 
     def check_evictable(self) -> None:
-        """Exactly what no lease pins and nobody holds: in FULL whole prefixes, in SWA the windows alone, and a slack.
+        """Exactly what no lease pins and nothing holds: whole prefixes, or of a part with a window that and a slack.
 
         The slack of a lease is an eighth of its window, one page at least.
         """
         if self.untold:
             return
-        held, pinned = self.held(Part.FULL), self.pinned()
-        full = {p for p, page in self.seen.where[DEVICE_FULL].items() if p not in pinned and page not in held}
-        loading = len(full & self.seen.loading[Part.FULL])
-        found = self.cache.evictable()
-        assert len(full) - loading <= found <= len(full), f"L4 {found} evictable, expected {len(full)} (-{loading})"
-        if self.shape.window is not None:
-            held = self.held(Part.SWA)
-            where = self.seen.where[DEVICE_SWA]
-            needed = self.window_pinned()
-            planned = {p for r in self.running if r.plan_end for p in self.path(r, r.plan_end)}
+        pinned = self.pinned()
+        planned = {p for r in self.running if r.plan_end for p in self.path(r, r.plan_end)}
+        for part, shape in self.shape.parts.items():
+            held, where = self.held(part), self.seen.where["device", part]
+            needed = pinned if shape.window is None else self.window_pinned(part)
             loose = {p for p, page in where.items() if p not in needed and page not in held}
-            slack = max(1, -(-self.shape.window // self.size) // 8)
-            spared = len(loose & (planned | self.seen.loading[Part.SWA])) + slack * len(self.running)
-            found = self.cache.evictable(Part.SWA)
-            assert len(loose) - spared <= found <= len(loose), f"L4 {found} SWA evictable, expected {len(loose)}"
+            spared = len(loose & self.seen.loading[part])
+            if shape.window is not None:
+                slack = max(1, -(-shape.window // self.size) // 8)
+                spared = len(loose & (planned | self.seen.loading[part])) + slack * len(self.running)
+            found, most = self.cache.evictable(part), len(loose)
+            assert most - spared <= found <= most, f"L4 {found} {part.name} evictable, expected {most} (-{spared})"
 
     def check_stored(self) -> None:
         """What is stored is never the content of a load or a copy that failed."""

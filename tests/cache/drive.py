@@ -8,29 +8,41 @@ from typing import Any
 
 import numpy as np
 
+from serinus.cache import PartGeometry
+from serinus.core.eviction import EVICTION_POLICIES
+from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from tests.cache.model import DEVICE_FULL, HOST_FULL, Shape
 from tests.cache.tiers import TieredWorld
 
-POLICIES = ("lru", "lfu", "fifo", "priority")
+POLICIES = tuple(EVICTION_POLICIES)
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+BESIDE_FULL: tuple[tuple[Part, ...], ...] = (
+    (), (), (Part.SWA,), (Part.SWA,), (Part.LATENT,), (Part.SWA, Part.LATENT)
+)  # fmt: skip
+"""The parts of a cache beside FULL: each has a window, but that every other LATENT covers whole prefixes."""
 
 
 def draw_shape(rng: Rng) -> Shape:
     """Page sizes, parts, tiers and policies, each as often as the others; pools of a few dozen pages."""
     tiers = rng.choice(["none", "host", "storage"])
     size = rng.choice([1, 2, 16])
-    swa = rng.random() < 0.5
     full = rng.randint(6, 40)
     host = 0 if tiers == "none" else rng.choice([rng.randint(4, 12), rng.randint(10, 40), 200, 200])
-    window = rng.choice([1, 2, 3, size + 1, 2 * size, 3 * size + rng.randrange(size)]) if swa else None
+    parts = {Part.FULL: PartGeometry(pages=full, host_pages=host)}
+    for part in rng.choice(BESIDE_FULL):
+        window = rng.choice([1, 2, 3, size + 1, 2 * size, 3 * size + rng.randrange(size)])
+        whole = part is Part.LATENT and rng.random() < 0.5
+        parts[part] = PartGeometry(
+            pages=rng.randint(6, 40),
+            host_pages=rng.choice([host, rng.randint(2, 20)]) if host else 0,
+            window=None if whole else window,
+        )
     return Shape(
         page_size=size,
-        full_pages=full,
-        swa_pages=rng.randint(6, 40) if swa else 0,
-        window=window,
-        host_full=host,
-        host_swa=rng.choice([host, rng.randint(2, 20)]) if swa and host else 0,
+        parts=parts,
         storage=tiers == "storage",
         policy=rng.choice(POLICIES),
         write_policy=rng.choice(WRITE_POLICIES) if host else "write_through",
@@ -85,7 +97,7 @@ def _end(world: TieredWorld, rng: Rng) -> None:
 
 
 def _hold(world: TieredWorld, rng: Rng) -> None:
-    part = rng.choice(world.shape.parts)
+    part = rng.choice(list(world.shape.parts))
     world.hold(rng.randrange(6), rng.randrange(6), rng.randint(1, 4), rng.choice(["transfer", "restore"]), part)
 
 
@@ -135,13 +147,13 @@ RULES: tuple[tuple[int, Ready, Act], ...] = (
     (10, lambda w: w.running, _hold),
     (8, lambda w: w.holds, lambda w, r: w.unhold(r.randrange(6))),
     (8, lambda w: True, _evict),
-    (1, lambda w: True, lambda w, r: w.flush()),
+    (2, lambda w: True, lambda w, r: w.flush()),
     (3, lambda w: w.waiting, lambda w, r: w.look(r.randrange(6), drop=r.random() < 0.5)),
     (2, lambda w: w.waiting, lambda w, r: w.give_up(r.randrange(6))),
-    (20, lambda w: w.shape.host_full, lambda w, r: w.poll()),
+    (20, lambda w: w.shape.tiered, lambda w, r: w.poll()),
     (20, lambda w: w.mover.pending, _end_copy),
     (8, lambda w: w.mover.pending, _doom_copy),
-    (2, lambda w: w.shape.host_full, lambda w, r: w.settle()),
+    (2, lambda w: w.shape.tiered, lambda w, r: w.settle()),
     (15, lambda w: w.storage and w.waiting, lambda w, r: w.prefetch(r.randrange(6))),
     (30, lambda w: w.storage and w.archive, _revive),
     (25, lambda w: w.storage and w.storage.pending, _end_storage),

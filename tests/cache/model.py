@@ -6,7 +6,7 @@ reads the tree's lists and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.cache import PartGeometry
 from serinus.core.parts import Part
 from serinus.core.rng import splitmix64
 from serinus.testing.fake_mover import POISON
@@ -24,11 +25,9 @@ Prefix = tuple[str, bytes]
 Pool = tuple[str, Part]
 """A tier ("device" or "host") and a part."""
 
-DEVICE_FULL, DEVICE_SWA = ("device", Part.FULL), ("device", Part.SWA)
-HOST_FULL, HOST_SWA = ("host", Part.FULL), ("host", Part.SWA)
-POOLS: tuple[Pool, ...] = (DEVICE_FULL, DEVICE_SWA, HOST_FULL, HOST_SWA)
-_FIELDS = {DEVICE_FULL: "pages", DEVICE_SWA: "swa", HOST_FULL: "host", HOST_SWA: "host_swa"}
-_SALT = {Part.FULL: 0, Part.SWA: 0x5A5A << 20}
+DEVICE_FULL, HOST_FULL = ("device", Part.FULL), ("host", Part.FULL)
+POOLS: tuple[Pool, ...] = tuple((tier, part) for tier in ("device", "host") for part in Part)
+_SALT = {part: 0x5A5A * part << 20 for part in Part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,37 +35,35 @@ class Shape:
     """A cache to be tested: its pools and policies."""
 
     page_size: int
-    full_pages: int
-    swa_pages: int = 0
-    window: int | None = None
-    host_full: int = 0
-    host_swa: int = 0
+    parts: Mapping[Part, PartGeometry]
     storage: bool = False
     policy: str = "lru"
     write_policy: str = "write_through"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part.FULL, Part.SWA) if self.swa_pages else (Part.FULL,)
+    def tiered(self) -> bool:
+        """Whether there is a host tier."""
+        return self.parts[Part.FULL].host_pages > 0
+
+    @property
+    def windows(self) -> dict[Part, int]:
+        """The parts with a window."""
+        return {part: shape.window for part, shape in self.parts.items() if shape.window is not None}
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        tiers = ("device", "host") if self.host_full else ("device",)
-        return tuple((tier, part) for tier in tiers for part in self.parts)
+        """Every pool that exists."""
+        return tuple((tier, part) for tier in ("device", "host")[: 1 + self.tiered] for part in self.parts)
 
     def pages(self, pool: Pool) -> int:
-        return {
-            DEVICE_FULL: self.full_pages,
-            DEVICE_SWA: self.swa_pages,
-            HOST_FULL: self.host_full,
-            HOST_SWA: self.host_swa,
-        }[pool]
+        """Pages of a pool, the padding page included."""
+        part = self.parts[pool[1]]
+        return part.pages if pool[0] == "device" else part.host_pages
 
-    def swa_first(self, position: int) -> int:
-        """Index of the first SWA page that computing `position` reads."""
-        if self.window is None:
-            return position // self.page_size
-        return max(0, position - self.window + 1) // self.page_size
+    def first(self, part: Part, position: int) -> int:
+        """Index of the first page of a part that computing `position` reads."""
+        window = self.parts[part].window
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
 
 
 # Content
@@ -124,16 +121,14 @@ class Snapshot:
     """Device prefixes whose bytes a load still brings."""
 
     def usable(self, shape: Shape, path: list[Prefix], tiers: Iterable[str] = ("device",)) -> int:
-        """Tokens of the longest prefix along `path` from which one can go on: FULL from 0, SWA of the window."""
-        covered = {
-            part: [any(p in self.where[tier, part] for tier in tiers) for p in path] for part in (Part.FULL, Part.SWA)
-        }
+        """Tokens of the longest prefix along `path` from which one can go on: each part covers all or its window."""
+        covered = {part: [any(p in self.where[tier, part] for tier in tiers) for p in path] for part in shape.parts}
         best = 0
         for count in range(1, len(path) + 1):
             if not covered[Part.FULL][count - 1]:
                 break
-            first = shape.swa_first(count * shape.page_size)
-            if shape.window is None or all(covered[Part.SWA][first:count]):
+            position = count * shape.page_size
+            if all(all(there[shape.first(part, position) : count]) for part, there in covered.items()):
                 best = count
         return best * shape.page_size
 
@@ -150,8 +145,7 @@ def take_snapshot(cache: Any, page_size: int) -> Snapshot:
         if node.parent is None:
             continue
         names = [(name, data[:end]) for end in range(len(above) + step, len(data) + 1, step)]
-        for pool, attribute in _FIELDS.items():
-            pages = getattr(node, attribute)
+        for pool, pages in _lists(node):
             if len(pages):
                 assert len(pages) == len(names), f"D1 {node} has {len(pages)} pages in {pool}, expected {len(names)}"
                 known = found.where[pool]
@@ -162,6 +156,12 @@ def take_snapshot(cache: Any, page_size: int) -> Snapshot:
             if node.loading & (1 << part):
                 found.loading[part].update(names)
     return found
+
+
+def _lists(node: Any) -> list[tuple[Pool, NDArray[np.int32]]]:
+    """What a node lists, by pool: the one place of this room that knows how nodes keep their pages."""
+    tiers = (("device", node.device), ("host", node.host))
+    return [((tier, Part(part)), pages) for tier, parts in tiers for part, pages in enumerate(parts)]
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ def compare(before: Snapshot, after: Snapshot) -> Change:
 
 
 def words(found: Iterable[Prefix]) -> str:
-    """Some prefixes, readable."""
+    """The first prefixes as readable text."""
     return ", ".join(f"{name!r}:{np.frombuffer(data, np.int32).tolist()}" for name, data in list(found)[:4])
 
 
@@ -258,10 +258,10 @@ def dump(cache: Any) -> str:
     pending = [(0, name, root) for name, root in cache.tree.roots.items()]
     while pending:
         depth, name, node = pending.pop()
-        lists = [getattr(node, attribute).tolist() for attribute in _FIELDS.values()]
+        lists = [pages.tolist() for _, pages in _lists(node)]
         lines.append(
-            f"{depth} {name} {node.start}:{node.end} {lists} pins {node.pins} {node.swa_pins} busy {node.busy}"
-            f" uses {node.last_use} {node.hit_count} {node.priority} {node.swa_use} loading {node.loading}"
+            f"{depth} {name} {node.start}:{node.end} {lists} pins {node.pins} {node.window_pins} busy {node.busy}"
+            f" uses {node.last_use} {node.hit_count} {node.priority} {node.window_use} loading {node.loading}"
         )
         pending.extend((depth + 1, name, child) for child in node.children.values())
     for (tier, part), ledger in cache.ledgers.items():

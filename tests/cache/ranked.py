@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.engine.ranks.tiers import (
+from serinus.ranks.tiers import (
     CopyPages,
     QueryPages,
     RankMover,
     RankStorage,
     ReadPages,
-    TierHand,
+    TierWorker,
     WritePages,
 )
 from serinus.testing.fake_mover import POISON, FakeMover, FakeStorage, StoredPages
-from tests.cache.base import READ_BATCH_PAGES, Req
+from tests.cache.base import Req
 from tests.cache.model import Pool, Shape
 from tests.cache.tiers import TieredWorld
 
@@ -39,10 +39,10 @@ class Rank:
     def __init__(self, shape: Shape, stored: StoredPages, *, early: bool) -> None:
         size = shape.page_size
         self.pool = {part: np.zeros((shape.pages(("device", part)), size), np.uint64) for part in shape.parts}
-        host = {part: shape.pages(("host", part)) for part in shape.parts} if shape.host_full else {}
+        host = {part: shape.pages(("host", part)) for part in shape.parts} if shape.tiered else {}
         self.mover = FakeMover(page_size=size, device=self.pool, host_pages=host, early=early)
         self.storage = FakeStorage(stored, host=self.mover.host, use=self.mover.use) if shape.storage else None
-        self.hand = TierHand(self.mover, self.storage)
+        self.hand = TierWorker(self.mover, self.storage)
         self.orders: deque[object] = deque()
         """Ordered, and not obeyed yet."""
         self.answers: deque[MoveDone | StorageDone] = deque()
@@ -79,7 +79,8 @@ class TestLine:
     def subscribe(self, body_type: type, take: Callable[[int, Any], None]) -> None:
         self._takers[body_type] = take
 
-    def order(self, order: Any, rank: int | None = None) -> None:
+    def command(self, command: Any, rank: int | None = None) -> None:
+        order = command
         if isinstance(order, CopyPages):
             for move in order.moves:
                 self.copies[move.op] = (*self.copies.get(move.op, ()), move)
@@ -107,7 +108,7 @@ class TestLine:
             self.unanswered[answer.op].discard(rank)
 
     def _hasten(self) -> None:
-        """Somebody waits for copies: something goes on, somewhere."""
+        """The leader waits for copies: one random rank works on."""
         at = self._rng.randrange(self.size)
         rank = self._ranks[at]
         rank.obey()
@@ -204,7 +205,7 @@ class Movers:
 
     @property
     def unpolled(self) -> bool:
-        """Whether the leader has answers that nobody asked for."""
+        """Whether the leader has answers that the cache has not polled."""
         return any(not self._line.unanswered[op] for op in self._mover.open_ops) or bool(self._mover._ended)
 
     def gate(self) -> None:
@@ -292,7 +293,7 @@ class RankedWorld(TieredWorld):
     def boot(self) -> None:
         """See Base: every rank is a new process."""
         super().boot()
-        shape, room = self.shape, self.room
+        shape = self.shape
         self.ranks = [Rank(shape, stored, early=self.early) for stored in self.stores]
         self.line = TestLine(self.ranks, self.rng)
         mover = self.mover_of(self.line, self.names)
@@ -300,14 +301,7 @@ class RankedWorld(TieredWorld):
         self.pool = {part: Everywhere(self.ranks, part) for part in shape.parts}
         self.mover = Movers(self.ranks, self.line, mover, self.rng)
         self.storage = None if storage is None else Storages(self.ranks, self.line, storage, self.rng)
-        self.cache = room.PrefixCache(
-            room.CacheGeometry(
-                page_size=self.size, full_pages=shape.full_pages, swa_pages=shape.swa_pages, window=shape.window,
-                host_full_pages=shape.host_full, host_swa_pages=shape.host_swa, read_batch_pages=READ_BATCH_PAGES,
-            ),
-            policy=shape.policy, write_policy=shape.write_policy,
-            mover=mover if shape.host_full else None, storage=storage, namespace=self.engine,
-        )  # fmt: skip
+        self.cache = self.new_cache(mover if shape.tiered else None, storage)
 
     def _each(self) -> Iterator[Rank]:
         """Look at every rank in turn."""
@@ -332,11 +326,11 @@ class RankedWorld(TieredWorld):
             super().check_content(pool)
 
     def is_bad(self, part: Part, page: int, op: int) -> bool:
-        """On any rank."""
+        """Whether the page is poisoned on any rank."""
         return any(bool((rank.pool[part][page] == POISON | op).any()) for rank in self.ranks)
 
     def check_stored(self) -> None:
-        """On every rank."""
+        """Check the store of every rank."""
         for stored in self.stores:
             self.stored = stored
             super().check_stored()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from serinus.cache import CacheGeometry, Lease, Match, Pages, PartPages, PrefixCache, RowView
+from serinus.cache import CacheGeometry, Lease, Match, Pages, PartGeometry, PrefixCache, RowView
 from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
-from serinus.core.parts import Part
+from serinus.core.parts import PageSpan, Part
 
 SIZE = 4
 
@@ -20,7 +20,7 @@ def span(start: int, stop: int) -> np.ndarray:
 
 
 class HandMover:
-    """Copies end when the test says so, or when somebody waits for them."""
+    """Copies end when the test says so, or when the cache waits for them."""
 
     def __init__(self) -> None:
         self.open: dict[int, list[Move]] = {}
@@ -90,25 +90,54 @@ class HandStorage:
         return ended
 
 
+def full(first: int, pages: np.ndarray) -> tuple[PageSpan, ...]:
+    """The pages of a cache that has FULL alone."""
+    return (PageSpan(part=Part.FULL, first=first, pages=pages),)
+
+
 @dataclass(slots=True, kw_only=True)
 class Guest:
-    """A running request."""
+    """A running request with its lease."""
 
     rid: str
     tokens: np.ndarray
     match: Match
-    row: Pages
-    swa_first: int
-    swa: Pages
+    rows: dict[Part, PageSpan]
     computed: int = field(default=0)
 
     @property
     def lease(self) -> Lease:
         return self.match.lease
 
+    @property
+    def row(self) -> Pages:
+        """The FULL pages of its row."""
+        return self.rows[Part.FULL].pages
+
+    @property
+    def swa(self) -> Pages:
+        """The SWA pages of its row."""
+        return self.rows[Part.SWA].pages
+
+    @property
+    def spans(self) -> tuple[PageSpan, ...]:
+        return tuple(self.rows.values())
+
+    def extend(self, given: Sequence[Pages]) -> None:
+        """More pages of each part."""
+        for span, pages in zip(self.spans, given, strict=True):
+            whole = np.concatenate((span.pages, pages))
+            self.rows[span.part] = PageSpan(part=span.part, first=span.first, pages=whole)
+
+    def drop(self, part: Part, count: int) -> PageSpan:
+        """Its first pages of a part are not its own any more; returns them."""
+        span = self.rows[part]
+        self.rows[part] = PageSpan(part=part, first=span.first + count, pages=span.pages[count:])
+        return PageSpan(part=part, first=span.first, pages=span.pages[:count])
+
 
 class Shop:
-    """A cache with hands: serve a prompt, keep a request seated, pass time."""
+    """A cache driven by hand: serve a prompt, keep a request running, pass time."""
 
     def __init__(
         self, *, full: int = 33, swa: int = 0, window: int | None = None, host: int = 0, host_swa: int = 0,
@@ -116,12 +145,13 @@ class Shop:
     ) -> None:  # fmt: skip
         self.mover = HandMover()
         self.storage = HandStorage()
-        geometry = CacheGeometry(
-            page_size=size, full_pages=full, swa_pages=swa, window=window, host_full_pages=host, host_swa_pages=host_swa
-        )
+        parts = {Part.FULL: PartGeometry(pages=full, host_pages=host)}
+        if swa:
+            parts[Part.SWA] = PartGeometry(pages=swa, host_pages=host_swa, window=window)
         self.cache = PrefixCache(
-            geometry, mover=self.mover if host else None, storage=self.storage if storage else None, **settings
-        )
+            CacheGeometry(page_size=size, parts=parts), mover=self.mover if host else None,
+            storage=self.storage if storage else None, **settings,
+        )  # fmt: skip
         self.size = size
 
     def seat(
@@ -130,38 +160,37 @@ class Shop:
         """Match, load if asked for, allocate for the whole prompt."""
         cache = self.cache
         match = cache.match_prefix(namespace, tokens, len(tokens) - 1, priority=priority)
-        row, swa_first, swa = match.pages, match.swa_first, match.swa_pages
+        rows = {span.part: span for span in match.spans}
         if load and match.load is not None:
             loaded = cache.load_back(rid, match.lease, match.load)
             assert loaded is not None, "no room to load"
-            row, swa_first, swa = np.concatenate((row, loaded.pages)), loaded.swa_first, loaded.swa_pages
-        count = -(-len(tokens) // self.size)
-        windowed = cache.geometry.window is not None
-        own = cache.allocate(rid, count - len(row), count - swa_first - len(swa) if windowed else 0)
+            rows = {span.part: span for span in loaded.spans}
+            rows[Part.FULL] = full(0, np.concatenate((match.pages, loaded.pages)))[0]
+        guest = Guest(rid=rid, tokens=tokens, match=match, rows=rows, computed=match.lease.end)
+        own = cache.allocate(rid, *[-(-len(tokens) // self.size) - span.end for span in guest.spans])
         assert own is not None, "no room"
-        return Guest(
-            rid=rid, tokens=tokens, match=match, row=np.concatenate((row, own.full)), swa_first=swa_first,
-            swa=np.concatenate((swa, own.swa)), computed=match.lease.end,
-        )  # fmt: skip
+        guest.extend(own)
+        return guest
 
     def publish(self, guest: Guest, computed: int) -> None:
         """Compute up to here and insert; rows are rewritten before the duplicates go."""
-        start, size = guest.lease.end, self.size
-        low = start // size
-        first = max(guest.swa_first, low)
-        own = PartPages(full=guest.row[low:], swa=guest.swa[first - guest.swa_first :])
-        insertion = self.cache.insert(guest.lease, guest.tokens[start:computed], own, start, first)
-        guest.row[low : low + len(insertion.pages)] = insertion.pages
-        at = insertion.swa_first - guest.swa_first
-        guest.swa[at : at + len(insertion.swa_pages)] = insertion.swa_pages
+        start = guest.lease.end
+        low = start // self.size
+        own = tuple(
+            PageSpan(part=span.part, first=max(span.first, low), pages=span.pages[max(0, low - span.first) :])
+            for span in guest.spans
+        )
+        insertion = self.cache.insert(guest.lease, guest.tokens[start:computed], own)
+        for span in insertion.spans:
+            at = span.first - guest.rows[span.part].first
+            guest.rows[span.part].pages[at : at + len(span.pages)] = span.pages
         self.cache.commit_row(insertion)
         guest.computed = computed
 
     def leave(self, guest: Guest, computed: int | None = None, *, park: bool = False) -> None:
-        """The only exit."""
+        """End a request: its computed tokens are published, its lease ends."""
         end = len(guest.tokens) if computed is None else computed
-        pages = PartPages(full=guest.row, swa=guest.swa)
-        self.cache.finish(guest.rid, guest.lease, guest.tokens[:end], pages, guest.swa_first, park=park)
+        self.cache.finish(guest.rid, guest.lease, guest.tokens[:end], guest.spans, park=park)
 
     def serve(self, rid: str, tokens: np.ndarray, namespace: str = "", *, load: bool = False) -> None:
         """A request from arrival to its end."""
@@ -181,6 +210,4 @@ class Shop:
 
     def check(self, *guests: Guest) -> None:
         """All invariants, with the rows of all running requests."""
-        self.cache.sanity_check(
-            [RowView(rid=g.rid, lease=g.lease, pages=g.row, swa_first=g.swa_first, swa_pages=g.swa) for g in guests]
-        )
+        self.cache.sanity_check([RowView(rid=g.rid, lease=g.lease, spans=g.spans) for g in guests])

@@ -104,12 +104,12 @@ def test_only_legal_moves_are_made(ledger: PageLedger) -> None:
                 ledger.move(pages(1), owners[source], owners[target], "try")
 
 
-def test_a_copied_page_goes_to_the_tree_and_a_condemned_one_comes_back(ledger: PageLedger) -> None:
+def test_a_copied_page_goes_to_the_tree_and_a_quarantined_one_comes_back(ledger: PageLedger) -> None:
     got = ledger.take(copy_owner(3), 2, "load back")
     ledger.move(got, copy_owner(3), tree_owner(1), "complete")
-    ledger.move(got[:1], tree_owner(1), int(PageState.QUARANTINED), "condemn")
+    ledger.move(got[:1], tree_owner(1), int(PageState.QUARANTINED), "quarantine")
     assert (ledger.counts().tree, ledger.counts().quarantined) == (1, 1)
-    ledger.move(got[:1], int(PageState.QUARANTINED), FREE_OWNER, "pardon")
+    ledger.move(got[:1], int(PageState.QUARANTINED), FREE_OWNER, "release_quarantined")
     assert ledger.free_pages == 8
     ledger.check()
 

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serinus.cache import CacheGeometry, Insertion, Lease, Pages, PartPages, PrefixCache, RowView
+from serinus.cache import CacheGeometry, Insertion, Lease, Pages, PartGeometry, PrefixCache, RowView
 from serinus.core.errors import CapacityError, ConfigError, InvariantError
+from serinus.core.parts import Part
+from tests.cache.shop import full
 
 SIZE = 4
 
@@ -22,7 +24,9 @@ def span(start: int, stop: int) -> np.ndarray:
 
 
 def device(page_count: int, page_size: int = SIZE, **settings: Any) -> PrefixCache:
-    return PrefixCache(CacheGeometry(page_size=page_size, full_pages=page_count), **settings)
+    return PrefixCache(
+        CacheGeometry(page_size=page_size, parts={Part.FULL: PartGeometry(pages=page_count)}), **settings
+    )
 
 
 @pytest.fixture
@@ -34,17 +38,21 @@ def seat(cache: PrefixCache, rid: str, tokens: np.ndarray, namespace: str = "") 
     match = cache.match_prefix(namespace, tokens, len(tokens) - 1)
     own = cache.allocate(rid, -(-len(tokens) // cache.page_size) - len(match.pages))
     assert own is not None
-    return match.lease, np.concatenate((match.pages, own.full))
+    return match.lease, np.concatenate((match.pages, own[0]))
+
+
+def rows(*running: tuple[str, Lease, Pages]) -> list[RowView]:
+    return [RowView(rid=rid, lease=lease, spans=full(0, row)) for rid, lease, row in running]
 
 
 def insert(cache: PrefixCache, lease: Lease, tokens: np.ndarray, row: Pages) -> Insertion:
     start = lease.end
-    return cache.insert(lease, tokens[start:], PartPages(full=row[start // cache.page_size :]), start)
+    return cache.insert(lease, tokens[start:], full(start // cache.page_size, row[start // cache.page_size :]))
 
 
 def serve(cache: PrefixCache, rid: str, tokens: np.ndarray, namespace: str = "") -> Pages:
     lease, row = seat(cache, rid, tokens, namespace)
-    cache.finish(rid, lease, tokens, PartPages(full=row))
+    cache.finish(rid, lease, tokens, full(0, row))
     return row
 
 
@@ -87,14 +95,14 @@ def test_two_requests_over_one_prompt_end_on_one_set_of_pages(cache: PrefixCache
     cache.commit_row(insert(cache, lease_a, tokens, row_a))
     insertion = insert(cache, lease_b, tokens, row_b)
     assert insertion.pages.tolist() == row_a[:2].tolist()
-    assert insertion.duplicates.tolist() == row_b[:2].tolist()
+    assert insertion.duplicates[0].tolist() == row_b[:2].tolist()
     free = cache.free_pages
     row_b[:2] = insertion.pages
     cache.commit_row(insertion)
     assert cache.free_pages == free + 2
-    cache.sanity_check([RowView(rid="a", lease=lease_a, pages=row_a), RowView(rid="b", lease=lease_b, pages=row_b)])
-    cache.finish("a", lease_a, tokens, PartPages(full=row_a))
-    cache.finish("b", lease_b, tokens, PartPages(full=row_b))
+    cache.sanity_check(rows(("a", lease_a, row_a), ("b", lease_b, row_b)))
+    cache.finish("a", lease_a, tokens, full(0, row_a))
+    cache.finish("b", lease_b, tokens, full(0, row_b))
     assert (cache.cached_pages, cache.free_pages) == (2, 30)
 
 
@@ -102,7 +110,7 @@ def test_an_insertion_dropped_uncommitted_stops_the_next_operation(cache: Prefix
     tokens = span(0, 8)
     lease, row = seat(cache, "a", tokens)
     insertion = insert(cache, lease, tokens, row)
-    with pytest.raises(InvariantError, match=r"insertion of a \[0, 8\) was dropped, expected commit_row"):
+    with pytest.raises(InvariantError, match="insertion of a from page 0 up to position 8 was dropped"):
         cache.allocate("b", 1)
     cache.commit_row(insertion)
     with pytest.raises(InvariantError, match="expected the pending one, None"):
@@ -114,10 +122,10 @@ def test_a_row_that_was_not_rewritten_is_refused_at_the_end(cache: PrefixCache) 
     (lease_a, row_a), (lease_b, row_b) = seat(cache, "a", tokens), seat(cache, "b", tokens)
     cache.commit_row(insert(cache, lease_a, tokens, row_a))
     cache.commit_row(insert(cache, lease_b, tokens, row_b))
-    with pytest.raises(InvariantError, match="O5 row of b begins with"):
-        cache.sanity_check([RowView(rid="a", lease=lease_a, pages=row_a), RowView(rid="b", lease=lease_b, pages=row_b)])
+    with pytest.raises(InvariantError, match="O5 row of b has FULL"):
+        cache.sanity_check(rows(("a", lease_a, row_a), ("b", lease_b, row_b)))
     with pytest.raises(InvariantError, match="O5 the row of Lease"):
-        cache.finish("b", lease_b, tokens, PartPages(full=row_b))
+        cache.finish("b", lease_b, tokens, full(0, row_b))
 
 
 def test_chunks_are_published_from_the_lease(cache: PrefixCache) -> None:
@@ -129,14 +137,14 @@ def test_chunks_are_published_from_the_lease(cache: PrefixCache) -> None:
         assert lease.end == insertion.end == computed // SIZE * SIZE
         assert cache.probe("", tokens).device == lease.end
     with pytest.raises(InvariantError, match="insert begins at 4, expected the end of the lease, 28"):
-        cache.insert(lease, tokens[4:], PartPages(full=row[1:]), 4)
+        cache.insert(lease, tokens[4:], full(1, row[1:]))
 
 
 def test_fewer_pages_than_tokens_are_refused(cache: PrefixCache) -> None:
     tokens = span(0, 16)
     lease, row = seat(cache, "a", tokens)
     with pytest.raises(InvariantError, match="2 pages for 16 tokens, expected 4 or more"):
-        cache.insert(lease, tokens, PartPages(full=row[:2]), 0)
+        cache.insert(lease, tokens, full(0, row[:2]))
 
 
 def test_tokens_of_another_type_are_refused(cache: PrefixCache) -> None:
@@ -147,13 +155,13 @@ def test_tokens_of_another_type_are_refused(cache: PrefixCache) -> None:
 def test_a_lease_is_released_once(cache: PrefixCache) -> None:
     tokens = span(0, 8)
     lease, row = seat(cache, "a", tokens)
-    cache.finish("a", lease, tokens, PartPages(full=row))
+    cache.finish("a", lease, tokens, full(0, row))
     with pytest.raises(InvariantError, match="L5"):
-        cache.finish("a", lease, tokens, PartPages(full=row))
+        cache.finish("a", lease, tokens, full(0, row))
     with pytest.raises(InvariantError, match="L5"):
         cache.release(lease)
     with pytest.raises(InvariantError, match="L5"):
-        cache.insert(lease, tokens, PartPages(full=row), lease.end)
+        cache.insert(lease, tokens, full(lease.end // 4, row))
 
 
 def test_a_request_cannot_finish_with_another_ones_lease(cache: PrefixCache) -> None:
@@ -161,20 +169,20 @@ def test_a_request_cannot_finish_with_another_ones_lease(cache: PrefixCache) -> 
     lease, row = seat(cache, "a", tokens)
     cache.commit_row(insert(cache, lease, tokens, row))
     with pytest.raises(InvariantError, match="b finishes with Lease"):
-        cache.finish("b", lease, tokens, PartPages(full=row))
+        cache.finish("b", lease, tokens, full(0, row))
 
 
 def test_a_request_that_forgets_a_page_at_the_end_is_a_leak(cache: PrefixCache) -> None:
     tokens = span(0, 10)
     lease, row = seat(cache, "a", tokens)
     with pytest.raises(InvariantError, match="O3 request a ended and still owns pages"):
-        cache.finish("a", lease, tokens, PartPages(full=row[:2]))
+        cache.finish("a", lease, tokens, full(0, row[:2]))
 
 
 def test_an_aborted_request_publishes_only_what_it_computed(cache: PrefixCache) -> None:
     tokens = span(0, 30)
     lease, row = seat(cache, "a", tokens)
-    cache.finish("a", lease, tokens[:9], PartPages(full=row))
+    cache.finish("a", lease, tokens[:9], full(0, row))
     assert (cache.probe("", tokens).device, cache.cached_pages, cache.free_pages) == (8, 2, 30)
 
 
@@ -187,9 +195,9 @@ def test_allocation_evicts_the_unpinned_and_refuses_without_a_trace(cache: Prefi
     assert cache.stats() == before
     got = cache.allocate("x", 22)
     assert got is not None
-    assert not set(got.full.tolist()) & set(row.tolist())
+    assert not set(got[0].tolist()) & set(row.tolist())
     assert cache.probe("", span(0, 40)).device == 0
-    cache.finish("live", lease, span(100, 140), PartPages(full=row))
+    cache.finish("live", lease, span(100, 140), full(0, row))
     cache.sanity_check()
 
 
@@ -207,8 +215,8 @@ def test_a_small_rest_does_not_keep_large_memory_alive() -> None:
     serve(cache, "a", span(0, 65_536))
     cache.evict(4090)
     (node,) = cache.tree.arena.values()
-    assert len(node.pages) == 6
-    assert node.pages.base is None or node.pages.base.size < 20
+    assert len(node.device[0]) == 6
+    assert node.device[0].base is None or node.device[0].base.size < 20
     assert len(node.tokens.obj) < 20 * 64  # type: ignore[arg-type]
 
 
@@ -216,12 +224,12 @@ def test_a_held_page_survives_eviction_until_the_transfer_drained(cache: PrefixC
     row = serve(cache, "a", span(0, 128))
     lease, again = seat(cache, "b", np.concatenate((span(0, 12), ids(7))))
     cache.hold("transfer", again[:3])
-    cache.finish("b", lease, span(0, 12), PartPages(full=again))
+    cache.finish("b", lease, span(0, 12), full(0, again))
     assert (cache.evictable_pages, cache.free_pages) == (28, 1)
     assert cache.allocate("c", 30) is None
     got = cache.allocate("c", 29)
     assert got is not None
-    assert not np.isin(row[:3], got.full).any()
+    assert not np.isin(row[:3], got[0]).any()
     assert cache.stats().pages.parked == 3 - cache.cached_pages
     cache.unhold("transfer", row[:3])
     assert cache.available_pages == 3
@@ -235,7 +243,7 @@ def test_flush_empties_an_idle_cache_and_refuses_a_busy_one(cache: PrefixCache) 
     cache.hold("transfer", row[:1])
     with pytest.raises(CapacityError, match=r"1 leases; 1 pages of requests r1; 1 pages held by transfer"):
         cache.reset()
-    cache.finish("r1", lease, tokens, PartPages(full=row))
+    cache.finish("r1", lease, tokens, full(0, row))
     cache.unhold("transfer", row[:1])
     assert cache.reset() == 2
     assert (cache.free_pages, cache.cached_pages, cache.probe("", tokens).device) == (32, 0, 0)
@@ -246,10 +254,10 @@ def test_without_prefixes_nothing_outlives_its_request() -> None:
     cache = device(33, enable_prefix=False)
     tokens = span(0, 16)
     lease, row = seat(cache, "a", tokens)
-    insertion = cache.insert(lease, tokens[8:], PartPages(full=row[2:]), 8)
-    assert (len(insertion.pages), len(insertion.duplicates)) == (0, 0)
+    insertion = cache.insert(lease, tokens[8:], full(2, row[2:]))
+    assert (len(insertion.pages), insertion.changed) == (0, False)
     cache.commit_row(insertion)
-    cache.finish("a", lease, tokens, PartPages(full=row))
+    cache.finish("a", lease, tokens, full(0, row))
     assert (cache.cached_pages, cache.free_pages, cache.probe("", tokens).device) == (0, 32, 0)
 
 
@@ -268,7 +276,7 @@ def test_the_sweep_leaves_out_what_leases_pin_if_asked(cache: PrefixCache) -> No
     ("settings", "words"),
     [
         ({"page_count": 33, "page_size": 3}, "page_size is 3, expected a power of two from 1 to 128"),
-        ({"page_count": 1, "page_size": 4}, "page_count is 1, expected at least 2"),
+        ({"page_count": 1, "page_size": 4}, "FULL has 1 pages, expected at least 2"),
         ({"page_count": 33, "page_size": 4, "policy": "mru"}, "policy is 'mru', expected one of lru, lfu, fifo"),
     ],
 )

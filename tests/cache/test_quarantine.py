@@ -1,4 +1,4 @@
-"""Pages whose bytes were found wrong: nobody finds them, nobody is given them, until they are pardoned."""
+"""Pages whose bytes were found wrong: they are neither matched nor allocated until they are released."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from serinus.core.parts import Part
 from tests.cache.shop import Shop, span
 
 
-def test_a_condemned_page_takes_all_behind_it_out_of_sight_and_nothing_before_it() -> None:
+def test_a_quarantined_page_takes_all_behind_it_out_of_sight_and_nothing_before_it() -> None:
     shop = Shop()
     shop.serve("a", span(0, 16))
     shop.serve("b", span(0, 24))
     row = shop.cache.match_prefix("", span(0, 24), 24)
     shop.cache.release(row.lease)
-    assert shop.cache.condemn(Part.FULL, row.pages[2:3]) == 16
+    assert shop.cache.quarantine(Part.FULL, row.pages[2:3]) == 16
     assert shop.lengths(span(0, 24)) == (8, 8)
     assert (shop.cache.ledger.counts().quarantined, shop.cache.free_pages) == (1, 29)
     shop.check()
     shop.cache.evict(99)
     got = shop.cache.allocate("c", 31)
     assert got is not None
-    assert row.pages[2] not in got.full
+    assert row.pages[2] not in got[0]
     assert shop.cache.allocate("c", 1) is None
-    shop.cache.pardon(Part.FULL, row.pages)
+    shop.cache.release_quarantined(Part.FULL, row.pages)
     again = shop.cache.allocate("c", 1)
     assert again is not None
-    assert again.full.tolist() == [row.pages[2]]
+    assert again[0].tolist() == [row.pages[2]]
 
 
-def test_a_flush_pardons_what_was_condemned_and_a_refused_one_does_not() -> None:
+def test_a_flush_releases_what_was_quarantined_and_a_refused_one_does_not() -> None:
     shop = Shop(swa=33, window=10)
     guest = shop.seat("a", span(0, 24))
     shop.publish(guest, 24)
-    shop.cache.condemn(Part.SWA, guest.swa[4:5])
-    shop.cache.condemn(Part.FULL, guest.row[1:2])
+    shop.cache.quarantine(Part.SWA, guest.swa[4:5])
+    shop.cache.quarantine(Part.FULL, guest.row[1:2])
     with pytest.raises(CapacityError):
         shop.cache.reset()
     shop.leave(guest)
@@ -48,12 +48,12 @@ def test_a_flush_pardons_what_was_condemned_and_a_refused_one_does_not() -> None
     shop.check()
 
 
-def test_those_who_hold_a_condemned_page_keep_it_and_publish_nothing_behind_it() -> None:
+def test_requests_that_hold_a_quarantined_page_keep_it_and_publish_nothing_behind_it() -> None:
     shop = Shop()
     guest = shop.seat("a", span(0, 24))
     shop.publish(guest, 12)
     other = shop.seat("b", span(0, 8))
-    assert shop.cache.condemn(Part.FULL, guest.row[1:2]) == 8
+    assert shop.cache.quarantine(Part.FULL, guest.row[1:2]) == 8
     assert (guest.lease.sound_end, other.lease.sound_end) == (4, None)
     shop.check(guest, other)
     shop.publish(guest, 24)
@@ -66,27 +66,27 @@ def test_those_who_hold_a_condemned_page_keep_it_and_publish_nothing_behind_it()
     assert shop.lengths(span(0, 8)) == (8, 8), "the other computed its own second page"
 
 
-def test_a_running_requests_own_condemned_page_is_not_published_and_not_handed_out() -> None:
+def test_a_running_requests_own_quarantined_page_is_not_published_and_not_handed_out() -> None:
     shop = Shop()
     guest = shop.seat("a", span(0, 24))
     bad = guest.row[3:4].copy()
-    assert shop.cache.condemn(Part.FULL, bad) == 0
+    assert shop.cache.quarantine(Part.FULL, bad) == 0
     shop.publish(guest, 24)
     assert guest.lease.end == 12
     shop.check(guest)
     shop.leave(guest)
     assert shop.lengths(span(0, 24)) == (12, 12)
     assert shop.cache.ledger.counts().quarantined == 1
-    shop.cache.pardon(Part.FULL, bad)
+    shop.cache.release_quarantined(Part.FULL, bad)
     assert shop.cache.ledger.counts().quarantined == 0
     shop.check()
 
 
-def test_a_condemned_window_page_ends_its_prefix_too() -> None:
+def test_a_quarantined_window_page_ends_its_prefix_too() -> None:
     shop = Shop(full=33, swa=33, window=8)
     guest = shop.seat("a", span(0, 24))
     shop.publish(guest, 16)
-    shop.cache.condemn(Part.SWA, guest.swa[5:6])
+    shop.cache.quarantine(Part.SWA, guest.swa[5:6])
     shop.leave(guest)
     assert shop.lengths(span(0, 24)) == (20, 20)
     assert shop.cache.ledgers[Tier.DEVICE, Part.SWA].counts().quarantined == 1
@@ -100,7 +100,7 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
     shop.storage.answer("write")
     shop.cache.poll()
     found = shop.cache.match_prefix("", span(0, 16), 16)
-    shop.cache.condemn(Part.FULL, found.pages[1:2])
+    shop.cache.quarantine(Part.FULL, found.pages[1:2])
     shop.cache.release(found.lease)
     assert shop.cache.ledger.counts().quarantined == 1
     assert len(shop.cache.host_pages()) == 1
@@ -115,8 +115,8 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
     shop.check()
 
 
-def test_what_is_free_cannot_be_condemned() -> None:
+def test_what_is_free_cannot_be_quarantined() -> None:
     shop = Shop()
-    assert shop.cache.condemn(Part.FULL, span(1, 9)) == 0
+    assert shop.cache.quarantine(Part.FULL, span(1, 9)) == 0
     assert shop.cache.free_pages == 32
     assert shop.cache.allocate("a", 32) is not None

@@ -53,7 +53,7 @@ def test_a_prefetch_brings_a_prefix_to_the_host() -> None:
     shop.check()
 
 
-def test_a_prefetch_of_what_nobody_stored_is_a_miss() -> None:
+def test_a_prefetch_of_pages_that_are_not_stored_is_a_miss() -> None:
     shop = stored()
     assert shop.cache.prefetch("b", "", span(500, 520))
     shop.storage.answer("query")
@@ -161,7 +161,7 @@ def test_a_graft_whose_beginning_is_gone_is_a_miss() -> None:
     shop.check()
 
 
-def test_what_somebody_computed_meanwhile_is_not_grafted_twice() -> None:
+def test_pages_that_another_request_computed_meanwhile_are_not_grafted() -> None:
     shop = stored(32)
     shop.cache.prefetch("b", "", span(0, 32))
     shop.storage.answer("query")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serinus.cache import CacheGeometry, PrefixCache, Tier
+from serinus.cache import CacheGeometry, PartGeometry, PrefixCache, Tier
 from serinus.core.errors import CapacityError, ConfigError, InvariantError
 from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
@@ -196,7 +196,7 @@ def test_a_load_is_all_or_nothing() -> None:
     assert taken is not None
     match = shop.cache.match_prefix("", span(0, 65), 64)
     assert match.load is not None
-    assert (match.load.end, match.load.full, match.load.tokens) == (64, 16, 64)
+    assert (match.load.end, match.load.pages, match.load.tokens) == (64, (16,), 64)
     before = shop.cache.ledger.counts()
     assert shop.cache.load_back("b", match.lease, match.load) is None
     assert shop.cache.ledger.counts() == before
@@ -230,7 +230,7 @@ def test_a_request_that_computes_what_the_host_has_gives_its_pages_to_the_node()
     assert not shop.mover.open
 
 
-def test_a_failed_load_is_found_by_nobody_and_told_to_those_who_use_it() -> None:
+def test_a_failed_load_is_not_matched_and_is_reported_for_the_leases_that_use_it() -> None:
     shop = hosted()
     on_host(shop, span(0, 16))
     first = shop.seat("b", span(0, 20), load=True)
@@ -329,12 +329,12 @@ def test_both_parts_go_to_the_host_and_the_window_alone_comes_back() -> None:
     on_host(shop, span(0, 32))
     match = shop.cache.match_prefix("", span(0, 33), 32)
     assert match.load is not None
-    assert (match.load.full, match.load.swa) == (8, 8), "nodes move as a whole"
+    assert match.load.pages == (8, 8), "nodes move as a whole"
     shop.cache.release(match.lease)
     shop.serve("short", span(0, 8))
     shop.settle()
     guest = shop.seat("b", span(0, 36), load=True)
-    assert (guest.lease.end, guest.swa_first) == (32, 6)
+    assert (guest.lease.end, guest.rows[Part.SWA].first) == (32, 6)
     shop.check(guest)
     shop.mover.end()
     shop.cache.poll()
@@ -351,18 +351,18 @@ def test_a_tombstone_is_loaded_from_the_host_where_full_never_left() -> None:
     match = shop.cache.match_prefix("", span(0, 17), 16)
     assert (match.length, match.load is not None) == (0, True)
     assert match.load is not None
-    assert (match.load.full, match.load.swa, match.load.end) == (0, 2, 16)
+    assert (match.load.pages, match.load.end) == ((0, 2), 16)
     assert shop.cache.evict(99, Tier.HOST).freed == 2, "the plan needs the last window"
     loaded = shop.cache.load_back("b", match.lease, match.load)
     assert loaded is not None
-    assert (len(loaded.pages), loaded.swa_first, len(loaded.swa_pages)) == (4, 2, 2)
+    assert (len(loaded.pages), loaded.spans[1].first, len(loaded.spans[1].pages)) == (4, 2, 2)
     shop.settle()
     shop.cache.release(match.lease)
     assert shop.lengths(span(0, 16)) == (16, 16)
     shop.check()
 
 
-def test_a_flush_waits_for_backups_and_says_who_is_busy_otherwise() -> None:
+def test_a_flush_waits_for_backups_and_names_the_busy_requests_otherwise() -> None:
     shop = hosted()
     guest = shop.seat("a", span(0, 16))
     with pytest.raises(CapacityError, match="1 leases; 4 pages of requests a"):
@@ -400,12 +400,12 @@ def test_the_lowest_priority_goes_first() -> None:
 
 def test_a_tier_without_its_mover_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="0 host pages with a mover"):
-        PrefixCache(CacheGeometry(page_size=4, full_pages=9), mover=HandMover())
+        PrefixCache(CacheGeometry(page_size=4, parts={Part.FULL: PartGeometry(pages=9)}), mover=HandMover())
     with pytest.raises(ConfigError, match="a storage without a host tier"):
         Shop(storage=True)
     with pytest.raises(ConfigError, match="write policy is 'write_around'"):
         hosted(write_policy="write_around")
-    with pytest.raises(ConfigError, match="window is None with 9 SWA pages"):
+    with pytest.raises(ConfigError, match="SWA has no window"):
         Shop(swa=9)
 
 

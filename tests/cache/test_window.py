@@ -26,10 +26,10 @@ def test_a_match_gives_the_pages_of_the_window_before_its_end() -> None:
     row, swa = guest.row.copy(), guest.swa.copy()
     shop.leave(guest)
     match = shop.cache.match_prefix("", span(0, 41), 40)
-    assert (match.length, match.swa_first) == (40, 8)
+    assert (match.length, match.spans[1].first) == (40, 8)
     assert match.pages.tolist() == row.tolist()
-    assert match.swa_pages.tolist() == swa[8:].tolist()
-    assert shop.cache.swa_first_page(40) == 8
+    assert match.spans[1].pages.tolist() == swa[8:].tolist()
+    assert shop.cache.first_page(Part.SWA, 40) == 8
     shop.cache.release(match.lease)
     shop.check()
 
@@ -74,8 +74,7 @@ def test_half_a_tombstone_is_filled_where_the_request_has_pages_only() -> None:
     shop.serve("a", span(0, 32))
     shop.cache.evict(99, Tier.DEVICE, Part.SWA)
     guest = shop.seat("b", span(0, 32))
-    shop.cache.advance("b", guest.lease, 32, guest.swa[:6])
-    guest.swa_first, guest.swa = 6, guest.swa[6:]
+    shop.cache.advance("b", guest.lease, 32, [guest.drop(Part.SWA, 6)])
     shop.publish(guest, 32)
     assert shop.lengths(span(0, 32)) == (32, 32)
     assert shop.lengths(span(0, 24)) == (0, 0)
@@ -87,8 +86,7 @@ def test_half_a_tombstone_is_filled_where_the_request_has_pages_only() -> None:
 def test_positions_behind_the_window_become_tombstones_if_the_request_dropped_them() -> None:
     shop = windowed()
     guest = shop.seat("a", span(0, 40))
-    shop.cache.advance("a", guest.lease, 40, guest.swa[:8])
-    guest.swa_first, guest.swa = 8, guest.swa[8:]
+    shop.cache.advance("a", guest.lease, 40, [guest.drop(Part.SWA, 8)])
     shop.publish(guest, 40)
     assert shop.cache.stats().pools[Tier.DEVICE, Part.SWA].cached == 2
     assert shop.lengths(span(0, 40)) == (40, 40)
@@ -105,12 +103,11 @@ def test_a_long_request_pins_a_window_of_pages_and_no_more() -> None:
         own = shop.cache.allocate("a", 1, 1)
         assert own is not None, f"no SWA page at {end}, though a window is 2 pages"
         guest.tokens = span(0, end + 4)
-        guest.row = _join(guest.row, own.full)
-        guest.swa = _join(guest.swa, own.swa)
-        keep = shop.cache.swa_first_page(end)
-        guest.swa, guest.swa_first = guest.swa[keep - guest.swa_first :], keep
+        guest.extend(own)
+        keep = shop.cache.first_page(Part.SWA, end)
+        guest.drop(Part.SWA, keep - guest.rows[Part.SWA].first)
         pool = shop.cache.stats().pools[Tier.DEVICE, Part.SWA]
-        assert pool.cached - pool.evictable <= shop.cache.swa_pin_pages_max
+        assert pool.cached - pool.evictable <= shop.cache.pin_pages_max(Part.SWA)
     shop.check(guest)
     shop.leave(guest, 396)
     shop.check()
@@ -123,7 +120,7 @@ def _join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def test_an_insert_without_the_pages_of_its_own_window_is_refused() -> None:
     shop = windowed()
     guest = shop.seat("a", span(0, 24))
-    guest.swa_first, guest.swa = 6, guest.swa[:0]
+    guest.drop(Part.SWA, 6)
     with pytest.raises(InvariantError, match=r"L3 .* reads SWA from 0 on"):
         shop.publish(guest, 24)
 
@@ -133,7 +130,7 @@ def test_tombstones_take_the_head_of_a_long_node_first() -> None:
     shop.serve("a", span(0, 1024))
     tombstone(shop, 1)
     assert shop.lengths(span(0, 1024)) == (1024, 1024), "the window before its end is still there"
-    assert shop.cache.stats().swa_evicted_pages == 64
+    assert shop.cache.stats().window_evicted_pages == 64
 
 
 def test_pages_of_both_parts_come_together_or_not_at_all() -> None:
@@ -143,7 +140,7 @@ def test_pages_of_both_parts_come_together_or_not_at_all() -> None:
     assert shop.cache.stats() == before
     pages = shop.cache.allocate("a", 4, 8)
     assert pages is not None
-    assert (len(pages.full), len(pages.swa)) == (4, 8)
+    assert [len(each) for each in pages] == [4, 8]
 
 
 def test_a_held_window_page_survives_its_tombstone() -> None:

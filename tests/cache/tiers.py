@@ -7,16 +7,15 @@ from collections import Counter
 from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
 from serinus.testing.fake_mover import POISON
-from tests.cache.base import Req
-from tests.cache.model import DEVICE_FULL, DEVICE_SWA, HOST_FULL, HOST_SWA, POOLS, Prefix, words
+from tests.cache.base import DEVICE_LOSSES, HOST_GAINS, HOST_LOSSES, Req
+from tests.cache.model import DEVICE_FULL, HOST_FULL, POOLS, Prefix, words
 from tests.cache.world import World
 
-GAINS = (("gained", HOST_FULL), ("gained", HOST_SWA))
-LOSSES = (("lost", HOST_FULL), ("lost", HOST_SWA))
 STEPS_MAX = 400
 COUNTERS = (
     "evicted_pages", "duplicate_pages", "hit_tokens", "demoted_pages", "backup_tokens", "loaded_tokens",
-    "failed_copies", "dropped_tokens", "swa_evicted_pages", "host_evicted_pages", "prefetched_tokens", "stored_tokens",
+    "failed_copies", "dropped_tokens", "window_evicted_pages", "host_evicted_pages", "prefetched_tokens",
+    "stored_tokens",
 )  # fmt: skip
 """Counters of the cache that tell whether a driver reaches what it should."""
 
@@ -33,9 +32,9 @@ class TieredWorld(World):
     calm = False
     """No faults: copies do not fail, nothing is lost, the host is told to give up nothing."""
     steps = 0
-    """Rules that ran."""
+    """How many rules ran."""
     totals: Counter[str]
-    """What the caches counted that have died in this world."""
+    """Counters of the caches that were closed in this world."""
     archive: set[Prefix]
     """What the host had when a storage operation ended: worth asking the storage for."""
     host_low = 1 << 30
@@ -65,8 +64,7 @@ class TieredWorld(World):
         failed = {op: moves for op, moves in self.mover.failed_pages.items() if op not in self.mover.pending}
         news = self.cache.poll()
         change = self.changed()
-        device = (("lost", DEVICE_FULL), ("lost", DEVICE_SWA)) if failed else ()
-        change.only(*GAINS, *LOSSES, *device)
+        change.only(*HOST_GAINS, *HOST_LOSSES, *(DEVICE_LOSSES if failed else ()))
         told = [req for req in self.running if req.lease in news.failed_loads]
         assert failed or not news.failed_loads, f"{news.failed_loads} failed without a load that did"
         for op, moves in failed.items():
@@ -96,11 +94,10 @@ class TieredWorld(World):
     def leased(self, req: Req) -> set[tuple[Part, int]]:
         """The pages that a request has from the tree."""
         count = req.lease.end // self.size
-        swa = req.swa[: max(0, count - req.swa_first)]
-        return {(Part.FULL, p) for p in req.row[:count].tolist()} | {(Part.SWA, p) for p in swa.tolist()}
+        return {(part, page) for part, s in req.rows.items() for page in s.pages[: max(0, count - s.first)].tolist()}
 
     def check_prefetched(self, rids: tuple[str, ...]) -> None:
-        """Who is said to be over, is, and nobody who was aborted."""
+        """Each prefetch that is reported as ended is in a final state."""
         state = self.room.PrefetchState
         for rid in rids:
             now = self.cache.prefetch_state(rid)
@@ -108,7 +105,7 @@ class TieredWorld(World):
 
     def note_room(self) -> None:
         """Remember how full the host was."""
-        if self.shape.host_full:
+        if self.shape.tiered:
             self.host_low = min(self.host_low, *(self.ledger(("host", part)).free_pages for part in self.shape.parts))
 
     def settle(self) -> None:
@@ -131,13 +128,13 @@ class TieredWorld(World):
     def check_written_through(self) -> None:
         """Under write_through, while the host never ran low, all that is published has its copy, and is stored."""
         room = max(self.shape.pages(pool) for pool in self.shape.pools if pool[0] == "device")
-        if self.shape.write_policy != "write_through" or not self.shape.host_full or self.failures:
+        if self.shape.write_policy != "write_through" or not self.shape.tiered or self.failures:
             return
         if self.host_low < room:
             return
-        for mine, theirs in ((DEVICE_FULL, HOST_FULL), (DEVICE_SWA, HOST_SWA)):
-            lacking = self.seen.where[mine].keys() - self.seen.where[theirs].keys()
-            assert not lacking, f"write_through: idle, and no host copy of {words(lacking)} in {mine}"
+        for part in self.shape.parts:
+            lacking = self.seen.where["device", part].keys() - self.seen.where["host", part].keys()
+            assert not lacking, f"write_through: idle, no host copy of {words(lacking)} in {part.name}"
 
     # Storage
 
@@ -170,7 +167,7 @@ class TieredWorld(World):
             asked = self.cache.prefetch(req.rid, req.namespace, req.ids)
             now = self.cache.prefetch_state(req.rid)
             assert now is (state.QUERY if asked else state.NONE), f"asked: {asked}, and the prefetch is in {now}"
-        self.changed().only(*LOSSES)
+        self.changed().only(*HOST_LOSSES)
 
     def cut(self, which: int) -> None:
         """The deadline of a prefetch: what has come is taken."""
@@ -180,7 +177,7 @@ class TieredWorld(World):
             return
         tokens = self.cache.prefetch_cut(req.rid)
         change = self.changed()
-        change.only(*GAINS)
+        change.only(*HOST_GAINS)
         grafted = len(change.gained[HOST_FULL]) * self.size
         assert grafted <= max(tokens, 0), f"a cut grafted {grafted} tokens and tells of {tokens}"
         assert self.cache.prefetch_state(req.rid).over, f"cut, and in {self.cache.prefetch_state(req.rid)}"

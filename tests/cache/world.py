@@ -1,7 +1,7 @@
 """A tiny engine around a PrefixCache; the state machine, the driver and the mutants drive it. Oracles: base.py.
 
 Before each fake forward every page that a row names, as far as the part's window reads it, must hold its own prefix's
-hash, whoever owned the page before.
+hash, whatever request owned the page before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import InvariantError
-from serinus.core.parts import Part
+from serinus.core.parts import PageSpan, Part
 from serinus.testing.fake_mover import POISON
-from tests.cache.base import EVICTION, Base, Req
-from tests.cache.model import DEVICE_FULL, DEVICE_SWA, Prefix, Snapshot, chain, prefixes, words
+from tests.cache.base import DEVICE_GAINS, EVICTION, Base, Req
+from tests.cache.model import DEVICE_FULL, Prefix, Snapshot, chain, prefixes, words
 
 
 class World(Base):
@@ -55,15 +55,17 @@ class World(Base):
         self.check_match(req, match, device, total)
         self.order.touch(path[: match.length // self.size], priority=req.priority, hit=True)
         if match.load is None or not load or not self.load_back(req, match):
-            self.seat(req, match.pages, match.swa_first, match.swa_pages, match.length)
+            req.rows = {span.part: span for span in match.spans}
+            req.computed = match.length
             req.plan_end = match.load.end if match.load is not None else 0
             if drop:
                 self.cache.drop_load(match.lease)
                 req.plan_end = 0
         need = -(-len(req.tokens) // self.size) - len(req.row)
         leased = path[: max(req.plan_end, match.lease.end) // self.size]
-        swa = 0 if req.lazy or self.shape.window is None else need
-        given = self.allocate(req.rid, need, swa, leased, leased[req.swa_first : match.lease.end // self.size])
+        windowed = 0 if req.lazy else need
+        counts = {part: windowed if part in self.shape.windows else need for part in self.shape.parts}
+        given = self.allocate(req.rid, counts, leased, path[: match.lease.end // self.size])
         if given is None:
             self.cache.release(match.lease)
             self.changed().only()
@@ -73,116 +75,131 @@ class World(Base):
         self.waiting.remove(req)
         self.running.append(req)
         req.lease = match.lease
-        req.row = np.concatenate((req.row, given.full))
-        req.swa = np.concatenate((req.swa, given.swa))
+        for part, pages in given.items():
+            req.extend(part, pages)
 
-    def seat(self, req: Req, pages: Any, swa_first: int, swa_pages: Any, length: int) -> None:
-        """A row begins with what is cached."""
-        req.row, req.swa_first, req.swa, req.computed = pages.copy(), swa_first, swa_pages.copy(), length
-        req.plan_end = 0
+    def listed(self, part: Part, path: list[Prefix], position: int) -> PageSpan:
+        """The pages of a path that computing `position` reads, as the tree lists them."""
+        first = self.shape.first(part, position)
+        pages = [self.seen.where["device", part][p] for p in path[first:]]
+        return PageSpan(part=part, first=first, pages=np.array(pages, np.int32))
+
+    def check_spans(self, given: tuple[PageSpan, ...], path: list[Prefix], position: int) -> None:
+        """One span for each part: what the tree lists there, from where computing `position` reads it."""
+        assert [span.part for span in given] == list(self.shape.parts), f"spans {given} of parts {self.shape.parts}"
+        for span in given:
+            listed = self.listed(span.part, path, position)
+            assert span.first == listed.first, f"{span}, expected it from page {listed.first} on"
+            assert span.pages.tolist() == listed.pages.tolist(), f"{span}, the tree lists {listed.pages}"
 
     def check_match(self, req: Req, match: Any, device: int, total: int) -> None:
         """A match against the snapshot before it: lengths, pages and the plan of a load."""
         assert match.length == device == match.lease.end, f"match of {match.length} tokens, expected {device}"
-        path = self.path(req, device)
-        pages = [self.seen.where[DEVICE_FULL][p] for p in path]
-        assert match.pages.tolist() == pages, f"match gives pages {match.pages}, the tree lists {pages}"
-        assert match.swa_first == self.shape.swa_first(device), f"{match}, expected {self.shape.swa_first(device)}"
-        swa = [self.seen.where[DEVICE_SWA][p] for p in path[match.swa_first :]]
-        assert match.swa_pages.tolist() == swa, f"match gives SWA pages {match.swa_pages}, the tree lists {swa}"
+        self.check_spans(match.spans, self.path(req, device), device)
         load = match.load
         assert (load is None) == (total == device), f"{load} for {total} tokens of which {device} are on the device"
         if load is not None:
             path = self.path(req, total)
-            full = sum(p not in self.seen.where[DEVICE_FULL] for p in path)
-            assert (load.end, load.tokens, load.full) == (total, total - device, full), f"{load} for {total}, {full}"
-            swa_count = sum(p not in self.seen.where[DEVICE_SWA] for p in path[self.shape.swa_first(total) :])
-            assert load.swa >= swa_count if self.shape.window else not load.swa, f"{load}, {swa_count} SWA pages lack"
+            assert (load.end, load.tokens) == (total, total - device), f"{load} for {total} behind {device}"
+            for (part, shape), count in zip(self.shape.parts.items(), load.pages, strict=True):
+                there = self.seen.where["device", part]
+                lack = sum(p not in there for p in path[self.shape.first(part, total) :])
+                good = count == lack if shape.window is None else count >= lack
+                assert good, f"{load}: {lack} pages of {part.name} lack"
 
     def load_back(self, req: Req, match: Any) -> bool:
         """The host's part comes to the device, or nothing changes but what eviction does."""
         load, first = match.load, match.length // self.size
-        room = (self.cache.available(Part.FULL), self.cache.available(Part.SWA) if self.shape.window else 0)
+        room = [self.cache.available(part) for part in self.shape.parts]
         before = self.seen
         loaded = self.cache.load_back(req.rid, match.lease, load)
         change = self.changed()
-        fits = load.full <= room[0] and load.swa <= room[1]
+        fits = all(count <= there for count, there in zip(load.pages, room, strict=True))
         assert (loaded is not None) == fits or self.untold, f"{load} with room {room} gives {loaded}"
         path = self.path(req, load.end)
         if loaded is None:
             change.only(*(EVICTION if self.untold else ()))
             assert match.lease.end == match.length, "a refused load moved the lease"
             return False
-        change.only(*EVICTION, ("gained", DEVICE_FULL), ("gained", DEVICE_SWA))
-        assert change.gained[DEVICE_FULL].keys() == {p for p in path if p not in before.where[DEVICE_FULL]}
-        assert change.gained[DEVICE_SWA].keys() <= set(path), "a load brought SWA of others"
+        change.only(*EVICTION, *DEVICE_GAINS)
+        for part, shape in self.shape.parts.items():
+            came = change.gained["device", part].keys()
+            lacked = {p for p in path if p not in before.where["device", part]}
+            assert came <= lacked, f"a load brought {part.name} of others: {words(came - lacked)}"
+            assert shape.window is not None or came == lacked, f"a load left out {part.name}: {words(lacked - came)}"
+        assert any(change.gained[pool] for _, pool in DEVICE_GAINS), f"{load} brought nothing"
         assert loaded.length == load.end == match.lease.end, f"{loaded} of {load}"
-        pages = [self.seen.where[DEVICE_FULL][p] for p in path]
-        assert loaded.first == first, f"{loaded}, expected pages from {first}"
-        assert loaded.pages.tolist() == pages[first:], f"{loaded}, the tree lists {pages[first:]}"
-        assert pages[:first] == match.pages.tolist(), "a load moved pages of the match"
-        assert loaded.swa_first == self.shape.swa_first(load.end), f"{loaded} of {load}"
-        swa = [self.seen.where[DEVICE_SWA][p] for p in path[loaded.swa_first :]] if self.shape.window else []
-        assert loaded.swa_pages.tolist() == swa, f"{loaded}, the tree lists SWA {swa}"
-        assert change.gained[DEVICE_FULL] or change.gained[DEVICE_SWA], f"{load} brought nothing"
-        for pool in (DEVICE_FULL, DEVICE_SWA):
+        rows = {}
+        for span, old in zip(loaded.spans, match.spans, strict=True):
+            if self.shape.parts[span.part].window is None:
+                assert span.first == first, f"{span}, expected pages from {first}"
+                span = PageSpan(part=span.part, first=0, pages=np.concatenate((old.pages, span.pages)))
+            rows[span.part] = span
+        self.check_spans(tuple(rows.values()), path, load.end)
+        for _, pool in DEVICE_GAINS:
             change.gained[pool] = {}
-        self.check_eviction(change, None, path, path[loaded.swa_first :])
-        self.seat(req, np.array(pages, np.int32), loaded.swa_first, loaded.swa_pages, load.end)
+        self.check_eviction(change, None, path, path)
+        req.rows, req.computed, req.plan_end = rows, load.end, 0
         return True
 
     def allocate(
-        self, rid: str, full: int, swa: int, pins: list[Prefix] | None = None, window_pins: list[Prefix] | None = None
-    ) -> Any:
+        self, rid: str, wanted: dict[Part, int], pins: list[Prefix] | None = None,
+        window_pins: list[Prefix] | None = None,
+    ) -> dict[Part, NDArray[np.int32]] | None:  # fmt: skip
         """Ask for pages: None if and only if there is no room. Pins: of a lease whose request does not run yet."""
-        wanted = {Part.FULL: full, Part.SWA: swa}
-        room = {part: self.cache.available(part) for part in self.shape.parts}
-        free = {part: self.ledger(("device", part)).free_pages for part in self.shape.parts}
-        given = self.cache.allocate(rid, full, swa)
+        parts = self.shape.parts
+        wanted = {part: wanted.get(part, 0) for part in parts}
+        room = {part: self.cache.available(part) for part in parts}
+        free = {part: self.ledger(("device", part)).free_pages for part in parts}
+        given = self.cache.allocate(rid, *wanted.values())
         change = self.changed()
         fits = all(wanted[part] <= room[part] for part in room)
         assert (given is not None) == fits or self.untold, f"{wanted} pages asked, room for {room}, got {given}"
         if given is None:
             change.only(*(EVICTION if self.untold else ()))
             return None
-        self.check_eviction(change, max(0, full - free[Part.FULL]), pins, window_pins)
-        if swa <= free.get(Part.SWA, 0):
-            alone = change.lost[DEVICE_SWA].keys() - change.lost[DEVICE_FULL].keys()
-            assert not alone, f"SWA went although {free} pages were free for {wanted}: {words(alone)}"
-        for part, pages in ((Part.FULL, given.full), (Part.SWA, given.swa)):
+        lacks = {part: wanted[part] - free[part] for part in parts}
+        others = [part for part in parts if part not in self.shape.windows and part is not Part.FULL]
+        enough = None if any(lacks[part] > 0 for part in others) else max(0, lacks[Part.FULL])
+        self.check_eviction(change, enough, pins, window_pins)
+        for part in self.shape.windows:
+            if lacks[part] <= 0:
+                alone = change.lost["device", part].keys() - change.lost[DEVICE_FULL].keys()
+                assert not alone, f"{part.name} went although {free} pages were free for {wanted}: {words(alone)}"
+        for part, pages in zip(parts, given, strict=True):
             assert len(pages) == wanted[part], f"{len(pages)} pages of {part.name}, expected {wanted[part]}"
             if not len(pages):
                 continue
             stale = set(pages.tolist()) & (self.held(part) | self.mover.use.of("device", part))
             assert not stale, f"I1 pages {stale} of {part.name} were handed out while a hold or a copy needs them"
             self.pool[part][pages] = 0
-        return given
+        return dict(zip(parts, given, strict=True))
 
     # Computing
 
     def forward(self, req: Req, count: int) -> bool:
-        """Compute `count` tokens: read what the parts' windows reach, write theirs. False: no SWA page, retracted."""
+        """Compute `count` tokens: read what the parts reach, write theirs. False: no page for a window, retracted."""
         end = req.computed + count
-        if self.shape.window is not None:
-            short = -(-end // self.size) - req.swa_first - len(req.swa)
-            if short > 0:
-                given = self.allocate(req.rid, 0, short)
-                if given is None:
-                    self.leave(req, retract=True)
-                    return False
-                req.swa = np.concatenate((req.swa, given.swa))
+        short = {part: -(-end // self.size) - req.rows[part].end for part in self.shape.windows}
+        short = {part: lack for part, lack in short.items() if lack > 0}
+        if short:
+            given = self.allocate(req.rid, short)
+            if given is None:
+                self.leave(req, retract=True)
+                return False
+            for part, pages in given.items():
+                req.extend(part, pages)
         self.mover.gate()
-        self.read(req, Part.FULL, req.row, 0, 0)
-        if self.shape.window is not None:
-            low = max(0, req.computed - self.shape.window + 1)
-            assert req.swa_first * self.size <= low, f"testing: {req} lost SWA pages that it reads from {low} on"
-            self.read(req, Part.SWA, req.swa, req.swa_first, low)
-        for part, row, first in ((Part.FULL, req.row, 0), (Part.SWA, req.swa, req.swa_first)):
-            if part in self.shape.parts:
-                content = chain(self.engine, part, req.namespace, req.tokens[:end], self.size)
-                for at in range(req.computed, end):
-                    value = content[at] | np.uint64(POISON if req.bad else 0)
-                    self.pool[part][row[at // self.size - first], at % self.size] = value
+        for part, span in req.rows.items():
+            window = self.shape.parts[part].window
+            low = 0 if window is None else max(0, req.computed - window + 1)
+            assert span.first * self.size <= low, f"testing: {req} lost {part.name} pages that it reads from {low} on"
+            self.read(req, part, span.pages, span.first, low)
+        for part, span in req.rows.items():
+            content = chain(self.engine, part, req.namespace, req.tokens[:end], self.size)
+            for at in range(req.computed, end):
+                value = content[at] | np.uint64(POISON if req.bad else 0)
+                self.pool[part][span.pages[at // self.size - span.first], at % self.size] = value
         req.computed = end
         return True
 
@@ -200,7 +217,7 @@ class World(Base):
         raise AssertionError(f"K1 {req.rid} reads foreign {part.name} KV at (position, page) {where}, row {row}")
 
     def chunk(self, which: int, count: int, *, publish: bool = True, advance: str = "") -> None:
-        """Compute up to `count` more prompt tokens; publish the whole pages, and let go of SWA behind the window.
+        """Compute up to `count` more prompt tokens; publish the whole pages, and let go of what is behind the windows.
 
         `advance`: "first" or "last" (before or after publishing), or "" for not now.
         """
@@ -220,13 +237,10 @@ class World(Base):
         start = req.lease.end
         low, high = start // self.size, req.computed // self.size
         path = self.path(req, req.computed)
-        swa_low = max(low, min(req.swa_first, high))
-        own_swa = req.swa[swa_low - req.swa_first :]
+        firsts = {part: max(low, min(span.first, high)) for part, span in req.rows.items()}
+        own = {part: _cut(span, firsts[part], span.end) for part, span in req.rows.items()}
         before = self.seen
-        insertion = self.cache.insert(
-            req.lease, req.ids[start : req.computed], self.room.PartPages(full=req.row[low:], swa=own_swa), start,
-            swa_low if self.shape.window is not None else None,
-        )  # fmt: skip
+        insertion = self.cache.insert(req.lease, req.ids[start : req.computed], tuple(own.values()))
         if req.lease.sound_end is not None:
             assert self.untold, f"{req.lease} is said to be bad, and no load failed"
             assert insertion.end == start, f"{insertion} was published from {req.lease}, which is bad"
@@ -234,59 +248,69 @@ class World(Base):
             self.changed().only()
             return
         assert insertion.end == high * self.size == req.lease.end, f"{insertion}, expected the end {high * self.size}"
-        given = (insertion.pages, insertion.duplicates)
-        self.check_canonical(req, Part.FULL, before, path[low:high], req.row[low:high], given)
-        if self.shape.window is not None and high > low:
-            assert insertion.swa_first == swa_low, f"{insertion}, expected SWA from page {swa_low}"
-            given = (insertion.swa_pages, insertion.swa_duplicates)
-            self.check_canonical(req, Part.SWA, before, path[swa_low:high], own_swa[: high - swa_low], given)
+        if high > low:
+            for span, duplicates in zip(insertion.spans, insertion.duplicates, strict=True):
+                first = firsts[span.part]
+                assert span.first == first, f"{insertion}, expected {span.part.name} from page {first}"
+                mine = own[span.part].pages[: high - first]
+                self.check_canonical(req, span, duplicates, before, path[first:high], mine)
         try:
             self.cache.evict(0)
             raise AssertionError("an operation went through between insert and commit_row")
         except InvariantError:
             pass
-        if self.rewrite_rows:
-            req.row[low:high] = insertion.pages
-            if self.shape.window is not None and high > low:
-                req.swa[swa_low - req.swa_first : high - req.swa_first] = insertion.swa_pages
+        if self.rewrite_rows and high > low:
+            for span in insertion.spans:
+                row = req.rows[span.part]
+                pages = row.pages.copy()
+                pages[span.first - row.first : span.end - row.first] = span.pages
+                req.rows[span.part] = PageSpan(part=span.part, first=row.first, pages=pages)
         self.cache.commit_row(insertion)
         req.plan_end = 0
-        self.published(path[:high], path[low:high], path[swa_low:high] if self.shape.window else [], before, req)
+        self.published(path[:high], {part: path[first:high] for part, first in firsts.items()}, before, req)
 
     def check_canonical(
-        self, req: Req, part: Part, before: Snapshot, span: list[Prefix], own: NDArray[np.int32], given: Any
-    ) -> None:
+        self, req: Req, given: PageSpan, duplicates: NDArray[np.int32], before: Snapshot, span: list[Prefix],
+        own: NDArray[np.int32],
+    ) -> None:  # fmt: skip
         """The tree's pages win where it has them; the others are the request's; duplicates are still its own."""
-        (pages, duplicates), there = given, before.where["device", part]
+        part = given.part
+        there = before.where["device", part]
         expected = [there.get(p, page) for p, page in zip(span, own.tolist(), strict=True)]
-        assert pages.tolist() == expected, f"canonical {part.name} pages {pages}, expected {expected}"
+        assert given.pages.tolist() == expected, f"canonical {part.name} pages {given}, expected {expected}"
         extra = sorted(page for p, page in zip(span, own.tolist(), strict=True) if p in there)
         assert sorted(duplicates.tolist()) == extra, f"{part.name} duplicates {duplicates}, expected {extra}"
         ledger = self.ledger(("device", part))
         mine = ledger.request_owner(req.rid)
         assert (ledger.owner_P[duplicates] == mine).all(), "a duplicate was freed before the row was rewritten"
 
-    def published(self, whole: list[Prefix], full: list[Prefix], swa: list[Prefix], before: Snapshot, req: Req) -> None:
+    def published(self, whole: list[Prefix], given: dict[Part, list[Prefix]], before: Snapshot, req: Req) -> None:
         """Publication brings exactly the new prefixes to the device, and changes nothing else."""
         change = self.changed()
-        change.only(("gained", DEVICE_FULL), ("gained", DEVICE_SWA))
-        for pool, given in ((DEVICE_FULL, full), (DEVICE_SWA, swa)):
-            new = {p for p in given if p not in before.where[pool]}
-            came = change.gained[pool].keys()
-            assert came == new, f"published to {pool}: {words(came - new)} too much, {words(new - came)} missing"
+        change.only(*DEVICE_GAINS)
+        for part, prefixes_ in given.items():
+            new = {p for p in prefixes_ if p not in before.where["device", part]}
+            came = change.gained["device", part].keys()
+            assert came == new, f"published {part.name}: {words(came - new)} too much, {words(new - came)} missing"
         self.order.touch(whole, priority=req.priority)
 
     def advance(self, req: Req) -> None:
-        """Let go of what the window left behind: pins of the lease, and own pages that were never published."""
-        if self.shape.window is None or req.computed < req.swa_first * self.size:
+        """Let go of what the windows left behind: pins of the lease, and own pages that were never published."""
+        reached = [part for part in self.shape.windows if req.computed >= req.rows[part].first * self.size]
+        if not reached:
             return
-        first = self.cache.swa_first_page(req.computed)
-        assert first == self.shape.swa_first(req.computed), f"swa_first_page is {first} at {req.computed}"
-        own = req.swa[max(0, req.lease.end // self.size - req.swa_first) : max(0, first - req.swa_first)]
+        own = []
+        for part in reached:
+            span, first = req.rows[part], self.cache.first_page(part, req.computed)
+            expected = self.shape.first(part, req.computed)
+            assert first == expected, f"the first {part.name} page is {first} at {req.computed}, expected {expected}"
+            low = max(span.first, req.lease.end // self.size)
+            own.append(_cut(span, low, max(low, min(first, span.end))))
+            req.rows[part] = _cut(span, max(first, span.first), span.end)
         self.cache.advance(req.rid, req.lease, req.computed, own)
-        assert (self.ledger(DEVICE_SWA).owner_P[own] == 0).all(), "own SWA pages behind the window were not freed"
-        req.swa = req.swa[max(0, first - req.swa_first) :]
-        req.swa_first = max(first, req.swa_first)
+        for span in own:
+            owners = self.ledger(("device", span.part)).owner_P[span.pages]
+            assert (owners == 0).all(), f"own {span.part.name} pages behind the window were not freed"
         self.changed().only()
 
     def decode(self, which: int, token: int, *, advance: bool = True) -> None:
@@ -297,11 +321,13 @@ class World(Base):
                 self.forward(req, len(req.tokens) - req.computed)
             return
         if req.computed == len(req.row) * self.size:
-            given = self.allocate(req.rid, 1, 0)
+            whole = [part for part in self.shape.parts if part not in self.shape.windows]
+            given = self.allocate(req.rid, dict.fromkeys(whole, 1))
             if given is None:
                 self.leave(req, retract=True)
                 return
-            req.row = np.concatenate((req.row, given.full))
+            for part, pages in given.items():
+                req.extend(part, pages)
         req.tokens.append(token)
         if self.forward(req, 1) and advance:
             self.advance(req)
@@ -315,17 +341,15 @@ class World(Base):
         before, start = self.seen, req.lease.end
         failed = failed or req.lease.sound_end is not None
         tokens = req.tokens[: req.computed]
-        self.cache.finish(
-            req.rid, req.lease, np.array(tokens, np.int32), self.room.PartPages(full=req.row, swa=req.swa),
-            req.swa_first, park=park,
-        )  # fmt: skip
+        self.cache.finish(req.rid, req.lease, np.array(tokens, np.int32), req.spans, park=park)
         self.running.remove(req)
         path = prefixes(req.namespace, tokens, self.size)
         low = start // self.size
         if failed:
             self.changed().only()
         else:
-            self.published(path, path[low:], path[max(low, req.swa_first) :] if self.shape.window else [], before, req)
+            given = {part: path[max(low, span.first) :] for part, span in req.rows.items()}
+            self.published(path, given, before, req)
         for part in self.shape.parts:
             left = self.ledger(("device", part)).pages_of_request(req.rid)
             assert not left, f"O3 {req.rid} is over and owns {left} pages of {part.name}"
@@ -333,3 +357,8 @@ class World(Base):
             again = Req(rid=req.rid, namespace=req.namespace, tokens=req.tokens, prompt_len=len(req.tokens),
                         priority=req.priority, lazy=req.lazy)  # fmt: skip
             self.waiting.append(again)
+
+
+def _cut(span: PageSpan, first: int, end: int) -> PageSpan:
+    """The pages [first, end) of a span; none where it ends before."""
+    return PageSpan(part=span.part, first=first, pages=span.pages[first - span.first : max(first, end) - span.first])

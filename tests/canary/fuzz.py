@@ -24,12 +24,16 @@ from numpy.typing import NDArray
 from serinus.canary import Violation
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.kernels.canary import Reason
-from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
+from serinus.kernels import Reason
+from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
 PAGE = 4
 TIERED = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 96, "max_running_requests": 2}
+
+
+SWEPT_STEPS = 12
+"""A running request's slot is checked in the next step; a cached one by the sweep that the lead commands after it."""
 
 
 def parts_of(pair: CanaryPDFixture) -> list[Part]:
@@ -50,7 +54,7 @@ def flip_device(toy: Path, count: int, rng: Rng) -> None:
     pair = CanaryPDFixture(toy, decode_settings={"kv_canary_sweep_interval": 1}, max_total_tokens=1024)
     pair.send_parallel_short_requests(4, distinct_prompts=True, prompt_tokens=21)
     pair.run()
-    canary, scheduler = pair.canary("decode"), pair.built("decode").core.scheduler
+    canary, scheduler = pair.canary("decode"), pair.built("decode").engine.scheduler
     window = pair.pair.decode.spec.window or 1 << 30
     rids: list[str] = []
     for _ in range(count):
@@ -70,15 +74,15 @@ def flip_device(toy: Path, count: int, rng: Rng) -> None:
         row = lane.view(len(lane), -1).view(torch.uint8)[slot]
         byte, mask = rng.randrange(len(row)), rng.randrange(1, 256)
         row[byte] ^= mask
-        before, steps = canary.violations.total, canary.steps
-        while canary.steps == steps:
+        before, steps = canary.violation_count, canary.steps
+        while canary.violation_count == before and canary.steps < steps + SWEPT_STEPS:
             pair.pair.turn_decode()
-        found = (
-            pair.violations("decode")[before - canary.violations.total :] if canary.violations.total > before else []
-        )
+        row[byte] ^= mask
+        for _ in range(SWEPT_STEPS):  # what was checked is reported by the turns that commit the steps and the sweep
+            pair.pair.turn_decode()
+        found = pair.violations("decode")[before - canary.violation_count :] if canary.violation_count > before else []
         violation = accused(found, part)
         assert (violation.slot, violation.tag.split("_")[1]) == (slot, "KV"[half]), violation.line()
-        row[byte] ^= mask
     pair.assert_no_violation(side="prefill")
 
 
@@ -99,16 +103,16 @@ def flip_host(toy: Path, count: int, rng: Rng) -> None:
         part = rng.choice(parts_of(pair))
         row = tiers.host[part].data_PY[int(rng.choice(list(cache.host_pages(part))))]
         row[rng.randrange(built.pools[part].spec.kv_bytes)] ^= rng.randrange(1, 256)
-        damaged, before = row.copy(), canary.violations.total
+        damaged, before = row.copy(), canary.violation_count
         for prompt in 2 * prompts:
             pair.send(prompt, new_tokens=2)
-            if pair.run_until(lambda before=before: canary.violations.total > before):  # type: ignore[misc]
+            if pair.run_until(lambda before=before: canary.violation_count > before):  # type: ignore[misc]
                 break
-        violation = accused(pair.violations("decode")[before - canary.violations.total :], part)
+        violation = accused(pair.violations("decode")[before - canary.violation_count :], part)
         page = np.array([violation.page], np.int32)
         assert (built.pools[part].read_pages(page)[0] == damaged).all(), violation.line()
         pair.run()
-        pair.pardon()
+        pair.release()
     pair.assert_no_violation(side="prefill")
     pair.close()
 
@@ -132,23 +136,22 @@ def flip_in_flight(toy: Path, count: int, rng: Rng) -> None:
             row[byte] ^= rng.randrange(1, 256)
             done.append(position)
 
-    perturber = pair.guard("prefill").perturber
-    assert perturber is not None
+    perturber = pair.perturber("prefill")
     perturber.sent = sent  # type: ignore[method-assign]
     flips = 0
     while flips < count:
         done.clear()
         wanted = rng.choice(parts_of(pair))
-        before = canary.violations.total
+        before = canary.violation_count
         (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=length, new_tokens=3)
         pair.run()
         assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 3)
-        new = canary.violations.total - before
+        new = canary.violation_count - before
         if not done:
             assert not new
             continue
         assert accused(pair.violations("decode")[-new:] if new else [], wanted).position == done[0]
-        pair.pardon()
+        pair.release()
         flips += 1
     pair.assert_no_violation(side="prefill")
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from serinus.core.parts import Part
-from serinus.testing.canary_pd import CANARY_SHAPES, SIDES, CanaryPDFixture, make_canary_toy
+from serinus.selftest import CANARY_SHAPES, SIDES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
@@ -26,7 +26,7 @@ STORIES = ("real_kv_post_forward", "transfer_bytes", "real_kv_used")
 
 
 def story(toys: dict[str, Path], shape: str, part: Part, mode: str, seed: int) -> None:
-    """Raises AssertionError."""
+    """Damage pages of one part in one way. Raises AssertionError where the canary does not report them as it must."""
     side = "decode" if mode == "real_kv_used" else "prefill"
     pair = CanaryPDFixture(toys[shape], **{f"perturb_{side}": f"{mode}=1.0"}, target=part, seed=seed, armed=False)  # type: ignore[arg-type]
     pair.arm(side, count=2)
@@ -76,7 +76,7 @@ def soak(toys: dict[str, Path], minutes: float) -> int:
                         answer = pair.tokens(rid)
                         assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 30)[: len(answer)]
                     requests += len(rids)
-                alarms += sum(pair.canary(side).violations.total for side in SIDES)
+                alarms += sum(pair.canary(side).violation_count for side in SIDES)
                 pair.assert_no_violation()
                 slots += sum(pair.canary(side).checked_slots() for side in SIDES)
                 stats = pair.built("decode").cache.stats()

@@ -15,9 +15,8 @@ from serinus.cli.canary import canary_lines
 from serinus.cli.main import main
 from serinus.core.parts import Part
 from serinus.front import FrontSettings
-from serinus.testing.canary_matrix import CLEAN, Subject, plan_matrix, run_cell
-from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
-from serinus.testing.checkpoints import make_checkpoint
+from serinus.models.small_checkpoints import make_checkpoint
+from serinus.selftest import CANARY_SHAPES, CLEAN, CanaryPDFixture, Subject, make_canary_toy, plan_matrix, run_cell
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import running_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
@@ -70,7 +69,7 @@ def test_a_perfect_matrix_is_exit_code_0_and_is_written_down(
     assert all(cell["slots_checked"] for cell in found["cells"])
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_model_of_the_families_that_are_served_passes_the_selftest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +80,7 @@ def test_a_model_of_the_families_that_are_served_passes_the_selftest(
     assert "mistral" in text
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_canary_that_misses_something_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Turns so long that requests end before most of their slots had one."""
     toy = make_canary_toy(tmp_path / "toy", "full")
@@ -118,14 +117,14 @@ def test_the_latest_violations_of_a_running_engine_are_shown(
         assert "give the admin key" in capsys.readouterr().err
 
 
-def test_violations_are_told_with_who_had_to_do_with_them(tmp_path: Path) -> None:
+def test_violations_are_shown_with_the_requests_concerned(tmp_path: Path) -> None:
     model = subject(tmp_path, "full")
     pair = CanaryPDFixture(model.checkpoint, perturb_decode="real_kv_used=1.0", armed=False)
     (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
     assert pair.run_until(lambda: len(pair.tokens(rid)) > 2)
     pair.arm("decode")
     pair.run()
-    view = json.loads(json.dumps(pair.guard("decode").view()))
+    view = json.loads(json.dumps(pair.lead("decode").view()))
     lines = canary_lines({"url": "http://there", "canary": view}, limit=1)
     assert lines[0].startswith("http://there: mode log, real data all, each slot once in 1 steps; ")
     assert "verify_real_kv_hash by TAIL_K_FULL" in lines[1]

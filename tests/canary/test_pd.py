@@ -10,9 +10,9 @@ import pytest
 
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason
-from serinus.kernels.canary import Reason
+from serinus.kernels import Reason
 from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
-from serinus.testing.canary_pd import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
+from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
@@ -142,7 +142,7 @@ def test_exchanged_tokens_are_reported_by_the_oracle_alone(toys: dict[str, Path]
 
 @pytest.mark.parametrize("victim", ["kept", "freed"])
 @pytest.mark.parametrize("shape", CANARY_SHAPES)
-def test_a_duplicate_that_is_freed_before_the_handoff_may_be_wrong_and_nobody_hears_of_it(
+def test_a_duplicate_that_is_freed_before_the_handoff_may_be_wrong_and_is_not_reported(
     toys: dict[str, Path], shape: str, victim: str
 ) -> None:
     """Of two equal prompts the second computes their last page once more, and gives it back for the first one's."""
@@ -186,7 +186,7 @@ def test_bytes_damaged_in_the_host_tier_are_reported_when_they_come_back(
     for prompt in 2 * prompts:  # what was loaded a moment before the damage comes back in the second round
         pair.send(prompt, new_tokens=2)
         pair.run()
-        if pair.canary("decode").violations.total:
+        if pair.canary("decode").violation_count:
             break
     assert len(pair.injections("decode")) == 1
     found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
@@ -239,7 +239,7 @@ def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Pa
     )  # fmt: skip
     rids = pair.send_parallel_short_requests(3, distinct_prompts=True, new_tokens=300)
     pair.run()
-    assert pair.built("decode").core.scheduler.stats().totals.retracted > 0
+    assert pair.built("decode").engine.scheduler.stats().totals.retracted > 0
     pair.assert_no_violation()
     for rid in rids:
         assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 300)
@@ -262,7 +262,7 @@ def test_stamps_hold_where_pages_of_another_size_are_cut_anew_and_damage_in_flig
     rids = pair.send_parallel_short_requests(3, distinct_prompts=True, prompt_tokens=29)
     pair.run()
     pair.assert_no_violation()
-    assert pair.built("prefill").core.scheduler.stats().totals.finished >= 3, "prompts were not handed over"
+    assert pair.built("prefill").engine.scheduler.stats().totals.finished >= 3, "prompts were not handed over"
     pair.arm("prefill")
     rids += pair.send_parallel_short_requests(2, distinct_prompts=True, prompt_tokens=29)
     pair.run()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serinus.testing.canary_pd import CANARY_SHAPES, make_canary_toy
+from serinus.selftest import CANARY_SHAPES, make_canary_toy
 
 from . import fuzz, stability
 

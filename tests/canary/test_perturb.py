@@ -12,7 +12,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.testing.direct import DirectEngine, DirectSeq
 
-from .watched import StandingFacts, decode, started, watched
+from .watched import decode, started, sweep, watched
 
 PROMPTS = [list(range(20, 43)), list(range(60, 75))]
 WARM = 8
@@ -23,18 +23,17 @@ def perturbed(
 ) -> tuple[DirectEngine, Perturber]:
     """An engine that ran so long under one mode, with a sequence asleep in its cache."""
     target = Part.FULL if shape == "full" else Part.SWA
-    facts = StandingFacts()
     plan = PerturbPlan(probabilities={mode: probability}, target=target, warmup_steps=WARM, seed=seed)
     perturber = Perturber(plan)
-    engine = watched(path, shape, faults=perturber, facts=facts, token_oracle=True, sweep_interval=2)
+    engine = watched(path, shape, perturber=perturber, token_oracle=True)
     assert engine.canary is not None
-    perturber.attach(engine.canary.parts)
     seqs = started(engine, PROMPTS)
     asleep = engine.start(list(range(90, 110)), seqs[0].params, tokens=10, seed=9)
     engine.step([(asleep, 100)])
-    for part in engine.canary.parts:
-        facts.cached[part] = resident(asleep, part)
-    decode(engine, seqs, steps)
+    for step in range(steps):
+        for part in engine.canary.parts if step % 2 else ():
+            sweep(engine, part, *resident(asleep, part))
+        decode(engine, seqs, 1)
     return engine, perturber
 
 
@@ -86,7 +85,8 @@ def test_nothing_happens_before_the_gate_opens(tmp_path: Path) -> None:
 def test_pages_in_the_host_tier_and_on_their_way_are_changed_in_one_byte() -> None:
     host = np.zeros((6, 64), np.uint8)
     plan = PerturbPlan(probabilities={"tier_bytes": 1.0, "transfer_bytes": 1.0}, warmup_steps=0)
-    perturber = Perturber(plan, host_pages=lambda part: (host, np.array([3], np.int32)))
+    perturber = Perturber(plan, host={Part.FULL: host})
+    perturber.host_pages[Part.FULL] = np.array([3], np.int32)
     perturber.sent(Part.FULL, host)
     assert not host.any()
     assert perturber.injections == []

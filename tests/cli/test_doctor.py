@@ -1,4 +1,4 @@
-"""What `serinus doctor` says of the room for KV, of the extras and of the canary's kernels."""
+"""What `serinus doctor` says of the room for KV, of the extras and of the columns of kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from serinus.cli.doctor import Finding, checkpoint, extras, kernels
+from serinus.cli.doctor import MachineCheck, checkpoint, extras, kernels
 from serinus.core.config import ServeConfig, from_names
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +19,12 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("sliding"), window=6, layer_types="SFS")
 
 
-def look(folder: Path, **settings: object) -> dict[str, Finding]:
+def look(folder: Path, **settings: object) -> dict[str, MachineCheck]:
     names = {"model_path": str(folder), "page_size": 4, "max_total_tokens": 64, "swa_full_tokens_ratio": 0.5}
     return {finding.what: finding for finding in checkpoint(from_names(ServeConfig, {**names, **settings}))}
 
 
-def seen(found: dict[str, Finding], rows: Sequence[str]) -> list[str]:
+def seen(found: dict[str, MachineCheck], rows: Sequence[str]) -> list[str]:
     return [found[row].seen.split(",")[0] for row in rows]
 
 
@@ -68,6 +68,6 @@ def test_an_extra_that_is_missing_is_no_fault_and_says_how_it_is_installed(monke
 
 
 @pytest.mark.slow
-def test_the_kernels_of_the_canary_are_named() -> None:
+def test_the_column_of_every_kernel_is_named() -> None:
     found = {finding.what: finding for finding in kernels()}
-    assert found["canary"].seen.startswith("cpu column on cpu")
+    assert found["kernels on cpu"].seen == "all ops on column cpu"

@@ -1,4 +1,4 @@
-"""Processes: what is refused before anything loads, who dies with whom, who is started again."""
+"""Processes: what is refused before anything loads, which process ends with which, which is started again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serinus.cli import main
 from serinus.cli.processes import free_ports, stop_server
 from serinus.cli.shape import check_shape
 from serinus.cli.up import members
 from serinus.core.config import ServeConfig, UpConfig, from_names
 from serinus.core.cores import cores, engine_threads, threads_env
 from serinus.core.errors import ConfigError
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 from serinus.testing.servers import Server
 
 SMALL = ("--max-total-tokens", "1024", "--context-length", "256")
@@ -51,7 +52,7 @@ def refused(*words: str) -> tuple[int, str]:
 
 
 def child_pid(server: Server, module: str) -> int:
-    """The process whose command line names `module`, among the descendants of a server."""
+    """The process with `module` in its command line, among the descendants of a server."""
     found = _descendant(server.process.pid, module)
     assert found, f"no {module} under {server.process.pid}:\n{server.output}"
     return found
@@ -153,7 +154,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(words: tuple[str, ...],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize("command", ["serve", pytest.param("up", marks=pytest.mark.proof)])
 def test_a_checkpoint_that_is_not_there_ends_with_2_and_its_name(command: str) -> None:
     code, err = refused(command, "./no-such-checkpoint", "--port", "0")
     assert code == 2
@@ -165,7 +166,7 @@ def test_a_checkpoint_that_is_not_there_ends_with_2_and_its_name(command: str) -
 
 
 @pytest.mark.slow
-def test_a_server_whose_engine_dies_says_so_and_ends_with_1(toy: Path) -> None:
+def test_when_its_engine_dies_a_server_says_so_and_ends_with_1(toy: Path) -> None:
     with Server("serve", str(toy), *SMALL) as server:
         os.kill(child_pid(server, "serinus.engine.process"), signal.SIGKILL)
         server.wait_line("engine unified-0 died of SIGKILL")
@@ -181,7 +182,7 @@ def test_an_engine_dies_with_its_front(toy: Path) -> None:
         assert not is_alive(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_server_leaves_no_directory_behind(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with Server("serve", str(toy), *SMALL) as server:
@@ -223,7 +224,7 @@ def test_up_starts_a_dead_engine_again_and_takes_all_down_with_it(toy: Path) -> 
             assert not is_alive(pid)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_an_engine_that_dies_while_it_starts_again_is_started_again(toy: Path) -> None:
     with Server("up", str(toy), *SMALL, "--prefill", "0", "--decode", "1") as server:
         first = child_pid(server, "--child")
@@ -238,7 +239,7 @@ def test_an_engine_that_dies_while_it_starts_again_is_started_again(toy: Path) -
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_up_without_restart_ends_when_an_engine_does(toy: Path) -> None:
     with Server("up", str(toy), *SMALL, "--prefill", "0", "--decode", "1", "--no-restart") as server:
         os.kill(child_pid(server, "serinus.engine.process"), signal.SIGKILL)
@@ -247,19 +248,16 @@ def test_up_without_restart_ends_when_an_engine_does(toy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_nothing_wrong_with_a_whole_checkpoint(toy: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "serinus", "doctor", str(toy)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SerinusToyForCausalLM" in done.stdout
-    for row in ("extra nixl", "extra mooncake", "cpu column on cpu (--kv-canary)", "off (--enable-hierarchical-cache)"):
-        assert row in done.stdout
-    sick = subprocess.run(
-        [sys.executable, "-m", "serinus", "doctor", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert sick.returncode == 1
-    assert "bad" in sick.stdout
+def test_the_doctor_finds_nothing_wrong_with_a_whole_checkpoint(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(toy)]) == 0
+    out = capsys.readouterr().out
+    assert "SerinusToyForCausalLM" in out
+    for row in ("extra nixl", "extra mooncake", "all ops on column cpu", "off (--enable-hierarchical-cache)"):
+        assert row in out
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "bad" in capsys.readouterr().out
 
 
 def test_an_engine_spins_little_unless_the_operator_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

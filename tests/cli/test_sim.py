@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serinus.cli.main import main
-from serinus.testing.world import calm_scenario, draw
+from serinus.sim import calm_scenario, draw
 
 
 @pytest.mark.slow
@@ -43,3 +43,18 @@ def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pyt
 def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_interrupted_run_ends_with_130_and_says_what_it_did_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def batch(seeds: list[int], backend: str) -> list[tuple[int, str, int, dict[str, int]]]:
+        if 0 not in seeds:
+            raise KeyboardInterrupt
+        return [(seed, "", 10, {}) for seed in seeds]
+
+    monkeypatch.setattr("serinus.cli.sim.run_batch", batch)
+    assert main(["sim", "--seeds", "0..100"]) == 130
+    err = capsys.readouterr().err
+    assert "25 seeds, 250 events" in err
+    assert err.endswith("interrupted\n")

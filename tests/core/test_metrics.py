@@ -45,6 +45,15 @@ def test_gauges_counters_and_labels_are_what_was_said(metrics: Metrics) -> None:
     assert samples["serinus:cached_tokens_total", tuple(sorted((*WHERE, ("source", "device"))))] == 4
     assert metrics.get("cached_tokens", "device") == 4
     assert metrics.get("cached_tokens", "host") == 0
+    assert metrics.by_labels("cached_tokens") == {("device",): 4}
+
+
+def test_a_counter_may_be_set_to_a_higher_total_and_never_to_a_lower_one(metrics: Metrics) -> None:
+    metrics.set("prompt_tokens", 5)
+    metrics.set("prompt_tokens", 12)
+    assert metrics.get("prompt_tokens") == 12
+    with pytest.raises(ValueError, match="non-negative"):
+        metrics.set("prompt_tokens", 11)
 
 
 def test_histograms_count_up_to_their_bounds(metrics: Metrics) -> None:
@@ -61,7 +70,7 @@ def test_histograms_count_up_to_their_bounds(metrics: Metrics) -> None:
     assert metrics.count("queue_time_seconds") == 4
 
 
-def test_histograms_nobody_fed_are_not_shown(metrics: Metrics) -> None:
+def test_histograms_without_observations_are_not_shown(metrics: Metrics) -> None:
     assert "kv_transfer_latency_ms" not in metrics.render().decode()
 
 
@@ -110,10 +119,9 @@ def test_disaggregation_gauges_stand_at_zero_from_the_start(metrics: Metrics) ->
 
 
 def test_other_ranks_show_what_they_were_told_and_nothing_else(metrics: Metrics) -> None:
-    other = Metrics("decode-0", "decode", "TP0 PP1", pp_rank=1, told=True)
+    other = Metrics("decode-0", "decode", "TP0 PP1", pp_rank=1, beside=metrics)
     other.set("num_queue_reqs", 3)
-    metrics.ranks.append(other)
     found = {name: value for (name, labels), value in read(metrics).items() if ("pp_rank", "1") in labels}
     assert found == {"serinus:num_queue_reqs": 3}, (
-        "who knows vLLM's name sums over series: a rank's is not another request"
+        "a router that knows vLLM's name sums over series, and a rank's is not another request"
     )

@@ -29,7 +29,7 @@ from types import TracebackType
 import httpx
 
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 from serinus.testing.proxy import CALM, FaultyProxy, Weather
 from serinus.testing.servers import Server, free_port
@@ -143,7 +143,7 @@ class Cluster:
         return str(peers[0]["state"]) if peers else ""
 
     def left_over(self) -> dict[str, float]:
-        """Gauges that should be zero and are not, and pages that nobody owns up to."""
+        """Gauges that should be zero and are not, and pages without an owner."""
         left: dict[str, float] = {}
         for name in ("prefill", "decode"):
             left |= {f"{name} {gauge}": value for gauge in QUEUES if (value := metric(self.url(name), gauge))}
@@ -249,7 +249,7 @@ class Chaos:
         self.cluster.kill(name)
 
     def _stop_prefill(self, phase: str) -> None:
-        """Until decode has given it up; what it says when it goes on must harm nobody."""
+        """Until decode has given it up; what it sends when it goes on must do no harm."""
         if phase == "granted":
             with self.cluster.stopped("prefill"):
                 self._reach(phase)
@@ -274,7 +274,7 @@ class Chaos:
             until(free, "prefill gave decode up")
 
     def _stop_a_minute(self, name: str, phase: str) -> None:
-        """Longer than every timeout of anybody; then it goes on as if nothing had been."""
+        """Longer than every timeout of every process; then it goes on as if nothing had happened."""
         self._reach(phase)
         with self.cluster.stopped(name):
             threading.Event().wait(MINUTE_S)  # the minute itself is the fault

@@ -65,7 +65,7 @@ def generate(url: str, prompt: list[int], count: int, **more: Any) -> dict[str, 
 
 
 def generate_all(url: str, load: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
-    """All at once."""
+    """The answers to all of these, asked at the same time."""
     with ThreadPoolExecutor(len(load)) as pool:
         return list(pool.map(lambda item: generate(url, *item), load))
 
@@ -112,7 +112,7 @@ def kill_engine(url: str, name: str) -> None:
 
 @contextlib.contextmanager
 def paused(url: str, name: str = "") -> Iterator[None]:
-    """An engine process stands still meanwhile: what is sent to it waits, and so does everybody who needs its answer.
+    """An engine process stands still meanwhile: what is sent to it waits, and so do callers that need its answer.
 
     Its front lives and takes requests. The engine may be killed inside.
     """
@@ -137,7 +137,7 @@ QUEUES = (
 
 
 def busy(url: str) -> dict[str, float]:
-    """The gauges that must be zero when nobody asks for anything, as far as they are not."""
+    """The gauges that must be zero without requests, as far as they are not."""
     return {name: value for name in QUEUES if (value := metric(url, name))}
 
 
@@ -159,6 +159,6 @@ def has_open(url: str, count: int) -> bool:
 
 
 def handed_over(url: str, prompt: list[int]) -> bool:
-    """Is a prompt that nobody has cached computed by a prefill engine?"""
+    """Is a prompt that is not cached computed by a prefill engine?"""
     HTTP.post(f"{url}/flush_cache")
     return bool(generate(url, prompt, 4)["meta_info"]["handoff_tokens"])

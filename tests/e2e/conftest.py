@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serinus.testing.checkpoints import make_checkpoint
+from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
 
 from .cluster import Reference
@@ -35,9 +35,19 @@ def unified(checkpoint: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="package")
+def cluster(checkpoint: Path) -> Iterator[Server]:
+    """Router, one prefill and one decode engine, over shared memory. Tests kill its engines; it starts them again."""
+    with Server("up", str(checkpoint), "--prefill", "1", "--decode", "1", *small()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.proof)])
 def pair(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]:
-    """Router, one prefill and one decode engine, over each data backend that joins processes."""
+    """The same over each data backend that joins processes."""
+    if request.param == "shm":
+        yield request.getfixturevalue("cluster")
+        return
     words = ["up", str(checkpoint), "--prefill", "1", "--decode", "1", *small()]
     with Server(*words, "--disaggregation-transfer-backend", request.param) as server:
         yield server

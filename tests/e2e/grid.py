@@ -1,4 +1,4 @@
-"""What stories of engines of several ranks share: a toy whose tokens an oracle knows, ranks by name, two hosts."""
+"""What stories of engines of several ranks share: a toy model with known answers, ranks by name, two hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 from serinus.testing.servers import Server
 
@@ -61,7 +61,7 @@ def signal_rank(url: str, name: str, number: signal.Signals) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended (one that nobody has waited for yet has)."""
+    """Whether a process has ended (a zombie has)."""
     stat = Path(f"/proc/{pid}/stat")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return stat.read_text().rpartition(")")[2].split()[0] == "Z"

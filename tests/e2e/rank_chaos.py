@@ -59,7 +59,7 @@ class Storm:
         ]
 
     def begin(self, pool: ThreadPoolExecutor) -> list[Future[str]]:
-        """Send them all."""
+        """Send all requests of the storm."""
         rng = self._rng
         asked = [pool.submit(self._ask, *plan, rng.randint(1, 24), rng.randint(0, 3)) for plan in self._plans]
         for (rid, _, end), answer in zip(self._plans, asked, strict=True):
@@ -108,7 +108,7 @@ class Storm:
         return f"wrong: {said['output_ids']}, expected {expected}"
 
     def judge(self, futures: Sequence[Future[str]], *, calm: bool) -> None:
-        """Wait for all. In calm nobody is cut off, and nobody hears of an engine that is gone."""
+        """Wait for all answers. With `calm`, no connection may be cut and no answer may say that the engine is gone."""
         for future in futures:
             what = future.result(60)
             self.seen[what] += 1
@@ -237,7 +237,7 @@ def run(rounds: int, seed: int, every: int, count: int, *, pairs: bool = False) 
 
 
 def main() -> int:
-    """The command."""
+    """Parse the command line and run the rounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from serinus.core.clock import WallClock
-from serinus.testing.checkpoints import make_checkpoint
+from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
 
 FAMILIES = ("qwen3", "gemma3_text", "mistral_swa")
@@ -38,13 +38,13 @@ PAGE, CONTEXT, VOCAB = 8, 512, 512
 POOL_TOKENS = 1280
 LAYERS = {"qwen3": 3, "gemma3_text": 6, "mistral_swa": 3}
 LEFT_EARLY = 0.04
-"""Part of the requests whose client hangs up after the first tokens."""
+"""Share of the clients that hang up after the first tokens."""
 CLOCK = WallClock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request."""
+    """One request of the load."""
 
     prompt: tuple[int, ...]
     count: int
@@ -228,7 +228,7 @@ def pages(seen: dict[str, float], state: str) -> float:
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
-    """A small fp32 model whose windows are much shorter than its prompts."""
+    """A small fp32 model with windows much shorter than the prompts."""
     more = {} if family == "qwen3" else {"sliding_window": 40}
     return make_checkpoint(
         folder / family, family, layers=LAYERS[family], context=CONTEXT, seed=7, tokenizer=False, **more

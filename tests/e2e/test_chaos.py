@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 
 from .chaos import Chaos, Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 
 @pytest.fixture(scope="module")

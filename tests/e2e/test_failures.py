@@ -1,4 +1,4 @@
-"""Clients that leave and engines that are killed: no wrong token, no leaked page, nobody waits for the dead."""
+"""Clients that leave, engines that are killed: no wrong token, no leaked page, no client waiting for a dead engine."""
 
 from __future__ import annotations
 
@@ -43,13 +43,6 @@ def long_prompts(reference: Reference) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(reference: Reference, long_prompts: list[list[int]]) -> list[list[int]]:
     return [reference.greedy(prompt, 24) for prompt in long_prompts]
-
-
-@pytest.fixture(scope="module")
-def cluster(checkpoint: Path) -> Iterator[Server]:
-    words = ["up", str(checkpoint), "--prefill", "1", "--decode", "1", *small()]
-    with Server(*words) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +148,7 @@ def test_a_killed_prefill_engine_costs_its_clients_time_but_no_token(
     until(lambda: handed_over(cluster.url, long_prompts[0]), "prompts are handed over to the new prefill engine")
 
 
+@pytest.mark.proof
 def test_a_prefill_engine_may_die_while_pages_travel(
     cluster: Server, long_prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -193,6 +187,7 @@ def test_a_killed_decode_engine_is_an_error_at_once_and_prefill_frees_everything
     assert len(generate(cluster.url, long_prompts[0], 8)["output_ids"]) == 8
 
 
+@pytest.mark.proof
 def test_a_decode_engine_may_die_while_its_requests_run(
     cluster: Server, long_prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -208,6 +203,7 @@ def test_a_decode_engine_may_die_while_its_requests_run(
     idle(cluster.url)
 
 
+@pytest.mark.proof
 def test_the_router_asks_another_decode_engine_where_nothing_was_streamed(
     two_decodes: Server, long_prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from serinus.testing.servers import Server
 
-from .cluster import HTTP, generate, has_open, paused, pid_of, until
+from .cluster import HTTP, generate, has_open, paused, until
 from .conftest import small
 
 pytestmark = pytest.mark.slow
@@ -35,6 +35,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(checkpoint: Pat
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.proof
 def test_a_second_sigterm_stops_now(checkpoint: Path) -> None:
     with Server("serve", str(checkpoint), *small()) as server, ThreadPoolExecutor(1) as pool:
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 450, "ignore_eos": True, "n": 12}}
@@ -49,6 +50,7 @@ def test_a_second_sigterm_stops_now(checkpoint: Path) -> None:
             assert running.result().status_code == 200
 
 
+@pytest.mark.proof
 def test_a_cluster_starts_with_a_word_on_where_the_time_went_and_stops_whole(checkpoint: Path) -> None:
     with Server("up", str(checkpoint), *small()) as server:
         line = server.wait_line(r"decode-0 .*ready in")
@@ -59,14 +61,7 @@ def test_a_cluster_starts_with_a_word_on_where_the_time_went_and_stops_whole(che
             httpx.get(f"{server.url}/health")
 
 
-def test_no_engine_outlives_a_killed_front(checkpoint: Path) -> None:
-    with Server("serve", str(checkpoint), *small()) as server:
-        engine = pid_of(server.url, "")
-        server.process.kill()
-        until(lambda: not Path(f"/proc/{engine}").exists(), "the engine process ended")
-
-
-def test_an_engine_whose_front_ended_before_it_began_ends_at_once(tmp_path: Path) -> None:
+def test_an_engine_ends_at_once_when_its_front_ended_before_it_began(tmp_path: Path) -> None:
     words = ["--config", str(tmp_path / "none"), "--endpoint", f"ipc://{tmp_path}/x", "--parent", "1"]
     done = subprocess.run([sys.executable, "-m", "serinus.engine.process", *words], timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -15,7 +15,7 @@ from serinus.testing.servers import Server
 from .cluster import ask_all, generate, generate_all, metric, until
 from .grid import SMALL, is_gone, prompts, ranks_of, right, signal_rank, toy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 GAUGES = ("num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs", "num_decode_prealloc_queue_reqs",
           "num_decode_transfer_queue_reqs", "num_running_reqs")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Engines of several ranks as real processes: right answers, and an end as a whole, in words, whoever is lost."""
+"""Engines of several ranks as real processes: right answers, and an end as a whole, with a reason, when one is lost."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def test_a_killed_rank_ends_the_engine_in_words_and_its_client_hears_them(grid: 
     all_gone(pids)
 
 
+@pytest.mark.proof
 def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Path) -> None:
     with Server("serve", str(checkpoint), "--pp-size", "2", *SMALL) as server, ThreadPoolExecutor(1) as pool:
         pids = [rank["pid"] for rank in ranks_of(server.url).values()]
@@ -89,6 +90,7 @@ def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Pa
         all_gone(pids)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("hosts", [HOSTS])
 def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str) -> None:
     with two_hosts(hosts) as pair:
@@ -107,6 +109,7 @@ def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str)
             assert "TP1 PP0 did not end with the engine" in output, "a rank that stands still says nothing itself"
 
 
+@pytest.mark.proof
 def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(checkpoint: Path, tmp_path: Path) -> None:
     with two_hosts("loopback") as pair:
         words = ("--tp-size", "2", "--nnodes", "2", *SMALL, "--dist-init-addr", f"{pair.address}:{free_port()}")

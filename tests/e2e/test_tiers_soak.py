@@ -8,7 +8,7 @@ import pytest
 
 from .soak import POLICIES, Ask, checkpoint_of, make_load, soak, without_cache
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 Expected = tuple[Path, list[Ask], list[list[int] | None]]
 

@@ -98,7 +98,7 @@ def test_a_subscriber_reads_every_event_in_the_form_of_the_field(sockets: list[A
 
 
 @pytest.mark.slow
-def test_who_missed_messages_can_ask_for_them(sockets: list[Any]) -> None:
+def test_a_subscriber_that_missed_messages_can_ask_for_them(sockets: list[Any]) -> None:
     settings = KvEventSettings(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", buffer_steps=3)
     publisher = KvEventPublisher(settings, ManualClock())
     sockets.append(publisher)

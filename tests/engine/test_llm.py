@@ -6,12 +6,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from serinus import LLM, SamplingParams
 from serinus.core.errors import BadRequest
+from serinus.core.parts import Part
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -72,3 +74,39 @@ def test_an_llm_that_is_dropped_closes_its_engine(toy: Path, tmp_path: Path) -> 
     assert own, "tiers without threads: nothing to close"
     del llm
     assert not [thread for thread in own if thread.is_alive()]
+
+
+def test_a_call_that_breaks_off_leaves_nothing_and_the_next_one_is_answered(
+    llm: LLM, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: LLM) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "_wait", broken)
+        with pytest.raises(RuntimeError, match="planted"):
+            llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY)
+    assert len(llm._engine._outbox) == 0
+    (output,) = llm.generate([[9, 9]], GREEDY)
+    assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), [9, 9], 5)
+
+
+def test_more_prompts_than_may_wait_are_answered(toy: Path) -> None:
+    llm = LLM(str(toy), skip_tokenizer_init=True, page_size=4, max_total_tokens=128, max_queued_requests=3)
+    prompts = [[i + 1, 2, 3] for i in range(11)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [
+        toy_continue(load_spec(toy), prompt, 5) for prompt in prompts
+    ]
+
+
+def test_a_prompt_that_needs_quarantined_pages_gets_them(toy: Path) -> None:
+    """Nothing else runs that could free a page: what was wrong in them is overwritten before it is read."""
+    llm = LLM(str(toy), skip_tokenizer_init=True, page_size=4, max_total_tokens=128)
+    llm.generate([list(range(1, 60))], GREEDY)
+    cache = llm._built.cache
+    cache.quarantine(Part.FULL, np.arange(1, 33, dtype=np.int32))
+    assert cache.stats().pages.quarantined > 8
+    prompt = [(7 * i) % 64 for i in range(110)]
+    (output,) = llm.generate([prompt], GREEDY)
+    assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), prompt, 5)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from serinus.core.clock import ManualClock
+from serinus.canary import CanaryLead, Verdict
+from serinus.core.clock import Clock, ManualClock
 from serinus.core.config import ServeConfig, from_names
+from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.core.sampling import SamplingParams
-from serinus.engine.build import Built, build_core
-from serinus.engine.guard import NoGuard, Verdict
+from serinus.engine.build import Built, build_engine
+from serinus.engine.handoffs import HandoffParts, MadeHandoffs
 from serinus.engine.loop import EngineLoop
 from serinus.engine.roles import NoHandoffs
+from serinus.models.small_checkpoints import make_toy
 from serinus.sched import Scheduler
-from serinus.testing.checkpoints import make_toy
-from serinus.wire import Arrived, ZmqChannel, decode, encode, wait_any
-from serinus.wire.convert import request_to_wire
-from serinus.wire.messages import Abort, EngineCall, EngineReply, Message, Ready, TokenOut, Tokens
+from serinus.wire import Arrived, Gone, PeerMessage, ZmqChannel, decode, encode, wait_any
+from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, Message, Ready, Tokens
 
 
 class Handoffs(NoHandoffs):
@@ -32,13 +33,13 @@ class Handoffs(NoHandoffs):
         self.slipped: list[TokenDelta] = []
         self.drains = 0
         self.told: list[tuple[str, bool]] = []
-        """Who was said to be aborted, and whether its pages were still its own."""
+        """Requests said to be aborted, and whether their pages were still their own."""
 
-    def turn(self, now: float, turns: int) -> list[TokenDelta]:
+    def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
         slipped, self.slipped = self.slipped, []
         return slipped
 
-    def drain(self) -> None:
+    def drain(self, now: float) -> None:
         self.drains += 1
 
     def aborted(self, rid: str, now: float) -> None:
@@ -46,13 +47,16 @@ class Handoffs(NoHandoffs):
         self.told.append((rid, own is not None and any(len(span.pages) for span in own.spans)))
 
 
-class Judge(NoGuard):
-    """A canary that condemns whom the test names."""
+class PlantedVerdicts(CanaryLead):
+    """A canary without ranks that fails the requests that the test names."""
 
     def __init__(self, *rids: str) -> None:
         self.rids = rids
 
-    def judge(self) -> Sequence[Verdict]:
+    def begin(self, plan: StepPlan) -> None:
+        """There is nothing to check."""
+
+    def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
         rids, self.rids = self.rids, ()
         return [Verdict(rid=rid, reason="KV integrity: planted") for rid in rids]
 
@@ -63,20 +67,23 @@ class World:
     def __init__(self, checkpoint: Path, address: str, **settings: object) -> None:
         self.clock = ManualClock()
         names = {"model_path": str(checkpoint), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0}
-        self.built: Built = build_core(from_names(ServeConfig, {**names, **settings}), self.clock)
-        self.handoffs = Handoffs(self.built.core.scheduler)
+        self.built: Built = build_engine(
+            from_names(ServeConfig, {**names, **settings}), self.clock, handoffs_of=self._handoffs
+        )
         self.endpoint = ZmqChannel(address)
         ready = Ready(
             engine="e", incarnation=1, role="unified", vocab_size=64, context_length=256, max_total_tokens=256,
             page_size=4,
         )  # fmt: skip
-        self.loop = EngineLoop(
-            self.built, endpoint=self.endpoint, handoffs=self.handoffs, ready=ready, clock=self.clock
-        )
+        self.loop = EngineLoop(self.built, endpoint=self.endpoint, ready=ready, clock=self.clock)
         self.front = ZmqChannel()
         self.front.connect("engine", address)
-        self.outs: list[TokenOut] = []
+        self.outs: list[TokenDelta] = []
         self.replies: list[EngineReply] = []
+
+    def _handoffs(self, parts: HandoffParts, clock: Clock) -> MadeHandoffs:
+        self.handoffs = Handoffs(parts.scheduler)
+        return MadeHandoffs(role=self.handoffs)
 
     def say(self, message: Message) -> None:
         """Send it, and let the loop take it now: not some steps later, as the threads of the sockets like."""
@@ -87,7 +94,7 @@ class World:
     def ask(self, rid: str, count: int) -> None:
         sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
         request = Request(rid=rid, prompt=np.asarray([1, 2, 3], np.int32), sampling=sampling, seed=0)
-        self.say(request_to_wire(request))
+        self.say(Generate(request=request))
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Turn and listen until `holds`."""
@@ -98,7 +105,7 @@ class World:
             for event in self.front.poll(0.05):
                 message = decode(event.parts).message if isinstance(event, Arrived) else None
                 if isinstance(message, Tokens):
-                    self.outs.extend(message.out)
+                    self.outs.extend(message.deltas)
                 elif isinstance(message, EngineReply):
                     self.replies.append(message)
         raise AssertionError(f"never came to be; the front got {len(self.outs)} deltas")
@@ -110,7 +117,7 @@ class World:
         self.until(lambda: len(self.replies) > count)
         return self.replies[-1]
 
-    def of(self, rid: str) -> list[TokenOut]:
+    def of(self, rid: str) -> list[TokenDelta]:
         return [out for out in self.outs if out.rid == rid]
 
 
@@ -136,11 +143,11 @@ def test_an_answer_that_fits_no_frame_fails_alone(world: World) -> None:
     world.handoffs.slipped = [TokenDelta(rid="big", prompt_logprobs=(place,) * 2600)]  # 73 MB
     world.until(lambda: len(world.of("small")) == 100)
     last = world.of("big")[-1]
-    assert (last.finish, last.error_status) == ("error", 400)
+    assert (last.finish, last.error_status) == (FinishReason.ERROR, 400)
     assert "expected fewer log-probabilities" in last.error
-    assert [out.finish for out in world.of("big")].count("error") == 1
-    assert world.of("small")[-1].finish == "length"
-    assert world.built.core.scheduler.idle
+    assert [out.finish for out in world.of("big")].count(FinishReason.ERROR) == 1
+    assert world.of("small")[-1].finish is FinishReason.LENGTH
+    assert world.built.engine.scheduler.idle
     assert world.built.metrics.get("num_finished_requests", "error") == 1
 
 
@@ -150,8 +157,8 @@ def test_a_stop_text_found_by_the_front_counts_as_finished_not_as_aborted(world:
     world.until(lambda: bool(world.of("stopped") and world.of("left")))
     world.say(Abort(rid="stopped", silent=True, matched_stop=True))
     world.say(Abort(rid="left", silent=True))
-    world.until(lambda: world.built.core.scheduler.idle)
-    world.built.core.watch.refresh(world.built.core.scheduler, world.built.cache, 0)
+    world.until(lambda: world.built.engine.scheduler.idle)
+    world.built.engine.metrics.refresh(world.built.engine.scheduler, world.built.cache, 0, 0.0)
     metrics = world.built.metrics
     assert metrics.get("num_aborted_requests") == 1
     assert metrics.get("num_finished_requests", "stop") == 1
@@ -161,13 +168,13 @@ def test_a_stop_text_found_by_the_front_counts_as_finished_not_as_aborted(world:
 
 def test_a_request_aborted_after_its_first_token_has_queued_once(world: World) -> None:
     world.ask("one", 100)
-    world.until(lambda: world.built.core.scheduler.stats().totals.generation_tokens == 1)
-    core = world.built.core
-    delta = core.scheduler.abort("one", "test")
+    world.until(lambda: world.built.engine.scheduler.stats().totals.generation_tokens == 1)
+    engine = world.built.engine
+    delta = engine.scheduler.abort("one", "test")
     assert delta is not None
     assert delta.usage is not None
     assert (delta.finish, delta.usage.completion_tokens) == (FinishReason.ABORT, 1)
-    core.watch.answered(delta)
+    engine.metrics.answered(delta)
     assert world.built.metrics.count("queue_time_seconds") == 1
 
 
@@ -180,7 +187,7 @@ def test_the_handoffs_are_told_once_that_the_engine_drains(world: World) -> None
     assert world.handoffs.drains == 1
 
 
-def test_a_flush_with_tiers_names_who_is_busy_and_empties_device_and_host(toy: Path, tmp_path: Path) -> None:
+def test_a_flush_with_tiers_names_the_busy_requests_and_empties_device_and_host(toy: Path, tmp_path: Path) -> None:
     world = World(toy, f"ipc://{tmp_path}/e", enable_hierarchical_cache=True)
     cache = world.built.cache
     world.ask("guest", 40)
@@ -198,10 +205,10 @@ def test_a_flush_with_tiers_names_who_is_busy_and_empties_device_and_host(toy: P
     world.loop.close()
 
 
-def test_handoffs_hear_of_a_conviction_while_the_pages_are_still_the_requests(world: World) -> None:
+def test_handoffs_are_told_of_a_request_that_the_canary_fails_before_its_pages_are_freed(world: World) -> None:
     world.ask("guest", 40)
-    world.built.core.guard = Judge("guest")
+    world.built.engine.canary = PlantedVerdicts("guest")
     world.until(lambda: bool(world.of("guest")) and bool(world.of("guest")[-1].finish))
     assert world.handoffs.told == [("guest", True)]
     assert world.of("guest")[-1].error_status == 500
-    assert world.built.core.scheduler.idle
+    assert world.built.engine.scheduler.idle

@@ -12,9 +12,9 @@ import pytest
 from serinus.core.request import FinishReason, Request
 from serinus.core.sampling import SamplingParams
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
+from serinus.selftest import EnginePair
 from serinus.testing.oracle import toy_continue
-from serinus.testing.pair import EnginePair
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:
         both.add(request(rid, list(range(first, first + 41))))
         both.run_until_idle()
     built = both.decode
-    built.core.watch.refresh(built.core.scheduler, built.cache, built.core.turns)
+    built.engine.metrics.refresh(built.engine.scheduler, built.cache, built.engine.turns, 0.0)
     metrics, kept = built.metrics, built.cache.stats()
     assert kept.evicted_pages > 0
     assert metrics.get("evicted_tokens") == kept.evicted_pages * 4
@@ -91,9 +91,9 @@ def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
     while not both.tokens("a"):
         both.turn_decode()
         both.turn_prefill()
-        if both.prefill.core.scheduler.stats().num_running_reqs:
-            staged_while_computing += both.prefill_port.staged_count
-    assert staged_while_computing == 3  # chunks of 16 tokens: the fourth ends the prompt
+        if both.prefill.engine.scheduler.stats().num_running_reqs:
+            staged_while_computing += both.port_of(both.prefill).machine.staged_count
+    assert staged_while_computing == 3  # of four chunks: each is staged before the next step, the last ends the prompt
     both.run_until_idle()
 
 
@@ -101,7 +101,7 @@ def test_a_prefill_engine_in_a_long_step_is_waited_for(toy: Path) -> None:
     both = pair(toy)
     both.add(request("a", list(range(1, 10))))
     both.run_until_idle()
-    both.clock.advance(40.0)  # a step of 40 s, seen by nobody but itself
+    both.clock.advance(40.0)  # a step of 40 s, seen by no other engine
     both.turn_prefill()
     prompt = list(range(2, 30))
     both.add(request("b", prompt))
@@ -119,12 +119,12 @@ def test_a_draining_prefill_engine_finishes_what_it_has_and_sends_the_rest_home(
     both = pair(toy)
     prompts = {"a": list(range(1, 61)), "b": list(range(3, 40))}
     both.add(request("a", prompts["a"]))
-    while not both.prefill_role.asked_by_peers():
+    while not both.prefill.engine.handoffs.asked_by_peers():
         both.turn_decode()
         both.turn_prefill()
-    both.prefill_role.drain()
-    both.prefill_role.drain()
-    both.decode_role.drain()
+    both.prefill.engine.handoffs.drain(both.clock.now())
+    both.prefill.engine.handoffs.drain(both.clock.now())
+    both.decode.engine.handoffs.drain(both.clock.now())
     both.add(request("b", prompts["b"]))
     both.run_until_idle()
     reasons = {}
@@ -138,17 +138,18 @@ def test_a_draining_prefill_engine_finishes_what_it_has_and_sends_the_rest_home(
 
 def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:
     both = pair(toy)
-    metrics, port = both.prefill.metrics, both.prefill_port
+    metrics, port = both.prefill.metrics, both.port_of(both.prefill)
     metrics.add("wire_bad_frames", 1, "crc")  # what the loop does for a front's frame
-    port._post.rejects["crc"] += 2
+    both.prefill.peers.mailbox.rejects["crc"] += 2
     port.machine.rejects["no_hello"] += 1
-    port._post.resent_count = 3
+    both.prefill.peers.mailbox.resent_count = 3
     for _ in range(2):
-        both.prefill_role.refresh(metrics)
+        both.prefill.engine.handoffs.refresh(metrics)
+        both.prefill.peers.refresh(metrics)
     assert [metrics.get("wire_bad_frames", reason) for reason in ("crc", "no_hello")] == [3, 1]
     assert metrics.get("wire_retransmits") == 3
-    both.decode_role._port.machine.rejects["closed_grant"] += 4
-    both.decode_role.refresh(both.decode.metrics)
+    both.port_of(both.decode).machine.rejects["closed_grant"] += 4
+    both.decode.engine.handoffs.refresh(both.decode.metrics)
     assert both.decode.metrics.get("kv_transfer_late_frames") == 4
     assert both.decode.metrics.get("wire_bad_frames", "closed_grant") == 0
 
@@ -186,4 +187,4 @@ def test_any_mix_of_arrivals_turns_and_aborts_gives_right_tokens_and_leaves_noth
         assert both.tokens(rid) == want[: len(both.tokens(rid))], rid
         assert (deltas[-1].finish is FinishReason.ABORT) == (rid in aborted)
     for built in (both.decode, both.prefill):
-        assert built.core.scheduler.stats().used_tokens == 0
+        assert built.engine.scheduler.stats().used_tokens == 0

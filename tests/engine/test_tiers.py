@@ -13,14 +13,15 @@ from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.sampling import SamplingParams
-from serinus.engine import LLM, build_core
+from serinus.engine import LLM, build_engine
 from serinus.models import load_spec
+from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.testing.builders import make_request
-from serinus.testing.checkpoints import make_checkpoint, make_toy
+from serinus.testing.driver import EngineDriver
 from serinus.testing.oracle import toy_continue
 
 SHARED = [list(range(first, first + 41)) for first in (20, 70, 120)]
-"""Beginnings of prompts."""
+"""Prefixes that several prompts share."""
 PROMPTS = [SHARED[turn // 2 % 3] + [200 + turn, 230 + turn] for turn in range(12)]
 """Each beginning twice, then the next: the device holds two of them."""
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
@@ -59,11 +60,11 @@ def test_answers_are_right_whatever_went_to_the_host_and_came_back(
     with LLM(str(toys[kind]), **tiered(hicache_write_policy=policy)) as llm:
         spec = load_spec(toys[kind])
         assert answers(llm, PROMPTS) == [toy_continue(spec, prompt, 5) for prompt in PROMPTS]
-        stats = llm._cache.stats()
+        stats = llm._built.cache.stats()
         assert stats.loaded_tokens > 0, stats
-        llm._core.scheduler.sanity_check()
+        llm._built.engine.scheduler.sanity_check()
         llm.flush_cache()
-        for pool in llm._cache.stats().pools.values():
+        for pool in llm._built.cache.stats().pools.values():
             assert pool.pages.free == pool.page_count, pool
 
 
@@ -71,26 +72,28 @@ def test_answers_are_right_whatever_went_to_the_host_and_came_back(
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_idle_engine_checks_itself_once_after_it_worked_if_asked_to(toys: dict[str, Path], enabled: bool) -> None:
     names = {**tiered(enable_sanity_check=enabled), "model_path": str(toys["mixed"])}
-    built = build_core(from_names(ServeConfig, names), ManualClock())
-    core, cache = built.core, built.cache
+    clock = ManualClock()
+    built = build_engine(from_names(ServeConfig, names), clock)
+    engine, cache = EngineDriver(built), built.cache
 
     def work(rid: str) -> None:
-        core.scheduler.add(make_request(rid, PROMPTS[0], max_new_tokens=3))
-        while not core.scheduler.idle:
-            core.step()
+        engine.send(make_request(rid, PROMPTS[0], max_new_tokens=3))
+        engine.turn()
+        while not built.engine.idle:
+            engine.turn()
 
     work("a")
     assert cache.stats().sanity_checks == 0  # not while there is work
     assert (cache.stats().sanity_steps > 0) is enabled
     for _ in range(3):
-        assert core.step() is None
+        assert engine.turn() == []
     assert cache.stats().sanity_checks == (1 if enabled else 0)
     work("b")
     leaf = [node for node in cache.tree.nodes() if node.parent is not None][-1]
-    leaf.pins += 1  # a lease that nobody has
+    leaf.pins += 1  # a pin without a lease
     with pytest.raises(InvariantError) if enabled else nullcontext():
-        core.step()
-    core.close()
+        engine.turn()
+    built.close()
 
 
 def test_a_second_engine_finds_what_the_first_one_stored(toys: dict[str, Path], tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_another_model_of_the_same_shape_finds_nothing_of_it(toys: dict[str, Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "mistral_swa"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("mistral_swa", marks=pytest.mark.proof)])
 def test_real_families_answer_alike_with_tiers_and_without_a_cache(family: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / family, family, layers=4, vocab=320, tokenizer=False)
     bare = {**SMALL, "disable_radix_cache": True, "dtype": "float32"}
@@ -127,28 +130,29 @@ def test_real_families_answer_alike_with_tiers_and_without_a_cache(family: str, 
     stored = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "kv"), "dtype": "float32"}
     with LLM(str(checkpoint), **tiered(**stored)) as llm:
         assert answers(llm, PROMPTS) == expected
-        assert llm._cache.stats().loaded_tokens > 0
+        assert llm._built.cache.stats().loaded_tokens > 0
 
 
 def test_a_long_request_holds_the_pages_of_its_window(toys: dict[str, Path]) -> None:
     config = from_names(ServeConfig, {"model_path": str(toys["mixed"]), **SMALL, "max_total_tokens": 400})
-    built = build_core(config, ManualClock())
-    built.core.scheduler.add(make_request("long", PROMPTS[0], max_new_tokens=200, ignore_eos=True))
+    clock = ManualClock()
+    built = build_engine(config, clock)
+    engine = EngineDriver(built)
+    engine.send(make_request("long", PROMPTS[0], max_new_tokens=200, ignore_eos=True))
     tokens: list[int] = []
-    while not built.core.scheduler.idle:
-        outcome = built.core.step()
-        assert outcome is not None
-        tokens += [token for delta in outcome.deltas for token in delta.token_ids]
-        state = built.core.scheduler._states.get("long")
-        if state is not None and state.swa is not None and state.generated:
-            assert state.swa.count <= 3  # a window of 6 spans 3 pages of 4 at most
+    tokens += [token for delta in engine.turn() for token in delta.token_ids]
+    while not built.engine.idle:
+        tokens += [token for delta in engine.turn() for token in delta.token_ids]
+        state = built.engine.scheduler._states.get("long")
+        if state is not None and state.generated:
+            assert state.windowed[0].count <= 3  # a window of 6 spans 3 pages of 4 at most
     assert tokens == toy_continue(built.spec, PROMPTS[0], 200)
 
 
 def test_memory_is_split_by_the_ratio_and_a_window_always_fits(toys: dict[str, Path]) -> None:
     def tokens(kind: str, **settings: Any) -> dict[str, int]:
         config = from_names(ServeConfig, {"model_path": str(toys[kind]), **SMALL, **settings})
-        pools = build_core(config, ManualClock()).pools
+        pools = build_engine(config, ManualClock()).pools
         return {part.name: (pool.spec.page_count - 1) * pool.spec.page_size for part, pool in pools.items()}
 
     assert tokens("full") == {"FULL": 96}

@@ -24,7 +24,7 @@ class Far:
         self.endpoint = bytes.fromhex(self.heard())
 
     def heard(self) -> str:
-        """Its next answer."""
+        """The next answer of the other process."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("FAR "):
@@ -32,7 +32,7 @@ class Far:
         raise AssertionError(f"the other process ended with {self.process.wait()}")
 
     def tell(self, *words: object) -> None:
-        """An order."""
+        """Send a command to the other process."""
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()

@@ -18,7 +18,7 @@ LANES = 2
 
 
 def memory(pages: int, strip_bytes: int, fill: int | None) -> np.ndarray:
-    """[lane, page, byte]"""
+    """Bytes indexed by lane, page and byte; zero, or a pattern that begins at `fill`."""
     lanes = np.zeros((LANES, pages, strip_bytes), np.uint8)
     if fill is not None:
         lanes[:] = ((fill + np.arange(pages)) % 251).astype(np.uint8)[None, :, None]
@@ -34,7 +34,7 @@ def region(lanes: np.ndarray) -> Region:
 
 
 def make(name: str, tag: str) -> OneSided:
-    """A backend."""
+    """The backend of this name."""
     return NixlBackend(tag) if name == "nixl" else MooncakeBackend()
 
 

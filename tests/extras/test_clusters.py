@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 from serinus.testing.servers import Server
 from tests.e2e.cluster import HTTP, generate, handed_over, idle, kill_engine, paused, until, url_of

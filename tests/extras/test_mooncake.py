@@ -49,7 +49,7 @@ def test_after_a_fence_nothing_comes_of_a_write_that_was_under_way(
     fenced = near.fence("far")
     written = int(np.count_nonzero(ours))
     assert 0 < written < ours.size - ours[:, 0].size, "the write was under way"
-    assert fenced.everybody
+    assert fenced.all_peers
     ours[:] = 0
     peer.go_on()
     assert peer.ask("wait") == "lost"

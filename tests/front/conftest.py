@@ -7,20 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from serinus.front import FrontSettings, Tokenizer, load_tokenizer
+from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
-from serinus.testing.small_tokenizers import make_byte_tokenizer, make_piece_tokenizer
+from serinus.testing.small_tokenizers import make_byte_tokenizer
+from serinus.text import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")
 def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_byte_tokenizer(tmp_path_factory.mktemp("byte"))
-
-
-@pytest.fixture(scope="session")
-def piece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_piece_tokenizer(tmp_path_factory.mktemp("piece"))
 
 
 @pytest.fixture

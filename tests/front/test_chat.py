@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from serinus.front import Tokenizer
 from serinus.testing.fake_engine import fake_continue
 from serinus.testing.running_front import RunningFront
-from serinus.wire.messages import Generate, bytes_to_ids
+from serinus.text import Tokenizer
+from serinus.wire.messages import Generate
 
 VOCAB = 267
 USER = {"role": "user", "content": "hello"}
@@ -24,7 +24,7 @@ def client(front: RunningFront) -> openai.OpenAI:
 def last_prompt(front: RunningFront, tokenizer: Tokenizer) -> str:
     message = front.engine.of(Generate)[-1]
     assert isinstance(message, Generate)
-    return tokenizer.decode(bytes_to_ids(message.prompt).tolist(), skip_special_tokens=False)
+    return tokenizer.decode(message.request.prompt.tolist(), skip_special_tokens=False)
 
 
 def answer(tokenizer: Tokenizer, prompt: str, count: int) -> str:

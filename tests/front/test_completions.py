@@ -5,9 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 
-from serinus.front import Tokenizer
 from serinus.testing.fake_engine import fake_continue
 from serinus.testing.running_front import RunningFront
+from serinus.text import Tokenizer
 from serinus.wire.messages import Abort
 
 VOCAB = 267

@@ -13,11 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serinus.core.clock import WallClock
-from serinus.front import EngineClient, FrontSettings, Tokenizer
+from serinus.front import EngineClient, FrontSettings
 from serinus.front.metrics import FrontMetrics, merge_expositions
 from serinus.front.state import Front
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
+from serinus.text import Tokenizer
 
 
 def test_the_model_served_is_listed(front: RunningFront) -> None:

@@ -1,4 +1,4 @@
-"""Who may enter where."""
+"""Which key opens which endpoint."""
 
 from __future__ import annotations
 
@@ -85,4 +85,4 @@ def test_a_prefill_engine_is_suggested_by_the_router_alone_where_keys_are_set(
         assert front.http.post("/v1/completions", json=ASK, headers=headers).status_code == 200
         (asked,) = front.engine.of(Generate)
         assert isinstance(asked, Generate)
-        assert asked.prefill_address == ("tcp://10.0.0.1:9" if taken else "")
+        assert asked.request.prefill_address == ("tcp://10.0.0.1:9" if taken else "")

@@ -149,7 +149,7 @@ def test_until_the_engine_is_loaded_requests_get_503(settings: FrontSettings, ne
         assert h.get("/metrics").status_code == 200
 
 
-def test_when_the_engine_dies_everybody_is_told(settings: FrontSettings, new_endpoint: Callable[[], str]) -> None:
+def test_when_the_engine_dies_all_clients_are_told(settings: FrontSettings, new_endpoint: Callable[[], str]) -> None:
     with running_front(settings, stalled(new_endpoint)) as front:
         thread, box = in_thread(lambda: front.post("/v1/completions", ASK))
         front.engine.wait_for(seen(Generate))
@@ -290,7 +290,7 @@ def test_the_suggested_prefill_engine_reaches_the_engine(front: RunningFront) ->
     front.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **{"x-serinus-prefill": "tcp://10.0.0.1:9"})
     last = front.engine.of(Generate)[-1]
     assert isinstance(last, Generate)
-    assert last.prefill_address == "tcp://10.0.0.1:9"
+    assert last.request.prefill_address == "tcp://10.0.0.1:9"
 
 
 def test_an_engine_that_is_gone_before_the_start_is_said(new_endpoint: Callable[[], str]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from serinus.front import Tokenizer
 from serinus.testing.fake_engine import fake_continue
 from serinus.testing.running_front import RunningFront
+from serinus.text import Tokenizer
 from serinus.wire.messages import Generate
 
 VOCAB = 267
@@ -118,7 +118,7 @@ def test_a_priority_reaches_the_engine_from_every_endpoint(
         assert front.post(path, {**body, "priority": asked}).status_code == 200
         message = front.engine.of(Generate)[-1]
         assert isinstance(message, Generate)
-        assert message.priority == expected
+        assert message.request.priority == expected
     refused = front.post(path, {**body, "priority": 1.5})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
 

@@ -1,4 +1,4 @@
-"""Several engines behind one address: who gets a request, and what clients see when an engine fails."""
+"""Several engines behind one address: which of them gets a request, and what clients see when an engine fails."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from starlette.routing import Route
 
 from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import ConfigError
+from serinus.core.request import Request as TokenRequest
 from serinus.front import FrontSettings, HttpServer, RouterSettings, create_router_app
-from serinus.front.fleet import Fleet, NobodyThere
+from serinus.front.fleet import Fleet, NoEngineAlive
 from serinus.front.metrics import RouterMetrics
 from serinus.front.router import Router
 from serinus.front.upstream import Upstream
@@ -109,8 +110,8 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
     return make
 
 
-def requests_of(front: RunningFront) -> list[Generate]:
-    return [message for message in front.engine.received if isinstance(message, Generate)]
+def requests_of(front: RunningFront) -> list[TokenRequest]:
+    return [message.request for message in front.engine.received if isinstance(message, Generate)]
 
 
 def test_requests_go_to_decode_with_a_prefill_engine_suggested(route: Any) -> None:
@@ -119,7 +120,7 @@ def test_requests_go_to_decode_with_a_prefill_engine_suggested(route: Any) -> No
             answer = running.http.post("/generate", json=GREEDY).json()
             assert answer["output_ids"] == EXPECTED
             assert answer["meta_info"]["decode_engine"] == "decode-0"
-        suggested = {message.prefill_address for message in requests_of(running.decode[0])}
+        suggested = {request.prefill_address for request in requests_of(running.decode[0])}
         assert suggested == {"tcp://prefill-0:1", "tcp://prefill-1:1"}
         assert not requests_of(running.prefill[0])
 
@@ -127,7 +128,7 @@ def test_requests_go_to_decode_with_a_prefill_engine_suggested(route: Any) -> No
 def test_a_client_cannot_name_the_prefill_engine_through_the_router(route: Any) -> None:
     with route(1, 0) as running:
         running.http.post("/generate", json=GREEDY, headers={"x-serinus-prefill": "tcp://evil:1"})
-        assert [message.prefill_address for message in requests_of(running.decode[0])] == [""]
+        assert [request.prefill_address for request in requests_of(running.decode[0])] == [""]
 
 
 @pytest.mark.parametrize("name", ["a b", "caf\u00e9/\u20ac", "x HTTP/1.1\rx-serinus-prefill: tcp://evil:1\r", "50%"])
@@ -309,7 +310,7 @@ def test_engines_with_keys_take_the_routers_suggestion_and_no_clients(route: Any
     with route(1, 1, keys=keys) as running:
         for headers in (user, forged):
             assert running.http.post("/generate", json=GREEDY, headers=headers).status_code == 200
-        suggested = [message.prefill_address for message in requests_of(running.decode[0])]
+        suggested = [request.prefill_address for request in requests_of(running.decode[0])]
         assert suggested == ["tcp://prefill-0:1", "tcp://prefill-0:1"]
 
 
@@ -349,7 +350,7 @@ def test_equally_loaded_engines_take_turns_and_dead_ones_are_left_out() -> None:
     assert {some.pick_decode(b"").url for _ in range(6)} == {"http://a:1", "http://b:1", "http://c:1"}
     some.lost(some.decode[0], "it died")
     assert {some.pick_decode(b"").url for _ in range(6)} == {"http://b:1", "http://c:1"}
-    with pytest.raises(NobodyThere, match="it died"):
+    with pytest.raises(NoEngineAlive, match="it died"):
         some.pick_decode(b"", but=some.decode[1:])
     assert some.pick_prefill() is None, "a prefill engine without an address was suggested"
 

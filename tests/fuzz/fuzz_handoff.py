@@ -26,7 +26,7 @@ class Bytes:
         self._provider = atheris.FuzzedDataProvider(data)
 
     def pick(self, count: int) -> int:
-        """See scripts.Choices."""
+        """A number below `count`, from the next bytes."""
         picked: int = self._provider.ConsumeIntInRange(0, count - 1)
         return picked
 

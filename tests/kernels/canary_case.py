@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serinus.kernels.ref.canary import RING_FIELDS, digest_coefficients
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import RING_FIELDS, Kernels
 
 __all__ = ["CanaryCase", "make_case", "outcome"]
 
@@ -76,7 +77,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
     )
 
 
-def outcome(ops: Any, case: CanaryCase) -> dict[str, Any]:
+def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     """Stamp (in two steps, the second after a chunk border), damage, plan and verify with one column."""
     device = case.device
     stamps = torch.zeros((4, case.kv[0][0].shape[0], 4), dtype=torch.int64, device=device)
@@ -102,7 +103,7 @@ def outcome(ops: Any, case: CanaryCase) -> dict[str, Any]:
     }
 
 
-def _stamp(ops: Any, case: CanaryCase, stamps: Tensor, digests: Tensor) -> None:
+def _stamp(ops: Kernels, case: CanaryCase, stamps: Tensor, digests: Tensor) -> None:
     """Each sequence's first half in one call, the rest in another."""
     device = case.device
     halves = [n // 2 for n in case.lengths]
@@ -121,7 +122,7 @@ def _stamp(ops: Any, case: CanaryCase, stamps: Tensor, digests: Tensor) -> None:
         ops.canary_write(stamps, 2, *inputs, digests[picked])
 
 
-def _plan(ops: Any, case: CanaryCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plan(ops: Kernels, case: CanaryCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device = case.device
     low = case.low.tolist()
     first = [value // PAGE for value in low]

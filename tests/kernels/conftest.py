@@ -23,6 +23,12 @@ def cpu() -> Kernels:
     return load("cpu")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a generator of its own is the same in every run, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["ref", "cpu"])
 def either(request: pytest.FixtureRequest) -> Kernels:
     """Each column in turn: what is said of an op holds for both."""
@@ -43,7 +49,7 @@ def assert_close(got: Tensor, expected: Tensor, *, ulps: float = 1.0, bf16_atol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paged:
-    """Sequences whose KV lies in scattered pages of one pool."""
+    """Sequences with their KV in scattered pages of one pool."""
 
     q: Tensor
     k_pool: Tensor

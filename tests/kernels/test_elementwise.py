@@ -123,13 +123,13 @@ def test_narrowing_rounds_like_torch_for_any_bits(words: list[int]) -> None:
     assert torch.equal(residual.nan_to_num(0.0), x.nan_to_num(0.0))
 
 
-def test_wrong_shapes_are_refused(cpu: Kernels, either: Kernels) -> None:
+def test_wrong_shapes_are_refused(either: Kernels) -> None:
     with pytest.raises(ValueError, match="norm weight"):
-        cpu.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-6)
+        either.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-6)
     with pytest.raises(ValueError, match="norm weight"):
-        cpu.rms_norm(torch.ones(2, 4), torch.ones(4, dtype=torch.bfloat16), 1e-6)
+        either.rms_norm(torch.ones(2, 4), torch.ones(4, dtype=torch.bfloat16), 1e-6)
     with pytest.raises(ValueError, match="residual"):
-        cpu.add_rms_norm(torch.ones(2, 4), torch.ones(3, 4), torch.ones(4), 1e-6)
+        either.add_rms_norm(torch.ones(2, 4), torch.ones(3, 4), torch.ones(4), 1e-6)
     with pytest.raises(ValueError, match="width 5"):
         either.silu_mul(torch.ones(2, 5))
     with pytest.raises(ValueError, match="gelu_mul got width 5"):

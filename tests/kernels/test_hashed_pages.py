@@ -76,7 +76,7 @@ def test_a_buffer_or_page_that_does_not_fit_is_refused(column: str) -> None:
 
 
 def test_words_that_change_while_they_are_copied_are_hashed_as_they_were_written() -> None:
-    """A source whose second half is the destination's first: reading it again would see other bytes."""
+    """The second half of the source is the first half of the destination: to read it again would see other bytes."""
     area = torch.arange(3 * 1024, dtype=torch.int32).view(torch.uint8)[: 3 * 1024].clone()
     source = area[:2048].numpy().reshape(1, 2048)
     lane = area[1024:].view(1, 2048)

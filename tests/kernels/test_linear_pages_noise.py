@@ -160,19 +160,6 @@ def test_noise_of_a_row_does_not_depend_on_the_batch(either: Kernels) -> None:
     assert torch.equal(either.counter_gumbel(torch.tensor([2]), torch.tensor([8]), 5000), together[1:2])
 
 
-def test_a_column_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="column 'triton'"):
-        load("cpu", "triton")
-    with pytest.raises(ConfigError, match="on device 'cuda:0'"):
-        load("cuda:0", "cpu")
-
-
-def test_auto_takes_the_column_of_the_device() -> None:
-    assert set(load("cpu").columns.values()) == {"cpu"}
-    assert set(load("cpu", "ref").columns.values()) == {"ref"}
-    assert set(load("cuda:1").columns.values()) == {"ref"}
-
-
 def test_warming_needs_both_head_size_and_group(cpu: Kernels) -> None:
     with pytest.raises(ConfigError, match="expected both or none"):
         warm(cpu, head_size=64)

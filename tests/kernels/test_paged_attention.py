@@ -116,7 +116,11 @@ def test_both_columns_agree_on_any_batch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "size"), [(1, 128), (2, 128), (4, 64), (7, 32), (8, 128), (3, 96), (2, 256), (9, 64)]
+    ("group", "size"),
+    [
+        *((2, 128), (7, 32), (3, 96), (9, 64)),
+        *(pytest.param(*each, marks=pytest.mark.proof) for each in ((1, 128), (4, 64), (8, 128), (2, 256))),
+    ],
 )
 def test_decode_agrees_with_the_reference_where_blocks_and_groups_end(
     ref: Kernels, cpu: Kernels, group: int, size: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serinus.testing.checkpoints import FAMILIES, make_checkpoint
+from serinus.models.small_checkpoints import FAMILIES, make_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +24,4 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gemma2": {"tied": True, "layers": 4},
         "gemma3_text": {"tied": True, "layers": 7, "kv_heads": 1, "head_size": 32},
     }
-    return {f: make_checkpoint(root / f, f, seed=i, **extra[f]) for i, f in enumerate(FAMILIES)}
+    return {f: make_checkpoint(root / f, f, seed=i, **extra.get(f, {})) for i, f in enumerate(FAMILIES)}

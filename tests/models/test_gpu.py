@@ -11,7 +11,7 @@ from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
-from serinus.testing.checkpoints import FAMILIES, make_checkpoint
+from serinus.models.small_checkpoints import FAMILIES, make_checkpoint
 from serinus.testing.direct import DirectEngine
 from tests.models.parity import random_ids, run_in_uneven_chunks
 

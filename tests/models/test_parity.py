@@ -12,7 +12,7 @@ from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
-from serinus.testing.checkpoints import FAMILIES
+from serinus.models.small_checkpoints import FAMILIES
 from serinus.testing.direct import DirectEngine, DirectSeq
 from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks
 
@@ -68,7 +68,7 @@ def test_a_mixed_batch_of_prompts_and_decodes_gives_each_sequence_its_own_answer
 
 
 @pytest.mark.slow
-def test_a_chunk_whose_sequence_ends_later_returns_no_token(checkpoints: dict[str, Path]) -> None:
+def test_a_chunk_before_the_end_of_its_sequence_returns_no_token(checkpoints: dict[str, Path]) -> None:
     direct, model = engine(checkpoints["llama"], torch.float32)
     seq = direct.start(list(range(5, 45)), GREEDY, tokens=4)
     direct.step([(seq, 30)])

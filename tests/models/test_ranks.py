@@ -19,10 +19,10 @@ from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
+from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.models.weights import RandomSource, SafetensorsSource
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import ThreadComm
-from serinus.testing.checkpoints import make_checkpoint, make_toy
 from serinus.testing.direct import DirectEngine, DirectSeq
 from serinus.testing.oracle import toy_continue
 from serinus.testing.ranked import RankedRunner, ranked_engine
@@ -86,15 +86,20 @@ def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
 def test_log_probabilities_stay_close_to_those_of_one_process(
     families: dict[str, Path], mesh: Mesh, dtype: torch.dtype
 ) -> None:
-    """Of chosen tokens and of the prompt: the whole distribution went through the ranks, not just its largest."""
+    """Of every token of the prompt, and of the likeliest one after it: all of them given, so that no near tie between
+    two tokens decides what is compared."""
     path = families["llama"]
-    params = SamplingParams(temperature=0.0, max_new_tokens=4, logprobs=3)
+    params = SamplingParams(temperature=0.0, max_new_tokens=4, logprobs=3, prompt_logprobs=0)
 
     def found(direct: DirectEngine) -> torch.Tensor:
         seq = direct.start(PROMPT, params, tokens=8)
-        for chunk in (33, 1 << 30, 1, 1):
+        for chunk in (33, 1 << 30):
             direct.step([(seq, chunk)])
-        return torch.tensor([r.logprobs.logprob for r in seq.results if r.logprobs is not None])
+        last = seq.results[-1].logprobs
+        assert last is not None
+        places = [place.logprob for result in seq.results for place in result.prompt_logprobs]
+        assert len(places) == len(PROMPT) - 1
+        return torch.tensor([*places, last.logprob])
 
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     with _ranked(path, mesh, dtype) as (direct, _):
@@ -143,7 +148,7 @@ def test_harmed_kv_of_any_one_rank_is_a_wrong_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_over_gloo_give_the_tokens_of_one(families: dict[str, Path]) -> None:
-    """The whole engine, with weights of uneven widths; stages in processes are in tests/engine/ranks."""
+    """The whole engine, with weights of uneven widths; stages in processes are in tests/ranks."""
     prompts = [[(7 * i + j) % 500 for i in range(20 + 30 * j)] for j in range(3)]
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers = []
@@ -156,7 +161,7 @@ def test_processes_over_gloo_give_the_tokens_of_one(families: dict[str, Path]) -
     assert answers[0] == answers[1]
 
 
-def test_a_toy_whose_row_would_be_cut_within_a_word_is_refused(tmp_path: Path) -> None:
+def test_a_mesh_that_would_cut_a_row_of_the_toy_within_a_word_is_refused(tmp_path: Path) -> None:
     spec = load_spec(make_toy(tmp_path, kv_heads=2, head_size=2, tokenizer=False))
     with pytest.raises(ConfigError, match="KV row of 4 bytes"):
         load_model(spec, tmp_path, torch.bfloat16, load("cpu", "ref"), shard=spec.shards(Mesh(tp=2))[0])
@@ -297,13 +302,13 @@ def test_a_weight_too_many_is_noticed_on_a_mesh_too(tmp_path: Path, families: di
             load_model(spec, tmp_path, torch.float32, load("cpu", "ref"), shard=shard)
 
 
-def test_a_rank_that_fails_fails_those_who_wait_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_fails_fails_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
     path = make_toy(tmp_path, layers=4, kv_heads=2, head_size=8, tokenizer=False)
     with _ranked(path, Mesh(tp=2, pp=2), torch.bfloat16, column="ref") as (direct, runner):
         seq = direct.start(PROMPT, GREEDY, tokens=4)
         direct.step([(seq, 8)])
         plan = StepPlan(step=9, work=(direct._work(seq, 8),))
-        bad = replace(plan.work[0], swa_slots=None, slots=plan.work[0].slots + 10**9)
+        bad = replace(plan.work[0], slots={Part.FULL: plan.work[0].slots[Part.FULL] + 10**9})
         works = [plan, plan, replace(plan, work=(bad,)), plan]
         runs = [lambda r=rank, p=work: r.runner.run(p) for rank, work in zip(runner.ranks, works, strict=True)]
         with pytest.raises(IndexError):

@@ -13,7 +13,7 @@ from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
 from serinus.models import ModelSpec, choose_dtype, load_model, load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
 from serinus.testing.direct import DirectEngine, DirectSeq
 from serinus.testing.oracle import toy_continue
 

@@ -12,7 +12,7 @@ from serinus.core.parts import Part
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
-from serinus.testing.checkpoints import make_checkpoint, make_toy
+from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.testing.direct import DirectEngine
 from serinus.testing.oracle import toy_continue
 from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks
@@ -105,7 +105,7 @@ def test_bf16_logits_far_beyond_the_window_stay_as_close_to_fp32_as_those_of_tra
     assert float(ours) < 1.25 * float(theirs)
 
 
-def test_a_model_whose_layers_all_slide_keeps_no_bytes_in_part_full(sliding: dict[str, Path]) -> None:
+def test_a_model_of_sliding_layers_alone_keeps_no_bytes_in_part_full(sliding: dict[str, Path]) -> None:
     direct, _ = engine(sliding["mistral"], torch.float32)
     assert direct.pools[Part.FULL].page_bytes == 0
     assert direct.pools[Part.SWA].page_bytes > 0
@@ -160,6 +160,6 @@ def test_a_sliding_toy_reads_its_whole_window_and_no_more(tmp_path: Path, place:
     assert (seq.output != toy_continue(direct.model.spec, PROMPT[:30], 2)) is harmed
 
 
-def test_a_toy_whose_window_is_one_token_is_refused(tmp_path: Path) -> None:
+def test_a_toy_with_a_window_of_one_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="'sliding_window' is 1, expected at least 2"):
         toy(tmp_path, "FS", 1)

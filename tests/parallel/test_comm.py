@@ -106,7 +106,7 @@ def test_tensors_larger_than_a_slot_add_up_and_come_together(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_fails_those_who_wait_for_it() -> None:
+def test_a_rank_that_is_killed_fails_the_ranks_that_wait_for_it() -> None:
     """In shared memory nothing tells of it but the lock that the kernel let go of."""
     script = (
         "import sys\nfrom serinus.parallel import Mesh\nfrom serinus.parallel.comm import TorchComm, find\n"
@@ -184,7 +184,7 @@ class _Meanwhile(WallClock):
         return super().now()
 
 
-def test_a_rank_that_leaves_after_a_round_does_not_fail_those_who_come_to_look_later() -> None:
+def test_a_rank_that_leaves_after_a_round_does_not_fail_ranks_that_read_that_round_later() -> None:
     """As at the end of an engine: one rank has its last step and the word to stop, the other was off the core."""
     file = NearFile.make(2)
     assert file is not None
@@ -205,7 +205,7 @@ def test_a_rank_that_leaves_after_a_round_does_not_fail_those_who_come_to_look_l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_for_a_rank_that_left_is_told(kind: str) -> None:
+def test_a_rank_that_waits_for_one_that_left_is_told(kind: str) -> None:
     with _ranks(kind, Mesh(tp=2, pp=2)) as ranks, ThreadPoolExecutor(2) as threads:
         waiting = [
             threads.submit(ranks[0].all_reduce, torch.ones(4)),
@@ -242,7 +242,7 @@ def test_a_wait_for_ranks_ends_when_one_is_known_to_be_lost() -> None:
         TorchComm(listen("127.0.0.1:0"), Mesh(tp=2), 0, timeout_s=60.0, check=lost)
 
 
-def test_nobody_listens_where_nobody_is_and_nobody_listens_twice() -> None:
+def test_an_address_is_listened_on_once_and_only_on_this_machine() -> None:
     meeting = listen("127.0.0.1:0")
     with pytest.raises(ConfigError, match="cannot listen"):
         listen(meeting.address)
@@ -252,7 +252,7 @@ def test_nobody_listens_where_nobody_is_and_nobody_listens_twice() -> None:
         find("127.0.0.1:1", 0.1)
 
 
-def test_one_rank_alone_has_nobody_to_send_to() -> None:
+def test_one_rank_alone_has_no_stage_to_send_to() -> None:
     solo = SoloComm()
     with pytest.raises(ValueError, match="expected a next stage"):
         solo.send(torch.ones(1))

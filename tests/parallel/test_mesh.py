@@ -1,4 +1,5 @@
-"""Who holds what: every layer, head, column and row once, and every mesh that does not fit refused with its reason."""
+"""What each rank holds: every layer, head, column and row once, and every mesh that does not fit refused with its
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A little engine around a port, for tests with real processes; also the program of the other process.
+"""A small engine around a port, for tests with real processes; also the program of the other process.
 
 python peer.py prefill BACKEND ADDRESS all|some      prints its address; computes all pages asked for, or only some
 python peer.py decode BACKEND ADDRESS                asks ADDRESS for one prompt, again and again
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +20,29 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 from serinus.core.clock import WallClock
 from serinus.core.handoff import ChunkReady
 from serinus.core.ids import new_incarnation
+from serinus.core.parts import Part
 from serinus.core.request import Request
+from serinus.engine.peers import Peers
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
-    DecodePort,
+    Backend,
+    DecodeSide,
+    HandoffPort,
+    HandoffSettings,
     Landed,
-    PdSettings,
+    PageWorker,
     PrefillDrained,
-    PrefillPort,
+    PrefillSide,
+    RankLayout,
     Recompute,
     ReleaseChunk,
     StartHandoff,
     host_identity,
     make_backends,
 )
-from serinus.wire import Post, ZmqChannel
+from serinus.testing.direct_line import DirectLine
+from serinus.wire import Mailbox, ZmqChannel
 from serinus.wire.messages import LayoutSignature
 from tests.pd.tiny import PAGE_SIZE, first_token, full, make_request, make_settings, page_content
 
@@ -47,6 +55,7 @@ BIG = LayoutSignature(
     kv_head_count=1,
     head_size=PAGE_BYTES // (4 * PAGE_SIZE),
 )
+
 CLOCK = WallClock()
 
 
@@ -70,12 +79,20 @@ class Store:
         self.data[pages] = data
 
 
-def settings_of(engine: str, incarnation: int, names: tuple[str, ...]) -> PdSettings:
+def settings_of(engine: str, incarnation: int, names: tuple[str, ...]) -> HandoffSettings:
     return make_settings(engine, incarnation, backends=names, host=host_identity(), layout=BIG, piece_bytes_max=1 << 20)
+
+
+def line_to(store: Store, backends: Sequence[Backend]) -> DirectLine:
+    worker = PageWorker(0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=backends, clock=CLOCK)
+    return DirectLine([worker])
 
 
 class Peer:
     """What both roles have."""
+
+    port: HandoffPort[Any]
+    peers: Peers
 
     def until(self, happened: Callable[[], bool], seconds: float = 20.0) -> float:
         """Run the loop until something is so; returns how long it took."""
@@ -86,6 +103,17 @@ class Peer:
         return CLOCK.now() - start
 
     def turn(self, timeout_s: float) -> None:
+        """One turn of its loop; waits so long for a message."""
+        messages = self.peers.receive(min(timeout_s, self.port.wait_s))
+        self._act(self.port.turn(CLOCK.now(), messages))
+        self.peers.deliver(self.port.take_outgoing())
+
+    def close(self) -> None:
+        """Close the port and end all connections."""
+        self.port.close()
+        self.peers.close()
+
+    def _act(self, results: Sequence[object]) -> None:
         raise AssertionError("each role has its own")
 
 
@@ -103,13 +131,11 @@ class PrefillPeer(Peer):
         self.held: dict[str, set[int]] = {}
         """Pages that must stay as they are, by handoff."""
         self.ended: list[PrefillDrained | AbortPrefill] = []
-        self.port = PrefillPort(
-            settings_of("p", incarnation, tuple(b.name for b in backends)),
-            post=Post(channel, incarnation=incarnation, clock=CLOCK), backends=backends, store=self.store, clock=CLOCK,
+        self.peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
+        self.port = HandoffPort(
+            PrefillSide, settings_of("p", incarnation, tuple(b.name for b in backends)),
+            line=line_to(self.store, backends), backends=backends,
         )  # fmt: skip
-
-    def turn(self, timeout_s: float) -> None:
-        self._act(self.port.poll(timeout_s))
 
     def _act(self, results: Sequence[object]) -> None:
         for result in results:
@@ -142,7 +168,8 @@ class PrefillPeer(Peer):
             for i, page in enumerate(pages.tolist()):
                 self.store.data[page] = full_page(request.prompt, skip + first + i)
             token = first_token(request.prompt) if last else None
-            self._act(self.port.handle(ChunkReady(xid=xid, spans=full(skip + first, pages), last=last, token=token)))
+            chunk = ChunkReady(xid=xid, spans=full(skip + first, pages), last=last, token=token)
+            self._act(self.port.handle(chunk, CLOCK.now()))
 
 
 class DecodePeer(Peer):
@@ -154,10 +181,10 @@ class DecodePeer(Peer):
         self.store = Store()
         self.asked: dict[str, StartHandoff] = {}
         self.results: list[Landed | Recompute] = []
-        self.port = DecodePort(
-            settings_of("d", incarnation, tuple(b.name for b in backends)),
-            post=Post(ZmqChannel(), incarnation=incarnation, clock=CLOCK), backends=backends, store=self.store,
-            clock=CLOCK,
+        self.peers = Peers(Mailbox(ZmqChannel(), incarnation=incarnation, clock=CLOCK))
+        self.port = HandoffPort(
+            DecodeSide, settings_of("d", incarnation, tuple(b.name for b in backends)),
+            line=line_to(self.store, backends), backends=backends,
         )  # fmt: skip
 
     def ask(self, rid: str, address: str, length: int, *, held_pages: int = 0) -> None:
@@ -167,10 +194,8 @@ class DecodePeer(Peer):
             rid=rid, request=request, address=address, held=held_pages * PAGE_SIZE, spans=full(held_pages, pages)
         )
         self.asked[rid] = event
-        self._act(self.port.handle(event))
-
-    def turn(self, timeout_s: float) -> None:
-        self._act(self.port.poll(timeout_s))
+        self._act(self.port.handle(event, CLOCK.now()))
+        self.peers.deliver(self.port.take_outgoing())
 
     def _act(self, results: Sequence[object]) -> None:
         for result in results:

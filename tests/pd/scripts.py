@@ -14,36 +14,29 @@ import numpy as np
 
 from serinus.core.errors import FrameError
 from serinus.core.handoff import ChunkReady
+from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AddPrefill,
     CancelHandoff,
     Capabilities,
-    CheckIn,
     ClosePeer,
-    Copied,
-    CopyIn,
     DecodeSide,
     EndPrefill,
     Fence,
     FencePeer,
     Mode,
-    OfferPiece,
+    MovePiece,
     PeerFenced,
-    PeerLost,
-    PieceStaged,
-    PieceWritten,
+    PieceMoved,
+    PieceStatus,
     PrefillSide,
-    ReadIn,
-    Received,
     Recompute,
-    StageFailed,
-    StageFull,
-    StagePiece,
+    TakeIn,
+    TakenIn,
     Tick,
     Unstage,
-    WritePiece,
 )
-from serinus.wire import decode, encode
+from serinus.wire import Gone, PeerMessage, decode, encode
 from serinus.wire.messages import (
     AbortAck,
     AbortGrant,
@@ -62,10 +55,9 @@ from serinus.wire.messages import (
     HelloNo,
     HelloOk,
     Keepalive,
-    Lease,
     Message,
     Prepare,
-    Sampling,
+    SourceLease,
     SpanPages,
 )
 from tests.pd.steps import start_event
@@ -106,8 +98,9 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         HelloAgain(nonce=b"n"),
         Keepalive(grant_floor=_number(choices) if not choices.pick(4) else 0, step_s_max=float(choices.pick(3))),
         Prepare(
-            **right, rid="r", prompt=bytes(choices.pick(40)), sampling=Sampling(temperature=float(choices.pick(3) - 1)),
-            seed=1, held=4 * choices.pick(3), deadline_s=float(choices.pick(4) * 100 - 100),
+            **right, rid="r", prompt=bytes(choices.pick(40)), seed=1,
+            sampling=SamplingParams(temperature=float(choices.pick(3))),
+            held=4 * choices.pick(3), deadline_s=float(choices.pick(4) * 100 - 100),
         ),
         Grant(**right, spans=spans, digest_seed=_number(choices)),
         Data(
@@ -121,7 +114,7 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         Fail(**right, code=("aborted", "made up")[choices.pick(2)], reading=bool(choices.pick(2))),
         AbortGrant(grant=grant, floor=choices.pick(3), xid=xid),
         AbortAck(grant=grant, ranks=(0,) * choices.pick(2)),
-        Lease(**right, lease_s=1.0),
+        SourceLease(**right, lease_s=1.0),
         Confirm(**right),
         ConfirmOk(**right),
         Expired(**right),
@@ -140,22 +133,22 @@ def settings_for(mode: Mode, name: str, incarnation: int) -> Any:
 def run_decode(choices: Choices, steps: int) -> None:
     """A decode side, some requests, and a peer that says anything."""
     mode = MODES[choices.pick(3)]
-    side = DecodeSide(settings_for(mode, "d", 1), mint_xid=iter(f"x{i}" for i in range(10_000)).__next__)
+    side = DecodeSide(settings_for(mode, "d", 1), mint=iter(f"x{i}" for i in range(10_000)).__next__)
     now, asked, due = 0.0, set[str](), list[Any]()
 
     def tell(event: Any) -> None:
         for action in side.handle(event, now):
-            if isinstance(action, (CopyIn, CheckIn, ReadIn, FencePeer)):
+            if isinstance(action, (TakeIn, FencePeer)):
                 due.append(action)
             elif isinstance(action, Recompute):
                 asked.discard(action.rid)
 
     def perform(action: Any) -> None:
         if isinstance(action, FencePeer):
-            tell(PeerFenced(peer=action.peer, everybody=bool(choices.pick(2)), endpoints=(b"new",)))
+            tell(PeerFenced(peer=action.peer, all_peers=bool(choices.pick(2)), endpoints=(b"new",)))
         else:
             error = "bad" * (not choices.pick(4))
-            tell(Copied(xid=action.xid, piece=action.data.piece, rank=action.data.rank, error=error))
+            tell(TakenIn(xid=action.xid, piece=action.piece, source=action.source, rank=action.rank, error=error))
 
     for step in range(steps):
         roll = choices.pick(16)
@@ -170,18 +163,18 @@ def run_decode(choices: Choices, steps: int) -> None:
         elif roll in (3, 4) and due:
             perform(due.pop(choices.pick(len(due))))
         elif roll == 5:
-            tell(PeerLost(peer=side.peers[0].name if side.peers else "p0#1", reason="gone"))
+            tell(Gone(peer=side.peers[0].name if side.peers else "p0#1", reason="gone"))
         else:
             name = side.peers[0].name if side.peers and choices.pick(8) else "p0#1"
-            tell(Received(peer=name, incarnation=2, message=message_of(choices, mode)))
+            tell(PeerMessage(peer=name, incarnation=2, message=message_of(choices, mode)))
         assert side.quarantined_pages == 0 or mode is not Mode.RECEIVER_CHECKED
     for peer in side.peers:
-        tell(PeerLost(peer=peer.name, reason="the end"))
+        tell(Gone(peer=peer.name, reason="the end"))
     while due:
         perform(due.pop())
     assert side.handoff_count == 0, "I7: every handoff ended"
     assert side.quarantined_pages == 0, "I11: quarantine empties"
-    assert not side._copying
+    assert not side._taking
 
 
 def _sensible(side: PrefillSide, peer: str, choices: Choices) -> Message:
@@ -189,7 +182,7 @@ def _sensible(side: PrefillSide, peer: str, choices: Choices) -> Message:
     client = side._clients.get(peer)
     if client is None:
         return Hello(engine=peer, role="decode", layout=LAYOUT, backends=("b",), host="here")
-    orders = [order for order in side._orders.values() if order.peer == peer]
+    orders = [order for order in side._table.under_way.values() if order.peer == peer]
     waiting = [order for order in orders if order.granted_at is None]
     staged = sorted(client.staged)
     if staged and choices.pick(2):
@@ -204,8 +197,8 @@ def _sensible(side: PrefillSide, peer: str, choices: Choices) -> Message:
         return Fail(xid=orders[0].xid, grant=orders[0].grant, code="aborted", reason="left")
     grant = max((*client.closed, *client.live, client.floor, 10)) + 1
     return Prepare(
-        xid=f"{peer}-{grant}", grant=grant, rid="r", prompt=bytes(4 * (1 + choices.pick(40))), sampling=Sampling(),
-        seed=1, held=0, deadline_s=100.0,
+        xid=f"{peer}-{grant}", grant=grant, rid="r", prompt=bytes(4 * (1 + choices.pick(40))), seed=1,
+        sampling=SamplingParams(), held=0, deadline_s=100.0,
     )  # fmt: skip
 
 
@@ -226,7 +219,7 @@ class _Engine:
     def tell(self, event: Any) -> None:
         for action in self.side.handle(event, self.now):
             name = type(action).__name__
-            if isinstance(action, (StagePiece, OfferPiece, WritePiece)):
+            if isinstance(action, MovePiece):
                 self.due.append(action)
             elif isinstance(action, ClosePeer):
                 self.left(action.peer)
@@ -247,7 +240,7 @@ class _Engine:
 
     def lose(self, peer: str) -> None:
         self.left(peer)
-        self.tell(PeerLost(peer=peer, reason="gone"))
+        self.tell(Gone(peer=peer, reason="gone"))
 
     def perform(self, picked: Any) -> None:
         """The first of that peer; some find no room, or fail."""
@@ -255,16 +248,16 @@ class _Engine:
         self.due.remove(action)
         common = {"peer": action.peer, "xid": action.xid, "piece": action.piece, "rank": action.rank}
         others = sum(peer == action.peer for peer, _xid, _piece in self.staged)
-        if isinstance(action, WritePiece):
-            self.tell(PieceWritten(**common, digests=bytes(8)))
-        elif isinstance(action, OfferPiece) or self.choices.pick(4):
-            if isinstance(action, StagePiece) and action.peer in self.names:
+        if self.mode is Mode.PUSH:
+            self.tell(PieceMoved(**common, digests=bytes(8)))
+        elif self.mode is Mode.PULL or self.choices.pick(4):
+            if self.mode is Mode.RECEIVER_CHECKED and action.peer in self.names:
                 self.staged.add((action.peer, action.xid, action.piece))
-            self.tell(PieceStaged(**common, digests=bytes(8)))
+            self.tell(PieceMoved(**common, digests=bytes(8)))
         elif self.choices.pick(2) or not others:
-            self.tell(StageFailed(**common, reason="bad"))
+            self.tell(PieceMoved(**common, status=PieceStatus.FAILED, reason="bad"))
         else:
-            self.tell(StageFull(**common, others=others))
+            self.tell(PieceMoved(**common, status=PieceStatus.FULL, others=others))
 
     def compute(self) -> None:
         job = self.jobs.pop(sorted(self.jobs)[self.choices.pick(len(self.jobs))])
@@ -290,13 +283,13 @@ def run_prefill(choices: Choices, steps: int) -> None:
             engine.lose(peer)
         elif roll > 8:
             message = _sensible(side, peer, choices)
-            engine.tell(Received(peer=peer, incarnation=5 + int(peer[3:]), message=message))
+            engine.tell(PeerMessage(peer=peer, incarnation=5 + int(peer[3:]), message=message))
         else:
-            engine.tell(Received(peer=peer, incarnation=5, message=message_of(choices, engine.mode)))
-    for xid in list(side._orders):
+            engine.tell(PeerMessage(peer=peer, incarnation=5, message=message_of(choices, engine.mode)))
+    for xid in list(side._table.under_way):
         engine.tell(EndPrefill(xid=xid, code="error"))
     for action in list(engine.due):
-        if isinstance(action, StagePiece) and action in engine.due:
+        if engine.mode is Mode.RECEIVER_CHECKED and action in engine.due:
             engine.perform(action)
     taken = {(client.peer, *key[:2]) for client in side.clients for key in client.staged}
     assert engine.staged == taken, "what is staged is what the peer has still to take"

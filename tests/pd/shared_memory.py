@@ -1,6 +1,6 @@
 """One-sided backends over arrays of this process: an operation moves its bytes when the test says so, however late.
 
-A `Bus` knows who can reach whose memory. A fence makes a new address; what was begun for an old one then fails.
+A `Bus` knows what each engine can reach. A fence makes a new address; what was begun for an old one then fails.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Bus:
     fences: int = 0
 
     def register(self, store: SharedStore) -> bytes:
-        """A new address."""
+        """Register memory under a new address."""
         self.addresses += 1
         name = f"memory-{self.addresses}".encode()
         self.memory[name] = store
@@ -99,7 +99,7 @@ class SharedBackend:
 
     def connect(self, peer: str, endpoint: bytes) -> None:
         if endpoint not in self.bus.memory:
-            raise TransferFailed(f"pd: nobody is at {endpoint!r}")
+            raise TransferFailed(f"pd: no engine is at {endpoint!r}")
         self.peers[peer] = endpoint
 
     def disconnect(self, peer: str) -> None:
@@ -109,7 +109,7 @@ class SharedBackend:
         del self.bus.memory[self.address]
         self.address = self.bus.register(self.store)
         self.bus.fences += 1
-        return Fenced(everybody=True, endpoint=self.address)
+        return Fenced(all_peers=True, endpoint=self.address)
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
         reached = self._reached(peer)

@@ -8,11 +8,11 @@ import numpy as np
 
 from serinus.pd import (
     DecodeSide,
-    Received,
     Send,
     StartHandoff,
     WantPeer,
 )
+from serinus.wire import PeerMessage
 from serinus.wire.messages import (
     HelloOk,
     Message,
@@ -40,13 +40,13 @@ def start_event(rid: str = "r", length: int = 9, held: int = 0, address: str = "
 
 def greeted(**changes: object) -> DecodeSide:
     """A decode side with prefill `p0` up under the name p0#1."""
-    side = DecodeSide(make_settings("d", 1, **changes), mint_xid=iter(f"x{i}" for i in range(1000)).__next__)
+    side = DecodeSide(make_settings("d", 1, **changes), mint=iter(f"x{i}" for i in range(1000)).__next__)
     side.handle(WantPeer(address="p0"), 0.0)
     welcome = HelloOk(engine="prefill-0", role="prefill", backend="shm", layout=LAYOUT)
-    side.handle(Received(peer="p0#1", incarnation=2, message=welcome), 0.0)
+    side.handle(PeerMessage(peer="p0#1", incarnation=2, message=welcome), 0.0)
     return side
 
 
 def tell(side: Any, peer: str, message: Message, now: float = 0.0) -> list[Any]:
-    result: list[Any] = side.handle(Received(peer=peer, incarnation=7, message=message), now)
+    result: list[Any] = side.handle(PeerMessage(peer=peer, incarnation=7, message=message), now)
     return result

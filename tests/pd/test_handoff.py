@@ -6,25 +6,26 @@ from typing import Any
 
 import pytest
 
+from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AbortPrefill,
     CancelHandoff,
     ClosePeer,
-    Copied,
     DecodeSide,
     Drain,
     Landed,
     OpenPeer,
     PeerChanged,
-    PeerLost,
     PrefillSide,
     Recompute,
     Send,
     Shutdown,
+    TakenIn,
     Tick,
     WantPeer,
 )
 from serinus.pd.pulse import Pace
+from serinus.wire import Gone
 from serinus.wire.messages import (
     Data,
     DataOk,
@@ -38,13 +39,15 @@ from serinus.wire.messages import (
     Keepalive,
     Message,
     Prepare,
-    Sampling,
 )
 from tests.pd.steps import greeted, of_type, sent, start_event, tell
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, make_settings
 from tests.pd.world import World
 
 # ---- going well ----
+
+
+PLAIN = SamplingParams()
 
 
 @pytest.mark.parametrize("held_pages", [0, 1, 2])
@@ -115,7 +118,7 @@ def test_what_prefill_says_of_its_work_comes_with_the_landing() -> None:
         cached_tokens={"device": 4}, queue_seconds=0.5, compute_seconds=0.25,
     )  # fmt: skip
     assert tell(side, "p0#1", done, 3.0) == [], "not before the copy is made"
-    out = side.handle(Copied(xid="x0", piece=0, seconds=0.1), 4.0)
+    out = side.handle(TakenIn(xid="x0", piece=0, seconds=0.1), 4.0)
     assert sent(out) == [DataOk(xid="x0", grant=1, piece=0), DoneOk(xid="x0", grant=1)]
     (landed,) = of_type(out, Landed)
     assert (landed.rid, landed.token, landed.engine, landed.cached_tokens) == ("r", 5, "prefill-0", {"device": 4})
@@ -235,7 +238,7 @@ def test_the_wait_before_a_retry_doubles_up_to_its_bound() -> None:
     while now < 25.0:
         for action in of_type(out, OpenPeer):
             opened.append(now)
-            side.handle(PeerLost(peer=action.peer, reason="refused"), now)
+            side.handle(Gone(peer=action.peer, reason="refused"), now)
         now += 0.5
         out = side.handle(Tick(), now)
     assert opened == [0.0, 1.0, 3.0, 7.0, 11.0, 15.0, 19.0, 23.0]
@@ -360,7 +363,7 @@ def test_a_prefill_engine_hangs_up_on_a_silent_decode_engine_and_says_so() -> No
     side = PrefillSide(make_settings("p", 2, silence_s_max=5.0))
     hello = Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here")
     tell(side, "in-1", hello)
-    tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=Sampling(), seed=1, held=0))
+    tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=PLAIN, seed=1, held=0))
     out: list[Any] = []
     for step in range(1, 12):
         out += side.handle(Tick(), step * 0.5)
@@ -411,7 +414,7 @@ def test_every_handoff_has_a_deadline_on_both_sides() -> None:
     assert isinstance(sent(out)[0], Fail)
     prefill = PrefillSide(make_settings("p", 2))
     tell(prefill, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    prepare = Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=Sampling(), seed=1, held=0, deadline_s=3.0)
+    prepare = Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=PLAIN, seed=1, held=0, deadline_s=3.0)
     tell(prefill, "in-1", prepare)
     end = prefill.handle(Tick(), 3.5)
     assert [action.code for action in of_type(end, AbortPrefill)] == ["deadline"]
@@ -443,11 +446,11 @@ def test_a_draining_prefill_engine_takes_nothing_new_and_finishes_what_it_has() 
 
 
 def test_an_engine_that_stops_ends_everything_and_says_so() -> None:
-    for who in ("decode", "prefill"):
+    for side in ("decode", "prefill"):
         world = World()
         world.start(0, 0, 9, 0)
         world.settle(compute=False)
-        if who == "decode":
+        if side == "decode":
             world.to_decode(0, Shutdown())
         else:
             world.to_prefill(0, Shutdown())
@@ -481,7 +484,7 @@ def test_a_message_that_makes_no_sense_here_changes_only_a_counter(message: type
     side = greeted()
     side.handle(start_event(), 0.0)
     values: dict[type, Message] = {
-        Prepare: Prepare(xid="x", rid="r", grant=1, prompt=b"", sampling=Sampling(), seed=0, held=0),
+        Prepare: Prepare(xid="x", rid="r", grant=1, prompt=b"", sampling=PLAIN, seed=0, held=0),
         Hello: Hello(engine="d", role="decode", layout=LAYOUT, backends=()),
         DoneOk: DoneOk(xid="x0", grant=1),
     }

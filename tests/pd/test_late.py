@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,32 +12,37 @@ import pytest
 from numpy.typing import NDArray
 
 from serinus.core.clock import ManualClock
-from serinus.core.errors import ConfigError, TransferFailed
+from serinus.core.errors import TransferFailed
 from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
+from serinus.engine.peers import Peers
 from serinus.pd import (
+    TICK_S,
     AbortPrefill,
     AddPrefill,
     CancelHandoff,
-    DecodePort,
-    FillPages,
-    Hand,
-    HandAnswer,
-    HandOrder,
+    DecodeSide,
+    HandoffPort,
     Landed,
+    MovePiece,
+    PageAnswer,
+    PageCommand,
+    PageWorker,
     PeerState,
+    PieceStatus,
     PrefillDrained,
-    PrefillPort,
+    PrefillSide,
     RankLayout,
     Recompute,
     ReleaseChunk,
-    StagePiece,
     StartHandoff,
+    TakeIn,
     TcpBackend,
 )
+from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.layout import STAMP_BYTES
-from serinus.wire import LocalHub, Post
-from serinus.wire.messages import LayoutSignature
+from serinus.wire import LocalHub, Mailbox
+from serinus.wire.messages import Data, LayoutSignature
 from tests.pd.tiny import LAYOUT, PAGE_SIZE, first_token, full, make_request, make_settings
 
 PATIENT: dict[str, object] = dict.fromkeys(("connect_s_max", "handoff_s_max", "silence_s_max"), 1e6)
@@ -63,44 +68,41 @@ class Store:
         self.data[pages] = data
 
 
-class LateCrew:
-    """Hands that do what they were told when the test says so, each in its own order."""
+class LateLine:
+    """A line to page workers that obey when the test says so, each in its own order."""
 
-    is_local = False
-    has_news = False
-
-    def __init__(self, hands: Sequence[Hand]) -> None:
-        self.hands = tuple(hands)
-        self.lines: list[deque[HandOrder]] = [deque() for _ in hands]
-        self._answers: list[HandAnswer] = []
+    def __init__(self, workers: Sequence[PageWorker]) -> None:
+        self.workers = tuple(workers)
+        self.lines: list[deque[PageCommand]] = [deque() for _ in workers]
+        self.answers: list[tuple[int, PageAnswer]] = []
+        self._takers: dict[type, Callable[[int, Any], None]] = {}
 
     @property
     def size(self) -> int:
-        return len(self.hands)
+        return len(self.workers)
 
-    def order(self, rank: int, order: HandOrder) -> None:
-        self.lines[rank].append(order)
+    def command(self, command: Any, rank: int | None = None) -> None:
+        for line in self.lines if rank is None else (self.lines[rank],):
+            line.append(command)
+
+    def subscribe(self, answer_type: type, take: Callable[[int, Any], None]) -> None:
+        self._takers[answer_type] = take
+
+    def pump(self, wait_s: float = 0.0) -> None:
+        answers, self.answers = self.answers, []
+        for rank, answer in answers:
+            self._takers[type(answer)](rank, answer)
 
     def work(self, rank: int | None = None) -> None:
-        """A rank (or each) does all it was told."""
+        """A rank (or each) obeys all its commands."""
         for number in range(self.size) if rank is None else (rank,):
             while self.lines[number]:
-                answer = self.hands[number].obey(self.lines[number].popleft())
+                answer = self.workers[number].obey(self.lines[number].popleft())
                 if answer is not None:
-                    self._answers.append(answer)
+                    self.answers.append((number, answer))
 
     def waiting(self, kind: type) -> int:
-        return sum(isinstance(order, kind) for line in self.lines for order in line)
-
-    def look(self) -> None:
-        """Nothing comes by itself."""
-
-    def poll(self) -> list[HandAnswer]:
-        found, self._answers = self._answers, []
-        return found
-
-    def close(self) -> None:
-        """Their ranks close them."""
+        return sum(isinstance(command, kind) for line in self.lines for command in line)
 
 
 class Failing(TcpBackend):
@@ -118,31 +120,33 @@ class Pair:
         failing: int | None = None,
     ) -> None:  # fmt: skip
         hub, self.clock = LocalHub(), ManualClock(10.0)
-        self.crews, self.stores, ports = [], [], []
+        self.lines, self.stores, ports, peers = [], [], [], []
         for number, layout in enumerate((prefill, decode)):
             shape = RankLayout(layout)
             ranks = range(len(shape.shards))
             stores = [Store(shape.page_bytes(rank, Part.FULL)) for rank in ranks]
-            hands = [
-                Hand(
+            workers = [
+                PageWorker(
                     rank, layout=shape, stores={Part.FULL: stores[rank]}, clock=self.clock,
                     backends=[Failing(staging) if (number, rank) == (0, failing) else TcpBackend(staging)],
                 )
                 for rank in ranks
             ]  # fmt: skip
-            self.crews.append(LateCrew(hands))
+            self.lines.append(LateLine(workers))
             self.stores.append(stores)
             channel = hub.channel("local://p") if number == 0 else hub.channel()
             settings = make_settings(
                 "pd"[number], number + 1, layout=layout, backends=("tcp",), staging_pieces=depth, piece_bytes_max=64,
                 **PATIENT,
             )  # fmt: skip
-            ports.append((PrefillPort, DecodePort)[number](
-                settings, post=Post(channel, incarnation=number + 1, clock=self.clock), clock=self.clock,
-                backends=[TcpBackend(staging)], crew=self.crews[number],
-            ))  # fmt: skip
+            machine: Any = (PrefillSide, DecodeSide)[number]
+            peers.append(Peers(Mailbox(channel, incarnation=number + 1, clock=self.clock)))
+            ports.append(
+                HandoffPort(machine, settings, line=self.lines[number], backends=[TcpBackend(staging)])
+            )  # fmt: skip
         self.prefill, self.decode = ports
-        self.p, self.d = self.crews
+        self.prefill_peers, self.decode_peers = peers
+        self.p, self.d = self.lines
         rng = np.random.default_rng(3)
         for store in self.stores[0]:
             store.data[:] = rng.integers(1, 250, store.data.shape)
@@ -152,9 +156,8 @@ class Pair:
 
     def start(self) -> None:
         pages = np.arange(1, 1 + PAGES, dtype=np.int32)
-        self._act(self.decode.handle(
-            StartHandoff(rid="r", request=self.request, address="local://p", held=0, spans=full(0, pages))
-        ))  # fmt: skip
+        start = StartHandoff(rid="r", request=self.request, address="local://p", held=0, spans=full(0, pages))
+        self._act(self.decode.handle(start, self.clock.now()))
         while not self.orders:
             self.turn()
         order = self.orders[0]
@@ -162,12 +165,17 @@ class Pair:
             xid=order.xid, spans=full(0, np.arange(11, 11 + PAGES, dtype=np.int32)), last=True,
             token=first_token(order.request.prompt),
         )  # fmt: skip
-        self._act(self.prefill.handle(chunk))
+        self._act(self.prefill.handle(chunk, self.clock.now()))
 
     def turn(self) -> None:
         self.clock.advance(0.1)
-        self._act(self.decode.poll(0.0))
-        self._act(self.prefill.poll(0.0))
+        for port, peers in ((self.decode, self.decode_peers), (self.prefill, self.prefill_peers)):
+            self._act(port.turn(self.clock.now(), peers.receive()))
+            peers.deliver(port.take_outgoing())
+
+    def cancel(self) -> list[object]:
+        """The client of the request leaves; what the decode engine must act on."""
+        return self.decode.handle(CancelHandoff(rid="r"), self.clock.now())
 
     def settle(self) -> None:
         for _ in range(40):
@@ -179,9 +187,9 @@ class Pair:
         return [end for end in self.ends if isinstance(end, kind)]
 
     def check_empty(self) -> None:
-        assert [hand.staged_count for hand in self.p.hands] == [0] * self.p.size
-        assert self.prefill.staged_count == 0
-        assert self.decode._fillings == {} == self.decode.machine._copying
+        assert [worker.staged_count for worker in self.p.workers] == [0] * self.p.size
+        assert self.prefill.machine.staged_count == 0
+        assert self.decode.machine._taking == {}
         assert self.decode.machine.handoff_count == self.prefill.machine.handoff_count == 0
 
     def _act(self, results: Sequence[object]) -> None:
@@ -214,27 +222,27 @@ def test_pieces_staged_after_the_end_are_given_back() -> None:
     pair.start()
     pair.p.work(0)
     pair.turn()
-    assert pair.p.waiting(StagePiece) > 0
-    pair._act(pair.decode.handle(CancelHandoff(rid="r")))
+    assert pair.p.waiting(MovePiece) > 0
+    pair._act(pair.cancel())
     while not pair.ended(AbortPrefill):
         pair.turn()
     pair.p.work(1)
-    assert pair.p.hands[1].staged_count > 0, "it was told so before the end"
+    assert pair.p.workers[1].staged_count > 0, "it was told so before the end"
     pair.settle()
     pair.check_empty()
     assert not pair.prefill.machine.rejects["unknown_piece"]
 
 
-def test_a_page_that_is_still_to_be_filled_belongs_to_whoever_comes_next_on_the_line() -> None:
+def test_a_page_that_is_still_to_be_filled_belongs_to_the_next_owner_on_the_line() -> None:
     """The copy of a closed grant is obeyed before what the next owner is told, and its sender hears of it."""
     pair = Pair(*TWO)
     pair.start()
     pair.p.work()
-    while not pair.d.waiting(FillPages):
+    while not pair.d.waiting(TakeIn):
         pair.turn()
-    late = pair.d.waiting(FillPages)
-    assert pair.decode.handle(CancelHandoff(rid="r")) == [], "its pages are free, no quarantine"
-    taken = pair.prefill.staged_count
+    late = pair.d.waiting(TakeIn)
+    assert pair.cancel() == [], "its pages are free, no quarantine"
+    taken = pair.prefill.machine.staged_count
     assert taken >= late // 2
     pair.d.work()
     for store in pair.stores[1]:  # the next owner's plan comes down the line now
@@ -251,16 +259,17 @@ def test_a_connection_that_ends_leaves_nothing_at_ranks_that_come_late() -> None
     pair.p.work(0)
     pair.turn()
     pair.turn()
-    assert pair.d.waiting(FillPages) > 0
+    assert pair.d.waiting(TakeIn) > 0
     pair.prefill.close()
+    pair.prefill_peers.close()
     while not pair.ended(Recompute):
         pair.turn()
     pair.p.work()
     pair.d.work()
     pair.turn()
-    assert [hand.staged_count for hand in pair.p.hands] == [0, 0]
-    assert [len(hand._docks) + len(hand._sources) for hand in (*pair.p.hands, *pair.d.hands)] == [0] * 4
-    assert pair.decode._fillings == {} == pair.decode.machine._copying
+    assert [worker.staged_count for worker in pair.p.workers] == [0, 0]
+    assert [worker.peer_count for worker in (*pair.p.workers, *pair.d.workers)] == [0] * 4
+    assert pair.decode.machine._taking == {}
     assert pair.ended(Recompute)[0].code == "peer_gone"
 
 
@@ -268,9 +277,9 @@ def test_a_byte_that_one_rank_finds_changed_fails_the_handoff_once() -> None:
     pair = Pair(*TWO)
     pair.start()
     pair.p.work()
-    while not pair.d.waiting(FillPages):
+    while not pair.d.waiting(TakeIn):
         pair.turn()
-    order = next(order for order in pair.d.lines[1] if isinstance(order, FillPages))
+    order = next(order for order in pair.d.lines[1] if isinstance(order, TakeIn))
     spoilt = order.payload.copy()
     spoilt[3] ^= 1
     pair.d.lines[1][pair.d.lines[1].index(order)] = _with_payload(order, spoilt)
@@ -283,9 +292,9 @@ def test_a_byte_that_one_rank_finds_changed_fails_the_handoff_once() -> None:
     pair.check_empty()
 
 
-def _with_payload(order: FillPages, payload: NDArray[np.uint8]) -> FillPages:
+def _with_payload(order: TakeIn, payload: NDArray[np.uint8]) -> TakeIn:
     values = {name: getattr(order, name) for name in order.__dataclass_fields__}
-    return FillPages(**{**values, "payload": payload})
+    return TakeIn(**{**values, "payload": payload})
 
 
 def test_a_rank_that_cannot_stage_fails_the_handoff_once() -> None:
@@ -300,24 +309,28 @@ def test_a_rank_that_cannot_stage_fails_the_handoff_once() -> None:
     assert peer.state is PeerState.UP
 
 
+def stamps_known(worker: PageWorker) -> int:
+    """Handoffs whose stamps a rank remembers."""
+    intakes = [attached.intake for attached in worker._peers.values() if attached.intake is not None]
+    return sum(len(intake._stamps._begun) for intake in intakes if intake._stamps is not None)
+
+
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_ranks_forget_the_stamps_of_a_handoff_that_is_over(ends_well: bool) -> None:
     stamped = {"stamp_bytes": STAMP_BYTES, "stamp_data": "none"}
     pair = Pair(layout_of(tp=2, **stamped), layout_of(pp=2, **stamped), staging=1 << 20)
     pair.start()
     pair.p.work()
-    while not pair.d.waiting(FillPages):
+    while not pair.d.waiting(TakeIn):
         pair.turn()
     pair.d.work(0)
-    known = pair.d.hands[0]._sources.values()
-    assert all(source.intake._stamps is not None and source.intake._stamps._begun for source in known)
+    assert stamps_known(pair.d.workers[0]) == 1
     if not ends_well:
-        pair._act(pair.decode.handle(CancelHandoff(rid="r")))
+        pair._act(pair.cancel())
     pair.settle()
     assert len(pair.ended(Landed)) == ends_well
-    sources = [source for hand in pair.d.hands for source in hand._sources.values()]
-    assert len(sources) == 2
-    assert all(source.intake._stamps is not None and not source.intake._stamps._begun for source in sources)
+    assert [worker.peer_count for worker in pair.d.workers] == [1, 1]
+    assert [stamps_known(worker) for worker in pair.d.workers] == [0, 0]
     pair.check_empty()
 
 
@@ -338,14 +351,14 @@ def test_no_room_when_it_was_asked_for_is_room_when_the_answer_comes() -> None:
     pair = Pair(layout_of(pp=2), layout_of(tp=2), staging=64, depth=2)
     pair.start()
     pair.p.work(0)  # the first is staged, the second finds no room; the leader has not looked
-    answers = pair.p.poll()
-    assert [type(answer).__name__ for answer in answers] == ["PieceStaged", "StageFull"]
-    pair.p._answers.append(answers[0])
+    answers, pair.p.answers = pair.p.answers, []
+    assert [answer.status for _rank, answer in answers] == [PieceStatus.DONE, PieceStatus.FULL]
+    pair.p.answers.append(answers[0])
     for _ in range(4):
         pair.turn()
         pair.d.work()
-    assert pair.prefill.staged_count == 0
-    pair.p._answers.append(answers[1])
+    assert pair.prefill.machine.staged_count == 0
+    pair.p.answers.append(answers[1])
     pair.settle()
     assert len(pair.ended(Landed)) == 1
     pair.check_empty()
@@ -360,11 +373,23 @@ def test_a_piece_that_is_larger_than_an_empty_area_fails() -> None:
     pair.check_empty()
 
 
-def test_a_crew_of_another_size_is_refused() -> None:
+def test_a_page_of_the_source_that_no_engine_has_is_refused_not_read() -> None:
+    """Page numbers come from the peer: one that does not fit 32 bits must not end the engine."""
+    layout, spans = RankLayout(LAYOUT), full(0, np.array([1], np.int32))
+    account = ArrivalAccount.of(make_settings("d", 1), layout, layout, spans, 0, 4)
+    data = Data(xid="x", grant=1, piece=0, first=0, digests=bytes(8), byte_count=16, pages=[1 << 31])
+    assert "expected one below 2^31" in account.fault(data)
+
+
+def test_the_loop_does_not_sleep_while_the_own_rank_has_an_answer() -> None:
+    """Followers wake it through their sockets; the leader's rank obeys in the same thread."""
     pair = Pair(*TWO)
-    post = Post(LocalHub().channel(), incarnation=9, clock=pair.clock)
-    settings = make_settings("d", 9, layout=layout_of(), backends=("tcp",))
-    with pytest.raises(ConfigError, match="a crew of 2 ranks, the layout has 1"):
-        DecodePort(settings, post=post, backends=[TcpBackend()], crew=pair.d, clock=pair.clock)
-    with pytest.raises(ConfigError, match="neither stores nor a crew"):
-        DecodePort(settings, post=post, backends=[TcpBackend()], clock=pair.clock)
+    pair.start()
+    assert pair.prefill.wait_s == 0.0, "commands have not left"
+    pair.p.work(1)
+    pair.turn()
+    assert pair.prefill.wait_s == 0.0, "rank 0 has not answered"
+    pair.p.work(0)
+    pair.settle()
+    assert pair.prefill.wait_s == TICK_S
+    assert pair.decode.wait_s == TICK_S

@@ -1,4 +1,4 @@
-"""Layouts: who may hand over to whom, and that a re-cut puts every byte exactly where its meaning says."""
+"""Layouts: which engines can exchange KV, and that a re-cut puts every byte exactly where its meaning says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import LayoutMismatch
 from serinus.core.parts import Part
-from serinus.pd import Cut, FillPages, Intake, RankLayout, Routes, cut, difference, recut, target_range
+from serinus.pd import Cut, Intake, Mode, RankLayout, Routes, TakeIn, cut, difference, recut, target_range
 from serinus.wire.messages import LayoutSignature
 
 BASE = LayoutSignature(model="m", kv_dtype="float16", page_size=4, layer_count=6, kv_head_count=4, head_size=2)
@@ -138,9 +138,10 @@ def test_pieces_of_all_ranks_together_fill_scattered_pages_of_all_ranks(
         for rank in range(len(theirs.shards)):
             rows = pages_of(theirs, rank, Part.FULL, kv, start, min(start + 3, end))
             into = target_range(theirs, ours, start, len(rows))
-            order = FillPages(
-                peer="p", xid="x", piece=0, source=rank, part=Part.FULL, first=start, digests=b"", digest_seed=0,
-                pages=pages[into.start : into.stop], target_first=into.start, byte_count=rows.nbytes,
+            order = TakeIn(
+                peer="p", xid="x", piece=0, source=rank, rank=0, mode=Mode.RECEIVER_CHECKED, part=Part.FULL,
+                first=start, digests=b"", digest_seed=0, pages=pages[into.start : into.stop], target_first=into.start,
+                byte_count=rows.nbytes,
             )  # fmt: skip
             takers = routes.takers(rank, Part.FULL)
             assert takers, "bytes of every rank go somewhere"
@@ -172,7 +173,7 @@ def test_what_cannot_be_exchanged_is_refused_in_words(changes: dict[str, Any], w
         cut(RankLayout(changed(**changes)), RankLayout(BASE))
 
 
-def test_what_differs_and_can_be_cut_anew_is_refused_only_by_those_who_cannot() -> None:
+def test_a_different_layout_that_can_be_recut_is_refused_only_by_engines_that_cannot_recut() -> None:
     for changes in ({"tp": 2}, {"pp": 3}, {"page_size": 16}, {"pp": 2, "stage_layers": (1, 5)}):
         assert difference(BASE, changed(**changes)) == ""
         assert next(iter(changes)) in difference(BASE, changed(**changes), can_recut=False)

@@ -6,7 +6,8 @@ import pytest
 
 from serinus.core.handoff import ChunkReady
 from serinus.core.rng import Rng
-from serinus.pd import DecodeEvent, PrefillEvent, Received
+from serinus.pd import DecodeEvent, PrefillEvent
+from serinus.wire import PeerMessage
 from serinus.wire.messages import Data, DataOk, Done, DoneOk, Fail
 from tests.pd.tiny import PAGE_SIZE
 from tests.pd.world import World
@@ -20,18 +21,17 @@ class Mutant(World):
         self.flaw = flaw
 
     def to_decode(self, d: int, event: DecodeEvent) -> None:
-        message = event.message if isinstance(event, Received) else None
-        if self.flaw == "believes any grant" and isinstance(event, Received) and isinstance(message, Data):
-            handoffs = self.decode[d]._handoffs
-            handoff = handoffs.get(self.decode[d]._xids.get(message.xid, ""))
-            if handoff is None and self.asked[d]:  # late data of a closed grant goes to whoever is there
+        message = event.message if isinstance(event, PeerMessage) else None
+        if self.flaw == "believes any grant" and isinstance(event, PeerMessage) and isinstance(message, Data):
+            handoff = self.decode[d]._table.of_xid(message.xid)
+            if handoff is None and self.asked[d]:  # late data of a closed grant goes to another request
                 self._write_anyway(d, message, event.peer)
-        if self.flaw == "done loses a page" and isinstance(message, Done) and isinstance(event, Received):
-            return super().to_decode(d, Received(peer=event.peer, incarnation=1, message=_short(message)))
+        if self.flaw == "done loses a page" and isinstance(message, Done) and isinstance(event, PeerMessage):
+            return super().to_decode(d, PeerMessage(peer=event.peer, incarnation=1, message=_short(message)))
         return super().to_decode(d, event)
 
     def to_prefill(self, p: int, event: PrefillEvent) -> None:
-        message = event.message if isinstance(event, Received) else None
+        message = event.message if isinstance(event, PeerMessage) else None
         if self.flaw == "ignores fail" and isinstance(message, Fail):
             return
         if self.flaw == "never unstages" and isinstance(message, DataOk):
@@ -62,7 +62,7 @@ def _short(done: Done) -> Done:
 
 
 def run(world: World, seed: int, steps: int = 120) -> None:
-    """A random life of the world, then calm."""
+    """A random run of the world, then calm."""
     rng = Rng(seed)
     for _ in range(steps):
         links = [link for link in world.links if link.to_prefill or link.to_decode]

@@ -11,9 +11,9 @@ from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
+from serinus.selftest import EnginePair
 from serinus.testing.oracle import toy_continue
-from serinus.testing.pair import EnginePair
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def test_a_prompt_is_finished_before_decode_has_pages_and_lands_at_once_when_it_
     for _ in range(12):
         both.turn_decode()
         both.turn_prefill()
-    assert both.prefill_port.machine.parked_tokens == 40, "b is computed, and a has all the pages of decode"
+    assert both.port_of(both.prefill).machine.parked_tokens == 40, "b is computed, and a has all the pages of decode"
     both.run_until_idle()
     for rid, prompt, count in (("a", first, 20), ("b", second, 6)):
         assert both.tokens(rid) == toy_continue(load_spec(toy), prompt, count)
         usage = both.deltas[rid][-1].usage
         assert usage is not None
         assert usage.prefill_engine == "prefill-0"
-    assert both.prefill_port.machine.handoff_count == 0
+    assert both.port_of(both.prefill).machine.handoff_count == 0
     assert both.prefill.metrics.count("kv_transfer_grant_wait_ms") == 2
     both.check()
 
@@ -75,7 +75,7 @@ def test_a_prompt_that_turns_out_to_be_cached_is_taken_back(toy: Path) -> None:
     both.run_until_idle()
     assert both.decode.metrics.get("num_local_prompts", "short") == 1
     assert both.tokens("b") == toy_continue(load_spec(toy), prompt, 12)
-    assert both.prefill_port.machine.handoff_count == 0
+    assert both.port_of(both.prefill).machine.handoff_count == 0
 
 
 @pytest.mark.slow
@@ -109,5 +109,5 @@ def test_any_mix_of_arrivals_turns_and_aborts_with_early_orders_leaves_nothing(t
     for _ in range(4):
         both.turn_decode()
         both.turn_prefill()
-    assert both.prefill_port.machine.handoff_count == 0
-    assert both.decode_role._port.machine.handoff_count == 0
+    assert both.port_of(both.prefill).machine.handoff_count == 0
+    assert both.port_of(both.decode).machine.handoff_count == 0

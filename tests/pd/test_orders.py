@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from serinus.core.handoff import ChunkReady
+from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
@@ -17,13 +18,13 @@ from serinus.pd import (
     Fence,
     ForgetPrefill,
     Mode,
-    PieceWritten,
+    MovePiece,
+    PieceMoved,
+    PieceStatus,
     PrefillSide,
     ReleaseChunk,
-    StagePiece,
     StopPrefill,
     Tick,
-    WritePiece,
 )
 from serinus.wire.messages import (
     AbortAck,
@@ -34,13 +35,13 @@ from serinus.wire.messages import (
     Keepalive,
     Message,
     Prepare,
-    Sampling,
     SpanPages,
 )
 from tests.pd.steps import of_type, sent, tell
 from tests.pd.tiny import LAYOUT, full, make_settings
 
-PREPARE = Prepare(xid="x", rid="r", grant=7, prompt=bytes(36), sampling=Sampling(), seed=1, held=0)
+PLAIN = SamplingParams()
+PREPARE = Prepare(xid="x", rid="r", grant=7, prompt=bytes(36), sampling=PLAIN, seed=1, held=0)
 GRANT = Grant(xid="x", grant=7, spans=(SpanPages(part=0, first=0, pages=[5, 6, 7]),), digest_seed=1)
 FAIL = Fail(xid="x", grant=7, code="aborted")
 ABORT = AbortGrant(xid="x", grant=7, floor=1)
@@ -91,14 +92,14 @@ def test_an_abort_leaves_a_tombstone_for_a_grant_that_it_overtook(order: tuple[M
         out += tell(side, "in-1", message)
         if isinstance(message, Prepare) and of_type(out, AddPrefill):
             out += side.handle(chunk(), 0.0)
-    writes = of_type(out, WritePiece)
+    writes = of_type(out, MovePiece)
     acks = [message for message in sent(out) if isinstance(message, AbortAck)]
     assert len(acks) == (not writes), "nothing is acknowledged while something is outstanding"
     for write in writes:
-        out += side.handle(PieceWritten(peer="in-1", xid="x", piece=write.piece, rank=write.rank), 1.0)
+        out += side.handle(PieceMoved(peer="in-1", xid="x", piece=write.piece, rank=write.rank), 1.0)
     assert [m for m in sent(out) if isinstance(m, AbortAck)] == [AbortAck(grant=7, ranks=(0,))]
     assert side.handoff_count == 0
-    assert not of_type(side.handle(Tick(), 2.0), WritePiece)
+    assert not of_type(side.handle(Tick(), 2.0), MovePiece)
 
 
 def test_a_grant_before_its_prepare_waits_for_it() -> None:
@@ -106,20 +107,22 @@ def test_a_grant_before_its_prepare_waits_for_it() -> None:
     assert tell(side, "in-1", GRANT) == []
     assert of_type(tell(side, "in-1", PREPARE), AddPrefill)
     assert side.ungranted_count == 0
-    assert of_type(side.handle(chunk(), 0.0), StagePiece)
+    assert of_type(side.handle(chunk(), 0.0), MovePiece)
 
 
 def test_writing_stops_between_two_pieces_when_the_grant_is_closed() -> None:
     side = greeted_prefill(push=True)
     tell(side, "in-1", PREPARE)
     tell(side, "in-1", GRANT)
-    (first,) = of_type(side.handle(chunk(), 0.0), WritePiece)
+    (first,) = of_type(side.handle(chunk(), 0.0), MovePiece)
     assert (first.pages.tolist(), first.targets.tolist()) == ([1, 2], [5, 6])
     out = tell(side, "in-1", ABORT)
     assert of_type(out, StopPrefill)
     assert not of_type(out, AbortPrefill), "its pages are being read"
-    out = side.handle(PieceWritten(peer="in-1", xid="x", piece=0, rank=0, error="refused"), 0.0)
-    assert not of_type(out, WritePiece)
+    out = side.handle(
+        PieceMoved(peer="in-1", xid="x", piece=0, rank=0, status=PieceStatus.FAILED, reason="refused"), 0.0
+    )
+    assert not of_type(out, MovePiece)
     assert of_type(out, AbortPrefill)
     assert sent(out) == [AbortAck(grant=7, ranks=(0,))]
 
@@ -136,7 +139,7 @@ def test_finished_orders_without_a_grant_are_parked_up_to_a_budget_and_forgotten
         spans = (SpanPages(part=0, first=0, pages=[5, 6, 7]),)
         out = tell(side, "in-1", Grant(xid=f"x{number}", grant=number, spans=spans))
         assert [action.xid for action in of_type(out, AddPrefill)] == ["x3"] * (number == 3), "from cache"
-        assert bool(of_type(out, StagePiece)) == (number == 1)
+        assert bool(of_type(out, MovePiece)) == (number == 1)
     assert of_type(side.handle(chunk("x3"), 0.0), ForgetPrefill) == []
     assert side.parked_tokens == 9
 
@@ -146,7 +149,7 @@ def test_a_later_grant_for_less_releases_what_decode_does_not_want() -> None:
     tell(side, "in-1", PREPARE)
     side.handle(chunk(), 0.0)
     out = tell(side, "in-1", Grant(xid="x", grant=7, spans=(SpanPages(part=0, first=2, pages=[9]),)))
-    (stage,) = of_type(out, StagePiece)
+    (stage,) = of_type(out, MovePiece)
     assert stage.pages.tolist() == [3]
     assert not of_type(out, ReleaseChunk), "the chunk is held as a whole until its last page is read"
 

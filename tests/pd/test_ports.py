@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,18 +16,23 @@ from numpy.typing import NDArray
 from serinus.core.clock import ManualClock
 from serinus.core.errors import ConfigError
 from serinus.core.handoff import ChunkReady
+from serinus.core.parts import Part
 from serinus.core.rng import Rng
+from serinus.engine.peers import Peers
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
     Backend,
     CancelHandoff,
-    DecodePort,
+    DecodeSide,
+    HandoffPort,
     Landed,
     LocalBackend,
+    PageWorker,
     PeerChanged,
     PrefillDrained,
-    PrefillPort,
+    PrefillSide,
+    RankLayout,
     Recompute,
     ReleaseChunk,
     ShmBackend,
@@ -34,8 +40,9 @@ from serinus.pd import (
     StartHandoff,
     TcpBackend,
 )
-from serinus.pd.ports import OFFENCES_MAX
-from serinus.wire import Arrived, ChannelEvent, Gone, LocalChannel, LocalHub, Post, encode
+from serinus.pd.port import OFFENCES_MAX
+from serinus.testing.direct_line import DirectLine
+from serinus.wire import Arrived, ChannelEvent, Gone, LocalChannel, LocalHub, Mailbox, encode
 from serinus.wire.messages import DataOk, Keepalive
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, first_token, full, make_request, make_settings, page_content
 
@@ -93,16 +100,22 @@ class Pair:
         listening, dialing = Lossy(hub, rng.split("p"), badness), Lossy(hub, rng.split("d"), badness)
         hub._bound["local://p"] = listening
         names = tuple(backend.name for backend in backends)
-        self.decode = DecodePort(
-            make_settings("d", 1, backends=names, **PATIENT),
-            post=Post(dialing, incarnation=1, clock=self.clock, resend_s=0.5),
-            backends=backends, store=self.stores[0], clock=self.clock,
+        self.workers = tuple(
+            PageWorker(0, layout=RankLayout(LAYOUT), stores={Part.FULL: store}, backends=backends, clock=self.clock)
+            for store in self.stores
+        )
+        self.decode = HandoffPort(
+            DecodeSide, make_settings("d", 1, backends=names, **PATIENT), line=DirectLine(self.workers[:1]),
+            backends=backends,
         )  # fmt: skip
-        self.prefill = PrefillPort(
-            make_settings("p", 2, backends=names, **PATIENT),
-            post=Post(listening, incarnation=2, clock=self.clock, resend_s=0.5),
-            backends=backends, store=self.stores[1], clock=self.clock,
+        self.prefill = HandoffPort(
+            PrefillSide, make_settings("p", 2, backends=names, **PATIENT), line=DirectLine(self.workers[1:]),
+            backends=backends,
         )  # fmt: skip
+        self.decode_peers, self.prefill_peers = (
+            Peers(Mailbox(channel, incarnation=number, clock=self.clock, resend_s=0.5))
+            for number, channel in ((1, dialing), (2, listening))
+        )
         self.requests = {f"r{i}": make_request(f"r{i}", 3 + 5 * i, i) for i in range(5)}
         self.pages = {
             rid: np.arange(1 + 8 * i, 1 + 8 * i + -(-len(self.requests[rid].prompt) // PAGE_SIZE), dtype=np.int32)
@@ -113,17 +126,40 @@ class Pair:
         event = StartHandoff(
             rid=rid, request=self.requests[rid], address="local://p", held=0, spans=full(0, self.pages[rid])
         )
-        self.act_decode(self.decode.handle(event))
+        self.act_decode(self.decode.handle(event, self.clock.now()))
+        self.decode_peers.deliver(self.decode.take_outgoing())
 
     def close(self) -> None:
         self.decode.close()
+        self.decode_peers.close()
+        self.close_prefill()
+
+    def close_prefill(self) -> None:
+        """The process of the prefill engine ends."""
         self.prefill.close()
+        self.prefill_peers.close()
 
     def turn(self, seconds: float = 0.1) -> None:
-        """Both loops once."""
+        """One turn of both engines."""
         self.clock.advance(seconds)
-        self.act_decode(self.decode.poll(0.0))
-        self.act_prefill(self.prefill.poll(0.0))
+        self.turn_decode()
+        self.turn_prefill()
+
+    def turn_decode(self) -> None:
+        """The decode engine's loop, once."""
+        self.act_decode(self.decode.turn(self.clock.now(), self.decode_peers.receive()))
+        self.decode_peers.deliver(self.decode.take_outgoing())
+
+    def turn_prefill(self) -> None:
+        """The prefill engine's loop, once."""
+        self.act_prefill(self.prefill.turn(self.clock.now(), self.prefill_peers.receive()))
+        self.prefill_peers.deliver(self.prefill.take_outgoing())
+
+    def rejects(self, side: str) -> Counter[str]:
+        """Frames and messages that an engine refused, by reason."""
+        port: HandoffPort[Any] = getattr(self, side)
+        peers: Peers = getattr(self, f"{side}_peers")
+        return port.machine.rejects + peers.mailbox.rejects
 
     def act_decode(self, results: Sequence[object]) -> None:
         for result in results:
@@ -162,7 +198,7 @@ class Pair:
                 xid=order.xid, spans=full(i, np.array([base + i], dtype=np.int32)), last=last,
                 token=first_token(prompt) if last else None,
             )  # fmt: skip
-            self.act_prefill(self.prefill.handle(event))
+            self.act_prefill(self.prefill.handle(event, self.clock.now()))
 
 
 MakePair = Callable[[Sequence[Backend]], Pair]
@@ -197,7 +233,7 @@ def test_pages_land_over_every_backend(make_pair: MakePair, name: str) -> None:
         pair.turn()
     assert pair.results == dict.fromkeys(pair.requests, "landed")
     assert len(pair.ended) == 5
-    assert pair.prefill.staged_count == 0
+    assert pair.prefill.machine.staged_count == 0
     assert pair.decode.machine.handoff_count == pair.prefill.machine.handoff_count == 0
     assert pair.news[0].backend == name
 
@@ -211,11 +247,11 @@ def test_a_bad_network_changes_only_timing(seed: int, badness: float, name: str)
         pair.start(rid)
         pair.turn()
     for _ in range(2000):
-        if len(pair.ended) == 5 and pair.prefill.staged_count == 0:
+        if len(pair.ended) == 5 and pair.prefill.machine.staged_count == 0:
             break
         pair.turn(0.5)
     assert pair.results == dict.fromkeys(pair.requests, "landed")
-    assert pair.prefill.staged_count == 0
+    assert pair.prefill.machine.staged_count == 0
     assert pair.decode.machine.handoff_count == pair.prefill.machine.handoff_count == 0
     pair.close()
 
@@ -224,32 +260,30 @@ def test_a_bad_network_changes_only_timing(seed: int, badness: float, name: str)
 def test_a_byte_that_changes_on_the_way_is_noticed(make_pair: MakePair, name: str) -> None:
     pair = make_pair(backends_of(name))
     pair.start("r1")
-    while not pair.prefill.staged_count:
+    while not pair.prefill.machine.staged_count:
         pair.turn()
-    crew: Any = pair.prefill._crew
-    (dock,) = crew.hands[0]._docks.values()
-    sender: Any = dock.sender
+    (attached,) = pair.workers[1]._peers.values()
+    sender: Any = attached.sender
     area = next(iter(sender._backend._staged.values())) if name == "local" else sender._area
     area[5] ^= 1
     for _ in range(5):
         pair.turn()
     assert pair.results == {"r1": "digest"}
     assert pair.prefill.machine.handoff_count == 0
-    assert pair.prefill.staged_count == 0
+    assert pair.prefill.machine.staged_count == 0
 
 
 def test_an_abort_leaves_nothing_staged(make_pair: MakePair) -> None:
     backends = backends_of("local")
     pair = make_pair(backends)
     pair.start("r4")
-    pair.turn()
-    pair.turn()
-    assert pair.prefill.staged_count > 0
-    assert pair.decode.handle(CancelHandoff(rid="r4")) == []
+    while not pair.prefill.machine.staged_count:
+        pair.turn()
+    assert pair.decode.handle(CancelHandoff(rid="r4"), pair.clock.now()) == []
     for _ in range(6):
         pair.turn()
     assert pair.results == {}
-    assert pair.prefill.staged_count == 0
+    assert pair.prefill.machine.staged_count == 0
     assert isinstance(backends[0], LocalBackend)
     assert backends[0].staged_count == 0
 
@@ -258,10 +292,10 @@ def test_the_end_of_prefill_is_a_recompute_and_its_staging_goes(make_pair: MakeP
     backends = backends_of("local")
     pair = make_pair(backends)
     pair.start("r4")
-    pair.turn()
-    pair.turn()
-    pair.prefill.close()
-    pair.turn()
+    while not pair.prefill.machine.staged_count:
+        pair.turn()
+    pair.close_prefill()
+    pair.turn_decode()
     assert pair.results["r4"] in ("peer_gone", "transfer"), "the end, or a piece whose bytes went with it, comes first"
     assert isinstance(backends[0], LocalBackend)
     assert backends[0].staged_count == 0
@@ -270,28 +304,29 @@ def test_the_end_of_prefill_is_a_recompute_and_its_staging_goes(make_pair: MakeP
 def test_an_engine_that_stops_tells_the_others(make_pair: MakePair) -> None:
     pair = make_pair(backends_of("tcp"))
     pair.start("r0")
-    pair.decode.poll(0.0)
-    pair.act_prefill(pair.prefill.poll(0.0))
-    pair.act_prefill(pair.prefill.handle(Shutdown(reason="bye")))
-    pair.turn()
+    pair.turn_decode()
+    pair.turn_prefill()
+    pair.act_prefill(pair.prefill.handle(Shutdown(reason="bye"), pair.clock.now()))
+    pair.turn_prefill()
+    pair.turn_decode()
     assert set(pair.results.values()) <= {"refused", "shutdown", "peer_gone"}
     assert len(pair.results) == 1
 
 
-def test_the_time_between_two_looks_at_the_letters_is_announced_as_a_step(make_pair: MakePair) -> None:
+def test_the_time_between_two_reads_of_the_mailbox_is_announced_as_a_step(make_pair: MakePair) -> None:
     pair = make_pair(backends_of("local"))
     pair.start("r0")
     for _ in range(5):
         pair.turn()
     pair.clock.advance(70.0)
-    pair.prefill.poll(0.0)
-    pair.decode.poll(0.0)
+    pair.turn_prefill()
+    pair.turn_decode()
     (peer,) = pair.decode.machine.peers
     assert 70.0 <= peer.pulse.step_s < 71.0
     (client,) = pair.prefill.machine.clients
     pair.clock.advance(1.0)
-    pair.decode.poll(0.0)
-    pair.prefill.poll(0.0)
+    pair.turn_decode()
+    pair.turn_prefill()
     assert 70.0 <= client.pulse.step_s < 71.0
 
 
@@ -302,27 +337,29 @@ def test_a_port_counts_what_was_refused_and_what_was_sent_again(make_pair: MakeP
     raw.send("s", [b"short"])
     raw.send("s", encode(Keepalive(), 5, 1))
     pair.turn()
-    assert pair.prefill.rejects == {"short": 1, "no_hello": 1}
+    assert pair.rejects("prefill") == {"short": 1, "no_hello": 1}
     pair.start("r0")
-    pair.decode.poll(0.0)
+    pair.turn_decode()
     pair.clock.advance(0.6)
-    pair.decode.poll(0.0)
-    assert (pair.decode.resent_count, pair.prefill.resent_count) == (1, 0)
+    pair.turn_decode()
+    assert (pair.decode_peers.mailbox.resent_count, pair.prefill_peers.mailbox.resent_count) == (1, 0)
 
 
 def test_ports_check_that_everything_fits() -> None:
-    clock, store = ManualClock(), Store()
-    post = Post(LocalHub().channel(), incarnation=1, clock=clock)
+    backends, stores = [TcpBackend()], {Part.FULL: Store()}
+    worker = PageWorker(0, layout=RankLayout(LAYOUT), stores=stores, backends=backends, clock=ManualClock())
     with pytest.raises(ConfigError, match="backends"):
-        DecodePort(make_settings("d", 1), post=post, backends=[TcpBackend()], store=store, clock=clock)
-    layout = msgspec.structs.replace(LAYOUT, head_size=2)
-    settings_ = make_settings("d", 1, layout=layout, backends=("tcp",))
+        HandoffPort(DecodeSide, make_settings("d", 1), line=DirectLine([worker]), backends=backends)
+    settings_ = make_settings("d", 1, layout=msgspec.structs.replace(LAYOUT, tp=1, pp=1), backends=("tcp",))
+    with pytest.raises(ConfigError, match="a line of 2 ranks, the layout has 1"):
+        HandoffPort(PrefillSide, settings_, line=DirectLine([worker, worker]), backends=backends)
+    layout = RankLayout(msgspec.structs.replace(LAYOUT, head_size=2))
     with pytest.raises(ConfigError, match="bytes a page"):
-        PrefillPort(settings_, post=post, backends=[TcpBackend()], store=store, clock=clock)
+        PageWorker(0, layout=layout, stores=stores, backends=backends, clock=ManualClock())
 
 
 def test_a_peer_whose_messages_make_no_sense_is_given_up_after_a_few_of_them(make_pair: MakePair) -> None:
-    """Every frame is sound, so the post office has nothing against it; its handoffs are computed here."""
+    """Every frame is sound, so the mailbox has nothing against it; its handoffs are computed here."""
     pair = make_pair([LocalBackend(4096)])
     pair.start("r1")
     while pair.results.get("r1") != "landed":
@@ -330,8 +367,8 @@ def test_a_peer_whose_messages_make_no_sense_is_given_up_after_a_few_of_them(mak
     (client,) = pair.prefill.machine.clients
     for number in range(OFFENCES_MAX):
         assert [news.state for news in pair.news] == ["up"], f"given up after {number}"
-        pair.prefill._post.send(client.peer, DataOk(xid="x", grant=number, piece=0, rank=0))
+        pair.prefill_peers.mailbox.send(client.peer, DataOk(xid="x", grant=number, piece=0, rank=0))
         pair.turn()
     assert [news.state for news in pair.news] == ["up", "down"]
     assert "make no sense" in pair.news[-1].reason
-    assert pair.decode.rejects["unexpected"] == OFFENCES_MAX
+    assert pair.rejects("decode")["unexpected"] == OFFENCES_MAX

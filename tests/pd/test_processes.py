@@ -68,7 +68,7 @@ class Peers:
 
     def close(self) -> None:
         for peer in self._made:
-            peer.port.close()
+            peer.close()
 
 
 def _segment_count() -> int:
@@ -128,7 +128,7 @@ def test_a_killed_decode_engine_frees_everything_on_prefill(peers: Peers, spawn:
     (end,) = prefill.ended
     assert isinstance(end, AbortPrefill)
     assert end.code == "peer_gone"
-    assert prefill.port.staged_count == 0
+    assert prefill.port.machine.staged_count == 0
     assert not prefill.port.machine.clients
     prefill.everything = True
     spawn("decode", backend, prefill.address)

@@ -10,16 +10,17 @@ import pytest
 
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import ChunkReady
+from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
-    Copied,
     DecodeSide,
     Landed,
     PeerChanged,
     PrefillSide,
     Recompute,
     StartHandoff,
+    TakenIn,
     difference,
 )
 from serinus.wire.messages import (
@@ -33,14 +34,16 @@ from serinus.wire.messages import (
     HelloOk,
     LayoutSignature,
     Prepare,
-    Sampling,
     SpanPages,
 )
 from tests.pd.steps import GOOD, greeted, of_type, sent, start_event, tell
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_request, make_settings
 from tests.pd.world import World
 
-# ---- who may not talk to whom ----
+# ---- engines that do not fit ----
+
+
+PLAIN = SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -110,9 +113,9 @@ def test_engines_without_a_common_way_are_refused(changes: dict[str, Any]) -> No
     assert not side.clients
 
 
-def test_nobody_is_served_before_hello() -> None:
+def test_no_peer_is_served_before_hello() -> None:
     side = PrefillSide(make_settings("p", 2))
-    out = tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(4), sampling=Sampling(), seed=1, held=0))
+    out = tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(4), sampling=PLAIN, seed=1, held=0))
     assert isinstance(sent(out)[0], HelloNo)
     assert not of_type(out, AddPrefill)
     assert side.rejects["no_hello"] == 1
@@ -153,7 +156,7 @@ def test_a_done_that_does_not_add_up_fails_the_handoff(wrong: dict[str, Any]) ->
     side = greeted()
     side.handle(start_event(length=4), 0.0)
     tell(side, "p0#1", Data(**GOOD))
-    side.handle(Copied(xid="x0", piece=0), 0.0)
+    side.handle(TakenIn(xid="x0", piece=0), 0.0)
     values = {"xid": "x0", "grant": 1, "token": 5, "piece_count": 1, "page_count": 1, "byte_count": PAGE_BYTES}
     out = tell(side, "p0#1", Done(**{**values, **wrong}))
     assert [r.code for r in of_type(out, Recompute)] == ["mismatch"]
@@ -164,7 +167,7 @@ def test_what_a_peer_says_it_found_cached_is_believed_as_far_as_it_can_be() -> N
     side = greeted()
     side.handle(start_event(length=4), 0.0)
     tell(side, "p0#1", Data(**GOOD))
-    side.handle(Copied(xid="x0", piece=0), 0.0)
+    side.handle(TakenIn(xid="x0", piece=0), 0.0)
     said = {"device": 4, "host": -1, "storage": 5, "a label of its own": 1}
     done = Done(xid="x0", grant=1, token=5, piece_count=1, page_count=1, byte_count=PAGE_BYTES, cached_tokens=said)
     (landed,) = of_type(tell(side, "p0#1", done), Landed)
@@ -192,14 +195,21 @@ def test_a_flipped_byte_fails_the_handoff_with_the_code_digest() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prompt": b""}, {"prompt": bytes(7)}, {"grant": 0}, {"held": 8}, {"deadline_s": float("nan")},
-     {"sampling": Sampling(temperature=-1.0)}],
+    [{"prompt": b""}, {"prompt": bytes(7)}, {"grant": 0}, {"held": 8}, {"deadline_s": float("nan")}],
     ids=str,
 )  # fmt: skip
 def test_a_senseless_prepare_is_answered_with_fail(wrong: dict[str, Any]) -> None:
     side = PrefillSide(make_settings("p", 2))
     tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    values = {"xid": "x", "rid": "r", "grant": 1, "prompt": bytes(32), "sampling": Sampling(), "seed": 1, "held": 0}
+    values = {
+        "xid": "x",
+        "rid": "r",
+        "grant": 1,
+        "prompt": bytes(32),
+        "sampling": PLAIN,
+        "seed": 1,
+        "held": 0,
+    }
     out = tell(side, "in-1", Prepare(**{**values, **wrong}))
     (fail,) = sent(out)
     assert isinstance(fail, Fail)
@@ -211,7 +221,7 @@ def test_a_grant_of_another_size_or_a_used_number_is_not_accepted() -> None:
     side = PrefillSide(make_settings("p", 2))
     tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
     for grant, xid in ((4, "x"), (5, "y")):
-        prepare = Prepare(xid=xid, rid=xid, grant=grant, prompt=bytes(36), sampling=Sampling(), seed=1, held=4)
+        prepare = Prepare(xid=xid, rid=xid, grant=grant, prompt=bytes(36), sampling=PLAIN, seed=1, held=4)
         tell(side, "in-1", prepare)
     one, two = (SpanPages(part=0, first=1, pages=pages) for pages in ([1], [1, 2]))
     out = tell(side, "in-1", Grant(xid="x", grant=4, spans=(one,)))

@@ -1,4 +1,4 @@
-"""The cluster secret: who knows it is greeted, who does not is told so, and nothing overheard helps anybody."""
+"""The cluster secret: a peer that knows it is greeted, another is refused in words, and a repeated greeting fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serinus.pd import ClosePeer, DecodeSide, PeerChanged, PeerState, PrefillSide, Received, Send, WantPeer
+from serinus.pd import ClosePeer, DecodeSide, PeerChanged, PeerState, PrefillSide, Send, WantPeer
+from serinus.wire import PeerMessage
 from serinus.wire.messages import Hello, HelloAgain, HelloNo, HelloOk, Message
 from tests.pd.steps import of_type, sent
 from tests.pd.tiny import make_settings
@@ -31,10 +32,10 @@ def greet(decode: DecodeSide, prefill: PrefillSide, peer: str = "in-1", incarnat
     while to_prefill:
         message = to_prefill.pop(0)
         log.append(("decode", message))
-        for answer in sent(prefill.handle(Received(peer=peer, incarnation=incarnation, message=message), 0.0)):
+        for answer in sent(prefill.handle(PeerMessage(peer=peer, incarnation=incarnation, message=message), 0.0)):
             log.append(("prefill", answer))
             name = next(p.name for p in decode.peers)
-            out = decode.handle(Received(peer=name, incarnation=2, message=answer), 0.0)
+            out = decode.handle(PeerMessage(peer=name, incarnation=2, message=answer), 0.0)
             actions.extend(out)
             to_prefill.extend(sent(out))
     return log, actions
@@ -53,7 +54,7 @@ def test_two_that_share_a_secret_greet_each_other_in_two_round_trips() -> None:
     [("s", "t", "you do not know the cluster secret"), ("", "t", "it wants a cluster secret"),
      ("s", "", "it does not know the cluster secret")],
 )  # fmt: skip
-def test_who_does_not_know_the_secret_is_refused_in_words(ours: str, theirs: str, words: str) -> None:
+def test_an_engine_that_does_not_know_the_secret_is_refused_with_a_reason(ours: str, theirs: str, words: str) -> None:
     decode, prefill = sides(ours, theirs)
     _, actions = greet(decode, prefill)
     assert decode.peers[0].state is PeerState.REFUSED
@@ -71,9 +72,9 @@ def test_a_greeting_that_was_overheard_is_of_no_use() -> None:
     assert proof.mac
     for peer, first in (("in-2", None), ("in-3", msgspec.structs.replace(proof, mac=b""))):
         if first is not None:
-            (again,) = sent(prefill.handle(Received(peer=peer, incarnation=1, message=first), 0.0))
+            (again,) = sent(prefill.handle(PeerMessage(peer=peer, incarnation=1, message=first), 0.0))
             assert isinstance(again, HelloAgain)
-        out = prefill.handle(Received(peer=peer, incarnation=1, message=proof), 0.0)
+        out = prefill.handle(PeerMessage(peer=peer, incarnation=1, message=proof), 0.0)
         assert isinstance(sent(out)[0], HelloNo), "it covers the nonce of another connection"
         assert of_type(out, ClosePeer)
     assert [client.peer for client in prefill.clients] == ["in-1"]
@@ -86,10 +87,10 @@ CHANGES = [{"engine": "e"}, {"endpoints": {"shm": (b"mine",)}}, {"host": "elsewh
 def test_a_greeting_that_was_changed_on_the_way_is_refused(change: dict[str, Any]) -> None:
     decode, prefill = sides("s", "s")
     hello = sent(decode.handle(WantPeer(address="p0"), 0.0))[0]
-    (again,) = sent(prefill.handle(Received(peer="in-1", incarnation=1, message=hello), 0.0))
-    (proof,) = sent(decode.handle(Received(peer="p0#1", incarnation=2, message=again), 0.0))
+    (again,) = sent(prefill.handle(PeerMessage(peer="in-1", incarnation=1, message=hello), 0.0))
+    (proof,) = sent(decode.handle(PeerMessage(peer="p0#1", incarnation=2, message=again), 0.0))
     forged = msgspec.structs.replace(proof, **change)
-    assert isinstance(sent(prefill.handle(Received(peer="in-1", incarnation=1, message=forged), 0.0))[0], HelloNo)
+    assert isinstance(sent(prefill.handle(PeerMessage(peer="in-1", incarnation=1, message=forged), 0.0))[0], HelloNo)
 
 
 def test_an_incarnation_cannot_be_borrowed() -> None:
@@ -103,14 +104,16 @@ def test_strangers_that_never_answer_are_forgotten() -> None:
     decode, prefill = sides("s", "s")
     (hello,) = sent(decode.handle(WantPeer(address="p0"), 0.0))
     for i in range(1000):
-        prefill.handle(Received(peer=f"in-{i}", incarnation=1, message=hello), 0.0)
+        prefill.handle(PeerMessage(peer=f"in-{i}", incarnation=1, message=hello), 0.0)
     assert len(prefill._clients._strangers) <= 256
 
 
 def test_a_peer_that_asks_for_the_proof_twice_is_refused() -> None:
     decode, _ = sides("s", "s")
     decode.handle(WantPeer(address="p0"), 0.0)
-    outs = [decode.handle(Received(peer="p0#1", incarnation=2, message=HelloAgain(nonce=b"n")), 0.0) for _ in range(2)]
+    outs = [
+        decode.handle(PeerMessage(peer="p0#1", incarnation=2, message=HelloAgain(nonce=b"n")), 0.0) for _ in range(2)
+    ]
     assert [len(of_type(out, Send)) for out in outs] == [1, 0]
     assert "twice" in decode.refusal("p0")[1]
 

@@ -10,9 +10,9 @@ import pytest
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.models import load_spec
-from serinus.testing.checkpoints import make_toy
+from serinus.models.small_checkpoints import make_toy
+from serinus.selftest import EnginePair
 from serinus.testing.oracle import toy_continue
-from serinus.testing.pair import EnginePair
 
 
 @pytest.mark.slow
@@ -36,4 +36,4 @@ def test_pages_of_both_parts_land_and_the_window_goes_on(tmp_path: Path) -> None
         assert usage is not None
         assert usage.prefill_engine == "prefill-0"
     both.check()
-    assert both.prefill_port.machine.handoff_count == 0
+    assert both.port_of(both.prefill).machine.handoff_count == 0

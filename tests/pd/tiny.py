@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
-from serinus.pd import PdSettings, digest_pages
+from serinus.pd import HandoffSettings, digest_pages
 from serinus.wire.messages import LayoutSignature
 
 PAGE_SIZE = 4
@@ -21,7 +21,7 @@ LAYOUT = LayoutSignature(
 )
 
 
-def make_settings(engine: str, incarnation: int, **changes: object) -> PdSettings:
+def make_settings(engine: str, incarnation: int, **changes: object) -> HandoffSettings:
     """Settings of a tiny engine."""
     values: dict[str, object] = {
         "engine": engine,
@@ -32,7 +32,7 @@ def make_settings(engine: str, incarnation: int, **changes: object) -> PdSetting
         "host": "here",
         "piece_bytes_max": 2 * PAGE_BYTES,
     }
-    return PdSettings(**{**values, **changes})  # type: ignore[arg-type]
+    return HandoffSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def make_request(rid: str, length: int, seed: int = 0) -> Request:
@@ -59,7 +59,7 @@ def first_token(prompt: NDArray[np.int32]) -> int:
 
 @dataclass(slots=True)
 class Pool:
-    """Pages 1 .. count - 1 and who owns each."""
+    """Pages 1 .. count - 1 and the owner of each."""
 
     count: int
     data: NDArray[np.uint8] = field(init=False)

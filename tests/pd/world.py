@@ -1,9 +1,9 @@
 """Decode and prefill engines reduced to handoff machines and tiny pools; the test decides the order of everything.
 
 Pages hold bytes that name the prompt and the page, so a page with anything else in it is noticed. Freed pages and
-released staging bytes are scribbled over. The world keeps its own account of who may write and who may read:
+released staging bytes are scribbled over. The world keeps its own account of what may be written and read:
 
-    I1  a granted page is not given to anybody else         I2  every CopyIn writes pages its handoff holds then
+    I1  a granted page is given to no other request         I2  every TakeIn writes pages its handoff holds then
     I3  a closed grant changes only a counter               I4  pages are read only while they are held
     I6  what landed is what was computed                    I7  each handoff has exactly one end
     I9  granted = sent = landed                             I12 after calm nothing is held anywhere
@@ -24,31 +24,30 @@ from serinus.pd import (
     AddPrefill,
     CancelHandoff,
     ClosePeer,
-    Copied,
-    CopyIn,
     DecodeEvent,
     DecodeSide,
     EndPrefill,
     Landed,
+    MovePiece,
     OpenPeer,
     PeerChanged,
-    PeerLost,
-    PieceStaged,
+    PieceMoved,
+    PieceStatus,
     PrefillDrained,
     PrefillEvent,
     PrefillSide,
-    Received,
     Recompute,
     ReleaseChunk,
     Send,
-    StageFull,
-    StagePiece,
     StartHandoff,
+    TakeIn,
+    TakenIn,
     Tick,
     Unstage,
     digest_pages,
     first_bad_page,
 )
+from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import Data, Message
 from tests.pd.tiny import PAGE_BYTES, PAGE_SIZE, Pool, first_token, full, make_request, make_settings, page_content
 
@@ -123,7 +122,7 @@ class World:
     def _new_decode(self, d: int) -> DecodeSide:
         self.lives += 1
         self.decode_life[d] = self.lives
-        return DecodeSide(make_settings(f"decode-{d}", self.lives), mint_xid=self._mint)
+        return DecodeSide(make_settings(f"decode-{d}", self.lives), mint=self._mint)
 
     def _new_prefill(self, p: int) -> PrefillSide:
         self.lives += 1
@@ -184,7 +183,7 @@ class World:
         self.to_prefill(p, EndPrefill(xid=xid, code=code, reason="gave up"))
 
     def tick(self, seconds: float) -> None:
-        """Time passes for everybody who lives."""
+        """Time passes for all engines that run."""
         self.now += seconds
         for d in range(len(self.decode)):
             self.to_decode(d, Tick())
@@ -236,9 +235,9 @@ class World:
             return
         if message is None:
             link.decode_open = False
-            self.to_decode(link.decode, PeerLost(peer=link.decode_name, reason="the connection broke"))
+            self.to_decode(link.decode, Gone(peer=link.decode_name, reason="the connection broke"))
             return
-        event = Received(peer=link.decode_name, incarnation=link.incarnations[1], message=message)
+        event = PeerMessage(peer=link.decode_name, incarnation=link.incarnations[1], message=message)
         self.to_decode(link.decode, event)
 
     def deliver_to_prefill(self, link: Link) -> None:
@@ -251,9 +250,9 @@ class World:
         if message is None:
             link.prefill_open = False
             link.staging.clear()
-            self.to_prefill(link.prefill, PeerLost(peer=link.prefill_name, reason="the connection broke"))
+            self.to_prefill(link.prefill, Gone(peer=link.prefill_name, reason="the connection broke"))
             return
-        event = Received(peer=link.prefill_name, incarnation=link.incarnations[0], message=message)
+        event = PeerMessage(peer=link.prefill_name, incarnation=link.incarnations[0], message=message)
         self.to_prefill(link.prefill, event)
 
     def corrupt(self, link: Link) -> None:
@@ -300,7 +299,7 @@ class World:
                         if link is not None and link.decode_open:
                             link.decode_open = False
                             link.to_prefill.append(None)
-                    case CopyIn():
+                    case TakeIn():
                         events.appendleft(self._copy_in(d, action))
                     case Landed():
                         self._landed(d, action)
@@ -328,7 +327,7 @@ class World:
                     case AddPrefill():
                         assert action.xid not in self.jobs[p], f"{action.xid} was added twice"
                         self.jobs[p][action.xid] = Job(request=action.request, held_pages=action.held // PAGE_SIZE)
-                    case StagePiece():
+                    case MovePiece():
                         events.append(self._stage(p, action))
                     case Unstage():
                         link = self._link(prefill=(p, action.peer))
@@ -370,19 +369,20 @@ class World:
         index = next(i for i, chunk in enumerate(job.chunks) if np.array_equal(chunk, action.spans[0].pages))
         self.prefill_pools[p].give(action.xid, job.chunks.pop(index))
 
-    def _stage(self, p: int, action: StagePiece) -> PieceStaged | StageFull:
+    def _stage(self, p: int, action: MovePiece) -> PieceMoved:
         link = self._link(prefill=(p, action.peer))
         assert link is not None
         if len(link.staging) >= self.room:
-            return StageFull(
-                peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank, others=len(link.staging)
-            )
+            return PieceMoved(
+                peer=action.peer, xid=action.xid, piece=action.piece, rank=action.rank, status=PieceStatus.FULL,
+                others=len(link.staging),
+            )  # fmt: skip
         pool = self.prefill_pools[p]
         for page in action.pages.tolist():
             assert pool.owner.get(page) == action.xid, f"I4: page {page} is read and not held"
         rows = pool.data[action.pages]
         link.staging[action.xid, action.piece, action.rank] = rows
-        return PieceStaged(
+        return PieceMoved(
             peer=action.peer,
             xid=action.xid,
             piece=action.piece,
@@ -392,23 +392,23 @@ class World:
             shm_name="world",
         )
 
-    def _copy_in(self, d: int, action: CopyIn) -> Copied:
+    def _copy_in(self, d: int, action: TakeIn) -> TakenIn:
         rid = next((rid for rid, asked in self.asked[d].items() if np.isin(action.pages, asked.pages).all()), None)
-        assert rid is not None, f"I2: {action.pages} are filled for {action.xid} and held by nobody who asked"
+        assert rid is not None, f"I2: {action.pages} are filled for {action.xid} and no request that asked holds them"
         granted = self.decode[d].granted(rid)
         assert granted, f"I2: {rid} has no open grant"
         for page in action.pages.tolist():
             assert self.pools[d].owner.get(page) == rid, f"I2: page {page} is not {rid}'s"
         link = self._link(decode=(d, action.peer))
         assert link is not None
-        rows = link.staging.get((action.xid, action.data.piece, 0))
+        rows = link.staging.get((action.xid, action.piece, 0))
         if rows is None:  # the sender died with its memory
-            return Copied(xid=action.xid, piece=action.data.piece, error="nothing is there", code="transfer")
+            return TakenIn(xid=action.xid, piece=action.piece, error="nothing is there", code="transfer")
         self.pools[d].data[action.pages] = rows
-        bad = first_bad_page(rows, action.digest_seed, action.data.digests)
+        bad = first_bad_page(rows, action.digest_seed, action.digests)
         if bad is not None:
-            return Copied(xid=action.xid, piece=action.data.piece, error=f"page {bad} differs", code="digest")
-        return Copied(xid=action.xid, piece=action.data.piece)
+            return TakenIn(xid=action.xid, piece=action.piece, error=f"page {bad} differs", code="digest")
+        return TakenIn(xid=action.xid, piece=action.piece)
 
     def _landed(self, d: int, action: Landed) -> None:
         asked = self.asked[d][action.rid]
@@ -432,12 +432,12 @@ class World:
         """What must hold after every step."""
         for p, jobs in enumerate(self.jobs):
             held = sum(len(chunk) for job in jobs.values() for chunk in job.chunks)
-            assert held == len(self.prefill_pools[p].owner), "a chunk is held by nobody's handoff"
+            assert held == len(self.prefill_pools[p].owner), "a chunk is held by no handoff"
         for link in self.links:
             assert len(link.staging) <= self.room
 
     def assert_empty(self) -> None:
-        """I12: nothing is held anywhere, and everybody agrees that nothing goes on."""
+        """I12: nothing is held anywhere, and all machines agree that nothing goes on."""
         for d, machine in enumerate(self.decode):
             assert not self.asked[d], f"never ended: {list(self.asked[d])}"
             assert machine.handoff_count == 0
@@ -453,4 +453,4 @@ class World:
                 assert not client.live
                 assert not client.early
         for link in self.links:
-            assert not (link.staging and link.prefill_open), "bytes are staged for nobody"
+            assert not (link.staging and link.prefill_open), "bytes are staged for no peer"

@@ -58,7 +58,7 @@ def loading(op: int, part: Part, source: list[int], target: list[int]) -> Move:
 
 
 class HeldPool(DevicePool):
-    """A device pool whose copies wait for the test's word, one permit a call, and fail where it says so."""
+    """A device pool of which each copy waits for a permit of the test, and fails where the test says so."""
 
     def __init__(self, spec: PoolSpec) -> None:
         super().__init__(spec, load("cpu"))
@@ -162,7 +162,7 @@ def test_a_gate_waits_for_no_load_that_was_submitted_later() -> None:
     mover.submit([loading(1, FULL, [2], [4])])
     assert pool.arrived.acquire(timeout=WAIT_S)
     for layer in range(3):
-        gate.before_layer(layer)  # would wait for ever: nobody gave a permit
+        gate.before_layer(layer)  # would wait for ever: there is no permit
     gate.after(None)
     assert mover.open_count == 1
     pool.permits.release(3)
@@ -184,7 +184,7 @@ def test_a_load_overtakes_backups_and_completions_are_told_in_the_order_of_submi
     mover.close()
 
 
-@pytest.mark.parametrize("error", [ValueError("a page of nobody"), RuntimeError("device lost"), MemoryError("full")])
+@pytest.mark.parametrize("error", [ValueError("no such page"), RuntimeError("device lost"), MemoryError("full")])
 def test_a_copy_that_fails_says_so_and_lets_the_forward_pass_through(error: BaseException) -> None:
     pool, device, host, parts = held()
     mover = Mover(device, host, parts, WallClock())

@@ -15,7 +15,7 @@ import pytest
 from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import ConfigError
 from serinus.pool import HostPool
-from serinus.pool.storage import FileStorage, ShelfCounts
+from serinus.pool.storage import Disk, FileStorage, ShelfCounts
 from serinus.pool.storage.file import HEADER_BYTES
 from tests.pool.storing import FILE_BYTES, FULL, KEYS, SWA, files, leftovers, only, pages, read, stored
 from tests.pool.writers import SPEC, key_of, storage_of
@@ -155,7 +155,7 @@ def test_files_of_other_people_are_left_alone(tmp_path: Path, host: HostPool) ->
     storage.close()
 
 
-def test_a_pipe_a_folder_or_a_link_in_place_of_a_page_holds_nobody_up(tmp_path: Path, host: HostPool) -> None:
+def test_a_pipe_a_folder_or_a_link_in_place_of_a_page_blocks_no_reader(tmp_path: Path, host: HostPool) -> None:
     storage = storage_of(tmp_path, host)
     stored(storage, KEYS[:3])
     for file, make in zip(files(tmp_path), (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)), strict=True):
@@ -189,13 +189,12 @@ def test_a_full_disk_costs_a_warning_and_the_engine_goes_on(
 ) -> None:
     full = [False]
 
-    def create(path: str) -> int:
-        return os.open("/dev/full" if full[0] else path, os.O_WRONLY | os.O_CREAT, 0o600)
+    class FullDisk(Disk):
+        def create(self, path: str) -> int:
+            return os.open("/dev/full" if full[0] else path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     clock = ManualClock()
-    storage = FileStorage(
-        tmp_path, host={FULL: host}, namespace="n", byte_max=None, clock=clock, threads=1, create=create
-    )
+    storage = FileStorage(tmp_path, host={FULL: host}, namespace="n", byte_max=None, clock=clock, disk=FullDisk())
     storage.write(1, FULL, KEYS[:1], pages(1, 1))
     assert only(storage.wait()).good == 1
     full[0] = True
@@ -219,10 +218,11 @@ def test_a_full_disk_costs_a_warning_and_the_engine_goes_on(
 
 
 def test_a_write_that_fails_midway_leaves_no_file(tmp_path: Path, host: HostPool) -> None:
-    def create(path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)  # EBADF at the first byte
+    class BrokenDisk(Disk):
+        def create(self, path: str) -> int:
+            return os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)  # EBADF at the first byte
 
-    storage = storage_of(tmp_path, host, create=create)
+    storage = storage_of(tmp_path, host, disk=BrokenDisk())
     storage.write(1, FULL, KEYS[:2], pages(1, 2))
     assert only(storage.wait()).good == 0
     assert not files(tmp_path)
@@ -244,13 +244,14 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, h
     gone.write_bytes(b"half a page")
     holds, goes_on = threading.Event(), threading.Event()
 
-    def create(path: str) -> int:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        holds.set()
-        assert goes_on.wait(20)
-        return fd
+    class HeldDisk(Disk):
+        def create(self, path: str) -> int:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            holds.set()
+            assert goes_on.wait(20)
+            return fd
 
-    alive = storage_of(tmp_path, host, create=create)
+    alive = storage_of(tmp_path, host, disk=HeldDisk())
     assert not gone.exists()
     alive.write(1, FULL, KEYS[:1], pages(1, 1))
     assert holds.wait(20)

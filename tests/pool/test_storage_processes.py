@@ -23,7 +23,7 @@ from tests.pool.writers import KEY_COUNT, SPEC, bytes_of, key_of, storage_of
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[subprocess.Popen[str]]:
-    """See tests/pool/writers.py."""
+    """A process that forks writers (tests/pool/writers.py)."""
     words = [sys.executable, "-m", "tests.pool.writers"]
     root = Path(__file__).parents[2]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
@@ -72,7 +72,7 @@ def test_after_a_kill_in_the_midst_of_writing_every_page_is_whole_or_missing(
         while True:
             child, words = said(nursery)
             if child != round_:
-                continue  # last words of one that was killed
+                continue  # output of a child that was killed
             assert words[0] != "all", f"seed {seed}, round {round_}: the child was too fast to be killed"
             if words[0] == "pid":
                 pid = int(words[1])

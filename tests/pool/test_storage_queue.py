@@ -1,4 +1,4 @@
-"""The queue before a shelf: who goes first, what is bounded, what ends how."""
+"""The queue before a shelf: which task goes first, what is bounded, what ends how."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from serinus.core.clock import WallClock
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.pool import HostPool
+from serinus.pool import HostPool, ThreadWorkers
 from serinus.pool.storage import MemoryStorage, PageDict, QueuedStorage
 from tests.pool.storing import FULL, KEYS, only, pages, stored
 from tests.pool.writers import bytes_of
 
 
 class HeldShelf(PageDict):
-    """A shelf whose calls wait for the test's word."""
+    """A shelf of which each call waits for a permit of the test."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -45,7 +45,7 @@ class HeldShelf(PageDict):
 
 def held(host: HostPool, **more: int) -> tuple[HeldShelf, QueuedStorage]:
     shelf = HeldShelf()
-    return shelf, QueuedStorage(shelf, host={FULL: host}, clock=WallClock(), threads=1, **more)
+    return shelf, QueuedStorage(shelf, host={FULL: host}, clock=WallClock(), workers=ThreadWorkers("test"), **more)
 
 
 def test_reads_go_before_writes_that_wait(host: HostPool) -> None:

@@ -1,7 +1,7 @@
-"""A process whose children write pages until they are killed: `python -m tests.pool.writers`.
+"""A process with children that write pages until they are killed: `python -m tests.pool.writers`.
 
-A line `FOLDER SEED` on stdin starts a child; it says `SEED pid PID`, then `SEED stored INDEX` for every page whose
-write has ended, and `SEED all`.
+A line `FOLDER SEED` on stdin starts a child; it says `SEED pid PID`, then `SEED stored INDEX` for every page that is
+stored, and `SEED all`.
 The imports are paid once. Also what the tests know about the pages: their bytes follow from their key.
 """
 

@@ -232,7 +232,7 @@ def test_stop_ids_are_forbidden_until_min_new_tokens() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}])
-def test_a_row_whose_every_id_is_forbidden_still_yields_a_token(given: dict[str, Any]) -> None:
+def test_a_row_with_every_id_forbidden_still_yields_a_token(given: dict[str, Any]) -> None:
     found = SAMPLER.sample(random_row(3)[None], [spec(min_new_tokens=9, stop_ids=range(VOCAB), **given)])
     assert 0 <= found[0].token < VOCAB
 

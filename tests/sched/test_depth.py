@@ -1,4 +1,4 @@
-"""Several plans under way: who is in which, what is taken from whom, what a commit changes for the plans behind it."""
+"""Several plans under way: the requests of each, retraction beside them, and what a commit changes for later plans."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from serinus.cache import PartGeometry
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.handoff import HandoffSpec
+from serinus.core.parts import Part
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason
 from serinus.testing.builders import make_request
 from serinus.testing.fake_runner import fake_continue, fake_prompt_logprobs
-from serinus.testing.handoff_pair import HandoffPair
 from serinus.testing.tiny_engine import TinyEngine
 from tests.sched.depth_drive import drive
 
@@ -41,14 +42,14 @@ def rids(plan: StepPlan | None) -> list[str]:
 
 
 def finish(engine: TinyEngine, **prompts: list[int]) -> None:
-    """Everybody ends, with the oracle's tokens, and leaves nothing behind."""
+    """All requests end with the oracle's tokens, and leave nothing behind."""
     engine.run()
     engine.end_copies()
     engine.run()
     for rid, prompt in prompts.items():
         answer = engine.answers[rid]
         request = make_request(rid, prompt)
-        assert answer.tokens == fake_continue(request, len(answer.tokens), 1000, window=engine.runner.window), rid
+        assert answer.tokens == fake_continue(request, len(answer.tokens), 1000, windows=engine.runner.windows), rid
         assert answer.finish is FinishReason.LENGTH, rid
     engine.check_drained()
 
@@ -76,15 +77,15 @@ def test_commits_come_in_the_order_of_plans() -> None:
 
 
 @pytest.mark.parametrize(("depth", "shares"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (8, [1, 1, 1, 1, 1])])
-def test_each_plan_takes_its_share_of_those_who_decode(depth: int, shares: list[int]) -> None:
+def test_each_plan_takes_its_share_of_the_decoding_requests(depth: int, shares: list[int]) -> None:
     engine = decoding(5, depth=depth)
     plans = [planned(engine) for _ in shares]
     assert [len(plan.work) for plan in plans] == shares
     assert Counter(rid for plan in plans for rid in rids(plan)) == {f"r{i}": 1 for i in range(5)}
-    assert depth == len(shares) or engine.plan() is None  # everybody is under way
+    assert depth == len(shares) or engine.plan() is None  # all requests are under way
 
 
-def test_nobody_starves_where_fewer_plans_are_made_than_there_may_be() -> None:
+def test_no_request_starves_where_fewer_plans_are_made_than_there_may_be() -> None:
     engine = decoding(5, depth=3)
     for _ in range(15):
         planned(engine)
@@ -140,7 +141,7 @@ def test_one_that_is_aborted_stays_until_the_last_of_its_plans() -> None:
     engine.check_drained()
 
 
-def test_who_lacks_a_page_sits_out_while_the_youngest_is_under_way_and_takes_its_pages_then() -> None:
+def test_a_request_that_lacks_a_page_waits_while_the_youngest_is_under_way_and_takes_its_pages_then() -> None:
     engine = TinyEngine(depth=2, page_count=5, growth_tokens=0)
     old, young = [1] * 7, [2] * 5
     engine.add("old", old, max_new_tokens=5)
@@ -159,7 +160,7 @@ def test_who_lacks_a_page_sits_out_while_the_youngest_is_under_way_and_takes_its
     finish(engine, old=old, young=young)
 
 
-def test_while_somebody_sits_out_nobody_younger_gets_another_chunk() -> None:
+def test_while_a_request_waits_for_a_page_no_younger_request_gets_another_chunk() -> None:
     engine = TinyEngine(depth=2, page_count=9, growth_tokens=0, chunked_prefill_size=8)
     old, young = [1] * 7, [2] * 24
     engine.add("old", old, max_new_tokens=5)
@@ -196,7 +197,7 @@ def test_rows_are_rewritten_in_the_next_plan_where_two_computed_the_same_page_si
 
 @pytest.mark.parametrize("window", [3, 6])
 def test_a_window_moves_on_under_chunks_of_several_plans(window: int) -> None:
-    engine = TinyEngine(depth=3, chunked_prefill_size=8, window=window, swa_page_count=9)
+    engine = TinyEngine(depth=3, chunked_prefill_size=8, beside={Part.SWA: PartGeometry(pages=9, window=window)})
     long = list(range(100, 148))
     engine.add("a", long, max_new_tokens=5)
     engine.add("b", PROMPT, max_new_tokens=5)
@@ -204,7 +205,9 @@ def test_a_window_moves_on_under_chunks_of_several_plans(window: int) -> None:
 
 
 def test_a_prompt_whose_window_moves_on_at_its_commit_takes_no_page_from_others_before() -> None:
-    engine = TinyEngine(depth=2, window=4, swa_page_count=9, growth_tokens=0, chunked_prefill_size=-1)
+    engine = TinyEngine(
+        depth=2, beside={Part.SWA: PartGeometry(pages=9, window=4)}, growth_tokens=0, chunked_prefill_size=-1
+    )
     old = list(range(100, 148))
     engine.add("old", old, max_new_tokens=2)
     engine.scheduler.add(make_request("young", [5] * 6, max_new_tokens=2), remote=True)
@@ -331,8 +334,9 @@ def test_nothing_is_published_onto_pages_of_a_load_that_has_not_ended(fails: boo
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_load_of_an_old_window_leaves_alone_who_only_shares_the_prefix(depth: int) -> None:
-    engine = TinyEngine(depth=depth, host_pages=65, host_swa_pages=65, auto=False, window=4, swa_page_count=12)
+def test_a_failed_load_of_an_old_window_spares_requests_that_only_share_the_prefix(depth: int) -> None:
+    sliding = {Part.SWA: PartGeometry(pages=12, host_pages=65, window=4)}
+    engine = TinyEngine(depth=depth, host_pages=65, beside=sliding, auto=False)
     long = [*PROMPT[:12], *range(60, 80)]
     engine.add("warm", PROMPT[:12], max_new_tokens=1)
     engine.run()
@@ -346,7 +350,7 @@ def test_a_failed_load_of_an_old_window_leaves_alone_who_only_shares_the_prefix(
     assert engine.mover is not None
     while not any(m.kind.value == "load" for copy in engine.mover.pending.values() for m in copy.moves):
         engine.end_copies()
-        engine.cache.evict(12, part=engine.cache.geometry.parts[1])
+        engine.cache.evict(12, part=Part.SWA)
         if "b" not in engine.scheduler:
             engine.add("b", [*PROMPT[:12], 99], max_new_tokens=3)
         if engine.scheduler.under_way == depth:
@@ -359,40 +363,6 @@ def test_a_failed_load_of_an_old_window_leaves_alone_who_only_shares_the_prefix(
     usage = engine.answers["a"].last.usage  # type: ignore[union-attr]
     assert usage is not None
     assert usage.retractions == 0
-
-
-# The journal
-
-
-def test_the_journal_tells_every_change_of_queue_once_and_in_order() -> None:
-    engine = TinyEngine(journal=True, chunked_prefill_size=8)
-    engine.add("a", PROMPT, max_new_tokens=2)
-    assert engine.scheduler.take_moves() == (("a", "waiting"),)
-    engine.step()
-    assert engine.scheduler.take_moves() == (("a", "running"),)
-    engine.step()
-    assert engine.scheduler.take_moves() == ()
-    engine.run()
-    assert engine.scheduler.take_moves() == (("a", ""),)
-    engine.add("a", PROMPT, max_new_tokens=2)
-    engine.scheduler.abort("a", "client gone")
-    engine.add("a", PROMPT, max_new_tokens=2)
-    assert engine.scheduler.take_moves() == (("a", "waiting"), ("a", ""), ("a", "waiting"))
-
-
-def test_the_journal_tells_both_sides_of_a_handoff() -> None:
-    pair = HandoffPair(journal=True)
-    pair.add(make_request("r", PROMPT, max_new_tokens=3), remote=True)
-    pair.calm()
-    assert pair.decode.scheduler.take_moves() == (
-        ("r", "prealloc"), ("r", "transfer"), ("r", "running"), ("r", ""),
-    )  # fmt: skip
-    assert [queue for _, queue in pair.prefill.scheduler.take_moves()] == ["waiting", "running", "inflight", ""]
-
-
-def test_a_journal_that_is_not_kept_cannot_be_read() -> None:
-    with pytest.raises(InvariantError, match="journal = True"):
-        TinyEngine().scheduler.take_moves()
 
 
 # All at once

@@ -18,7 +18,7 @@ PROMPT = list(range(10, 32))
 
 
 def started(pair: HandoffPair, prompt: list[int] = PROMPT, **sampling: Any) -> Handoff:
-    """A remote request whose pages are reserved and whose prefill is asked for."""
+    """A remote request with reserved pages, after its prefill was asked for."""
     pair.add(make_request("a", prompt, **{"max_new_tokens": 6, **sampling}), remote=True)
     pair.reserve()
     handoff = next(iter(pair.handoffs.values()))
@@ -80,7 +80,7 @@ def test_nothing_that_decode_holds_is_announced_even_if_prefill_must_compute_it(
     assert engine.runner.token_count == 22
 
 
-def test_announced_pages_are_canonical_when_somebody_published_the_same_prompt_first() -> None:
+def test_announced_pages_are_canonical_when_another_request_published_the_same_prompt_first() -> None:
     engine = TinyEngine(chunked_prefill_size=-1)
     engine.add("local", [*PROMPT[:8], *range(300, 330)], max_new_tokens=5)
     engine.scheduler.add(make_request("h", [*PROMPT[:8], *range(400, 420)]), handoff=HandoffSpec(xid="x", held=0))
@@ -162,7 +162,7 @@ def test_what_lands_after_an_abort_changes_nothing() -> None:
     pair.check_drained()
 
 
-def test_reserved_pages_belong_to_nobody_else_until_the_request_ends() -> None:
+def test_reserved_pages_belong_to_no_other_request_until_the_request_ends() -> None:
     pair = HandoffPair(page_count=9)
     handoff = started(pair)
     reserved = set(handoff.reservation.pages.tolist())

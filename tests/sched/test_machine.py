@@ -1,5 +1,5 @@
 """Hypothesis drives two schedulers over tiny pools: arrivals, aborts in every state, retractions, handoffs that fail;
-with one part or two, with and without a host tier and a storage, whose copies end in any order, well or badly.
+with one part or two, with and without a host tier and a storage. Copies end in any order, well or badly.
 
 Up to three plans are under way, run as late as it likes and are committed in order; requests are aborted between.
 
@@ -9,7 +9,6 @@ and ledgers that drain to empty.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,9 +18,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from serinus.cache import PartGeometry
 from serinus.core.errors import PromptTooLong
-from serinus.parallel import QUEUES
-from serinus.sched import Scheduler
+from serinus.core.parts import Part
 from serinus.testing.builders import make_request
 from serinus.testing.fake_mover import FakeMover, FakeStorage
 from serinus.testing.handoff_pair import Handoff, HandoffPair
@@ -86,15 +85,15 @@ class SchedulersUnderFire(RuleBasedStateMachine):
     ) -> None:
         self.serial = 0
         swa = 0 if window is None else 3 + -(-window // page_size) + swa_spare
+        beside = {Part.SWA: PartGeometry(pages=swa, host_pages=host, window=window)} if window else {}
         stored: dict[str, Any] = {"stored": {}, "prefetch_policy": storage} if host and storage != "none" else {}
         self.pair = HandoffPair(
             page_size=page_size, page_count=pages + 1, context_length=26, vocab_size=6, eos_ids=(0,),
             enable_prefix=prefix, max_running_requests=running, chunked_prefill_size=chunk, schedule_policy=policy,
-            growth_tokens=growth, min_remote_tokens=min_remote, window=window, swa_page_count=swa,
-            host_pages=host, host_swa_pages=host if window else 0, write_policy=write_policy, policy=eviction,
-            auto=auto, depth=depth, journal=True, **stored,
+            growth_tokens=growth, min_remote_tokens=min_remote, beside=beside,
+            host_pages=host, write_policy=write_policy, policy=eviction,
+            auto=auto, depth=depth, **stored,
         )  # fmt: skip
-        self.queues: dict[str, dict[str, str]] = {"decode": {}, "prefill": {}}
 
     @rule(
         shared=st.sampled_from(SHARED),
@@ -251,21 +250,6 @@ class SchedulersUnderFire(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         if hasattr(self, "pair"):
             self.pair.check()
-            for name, queues in self.queues.items():
-                self._follow(self._engine(name).scheduler, queues)
-
-    def _follow(self, scheduler: Scheduler, queues: dict[str, str]) -> None:
-        """What the journal tells is what there is."""
-        for rid, queue in scheduler.take_moves():
-            assert queues.get(rid, "") != queue, f"{rid} moved from {queue!r} to where it is"
-            queues[rid] = queue
-            if not queue:
-                del queues[rid]
-        counts, stats = Counter(queues.values()), scheduler.stats()
-        assert {gauge: counts[queue] for queue, gauge in QUEUES.items() if queue != "bootstrap"} == {
-            gauge: getattr(stats, gauge) for queue, gauge in QUEUES.items() if queue != "bootstrap"
-        }
-        assert all(rid in scheduler for rid in queues)
 
     def teardown(self) -> None:
         if hasattr(self, "pair"):

@@ -1,4 +1,4 @@
-"""Too little room: who is admitted, who gives way, and that nobody loses a token or says one twice."""
+"""Too little room: which requests are admitted or retracted, and that none loses a token or returns one twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_youngest_gives_way_and_goes_on_later_where_it_was() -> None:
     assert [usage.retractions > 0 for usage in usages if usage] == [False, True]
 
 
-def test_nobody_is_admitted_in_the_step_that_takes_pages_away() -> None:
+def test_no_request_is_admitted_in_a_step_that_retracts_one() -> None:
     engine = TinyEngine(page_count=9, growth_tokens=0)
     engine.add("old", [1, 2, 3, 4], max_new_tokens=24)
     engine.add("young", [5, 6, 7, 8], max_new_tokens=24)
@@ -69,7 +69,7 @@ def test_prompt_logprobs_survive_a_retraction_in_the_middle_of_the_prompt() -> N
     assert engine.answers["c"].prompt_logprobs == fake_prompt_logprobs(young)
 
 
-def test_newcomers_wait_until_those_who_run_have_room_to_grow() -> None:
+def test_newcomers_wait_until_the_running_requests_have_room_to_grow() -> None:
     engine = TinyEngine(page_count=9, growth_tokens=16)
     engine.add("a", [1] * 8, max_new_tokens=20)
     engine.add("b", [2] * 8, max_new_tokens=20)
@@ -93,7 +93,7 @@ def test_a_large_request_at_the_head_of_the_line_is_not_starved_by_small_ones() 
     assert order[:2] == ["first", "large"]
 
 
-def test_cached_pages_make_room_when_nobody_uses_them() -> None:
+def test_cached_pages_make_room_when_no_request_uses_them() -> None:
     engine = TinyEngine(page_count=9)
     for i in range(6):
         request = engine.add(f"r{i}", list(range(100 * i, 100 * i + 24)), max_new_tokens=4)
@@ -116,7 +116,7 @@ def test_fcfs_takes_the_oldest_and_lpm_the_longest_cached_prefix() -> None:
         assert order == expected, policy
 
 
-def test_lpm_lets_nobody_be_passed_for_ever() -> None:
+def test_lpm_lets_no_request_be_passed_for_ever() -> None:
     engine = TinyEngine(schedule_policy="lpm", max_running_requests=1, lpm_skips_max=3)
     engine.add("seed", list(range(20)), max_new_tokens=1)
     engine.run()
@@ -133,7 +133,7 @@ def test_lpm_lets_nobody_be_passed_for_ever() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_long_random_load_on_a_small_pool_answers_everybody_right(page_size: int) -> None:
+def test_a_long_random_load_on_a_small_pool_answers_every_request_right(page_size: int) -> None:
     rng = Rng(page_size)
     engine = TinyEngine(
         page_size=page_size, page_count=64 // page_size + 1, chunked_prefill_size=12, growth_tokens=4,

@@ -90,16 +90,16 @@ def test_generated_tokens_are_found_again_by_the_next_turn_of_a_conversation() -
     assert usage.cached_tokens == {"device": 28}  # 20 + 8 tokens have KV: the last one was never computed
 
 
-@pytest.mark.parametrize("condemned", [True, False])
-def test_a_request_condemned_after_it_was_aborted_publishes_nothing_more(condemned: bool) -> None:
+@pytest.mark.parametrize("untrusted", [True, False])
+def test_a_request_condemned_after_it_was_aborted_publishes_nothing_more(untrusted: bool) -> None:
     engine = TinyEngine()
     request = engine.add("a", PROMPT, max_new_tokens=9)
     plan = engine.scheduler.plan(0.0)
     assert plan is not None
     assert engine.scheduler.abort("a", "its client left") is not None
-    assert engine.scheduler.abort("a", "its KV is wrong", FinishReason.ERROR, condemned=condemned) is None
+    assert engine.scheduler.abort("a", "its KV is wrong", FinishReason.ERROR, untrusted=untrusted) is None
     engine.scheduler.commit(plan, engine.runner.run(plan), 0.0)
-    assert engine.cache.probe("", request.prompt).device == (0 if condemned else 20)
+    assert engine.cache.probe("", request.prompt).device == (0 if untrusted else 20)
     engine.check_drained()
 
 
@@ -247,7 +247,7 @@ def test_aborting_an_unknown_request_changes_nothing() -> None:
     assert TinyEngine().scheduler.abort("nobody", "client gone") is None
 
 
-def test_abort_all_ends_whoever_is_there() -> None:
+def test_abort_all_ends_every_request() -> None:
     engine = TinyEngine(max_running_requests=2)
     for rid in "abcd":
         engine.add(rid, [ord(rid), 1, 2])

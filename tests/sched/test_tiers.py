@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serinus.cache import PartGeometry
 from serinus.core.errors import ConfigError
 from serinus.core.handoff import HandoffSpec
 from serinus.core.parts import Part
@@ -17,7 +18,7 @@ from serinus.testing.handoff_pair import HandoffPair
 from serinus.testing.tiny_engine import TinyEngine
 
 PROMPT = list(range(1, 23))
-SLIDING: dict[str, Any] = {"window": 6, "swa_page_count": 33}
+SLIDING: dict[str, Any] = {"beside": {Part.SWA: PartGeometry(pages=33, window=6)}}
 
 
 def host_hit(**settings: Any) -> TinyEngine:
@@ -33,7 +34,7 @@ def host_hit(**settings: Any) -> TinyEngine:
 
 
 def expected(engine: TinyEngine, rid: str, prompt: list[int], count: int) -> list[int]:
-    return fake_continue(make_request(rid, prompt), count, 1000, window=engine.runner.window)
+    return fake_continue(make_request(rid, prompt), count, 1000, windows=engine.runner.windows)
 
 
 def test_a_request_runs_in_the_step_that_begins_its_load() -> None:
@@ -126,7 +127,7 @@ def stored(**settings: Any) -> TinyEngine:
     return TinyEngine(host_pages=65, stored=pages, auto=False, **settings)
 
 
-def test_a_request_that_waits_for_the_storage_holds_nobody_up() -> None:
+def test_a_request_that_waits_for_the_storage_holds_no_other_request_up() -> None:
     engine = stored(prefetch_policy="wait_complete")
     engine.add("waits", PROMPT, max_new_tokens=2)
     engine.add("other", [7, 8, 9], max_new_tokens=2)
@@ -178,13 +179,15 @@ def test_an_aborted_request_lets_its_prefetch_go() -> None:
 
 
 def test_a_long_request_holds_its_window_and_no_more() -> None:
-    engine = TinyEngine(window=6, swa_page_count=5, page_count=33, context_length=128, chunked_prefill_size=-1)
+    engine = TinyEngine(
+        beside={Part.SWA: PartGeometry(pages=5, window=6)}, page_count=33, context_length=128, chunked_prefill_size=-1
+    )
     engine.add("a", PROMPT, max_new_tokens=90)
     held = []
     while engine.step() is not None:
         state = engine.scheduler._states.get("a")
-        if state is not None and state.swa is not None and state.generated:
-            held.append(state.swa.count)
+        if state is not None and state.generated:
+            held += [row.count for row in state.windowed]
     assert engine.answers["a"].tokens == expected(engine, "a", PROMPT, 90)
     assert max(held) <= 3  # three pages of four tokens: a window of six and the page that is written
     engine.check_drained()
@@ -245,4 +248,4 @@ def test_a_retracted_request_finds_its_pages_on_the_host() -> None:
 
 def test_a_part_without_room_for_one_window_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="part SWA has 2 pages"):
-        TinyEngine(window=12, swa_page_count=3)
+        TinyEngine(beside={Part.SWA: PartGeometry(pages=3, window=12)})

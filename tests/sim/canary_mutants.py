@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from serinus.testing.world import Scenario, draw
+from serinus.canary import Verdict
+from serinus.core.config import ServeConfig
+from serinus.sim import Scenario, draw
 from tests.sim.hunting import mutant, replaced
 
 __all__ = ["damaged", "sound"]
@@ -41,31 +45,37 @@ def terms_not_added() -> Iterator[None]:
 @mutant("what has arrived is not verified", world=damaged)
 def arrivals_not_verified() -> Iterator[None]:
     """Pages are used as they came."""
-    from serinus.canary import Canary
+    from serinus.canary import CanaryLead
 
-    with replaced(Canary, "arrived", lambda self, *rest: []):
+    with replaced(CanaryLead, "arrived", lambda self, rid, own: ""):
         yield
 
 
-@mutant("nobody is ended for what the canary found", world=damaged)
-def nobody_ended() -> Iterator[None]:
+@mutant("no request is failed for what the canary found", world=damaged)
+def none_failed() -> Iterator[None]:
     """It is logged, and the request goes on."""
-    from serinus.engine.judge import Judge
+    from serinus.canary import CanaryLead
 
-    with replaced(Judge, "sentence", lambda self, violations: ()):
+    original = CanaryLead.judge
+
+    def judge(self: CanaryLead, findings: Iterable[tuple[int, object]]) -> tuple[Verdict, ...]:
+        original(self, findings)
+        return ()
+
+    with replaced(CanaryLead, "judge", judge):
         yield
 
 
 @mutant("a digest that differs is no violation", world=damaged)
 def digest_not_compared() -> Iterator[None]:
     """KV is taken for what its stamp says."""
-    from serinus.canary import Canary
-    from serinus.kernels.canary import Reason
+    import serinus.sim.rank as ranks
 
-    original = Canary.take
+    make = ranks.make_canary_rank
 
-    def take(self: Canary, *, wait: bool = False) -> list[object]:
-        return [v for v in original(self, wait=wait) if v.reasons != Reason.VERIFY_REAL_KV_HASH]
+    def made(config: ServeConfig, *rest: Any, **more: Any) -> Any:
+        settings = replace(config.canary, kv_canary_real_data="none")
+        return make(replace(config, canary=settings), *rest, **more)
 
-    with replaced(Canary, "take", take):
+    with replaced(ranks, "make_canary_rank", made):
         yield

@@ -7,24 +7,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from serinus.testing.world import Scenario, draw, run
+from serinus.sim import Scenario, draw, run
 
 __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt", "mutant", "replaced"]
 
 SEEDS_MAX = 200
+_OWN_FAULTS = ("AttributeError", "NameError", "TypeError")
+"""What a patch raises that names something which the product does not have any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One broken rule."""
+    """One rule that is broken on purpose."""
 
     name: str
     backend: str
     """How pages travel in the worlds that must catch it; empty = as drawn."""
     apply: Callable[[], Any]
-    """A context manager."""
+    """A context manager, in which the rule is broken."""
     world: Callable[[int], Scenario] | None = None
     """The worlds that must catch it, where those of `draw` seldom come near it."""
+    says: str = ""
+    """What the finding must say; empty = anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +43,16 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    name: str, *backends: str, world: Callable[[int], Scenario] | None = None
+    name: str, *backends: str, world: Callable[[int], Scenario] | None = None, says: str = ""
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     """Register a patch, for worlds with each of these backends."""
 
     def register(patch: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
         for backend in backends or ("",):
             suffix = f" ({backend})" if len(backends) > 1 else ""
-            MUTANTS.append(Mutant(name=name + suffix, backend=backend, apply=contextmanager(patch), world=world))
+            MUTANTS.append(
+                Mutant(name=name + suffix, backend=backend, apply=contextmanager(patch), world=world, says=says)
+            )
         return patch
 
     return register
@@ -64,11 +70,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
 
 
 def hunt(item: Mutant, seeds: range = range(SEEDS_MAX)) -> Kill | None:
-    """Run seeds under a mutant until one shows it; None = it survived."""
+    """Run seeds under a mutant until one shows it, and says what it must; None = it survived.
+
+    Raises AssertionError: the mutant itself does not work any more.
+    """
     with item.apply():
         for seed in seeds:
             scenario = draw(seed, backend=item.backend) if item.world is None else item.world(seed)
             finding = run(scenario).finding
-            if finding is not None:
+            assert finding is None or finding.kind not in _OWN_FAULTS, f"{item.name} is broken itself: {finding}"
+            if finding is not None and item.says in finding.text:
                 return Kill(seed=seed, finding=f"{finding.kind}: {finding.text}")
     return None

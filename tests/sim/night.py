@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 
 from serinus.core.clock import WallClock
-from serinus.testing.world import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
+from serinus.sim import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
 
 BACKENDS = ("local", "tcp", "push", "pull")
 
@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--works", type=int, default=2, help="requests in the runs with one fault (default: 2)")
     parser.add_argument("--pairs-every", type=int, default=1, help="look at each K-th pair only (default: 1)")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="only these (default: all)")
-    parser.add_argument("--seed", type=int, default=3, help="whose requests (default: 3)")
+    parser.add_argument("--seed", type=int, default=3, help="the seed that the requests are drawn from (default: 3)")
     arguments = parser.parse_args(words)
     found = 0
     for backend in arguments.backend or BACKENDS:

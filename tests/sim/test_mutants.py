@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from serinus.testing.world import draw, run, shrink
+from serinus.sim import draw, run, shrink
+from tests.sim.line_mutants import STOPPED
 from tests.sim.mutants import MUTANTS, Mutant, hunt
+
+LINE = [mutant for mutant in MUTANTS if mutant.says == STOPPED]
+"""Those that the hash of the line must catch."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", LINE, ids=lambda mutant: mutant.name)
+def test_a_fault_of_the_line_stops_the_engine_at_the_header_that_shows_it(mutant: Mutant) -> None:
+    kill = hunt(mutant)
+    assert kill is not None, f"{mutant.name} survived"
+    assert STOPPED in kill.finding
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m not in LINE], ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(mutant: Mutant) -> None:
     kill = hunt(mutant)
     assert kill is not None, f"{mutant.name} survived"

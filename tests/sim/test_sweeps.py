@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from serinus.testing.world import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
-from tests.sim.mutants import one_leaves_another_follows
+from serinus.sim import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
+from tests.sim.rank_mutants import one_leaves_another_follows
 
 BACKENDS = ("local", "tcp", "push", "pull")
 

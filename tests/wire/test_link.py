@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serinus.core.errors import CapacityError
 from serinus.core.rng import Rng
-from serinus.wire import Outgoing, ReliableLink
+from serinus.wire import LinkFrame, ReliableLink
 
 Link = ReliableLink[int, int]
 
@@ -20,11 +20,11 @@ class LossyPair:
         self.rng = Rng(seed)
         self.loss, self.repeat = loss, repeat
         self.links = (Link(resend_s=1.0), Link(resend_s=1.0))
-        self.wires: tuple[list[Outgoing[int]], list[Outgoing[int]]] = ([], [])
+        self.wires: tuple[list[LinkFrame[int]], list[LinkFrame[int]]] = ([], [])
         self.got: tuple[list[int], list[int]] = ([], [])
         self.now = 0.0
 
-    def put(self, side: int, outgoing: Outgoing[int]) -> None:
+    def put(self, side: int, outgoing: LinkFrame[int]) -> None:
         for _ in range(2 if self.rng.random() < self.repeat else 1):
             if self.rng.random() >= self.loss:
                 self.wires[side].append(outgoing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from serinus.canary.hook import PartLanes
+from serinus.canary.lanes import PartLanes
 
 __all__ = ["flip_byte"]
 

@@ -1,4 +1,4 @@
-"""PerturbPlan: which faults, how often, where and from when on. Data with a seed; Injection: what was done."""
+"""PerturbPlan: which faults, how often, where and from which step on. Injection: one that was planted. Plain data."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels.canary import Reason
+from serinus.kernels import Reason
 
-__all__ = ["MODES", "Injection", "Mode", "PerturbPlan", "parse_perturb"]
+__all__ = ["MODES", "FaultMode", "Injection", "PerturbPlan", "parse_perturb"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
-    """One kind of fault, and who must report it."""
+class FaultMode:
+    """One kind of fault, and the check that must report it."""
 
     damage: str
-    """What it does, in words."""
+    """The damage, in words."""
     found_by: str
     """Launch tags that must report it begin with one of these words, separated by a bar."""
     reasons: Reason
@@ -29,52 +29,52 @@ class Mode:
     """Whether only digests of KV can find it."""
 
 
-MODES: Mapping[str, Mode] = {
-    "req_to_token": Mode(
+MODES: Mapping[str, FaultMode] = {
+    "req_to_token": FaultMode(
         damage="one row entry of a running request is pointed at another active slot",
         found_by="HEAD|TAIL",
         reasons=Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION,
         reads_bytes=False,
     ),
-    "real_kv_used": Mode(
+    "real_kv_used": FaultMode(
         damage="first byte of a slot that a running request reads",
         found_by="TAIL",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
-    "real_kv_unused_cache": Mode(
-        damage="first byte of a cached slot that nobody uses, just before a sweep",
+    "real_kv_unused_cache": FaultMode(
+        damage="first byte of a cached slot that no request uses, just before a sweep",
         found_by="SWEEP",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
-    "real_kv_post_forward": Mode(
+    "real_kv_post_forward": FaultMode(
         damage="first byte of a slot that this very forward pass wrote, after it was stamped",
         found_by="TAIL",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
-    "next_token_swap": Mode(
+    "next_token_swap": FaultMode(
         damage="two requests' sampled tokens are exchanged",
         found_by="HEAD",
         reasons=Reason.WRITE_TOKEN,
         has_part=False,
         reads_bytes=False,
     ),
-    "tier_bytes": Mode(
+    "tier_bytes": FaultMode(
         damage="one byte of a page in the host tier",
         found_by="TAIL",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
-    "transfer_bytes": Mode(
+    "transfer_bytes": FaultMode(
         damage="one byte of a page on its way to another engine",
         found_by="TAIL",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
 }
-"""By name."""
+"""All kinds, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerturbPlan:
-    """Raises ConfigError for what is no plan."""
+    """Which faults to plant, how often and where. Raises ConfigError: an unknown mode or a value outside its range."""
 
     probabilities: Mapping[str, float] = field(default_factory=dict)
     """Chance of each mode in each step (of tier_bytes and transfer_bytes: in each step, and for each page sent)."""
@@ -100,8 +100,8 @@ class PerturbPlan:
         sends: bool,
     ) -> None:  # fmt: skip
         """Raise ConfigError where a mode cannot be found, or cannot happen, with these settings."""
-        for name, mode in self.probabilities.items():
-            if not mode:
+        for name, probability in self.probabilities.items():
+            if not probability:
                 continue
             if MODES[name].has_part and self.target not in parts:
                 raise ConfigError(
@@ -125,7 +125,7 @@ class PerturbPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """One fault that was planted."""
+    """One fault that was planted, with its place."""
 
     mode: str
     step: int
@@ -137,7 +137,7 @@ class Injection:
     before: int = 0
     after: int = 0
     rank: str = ""
-    """Whose pools it is in, where the engine has several ranks."""
+    """Name of the rank whose pools hold it, where the engine has several ranks."""
 
     def line(self) -> str:
         """key=value in a fixed order, for the log."""
@@ -148,12 +148,12 @@ class Injection:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For `GET /canary`."""
+        """The injection as `GET /canary` lists it."""
         return asdict(self)
 
 
 def parse_perturb(text: str) -> dict[str, float]:
-    """NAME=PROB[,NAME=PROB...] as a mapping. Raises ConfigError."""
+    """NAME=PROB[,NAME=PROB...] as a mapping. Raises ConfigError: the text has another form."""
     found: dict[str, float] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = item.partition("=")

@@ -1,11 +1,11 @@
-"""real_kv_unused_cache: the first byte of a cached slot that nobody uses, just before a sweep looks at it."""
+"""real_kv_unused_cache: the first byte of a cached slot that no request uses, just before a sweep looks at it."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.canary.hook import PartLanes
+from serinus.canary.lanes import PartLanes
 from serinus.canary.perturb.damage import flip_byte
 from serinus.canary.perturb.plan import Injection
 from serinus.core.rng import Rng

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from serinus.canary.hook import PartLanes, StepChecks
+from serinus.canary.hook import StepChecks
+from serinus.canary.lanes import PartLanes
 from serinus.canary.perturb.damage import flip_byte
 from serinus.canary.perturb.plan import Injection
 from serinus.canary.perturb.slot_picker import pick_active
@@ -12,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(rng: Rng, lanes: PartLanes, checks: StepChecks) -> Injection | None:
-    """None where nobody reads anything."""
+    """None where no request reads anything."""
     victim = pick_active(rng, lanes, checks)
     if victim is None:
         return None

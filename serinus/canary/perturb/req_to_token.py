@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from serinus.canary.hook import PartLanes, StepChecks
+from serinus.canary.hook import StepChecks
+from serinus.canary.lanes import PartLanes
 from serinus.canary.perturb.plan import Injection
 from serinus.canary.perturb.slot_picker import pick_active
 from serinus.core.rng import Rng

@@ -1,4 +1,4 @@
-"""slot_picker: the one place that chooses whose slot is damaged."""
+"""slot_picker: the one place that chooses the slot that is damaged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serinus.canary.hook import PartLanes, StepChecks
+from serinus.canary.hook import StepChecks
+from serinus.canary.lanes import PartLanes
 from serinus.core.rng import Rng
 from serinus.models import ForwardBatch
 
@@ -15,7 +16,7 @@ __all__ = ["Victim", "pick_active", "pick_written"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """One slot of one sequence of the step."""
+    """The slot to damage, of one sequence of the step."""
 
     sequence: int
     """Index in the step's work."""

@@ -6,29 +6,29 @@ bytes came, because it shares the machine with what it measures.
 
 from __future__ import annotations
 
-from serinus.cli.bench.answer import Answer, read_answer
+from serinus.cli.bench.answer import BenchAnswer, read_answer
 from serinus.cli.bench.dataset import DatasetSpec, Prompt, make_prompts
 from serinus.cli.bench.dialect import DIALECTS, Dialect
 from serinus.cli.bench.drive import Load, drive
 from serinus.cli.bench.report import Goodput, Report, make_report, result_block
-from serinus.cli.bench.transport import Arrival, Exchange, Target, exchange
+from serinus.cli.bench.transport import Arrival, RequestTrace, Target, trace_request
 
 __all__ = [
     "DIALECTS",
-    "Answer",
     "Arrival",
+    "BenchAnswer",
     "DatasetSpec",
     "Dialect",
-    "Exchange",
     "Goodput",
     "Load",
     "Prompt",
     "Report",
+    "RequestTrace",
     "Target",
     "drive",
-    "exchange",
     "make_prompts",
     "make_report",
     "read_answer",
     "result_block",
+    "trace_request",
 ]

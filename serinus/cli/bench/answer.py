@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from serinus.cli.bench.dataset import Prompt
-from serinus.cli.bench.transport import Arrival, Exchange, body_arrivals
+from serinus.cli.bench.transport import RequestTrace
 
-__all__ = ["Answer", "read_answer"]
+__all__ = ["BenchAnswer", "read_answer"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class BenchAnswer:
     """One request as its client saw it."""
 
     prompt_tokens: int
@@ -24,7 +24,7 @@ class Answer:
     output_tokens: int = 0
     """As the server counted, else one per event."""
     text: str = ""
-    """What was generated."""
+    """Text of the whole answer."""
     sent: float = 0.0
     """When it was asked."""
     latency: float = 0.0
@@ -50,20 +50,18 @@ class _Event:
     tokens: int
 
 
-def read_answer(prompt: Prompt, result: Exchange, *, native: bool) -> Answer:
-    """Understand one exchange. Whatever is wrong with it is in `error`."""
-    answer = Answer(prompt_tokens=prompt.token_count, sent=result.sent, latency=result.ended - result.sent)
-    status, arrivals = body_arrivals(result)
+def read_answer(prompt: Prompt, result: RequestTrace, *, native: bool) -> BenchAnswer:
+    """Understand what came back for one prompt. Whatever is wrong with it is in `error`."""
+    answer = BenchAnswer(prompt_tokens=prompt.token_count, sent=result.sent, latency=result.ended - result.sent)
     if result.failure:
         answer.error = result.failure
         return answer
-    if status != 200:
-        body = b"".join(arrival.data for arrival in arrivals)
-        answer.error = f"HTTP {status}: {body[:300].decode(errors='replace')}"
+    if result.status != 200:
+        answer.error = f"HTTP {result.status}: {result.body[:300].decode(errors='replace')}"
         return answer
     events: list[_Event] = []
     try:
-        for time, data in _events(arrivals):
+        for time, data in _events(result):
             before = answer.output_tokens
             fresh = (_native if native else _openai)(answer, data)
             if fresh:
@@ -77,7 +75,7 @@ def read_answer(prompt: Prompt, result: Exchange, *, native: bool) -> Answer:
     return answer
 
 
-def _times(answer: Answer, events: list[_Event], sent: float) -> None:
+def _times(answer: BenchAnswer, events: list[_Event], sent: float) -> None:
     if not events:
         answer.error = "an answer without tokens"
         return
@@ -89,13 +87,13 @@ def _times(answer: Answer, events: list[_Event], sent: float) -> None:
         answer.output_tokens = sum(event.tokens for event in events)
 
 
-def _events(arrivals: list[Arrival]) -> Iterator[tuple[float, Any]]:
+def _events(result: RequestTrace) -> Iterator[tuple[float, Any]]:
     """Time and JSON of each event; a plain JSON answer is one event."""
-    rest = b""
-    if arrivals and not arrivals[0].data.lstrip().startswith((b"data:", b":")):
-        yield arrivals[-1].time, msgspec.json.decode(b"".join(arrival.data for arrival in arrivals))
+    rest, body = b"", result.body
+    if body and not body.lstrip().startswith((b"data:", b":")):
+        yield result.arrivals[-1].time, msgspec.json.decode(body)
         return
-    for arrival in arrivals:
+    for arrival in result.arrivals:
         *whole, rest = (rest + arrival.data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in whole:
             data = event.removeprefix(b"data:").strip()
@@ -103,7 +101,7 @@ def _events(arrivals: list[Arrival]) -> Iterator[tuple[float, Any]]:
                 yield arrival.time, msgspec.json.decode(data)
 
 
-def _native(answer: Answer, data: Mapping[str, Any]) -> bool:
+def _native(answer: BenchAnswer, data: Mapping[str, Any]) -> bool:
     """Take in one event of /generate (its text is the whole text so far); whether it brought tokens."""
     if "error" in data:
         answer.error = str(data["error"])
@@ -119,7 +117,7 @@ def _native(answer: Answer, data: Mapping[str, Any]) -> bool:
     return fresh
 
 
-def _openai(answer: Answer, data: Mapping[str, Any]) -> bool:
+def _openai(answer: BenchAnswer, data: Mapping[str, Any]) -> bool:
     """Take in one OpenAI event (or whole answer); whether it brought tokens."""
     if "error" in data:
         answer.error = str(data["error"])

@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from serinus.cli.bench.answer import Answer, read_answer
+from serinus.cli.bench.answer import BenchAnswer, read_answer
 from serinus.cli.bench.dataset import DATASETS, DatasetSpec, Prompt, TextMaker, make_prompts
 from serinus.cli.bench.dialect import DIALECTS, Asking, Dialect
-from serinus.cli.bench.drive import Load, Run, drive
+from serinus.cli.bench.drive import BenchRun, Load, drive
 from serinus.cli.bench.report import Goodput, Report, make_report, result_block
-from serinus.cli.bench.transport import Target, body_arrivals, exchange
+from serinus.cli.bench.transport import Target, trace_request
 from serinus.cli.parser import Command, Parser, UsageProblem, make_parser, unknown_flag
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
@@ -117,7 +117,7 @@ class _Server:
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Measure. Exit code 0, 1 when a request failed, 2 for wrong flags."""
+    """Measure a server. Exit code 0, or 1 when a request failed. Raises UsageProblem for wrong flags."""
     parser = bench_parser(command)
     arguments, rest = parser.parse_known_args(list(words))
     if rest:
@@ -155,7 +155,7 @@ async def _bench(arguments: argparse.Namespace, extra: dict[str, Any], goodput: 
     load = Load(request_rate=arguments.request_rate, max_concurrency=arguments.max_concurrency, seed=arguments.seed)
     result = await _run(arguments, target, dialect.path, bodies, load)
     answers = [
-        read_answer(prompt, got, native=dialect.native) for prompt, got in zip(prompts, result.exchanges, strict=True)
+        read_answer(prompt, got, native=dialect.native) for prompt, got in zip(prompts, result.traces, strict=True)
     ]
     report = make_report(answers, result.seconds, _about(arguments, url, server), goodput)
     _tell(arguments, report, answers)
@@ -164,14 +164,13 @@ async def _bench(arguments: argparse.Namespace, extra: dict[str, Any], goodput: 
 
 async def _get(target: Target, path: str) -> Any:
     """JSON at a path; None where the server has no such path. Raises ConfigError where there is no server."""
-    got = await exchange(target, "GET", path, b"", WallClock(), s_max=_ASK_S_MAX)
-    status, arrivals = body_arrivals(got)
-    if status == 0:
-        raise ConfigError(f"bench: no answer at {target.host}:{target.port} ({got.failure}), expected a server")
-    if status in (401, 403):
-        raise ConfigError(f"bench: {path} answered {status}, expected the right --api-key")
+    got = await trace_request(target, "GET", path, b"", WallClock(), s_max=_ASK_S_MAX)
+    if got.status == 0:
+        raise ConfigError(f"bench: no answer at {target.url} ({got.failure}), expected a server")
+    if got.status in (401, 403):
+        raise ConfigError(f"bench: {path} answered {got.status}, expected the right --api-key")
     try:
-        return json.loads(b"".join(arrival.data for arrival in arrivals)) if status == 200 else None
+        return json.loads(got.body) if got.status == 200 else None
     except ValueError:
         return None
 
@@ -193,7 +192,7 @@ def _prompts(arguments: argparse.Namespace, dialect: Dialect, server: _Server) -
     texts: TextMaker | None = None
     vocab = server.vocab_size
     if as_text or vocab is None:
-        from serinus.front import load_tokenizer
+        from serinus.text import load_tokenizer
 
         tokenizer = load_tokenizer(server.tokenizer_path)
         texts, vocab = tokenizer, vocab or tokenizer.vocab_size
@@ -221,18 +220,17 @@ async def _warm_up(
     clock = WallClock()
     for index in range(arguments.warmup_requests):
         index %= len(bodies)
-        got = await exchange(target, "POST", dialect.path, bodies[index], clock)
+        got = await trace_request(target, "POST", dialect.path, bodies[index], clock)
         answer = read_answer(prompts[index], got, native=dialect.native)
         if answer.error:
             raise ConfigError(f"bench: the warm-up request failed: {answer.error}")
     if arguments.flush_cache:
-        got = await exchange(target, "POST", "/flush_cache", b"", clock, s_max=_ASK_S_MAX)
-        status, _ = body_arrivals(got)
-        if status != 200:
-            raise ConfigError(f"bench: /flush_cache answered {status}, expected 200 (an admin key may be needed)")
+        got = await trace_request(target, "POST", "/flush_cache", b"", clock, s_max=_ASK_S_MAX)
+        if got.status != 200:
+            raise ConfigError(f"bench: /flush_cache answered {got.status}, expected 200 (an admin key may be needed)")
 
 
-async def _run(arguments: argparse.Namespace, target: Target, path: str, bodies: list[bytes], load: Load) -> Run:
+async def _run(arguments: argparse.Namespace, target: Target, path: str, bodies: list[bytes], load: Load) -> BenchRun:
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     hidden = arguments.disable_tqdm or not console.is_terminal
@@ -259,7 +257,7 @@ def _about(arguments: argparse.Namespace, url: str, server: _Server) -> dict[str
     }
 
 
-def _tell(arguments: argparse.Namespace, report: Report, answers: list[Answer]) -> None:
+def _tell(arguments: argparse.Namespace, report: Report, answers: list[BenchAnswer]) -> None:
     print("\n" + result_block(report))
     errors = [answer.error for answer in answers if answer.error]
     for error in sorted(set(errors))[:5]:

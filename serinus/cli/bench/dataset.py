@@ -14,7 +14,7 @@ from serinus.core.rng import Rng
 __all__ = ["DATASETS", "DatasetSpec", "Prompt", "TextMaker", "make_prompts"]
 
 DATASETS = ("random", "random-ids", "generated-shared-prefix", "sharegpt")
-"""Names for --dataset-name."""
+"""The names that --dataset-name takes."""
 _SHAREGPT_TOKENS_MAX = 1024
 
 
@@ -45,9 +45,9 @@ class DatasetSpec:
     """Which prompts; names as in SGLang's benchmark."""
 
     name: str = "random"
-    """One of DATASETS."""
+    """Kind of the prompts, one of DATASETS."""
     path: str = ""
-    """File of sharegpt."""
+    """The JSON file that sharegpt reads."""
     count: int = 1000
     """Prompts (generated-shared-prefix has groups times prompts instead)."""
     input_tokens: int = 1024

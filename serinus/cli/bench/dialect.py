@@ -33,7 +33,7 @@ class Dialect:
     """One kind of server."""
 
     path: str
-    """Where requests go."""
+    """Path of the endpoint that is measured."""
     native: bool
     """Answers are SGLang's (`text`, `meta_info`), not OpenAI's (`choices`, `usage`)."""
     needs_text: bool

@@ -1,4 +1,4 @@
-"""Sends the prompts at their times, never more at once than allowed, and collects the exchanges."""
+"""Sends the prompts at their times, never more at once than allowed, and collects what came back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from serinus.cli.bench.transport import Exchange, Target, exchange
+from serinus.cli.bench.transport import RequestTrace, Target, trace_request
 from serinus.core.clock import Clock
 from serinus.core.rng import Rng
 
-__all__ = ["Load", "Run", "drive"]
+__all__ = ["BenchRun", "Load", "drive"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Load:
     max_concurrency: int | None = None
     """Requests in flight at most."""
     seed: int = 42
-    """Of the gaps."""
+    """Seed of the random gaps."""
 
     def starts(self, count: int) -> list[float]:
         """When each request is due, in seconds from the start."""
@@ -38,10 +38,10 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What happened."""
+class BenchRun:
+    """The result of one benchmark: a trace for each request."""
 
-    exchanges: tuple[Exchange, ...]
+    traces: tuple[RequestTrace, ...]
     """In the order of the prompts."""
     seconds: float
     """From the first request to the end of the last answer."""
@@ -54,22 +54,22 @@ async def drive(
     load: Load,
     clock: Clock,
     finished: Callable[[int], None],
-) -> Run:
+) -> BenchRun:
     """Send every body to `path` as `load` says. `finished(i)` is called when answer i is there."""
     gate = asyncio.Semaphore(load.max_concurrency or len(bodies))
     begin = clock.now()
 
-    async def one(index: int) -> Exchange:
+    async def one(index: int) -> RequestTrace:
         async with gate:
-            result = await exchange(target, "POST", path, bodies[index], clock)
+            result = await trace_request(target, "POST", path, bodies[index], clock)
         finished(index)
         return result
 
-    tasks: list[asyncio.Task[Exchange]] = []
+    tasks: list[asyncio.Task[RequestTrace]] = []
     for index, due in enumerate(load.starts(len(bodies))):
         wait = begin + due - clock.now()
         if wait > 0:
             await asyncio.sleep(wait)
         tasks.append(asyncio.create_task(one(index)))
-    exchanges = tuple(await asyncio.gather(*tasks))
-    return Run(exchanges=exchanges, seconds=max(result.ended for result in exchanges) - begin)
+    traces = tuple(await asyncio.gather(*tasks))
+    return BenchRun(traces=traces, seconds=max(result.ended for result in traces) - begin)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
-from serinus.cli.bench.answer import Answer
+from serinus.cli.bench.answer import BenchAnswer
 from serinus.core.errors import ConfigError
 
 __all__ = ["Goodput", "Report", "Spread", "make_report", "percentile", "result_block"]
@@ -75,7 +75,7 @@ class Goodput:
             limits[name] = value
         return cls(limits_ms=limits)
 
-    def good(self, answer: Answer) -> bool:
+    def good(self, answer: BenchAnswer) -> bool:
         seen = {"ttft": answer.first, "tpot": answer.per_token, "e2e": answer.latency}
         return all(seen[name] * 1000 <= limit for name, limit in self.limits_ms.items())
 
@@ -144,7 +144,7 @@ class Report:
 
 
 def make_report(
-    answers: Sequence[Answer],
+    answers: Sequence[BenchAnswer],
     seconds: float,
     about: dict[str, Any],
     goodput: Goodput | None = None,
@@ -174,7 +174,7 @@ def make_report(
     )
 
 
-def _peak_output(answers: Sequence[Answer]) -> float:
+def _peak_output(answers: Sequence[BenchAnswer]) -> float:
     """Tokens in the busiest second."""
     seconds: dict[int, int] = {}
     for answer in answers:
@@ -186,7 +186,7 @@ def _peak_output(answers: Sequence[Answer]) -> float:
     return float(max(seconds.values(), default=0))
 
 
-def _peak_concurrent(answers: Sequence[Answer]) -> int:
+def _peak_concurrent(answers: Sequence[BenchAnswer]) -> int:
     moments = sorted((time, step) for a in answers for time, step in ((a.sent, 1), (a.sent + a.latency, -1)))
     most = now = 0
     for _, step in moments:

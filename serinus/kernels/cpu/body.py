@@ -6,8 +6,8 @@ take the cores from those. So a kernel starts through that very libgomp: GOMP_pa
 call a compiler makes for `#pragma omp parallel`. `benchmarks/kernels.py` measures it (lines `threads`).
 
 Spinning workers starve other processes: with two engines on two cores a step that takes 16 ms under
-OMP_WAIT_POLICY=passive took 369 ms with libgomp's default. Whoever starts an engine sets that (or GOMP_SPINCOUNT=1000)
-in the child's environment; libgomp reads it once, when torch is loaded.
+OMP_WAIT_POLICY=passive took 369 ms with libgomp's default. The process that starts an engine sets that (or
+GOMP_SPINCOUNT=1000) in the child's environment; libgomp reads it once, when torch is loaded.
 
 A body claims its work items from a shared counter, so it is right on any number of threads, and a slow core holds up
 no other. Where torch brings no libgomp (another compiler's OpenMP), kernels run on the calling thread alone.

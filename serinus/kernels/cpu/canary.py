@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN
+from serinus.kernels.checks import check_digest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
-from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, UNKNOWN, check_digest
 
 __all__ = [
     "VERIFY_STEP",
@@ -36,7 +37,6 @@ __all__ = [
     "run_plan",
     "run_verify",
     "run_write",
-    "warm",
 ]
 
 Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds")
@@ -175,12 +175,6 @@ def run_digest(arguments: ctypes.Structure) -> None:
     step = max(ROWS, min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS))
     arguments.step, arguments.ahead = step, min(step, -(-_AHEAD_BYTES // (row_bytes * ROWS)) * ROWS)
     _digest_body(VERSION)(arguments, threads)
-
-
-def warm() -> None:
-    """Compile, or load from the disk."""
-    for body in (_digest_body, _due_body, _plan_body, _verify_body, _write_body):
-        body(VERSION)
 
 
 @inlined(fastmath=set())

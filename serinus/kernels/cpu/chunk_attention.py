@@ -5,7 +5,7 @@ Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = h
 A work item is one KV head of one chunk and a run of its query tiles. It first packs that head's keys and values, read
 from their pages, into pairs along the dimension that is summed over; then each tile of 64 rows (tokens times G) walks
 the blocks of 64 keys from the window of its first token to its last token: blocks below and in the future cost nothing.
-It keeps a running softmax whose shares are rounded to bf16. torch's flash kernel spends 27 ms on 8 x 256 tokens here
+It keeps a running softmax with shares rounded to bf16. torch's flash kernel spends 27 ms on 8 x 256 tokens here
 (2 Zen 4 cores, 16/8 heads of 128), for it computes the whole square and copies more. Where the processor lacks the
 instruction, and for fp32 or other head sizes, `paged_attention` uses torch's.
 """
@@ -96,7 +96,7 @@ def attend_chunks(
 ) -> int:
     """Fill the rows of `out_TND` that belong to the chunks; `units_U8` were made with this window.
 
-    Returns 0, or 1 + a row whose table has a wrong slot.
+    Returns 0, or 1 + a row with a wrong slot in its table.
     """
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
@@ -173,7 +173,7 @@ def _pack(
 def _take_shares(score: Any, shares: Any, hidden: Any, seen: Any, scale: Any, top: Any, mass: Any, m: Any) -> Any:
     """Turn row m of the scores into bf16 shares of its running softmax; returns what its total must shrink by.
 
-    Of the 64 keys of the block, the first `seen` are not in the row's future, and the first `hidden`, whose scores are
+    Of the 64 keys of the block, the first `seen` are not in the row's future, and the first `hidden`, where scores are
     -inf, are below its window.
     """
     for p in range(seen, _KEYS):

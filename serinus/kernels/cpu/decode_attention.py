@@ -3,11 +3,10 @@
 Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = head size, U = work items.
 
 A work item is one query token and a range of KV heads. It walks what it sees (its context, or its window's end of it)
-in blocks of 64 positions: scores, running
-maximum and sum (online softmax, Milakov and Gimelshein, 2018), weighted values. Within a block 16 positions go
-together: 16 scores share the shuffles of their horizontal sums, and the sums of 16 weighted rows stay in registers.
-Meanwhile the next 16 rows are prefetched into the second-level cache: the hardware's prefetchers stop at the end of a
-page, and one head's rows lie H * D elements apart.
+in blocks of 64 positions: scores, running maximum and sum (online softmax, Milakov and Gimelshein, 2018), weighted
+values. Within a block 16 positions go together: 16 scores share the shuffles of their horizontal sums, and the sums of
+16 weighted rows stay in registers. Meanwhile the next 16 rows are prefetched into the second-level cache: the
+hardware's prefetchers stop at the end of a page, and one head's rows lie H * D elements apart.
 
 Measured on 2 Zen 4 cores, 12 layers of 16 x 290 tokens, 16/8 heads of 128: 6.8 ms = 33 GB/s of KV, where reading the
 same rows and nothing else, prefetched in whole, takes 5.1 ms. Arithmetic alone (rows in the cache) is 3 ms.
@@ -28,7 +27,7 @@ from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
 __all__ = ["decode_body", "serves"]
 
 _BLOCK = 64
-"""Positions whose scores are kept at once."""
+"""Positions of which the scores are kept at once."""
 _GROUP = 16
 """Positions that are computed together."""
 _FIELDS = 15

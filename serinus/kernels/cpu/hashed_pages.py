@@ -18,6 +18,7 @@ from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.kernels.checks import check_hashed
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, intrinsic, ir
 from serinus.kernels.ref import hashed_pages as reference
@@ -29,7 +30,7 @@ _FIELDS = 11
 _SERIAL_BYTES = 1 << 17
 """Below this many bytes the start of a second thread costs more than it saves."""
 _STREAM_BYTES = 1 << 20
-"""From so many bytes on, pages are filled past the caches: nobody reads them before they would have left."""
+"""From so many bytes on, pages are filled past the caches: by the time they are read they would have left them."""
 _SHORTEST = 241
 """XXH3 treats shorter inputs in other ways; so does the reference."""
 _OUT, _IN, _STREAM_IN, _HASH = 0, 1, 2, 3
@@ -60,7 +61,7 @@ def hashed_pages(
 ) -> NDArray[np.uint64]:  # fmt: skip
     """Move pages and hash them; see the reference."""
     table_L3 = np.array([(lane.data_ptr(), lane.stride(0), lane.shape[1]) for lane in lanes], dtype=np.int64)
-    width, count = reference.check_hashed(lanes, pages_G, rows_GY), len(pages_G)
+    width, count = check_hashed(lanes, pages_G, rows_GY), len(pages_G)
     if width < _SHORTEST or (table_L3[:, 2] % _STRIPE).any() or not pages_G.flags.c_contiguous:
         return reference.hashed_pages(lanes, pages_G, rows_GY, seed, inward)
     sums_G8 = np.empty((count, 8), dtype=np.uint64)
@@ -198,7 +199,7 @@ def absorb(typingctx: Any, sums: Any, key: Any, target: Any, source: Any, count:
 
 @intrinsic
 def scramble(typingctx: Any, sums: Any, key: Any) -> Any:
-    """After each block."""
+    """Scramble the sums at an address, with the key at another, as XXH3 does after each block of 16 stripes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = _vector_at(builder, args[0], 8)

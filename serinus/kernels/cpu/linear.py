@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from serinus.kernels.checks import check_pack_linear
 from serinus.kernels.cpu import row_linear
 from serinus.kernels.cpu.row_linear import ROWS_MAX, find_blocks, multiply_rows
 from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import PackedLinear
-from serinus.kernels.ref.linear import check_pack_linear
 
 __all__ = ["linear", "pack_linear", "warm"]
 
@@ -42,7 +42,7 @@ def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
 
 
 def linear(x_TI: Tensor, packed: PackedLinear) -> Tensor:
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias. Raises ValueError: the weight was packed by another column."""
     if not packed.blocked:
         raise ValueError("kernels: linear of column cpu got a plain weight, expected one packed by column cpu")
     rows = x_TI.shape[0]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serinus.kernels.checks import check_pages
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add
 from serinus.kernels.cpu.vector import copy_bytes
-from serinus.kernels.ref.pages import check_pages
 
 __all__ = ["gather_pages", "scatter_pages", "warm"]
 
@@ -64,11 +64,9 @@ def _move(
     outward: bool,
 ) -> None:
     check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
-    if bytes_RY.shape[0] and bytes_RY.stride(1) != 1:
-        raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
     lanes = torch.tensor([lane.data_ptr() for pair in layers_kv for lane in pair], dtype=torch.int64)
     count, lane_count = pages_G.shape[0], lanes.shape[0]
-    # Whoever names rows copies beside a running step, from a thread of its own: a second team of OpenMP threads
+    # A caller that names rows copies beside a running step, from a thread of its own: a second team of OpenMP threads
     # would take the cores from the step's.
     alone = rows_G is not None or bytes_RY.numel() < _SERIAL_BYTES
     arguments = _Arguments(

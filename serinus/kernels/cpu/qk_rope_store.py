@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 from serinus.kernels.cpu.vector import copy_bytes
-from serinus.kernels.ref.qk_rope_store import check_qk_rope_store
 
 __all__ = ["qk_rope_store", "warm"]
 
@@ -25,7 +25,6 @@ _Arguments = fields(
     "eps",
 )
 _FIELDS = len(_Arguments._fields_)
-_WIDE = torch.float32
 _SERIAL_ELEMENTS = 1 << 15
 """Below this many elements of qkv the start of a second thread costs more than it saves."""
 
@@ -48,11 +47,11 @@ def qk_rope_store(
     Raises:
         ValueError: shapes disagree, or a position or a slot lies outside of its table (that token is not written).
     """
-    check_qk_rope_store(qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
+    check_qk_rope_store(
+        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND
+    )
     norm = k_norm_D if q_norm_D is None else q_norm_D
     wide = norm is not None and norm.dtype != qkv_TX.dtype
-    if norm is not None and k_norm_D is not None and (norm.dtype != k_norm_D.dtype or (wide and norm.dtype != _WIDE)):
-        raise ValueError(f"kernels: head norms of {norm.dtype}, {k_norm_D.dtype}; expected {qkv_TX.dtype} or {_WIDE}")
     tokens, width = qkv_TX.shape
     slot_count, kv_heads, size = k_pool_SHD.shape
     threads = 1 if tokens * width < _SERIAL_ELEMENTS else thread_count()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serinus.kernels.checks import check_norm, check_residual
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 
@@ -29,11 +30,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """residual += x in place, then its norm; see the reference."""
-    if x_TE.shape != residual_TE.shape or not residual_TE.is_contiguous() or residual_TE.dtype != x_TE.dtype:
-        raise ValueError(
-            f"kernels: residual {residual_TE.dtype} {tuple(residual_TE.shape)}, expected {x_TE.dtype} "
-            f"{tuple(x_TE.shape)}, contiguous"
-        )
+    check_residual(x_TE, residual_TE)
     x_TE = x_TE.contiguous()
     out_TE = torch.empty_like(x_TE)
     _run(x_TE, residual_TE, weight_E, out_TE, eps)
@@ -47,12 +44,9 @@ def warm(dtype: torch.dtype) -> None:
 
 
 def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps: float) -> None:
+    check_norm(x, weight_E)
     width = x.shape[-1]
     wide = weight_E.dtype != x.dtype
-    if weight_E.shape != (width,) or (wide and weight_E.dtype != torch.float32):
-        raise ValueError(
-            f"kernels: norm weight {weight_E.dtype} {tuple(weight_E.shape)}, expected {x.dtype} ({width},)"
-        )
     body = _body(x.dtype == torch.bfloat16, residual is not None, wide, VERSION)
     count = x.numel()
     threads = 1 if count < _SERIAL_ELEMENTS else thread_count()

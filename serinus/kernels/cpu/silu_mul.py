@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serinus.kernels.checks import check_gate
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import LOG2_E, at, carray, exp2, fetch_add, narrow, widen
 
@@ -25,11 +26,10 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return gate(gate_up_T2F, "silu_mul", gelu=False)
 
 
-def gate(gate_up_T2F: Tensor, name: str, *, gelu: bool) -> Tensor:
-    """Either activation; `name` is the op's, for complaints."""
+def gate(gate_up_T2F: Tensor, op: str, *, gelu: bool) -> Tensor:
+    """silu_mul, or gelu_mul with `gelu`. Raises ValueError, naming `op`: the width is odd."""
+    check_gate(op, gate_up_T2F)
     width = gate_up_T2F.shape[-1] // 2
-    if gate_up_T2F.shape[-1] % 2:
-        raise ValueError(f"kernels: {name} got width {gate_up_T2F.shape[-1]}, expected an even one (gate and up)")
     gate_up_T2F = gate_up_T2F.contiguous()
     out_TF = gate_up_T2F.new_empty((*gate_up_T2F.shape[:-1], width))
     count = out_TF.numel()

@@ -6,7 +6,7 @@ T = tokens written, E = entries verified, L = layers, W = 16-bit lanes that are 
 (all, or the first 8), Q = ring rows.
 
 The chain: next.previous_hash = mix(previous_hash, token, position); at position 0 it is ANCHOR. Content only: it holds
-wherever the page lies and whoever shares it.
+wherever the page lies and whichever requests share it.
 The digest: two sums over all 16-bit lanes of (lane * odd coefficient) modulo 2**32, packed as low | high << 32. It is
 linear: digests of layers and heads add up (add_digests), and the slot number does not enter. A change within one
 lane is always seen; any other fixed change is missed with a chance of 2**-32 or less. Bug detection, no cryptography.
@@ -21,33 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.core.stamps import PARTIAL_LANES, STAMP_FIELDS, digest_coefficients
+from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason
+from serinus.kernels.checks import check_digest
 
-__all__ = [
-    "ANCHOR",
-    "RING_FIELDS",
-    "STAMP_FIELDS",
-    "UNKNOWN",
-    "add_digests",
-    "canary_digest",
-    "canary_due",
-    "canary_plan",
-    "canary_verify",
-    "canary_write",
-    "check_digest",
-    "digest_coefficients",
-    "mix",
-]
+__all__ = ["add_digests", "canary_digest", "canary_due", "canary_plan", "canary_verify", "canary_write", "mix"]
 
-ANCHOR = 0x5E41
-"""The previous hash of position 0."""
-UNKNOWN = -1
-"""A previous slot, or a token, that is not known here and so not checked."""
-RING_FIELDS = 12
-"""lane, reasons, slot, position, stored position, stored token, expected token, stored hash, expected hash, stored
-digest, found digest, sequence."""
-
-_CHAIN, _POSITION, _TOKEN, _DIGEST = 1, 2, 4, 8
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -83,17 +61,6 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
                 sums_E22[at : at + _PIECE_SLOTS, half] += products.sum(-1)
     sums_E22 &= _MASK32
     return sums_E22[..., 0] | (sums_E22[..., 1] << 32)
-
-
-def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:
-    """Raise ValueError where the coefficients are not those of these pools."""
-    pool = layers_kv[0][0]
-    whole = pool[0].numel() * pool.element_size() // 2
-    found = tuple(coefficients_L22W.shape)
-    expected = (len(layers_kv), 2, 2, whole)
-    widths = (whole, *range(1, 1 + min(whole, PARTIAL_LANES)))  # partial: of head 0, which may be less than 16 bytes
-    if found[:3] != expected[:3] or found[3] not in widths or coefficients_L22W.dtype != torch.int32:
-        raise ValueError(f"kernels: digest coefficients {coefficients_L22W.dtype} {found}, expected int32 {expected}")
 
 
 def add_digests(one: Tensor, other: Tensor) -> Tensor:
@@ -137,7 +104,7 @@ def canary_plan(
         table_RC: req_to_token of one part, int32.
         due_7B: int64, a column a sequence: its name (only handed on), row, low and high (positions that may be read),
             page index to begin at, stride in pages, where its entries begin (ascending by whole pages from 0).
-        entry_count: E, known to the host, so that nobody waits for the device.
+        entry_count: E, known to the host, so that no call waits for the device.
     Returns: slots_E (0 where the position is outside [low, high): not verified), positions_E, previous_E (slot of the
         position before; 0 at position 0; UNKNOWN at `low` otherwise), names_E. All int64.
     Cost: one read of the table's entries.
@@ -180,7 +147,7 @@ def canary_verify(
             UNKNOWN = its hash must be that of the other lane. tokens_E: expected; where UNKNOWN (None = everywhere) the
             token must be that of the other lane.
         digests_E2: found now, of K and V; None = these stamps have none: it must be 0.
-        sequences_E: who asks; only noted.
+        sequences_E: the sequence of each entry; only noted in the ring.
         ring_QF: int64 [Q, RING_FIELDS]; violation number n goes to row n % Q: overflow drops detail, never the count.
         count_1: int64, all violations ever. checked_L: int64, entries looked at ever, by lane.
     Cost: 64 bytes read an entry and lane; no host wait. In which order violations of one call stand is not defined.
@@ -199,10 +166,10 @@ def canary_verify(
         wanted_E = twin_E4[:, 0] if tokens_E is None else torch.where(tokens_E == UNKNOWN, twin_E4[:, 0], tokens_E)
         found_E = torch.zeros_like(slots_E) if digests_E2 is None else digests_E2[:, half]
         reasons_E = (
-            (stored_E4[:, 2] != hashes_E) * _CHAIN
-            + (stored_E4[:, 1] != positions_E) * _POSITION
-            + (stored_E4[:, 0] != wanted_E) * _TOKEN
-            + (stored_E4[:, 3] != found_E) * _DIGEST
+            (stored_E4[:, 2] != hashes_E) * int(Reason.VERIFY_CHAIN_HASH)
+            + (stored_E4[:, 1] != positions_E) * int(Reason.VERIFY_POSITION)
+            + (stored_E4[:, 0] != wanted_E) * int(Reason.VERIFY_TOKEN)
+            + (stored_E4[:, 3] != found_E) * int(Reason.VERIFY_REAL_KV_HASH)
         )
         checked_L[lane + half] += len(slots_E)
         bad_V = torch.nonzero(reasons_E).flatten()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from serinus.kernels.checks import check_gate
+
 __all__ = ["gelu_mul"]
 
 
@@ -17,9 +19,7 @@ def gelu_mul(gate_up_T2F: Tensor) -> Tensor:
     Raises:
         ValueError: the width is odd.
     """
-    width = gate_up_T2F.shape[-1]
-    if width % 2:
-        raise ValueError(f"kernels: gelu_mul got width {width}, expected an even one (gate and up)")
+    check_gate("gelu_mul", gate_up_T2F)
     gate, up = gate_up_T2F.float().chunk(2, dim=-1)
     out: Tensor = (F.gelu(gate, approximate="tanh") * up).to(gate_up_T2F.dtype)
     return out

@@ -13,21 +13,9 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["check_hashed", "hashed_pages"]
+from serinus.kernels.checks import check_hashed
 
-
-def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None) -> int:
-    """Bytes of a page. Raises ValueError where sizes disagree, or a page lies outside."""
-    width, page_count = sum(lane.shape[1] for lane in lanes), lanes[0].shape[0]
-    if rows_GY is not None and (rows_GY.dtype != np.uint8 or rows_GY.shape != (len(pages_G), width)):
-        raise ValueError(
-            f"kernels: page buffer {rows_GY.dtype} {rows_GY.shape}, expected uint8 ({len(pages_G)}, {width})"
-        )
-    if rows_GY is not None and rows_GY.strides[1] != 1:
-        raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
-    if len(pages_G) and not 0 <= pages_G.min() <= pages_G.max() < page_count:
-        raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {page_count - 1}")
-    return width
+__all__ = ["hashed_pages"]
 
 
 @torch.inference_mode()

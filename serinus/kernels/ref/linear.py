@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from serinus.kernels.checks import check_pack_linear
 from serinus.kernels.packed import PackedLinear
 
-__all__ = ["check_pack_linear", "linear", "pack_linear"]
-
-
-def check_pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> None:
-    """Raise ValueError where weight and bias disagree."""
-    if weight_OI.dim() != 2:
-        raise ValueError(f"kernels: linear weight of shape {tuple(weight_OI.shape)}, expected [out, in]")
-    if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
-        raise ValueError(f"kernels: bias of shape {tuple(bias_O.shape)}, expected ({weight_OI.shape[0]},)")
+__all__ = ["linear", "pack_linear"]
 
 
 def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:

@@ -10,45 +10,9 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.checks import check_paged_attention
 
-__all__ = ["check_paged_attention", "paged_attention"]
-
-
-def check_paged_attention(
-    q_TND: Tensor,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    req_to_token_RC: Tensor,
-    batch: AttentionBatch,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> None:
-    """Raise ValueError where shapes or dtypes disagree, a pool or the table is strided, or window or cap make no sense.
-
-    Reads no values.
-    """
-    heads, size = q_TND.shape[1], q_TND.shape[2]
-    kv_heads = k_pool_SHD.shape[1]
-    if k_pool_SHD.shape != v_pool_SHD.shape or k_pool_SHD.shape[2] != size:
-        raise ValueError(
-            f"kernels: pools k {tuple(k_pool_SHD.shape)}, v {tuple(v_pool_SHD.shape)}; expected equal, heads of {size}"
-        )
-    if heads % kv_heads:
-        raise ValueError(f"kernels: {heads} query heads over {kv_heads} KV heads; expected a multiple")
-    if batch.q_starts_B1.shape[0] != batch.rows_B.shape[0] + 1 or batch.context_B.shape != batch.rows_B.shape:
-        raise ValueError(
-            f"kernels: batch of {batch.rows_B.shape[0]} rows, {batch.q_starts_B1.shape[0]} offsets, "
-            f"{batch.context_B.shape[0]} contexts; expected B, B + 1, B"
-        )
-    if not (q_TND.dtype == k_pool_SHD.dtype == v_pool_SHD.dtype) or req_to_token_RC.dtype != torch.int32:
-        raise ValueError(
-            f"kernels: q {q_TND.dtype}, pools {k_pool_SHD.dtype} and {v_pool_SHD.dtype}, req_to_token "
-            f"{req_to_token_RC.dtype}; expected one dtype, and torch.int32"
-        )
-    if not (k_pool_SHD.is_contiguous() and v_pool_SHD.is_contiguous() and req_to_token_RC.is_contiguous()):
-        raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones")
-    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
-        raise ValueError(f"kernels: window {window}, softcap {softcap}; expected None, or at least 1 and above 0")
+__all__ = ["paged_attention"]
 
 
 def paged_attention(

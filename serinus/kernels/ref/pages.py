@@ -11,37 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["check_pages", "gather_pages", "scatter_pages"]
+from serinus.kernels.checks import check_pages
 
-
-def check_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
-    pages_G: Tensor,
-    page_size: int,
-    bytes_RY: Tensor,
-    rows_G: Tensor | None = None,
-) -> None:
-    """Raise ValueError where sizes disagree, or a page or a row lies outside of its pool or buffer."""
-    k_pool = layers_kv[0][0]
-    page_bytes = page_size * k_pool[0].numel() * k_pool.element_size() * 2 * len(layers_kv)
-    count = pages_G.shape[0]
-    rows = count if rows_G is None else bytes_RY.shape[0]
-    if bytes_RY.dtype != torch.uint8 or tuple(bytes_RY.shape) != (rows, page_bytes):
-        raise ValueError(
-            f"kernels: page buffer {bytes_RY.dtype} {tuple(bytes_RY.shape)}, expected uint8 ({rows}, {page_bytes})"
-        )
-    if k_pool.shape[0] % page_size:
-        raise ValueError(f"kernels: {k_pool.shape[0]} slots are no whole number of pages of {page_size}")
-    _check_inside("pages", pages_G, k_pool.shape[0] // page_size)
-    if rows_G is not None:
-        if rows_G.shape[0] != count:
-            raise ValueError(f"kernels: {rows_G.shape[0]} rows for {count} pages, expected as many")
-        _check_inside("rows", rows_G, rows)
-
-
-def _check_inside(what: str, ids_G: Tensor, count: int) -> None:
-    if ids_G.numel() and not (int(ids_G.min()) >= 0 and int(ids_G.max()) < count):
-        raise ValueError(f"kernels: {what} {int(ids_G.min())} .. {int(ids_G.max())}, expected 0 .. {count - 1}")
+__all__ = ["gather_pages", "scatter_pages"]
 
 
 def gather_pages(

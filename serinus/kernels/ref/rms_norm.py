@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from serinus.kernels.checks import check_norm, check_residual
+
 __all__ = ["add_rms_norm", "rms_norm"]
 
 
@@ -22,7 +24,10 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         x_TE: fp32 or bf16; any number of leading dimensions.
         weight_E: dtype of x, or fp32.
     Returns: shape and dtype of x.
+    Raises:
+        ValueError: the weight has another width, or neither the dtype of x nor fp32.
     """
+    check_norm(x_TE, weight_E)
     x32 = x_TE.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     if weight_E.dtype != x_TE.dtype:
@@ -38,6 +43,9 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
         residual_TE: the stream of hidden states; changed in place.
         weight_E: the norm's weight, as for rms_norm.
     Returns: the norm, shape and dtype of x.
+    Raises:
+        ValueError: as rms_norm; or the residual is strided, or has another shape or dtype than x.
     """
+    check_residual(x_TE, residual_TE)
     residual_TE.add_(x_TE)
     return rms_norm(residual_TE, weight_E, eps)

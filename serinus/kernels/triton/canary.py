@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.ref.canary import ANCHOR, RING_FIELDS, canary_due, check_digest
+from serinus.kernels.canary import ANCHOR, RING_FIELDS
+from serinus.kernels.checks import check_digest
 
-__all__ = ["canary_digest", "canary_due", "canary_plan", "canary_verify", "canary_write"]
+__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write"]
 
 _BLOCK = 256
 _PLAN_SPLITS = 8
@@ -138,7 +139,7 @@ def _splitmix(x):
 
 @_jit
 def _mix(previous_hash, token, position):
-    """Of uint64 values."""
+    """The next hash of a chain, of uint64 values."""
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
 
 

@@ -48,7 +48,8 @@ class Planes:
 
 
 def byte_planes(factors_22W: Tensor, kv_heads: int) -> Planes:
-    """From the coefficients of one layer, int32; once, at start."""
+    """From the coefficients of one layer, int32; once, at start. Raises ValueError: heads are too large for exact
+    sums."""
     size = factors_22W.shape[-1] // kv_heads
     if size > _HEAD_SIZE_MAX:
         raise ValueError(f"kernels: heads of {size}, expected at most {_HEAD_SIZE_MAX}")
@@ -103,7 +104,7 @@ def watched_decode_attention(
     out_BND = torch.empty_like(q_BND)
     partial_PBND = torch.empty((parts, batch, heads, size), dtype=torch.float32, device=q_BND.device)
     stats_P2BN = torch.empty((parts, 2, batch, heads), dtype=torch.float32, device=q_BND.device)
-    digest = (rows_B, rows_B, rows_B, 0)  # nobody looks at them
+    digest = (rows_B, rows_B, rows_B, 0)  # not read where nothing is watched
     if planes is not None and due_7B is not None and sums_22E is not None:
         digest = (planes.planes, planes.bias, due_7B, sums_22E.shape[-1])
     _attend[(batch, kv_heads, parts)](

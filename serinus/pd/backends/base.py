@@ -16,7 +16,7 @@ from serinus.core.errors import ConfigError, InvariantError
 from serinus.pd.modes import Capabilities
 from serinus.wire import Buffer
 
-__all__ = ["Backend", "Located", "Receiver", "Sender", "Span", "SpanAllocator", "Staged"]
+__all__ = ["Backend", "ByteSpan", "Located", "Receiver", "Sender", "SpanAllocator", "Staged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None:
-        """The connection ended."""
+        """The connection ended: unmap what was mapped for it."""
         ...
 
 
@@ -96,8 +96,8 @@ class Backend(Protocol):
 
 
 @dataclass(slots=True)
-class Span:
-    """Bytes [start, end)."""
+class ByteSpan:
+    """A range of bytes, [start, end)."""
 
     start: int
     end: int
@@ -109,8 +109,8 @@ class SpanAllocator:
     def __init__(self, byte_count: int) -> None:
         if byte_count <= 0:
             raise ConfigError(f"pd: a staging area of {byte_count} bytes, expected more than 0")
-        self._free = [Span(0, byte_count)]
-        self._taken: dict[int, Span] = {}
+        self._free = [ByteSpan(0, byte_count)]
+        self._taken: dict[int, ByteSpan] = {}
         self._last_key = 0
 
     @property
@@ -128,7 +128,7 @@ class SpanAllocator:
                 if span.start == span.end:
                     del self._free[index]
                 self._last_key += 1
-                self._taken[self._last_key] = Span(start, start + size)
+                self._taken[self._last_key] = ByteSpan(start, start + size)
                 return self._last_key, start
         return None
 

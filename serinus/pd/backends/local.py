@@ -45,7 +45,7 @@ class LocalBackend:
         return self._last_key, room
 
     def drop(self, key: int) -> None:
-        """Forget a buffer."""
+        """Forget a staged buffer; later fetches of it fail."""
         del self._staged[key]
 
     @property
@@ -86,4 +86,4 @@ class _LocalReceiver:
         return room
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is mapped, so nothing is given back."""

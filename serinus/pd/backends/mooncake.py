@@ -2,7 +2,7 @@
 
 What makes it safe, measured with mooncake-transfer-engine-non-cuda 0.3.13: memory that was unregistered refuses *new*
 writes, but a write under way goes on into it; destroying the engine, which closes its sockets, ends those too. So the
-fence is to destroy our engine and make another one, at another port: everybody is cut off, and greets again. A write
+fence is to destroy our engine and make another one, at another port: all peers are cut off, and greet again. A write
 that failed may still have bytes on their way: it is LOST, never reported as over.
 """
 
@@ -42,11 +42,11 @@ class _Peer:
     session: str
     endpoint: Endpoint
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mooncake"))
-    """The engine's calls wait; a peer that does not take its bytes holds up nobody else's."""
+    """The engine's calls wait; a peer that does not take its bytes does not hold up those of others."""
 
 
 class MooncakeBackend:
-    """One transfer engine."""
+    """A backend over one mooncake transfer engine."""
 
     name = "mooncake"
     capabilities = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
@@ -81,7 +81,12 @@ class MooncakeBackend:
     # ---- our memory ---------------------------------------------------------------------------------------------
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """See OneSided."""
+        """Make memory writable for peers, once; returns our endpoint.
+
+        Raises:
+            ConfigError: Mooncake cannot register a region.
+            InvariantError: memory is registered already.
+        """
         if self._regions:
             raise InvariantError("pd: memory is registered already, expected one call")
         self._regions = tuple(regions)
@@ -101,7 +106,7 @@ class MooncakeBackend:
     # ---- peers --------------------------------------------------------------------------------------------------
 
     def connect(self, peer: str, endpoint: bytes) -> None:
-        """See OneSided."""
+        """Keep where one rank of a peer is; nothing is sent yet. Raises TransferFailed: its endpoint makes no sense."""
         self.disconnect(peer)
         found = unpack_endpoint(endpoint)
         try:
@@ -111,21 +116,24 @@ class MooncakeBackend:
         self._peers[peer] = _Peer(session=session, endpoint=found)
 
     def disconnect(self, peer: str) -> None:
-        """See OneSided."""
+        """Forget a peer, known or not; its writes under way, and those that wait for their turn, go on."""
         known = self._peers.pop(peer, None)
         if known is not None:
             known.writer.shutdown(wait=False, cancel_futures=False)
 
     def fence(self, peer: str) -> Fenced:
-        """See OneSided. Cost: most of a second."""
+        """Cut all peers off from our memory: the engine is destroyed and made anew. Cost: most of a second.
+
+        Raises ConfigError: Mooncake does not start again.
+        """
         self.disconnect(peer)
         self._end()
         self._start()
         self._register()
-        return Fenced(everybody=True, endpoint=self.endpoint)
+        return Fenced(all_peers=True, endpoint=self.endpoint)
 
     def _end(self) -> None:
-        """Destroy the engine. Nobody else may keep it: its sockets are closed when the last reference goes."""
+        """Destroy the engine. No other reference may be kept: its sockets are closed when the last reference goes."""
         for known in self._peers.values():
             known.writer.shutdown(wait=True)
         for _peer, future in self._ops.values():
@@ -137,7 +145,10 @@ class MooncakeBackend:
     # ---- operations ---------------------------------------------------------------------------------------------
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
-        """See OneSided."""
+        """Begin to write own pages into the peer's, in a thread of the peer's; returns the operation's number.
+
+        Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
+        """
         known = self._peers.get(peer)
         if known is None:
             raise TransferFailed(f"pd: {peer} is not connected")
@@ -147,11 +158,11 @@ class MooncakeBackend:
         return self._last_op
 
     def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
-        """Never: prefill writes."""
+        """Not used in push mode, where prefill writes. Raises InvariantError: always."""
         raise InvariantError("pd: mooncake is used to write only, expected no read")
 
     def poll(self, op: int) -> OpResult:
-        """See OneSided."""
+        """How a write is, without waiting; one that Mooncake failed is LOST. Raises InvariantError: unknown number."""
         if op not in self._ops:
             raise InvariantError(f"pd: operation {op} is not under way, expected one that is")
         peer, future = self._ops[op]
@@ -166,12 +177,12 @@ class MooncakeBackend:
         return OpResult(state=OpState.DONE)
 
     def cancel(self, op: int) -> None:
-        """See OneSided. A write that waits for its turn is taken back; it ends as FAILED."""
+        """A write that waits for its turn is taken back; it ends as FAILED."""
         if op in self._ops:
             self._ops[op][1].cancel()
 
     def close(self) -> None:
-        """See OneSided."""
+        """Wait for our writes under way, then destroy the engine: no peer reaches our memory any more."""
         self._end()
         self._ops.clear()
 

@@ -3,7 +3,7 @@
 Why pull: with NIXL 1.5.1 neither deregistering nor removing a remote agent stops what that agent writes into our
 memory; only destroying our own agent does. Reading, we know our own operations, and they are over when NIXL says so;
 where it reports an error instead, some of their pieces may still be under way, so our agent is destroyed and made anew
-before anybody hears of the failure. Peers exchange plain addresses: NIXL's own pickled lists are never used.
+before the failure is known to either side. Peers exchange plain addresses: NIXL's own pickled lists are never used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,12 @@ class NixlBackend:
     # ---- our memory ---------------------------------------------------------------------------------------------
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """See OneSided."""
+        """Make memory readable for peers, once; returns our endpoint.
+
+        Raises:
+            ConfigError: NIXL cannot register it.
+            InvariantError: memory is registered already.
+        """
         if self._regions:
             raise InvariantError("pd: memory is registered already, expected one call")
         self._regions = tuple(regions)
@@ -112,7 +117,10 @@ class NixlBackend:
     # ---- peers --------------------------------------------------------------------------------------------------
 
     def connect(self, peer: str, endpoint: bytes) -> None:
-        """See OneSided."""
+        """Add one rank of a peer to our agent, under a name of our choice; a known name is taken anew.
+
+        Raises TransferFailed: the endpoint makes no sense to us or to NIXL.
+        """
         self.disconnect(peer)
         found = unpack_endpoint(endpoint)
         try:
@@ -123,7 +131,7 @@ class NixlBackend:
         self._endpoints[peer] = endpoint
 
     def disconnect(self, peer: str) -> None:
-        """See OneSided."""
+        """Forget a peer, known or not; while reads from it are under way the agent is made anew, and all reads fail."""
         self._endpoints.pop(peer, None)
         known = self._peers.pop(peer, None)
         if known is None or any(name == known[0] for name, _endpoint in self._peers.values()):
@@ -137,10 +145,10 @@ class NixlBackend:
             return  # it is gone already
 
     def fence(self, peer: str) -> Fenced:
-        """See OneSided. Our agent ends, and with it everything anybody began on our memory."""
+        """Our agent ends, and with it every operation that peers began on our memory."""
         self.disconnect(peer)
         self._renew("our agent was made anew")
-        return Fenced(everybody=True, endpoint=self.endpoint)
+        return Fenced(all_peers=True, endpoint=self.endpoint)
 
     def _renew(self, reason: str) -> None:
         """End the agent, so that all reads are over; fail them; start again with the same memory and peers."""
@@ -161,11 +169,14 @@ class NixlBackend:
     # ---- operations ---------------------------------------------------------------------------------------------
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
-        """Never: a write could not be called back (see above)."""
+        """Not used: a write could not be called back (see above). Raises InvariantError: always."""
         raise InvariantError("pd: nixl is used to read only, expected no write")
 
     def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
-        """See OneSided."""
+        """Begin to fill own pages from the peer's; returns the operation's number.
+
+        Raises TransferFailed: the peer is not connected, its pages differ in shape from ours, or NIXL refuses the read.
+        """
         remote, endpoint = self._peers.get(peer, ("", None))
         if endpoint is None:
             raise TransferFailed(f"pd: {peer} is not connected")
@@ -191,7 +202,7 @@ class NixlBackend:
         return self._last_op
 
     def poll(self, op: int) -> OpResult:
-        """See OneSided."""
+        """How a read is, without waiting. Raises InvariantError: an operation of that number is not known."""
         read = self._ops.get(op)
         if read is not None:
             try:
@@ -216,10 +227,10 @@ class NixlBackend:
         self._renew(f"pd: NIXL failed to read from {self._ops[op].peer} ({state})")
 
     def cancel(self, op: int) -> None:
-        """See OneSided. Letting a handle go is not its end, so it is kept until it ends by itself."""
+        """Changes nothing. Letting a handle go is not its end, so it is kept until it ends by itself."""
 
     def close(self) -> None:
-        """See OneSided."""
+        """End the agent: our reads are over, and no peer reaches our memory any more."""
         for read in self._ops.values():
             read.handle._released = True
         self._ops.clear()

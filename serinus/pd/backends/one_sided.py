@@ -1,6 +1,6 @@
 """What a one-sided data backend is: it reads or writes another process's pages while that process does something else.
 
-Pages go whole, between ranks of equal layout, from pool to pool: nothing is staged. Who may move what when is decided
+Pages go whole, between ranks of equal layout, from pool to pool: nothing is staged. What may move when is decided
 by the handoff machines; this face only says when an operation is over, and never says so too early. Torch-free.
 """
 
@@ -54,7 +54,7 @@ class OpState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpResult:
-    """Answer of `poll`."""
+    """How an operation stands, as `poll` tells."""
 
     state: OpState
     error: str = ""
@@ -98,7 +98,7 @@ class Endpoint:
 class Fenced:
     """A fence was performed: nothing that the peer began can reach our memory any more."""
 
-    everybody: bool
+    all_peers: bool
     """All peers were cut off, not this one alone."""
     endpoint: bytes
     """Ours from now on."""
@@ -109,9 +109,9 @@ class Strips:
     """Pieces of memory that go from one process to another, each contiguous on both sides; int64, equal lengths."""
 
     local: NDArray[np.int64]
-    """Addresses here."""
+    """Addresses in our own memory."""
     remote: NDArray[np.int64]
-    """Addresses there."""
+    """Addresses in the memory of the peer."""
     byte_counts: NDArray[np.int64]
 
 
@@ -119,7 +119,7 @@ class OneSided(Protocol):
     """One rank's way to reach other processes' pages, and to be reached."""
 
     name: str
-    """nixl or mooncake."""
+    """Name of the backend: nixl or mooncake."""
     capabilities: Capabilities
 
     def register(self, regions: Sequence[Region]) -> bytes:
@@ -130,7 +130,7 @@ class OneSided(Protocol):
         """Be ready to reach one rank of a peer, by a name of our choice; known names are taken anew.
 
         Raises:
-            TransferFailed: the endpoint makes no sense, or nobody is there.
+            TransferFailed: the endpoint makes no sense, or no process is there.
         """
         ...
 
@@ -159,11 +159,11 @@ class OneSided(Protocol):
         ...
 
     def cancel(self, op: int) -> None:
-        """A hint: nobody wants it any more. It still comes to its end in `poll`."""
+        """A hint that it is of no use any more. It still comes to its end in `poll`."""
         ...
 
     def close(self) -> None:
-        """Give everything back; when it returns nobody reaches our memory any more."""
+        """Give everything back; when it returns no peer reaches our memory any more."""
         ...
 
 

@@ -62,4 +62,4 @@ class _TcpReceiver:
         return found
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is mapped, so nothing is given back."""

@@ -1,11 +1,23 @@
 """Pages outside of the engine, by key: what a later engine, or another one, may find.
 
-`QueuedStorage` is the face the cache sees (its port PageStorage): threads, queues, completions. Behind it stands a
+`QueuedStorage` is what the cache sees (its port PageStorage): workers, queues, completions. Behind it stands a
 shelf that knows one page at a time: files, or memory.
 """
 
+from serinus.pool.storage.disk import Disk, FileEntry, FileSystem
 from serinus.pool.storage.file import FileStorage, PageFiles
 from serinus.pool.storage.io import PageShelf, QueuedStorage, ShelfCounts
 from serinus.pool.storage.memory import MemoryStorage, PageDict
 
-__all__ = ["FileStorage", "MemoryStorage", "PageDict", "PageFiles", "PageShelf", "QueuedStorage", "ShelfCounts"]
+__all__ = [
+    "Disk",
+    "FileEntry",
+    "FileStorage",
+    "FileSystem",
+    "MemoryStorage",
+    "PageDict",
+    "PageFiles",
+    "PageShelf",
+    "QueuedStorage",
+    "ShelfCounts",
+]

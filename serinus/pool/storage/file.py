@@ -1,13 +1,13 @@
 """FileStorage: one file per page and part, in a folder that outlives the engine and that several engines may share.
 
-A file is written under a temporary name and then renamed, so that a reader sees all of it or nothing; and because
-disks, crashes and people do what they do, a page is believed only after its header and the digest of its bytes were
+A file is written under a temporary name and then renamed, so that a reader sees all of it or nothing; and because disks
+fail, processes crash and people edit files, a page is believed only after its header and the digest of its bytes were
 compared with what is expected: magic, version, namespace, key, part, size. Anything else is a miss and a line in the
 log. Nothing is flushed to the disk: after a power cut a page may be torn, and then it is a miss.
 
     FOLDER/ab/abcdef...-0.page        header, payload
     FOLDER/ab/.abcdef...WRITER.tmp    being written by WRITER
-    FOLDER/.writers/WRITER.lock       locked while WRITER lives; temporary files of others are leftovers
+    FOLDER/.writers/WRITER.lock       locked while WRITER is alive; temporary files of others are leftovers
 
 The index of names is in memory, oldest use first; it is made from a scan at start and again now and then, so that
 several processes keep one size bound between them. A page's time of last use is its file's mtime.
@@ -15,14 +15,11 @@ several processes keep one size bound between them. A page's time of last use is
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import stat
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,9 +33,11 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
+from serinus.pool.storage.disk import Disk, FileSystem
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
+from serinus.pool.workers import Workers
 
-__all__ = ["HEADER_BYTES", "FileStorage", "PageFiles", "open_new"]
+__all__ = ["HEADER_BYTES", "FileStorage", "PageFiles"]
 
 _log = get_logger("pool.storage")
 _HEADER = struct.Struct("<8sHHBxxxQI4x16s16s16s48x")
@@ -48,18 +47,12 @@ HEADER_BYTES = _HEADER.size
 _FIELDS = ("magic", "version", "header size", "part", "size", "stamps", "namespace", "key", "digest")
 _PAGE = re.compile(r"[0-9a-f]{32}-[0-9]\.page")
 _TEMP = re.compile(r"\.[0-9a-f]{32}-[0-9]\.([0-9a-f]+)-[0-9]+\.tmp")
-_WRITERS = ".writers"
 _RESCAN_OF_BOUND = 16
 """The folder is scanned again after writing this fraction of the bound: by so much may each process overstep it."""
 
 
-def open_new(path: str) -> int:
-    """A descriptor of a new file for writing; only its owner may read it (KV tells what was in the prompt)."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-
 class PageFiles:
-    """The shelf. Safe to call from several threads, and from several processes on one folder."""
+    """Pages in files (a PageShelf). Safe to call from several threads, and from several processes on one folder."""
 
     def __init__(
         self,
@@ -69,7 +62,7 @@ class PageFiles:
         page_bytes: Mapping[Part, int],
         byte_max: int | None,
         clock: Clock,
-        create: Callable[[str], int] = open_new,
+        disk: FileSystem | None = None,
     ) -> None:
         """
         Args:
@@ -78,7 +71,7 @@ class PageFiles:
             page_bytes: of each part.
             byte_max: bytes of all files together; the longest unused go first. None = no bound.
             clock: spaces warnings.
-            create: opens a new temporary file.
+            disk: where the folder is; None = the operating system's.
         Raises:
             ConfigError: the folder cannot be used, or not one page fits the bound.
         Cost: a scan of the folder, about 3 us a file.
@@ -88,22 +81,21 @@ class PageFiles:
             raise ConfigError(
                 f"pool: storage of {byte_max} bytes, expected at least {largest}, one page and its header"
             )
-        self._folder = Path(folder)
+        self._folder = str(folder)
         self._namespace = xxhash.xxh3_128_digest(namespace.encode())
-        self._byte_max, self._create = byte_max, create
-        self._bad_warning, self._lock_fd = RareWarning(clock), -1
+        self._byte_max, self._disk = byte_max, disk or Disk()
+        self._bad_warning = RareWarning(clock)
         self._lock = threading.Lock()
         self._index: OrderedDict[str, int] = OrderedDict()
         self._bytes = self._written = self._removed = self._bad = self._temps = 0
         self._writer = f"{new_incarnation():x}"
         try:
-            (self._folder / _WRITERS).mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _lock_writer(self._folder / _WRITERS / f"{self._writer}.lock")
+            self._disk.open_folder(self._folder, self._writer)
             self._scan()
             self._remove_leftovers()
         except OSError as error:
             raise ConfigError(
-                f"pool: storage folder {str(self._folder)!r} cannot be used ({error}), expected one that can be "
+                f"pool: storage folder {self._folder!r} cannot be used ({error}), expected one that can be "
                 f"written and locked"
             ) from error
         self._keep_bound(0)
@@ -115,7 +107,7 @@ class PageFiles:
         if name in self._index:
             return True
         try:
-            size = os.stat(self._path(name)).st_size
+            size = self._disk.byte_count(self._path(name))
         except OSError:
             return False
         self._note(name, size)
@@ -123,39 +115,27 @@ class PageFiles:
 
     def load(self, part: Part, key: bytes, into: NDArray[np.uint8]) -> bool:
         name = _name(part, key)
+        path, header = self._path(name), bytearray(HEADER_BYTES)
         try:
-            # O_NONBLOCK: a pipe of this name must not hold us up.
-            fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            wrong = self._disk.read(path, header, into)
         except FileNotFoundError:
             self._forget(name)
             return False
-        try:
-            wrong = self._read(fd, part, key, into)
-            if not wrong:
-                with suppress(OSError):  # a folder that can only be read still serves pages
-                    os.utime(fd)
-        finally:
-            os.close(fd)
+        wrong = wrong or self._differs(header, self._header(part, key, into))
         if wrong:
             self._throw_away(name, wrong)
             return False
+        with suppress(OSError):  # a folder that can only be read still serves pages
+            self._disk.touch(path)
         self._note(name, HEADER_BYTES + into.nbytes)
         return True
 
-    def _read(self, fd: int, part: Part, key: bytes, into: NDArray[np.uint8]) -> str:
-        """Read and compare; what is wrong, or an empty text."""
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            return "no regular file"
-        expected_bytes = HEADER_BYTES + into.nbytes
-        if found.st_size != expected_bytes:
-            return f"{found.st_size} bytes, expected {expected_bytes}"
-        header = bytearray(HEADER_BYTES)
-        if _read_all(fd, header, into) != expected_bytes:
-            return "it became shorter while it was read"
-        if header == self._header(part, key, into):
+    @staticmethod
+    def _differs(header: bytearray, expected: bytes) -> str:
+        """What is wrong with a header, or an empty text."""
+        if header == expected:
             return ""
-        theirs, ours = _HEADER.unpack(header), _HEADER.unpack(self._header(part, key, into))
+        theirs, ours = _HEADER.unpack(header), _HEADER.unpack(expected)
         differ = [name for name, a, b in zip(_FIELDS, theirs, ours, strict=True) if a != b]
         return f"another {', '.join(differ) or 'reserve'} than expected"
 
@@ -169,26 +149,15 @@ class PageFiles:
             temp = f".{name.removesuffix('.page')}.{self._writer}-{self._temps}.tmp"
         path, temp_path = self._path(name), self._path(temp)
         try:
-            fd = self._open_temp(temp_path)
-            try:
-                _write_all(fd, self._header(part, key, data), data)
-            finally:
-                os.close(fd)
-            os.replace(temp_path, path)
+            self._disk.write(temp_path, self._header(part, key, data), data)
+            self._disk.rename(temp_path, path)
         except OSError:
             with suppress(OSError):
-                os.unlink(temp_path)
+                self._disk.remove(temp_path)
             raise
         self._note(name, size)
         with self._lock:
             self._written += size
-
-    def _open_temp(self, path: str) -> int:
-        try:
-            return self._create(path)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            return self._create(path)
 
     def _header(self, part: Part, key: bytes, data: NDArray[np.uint8]) -> bytes:
         digest = xxhash.xxh3_128_digest(data.data)
@@ -206,11 +175,7 @@ class PageFiles:
 
     def close(self) -> None:
         """Give the lock back: temporary files of this process are leftovers from now on."""
-        if self._lock_fd >= 0:
-            with suppress(OSError):
-                os.unlink(self._folder / _WRITERS / f"{self._writer}.lock")
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        self._disk.close_folder(self._folder, self._writer)
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name.lstrip('.')[:2]}/{name}"
@@ -232,7 +197,7 @@ class PageFiles:
             self._bad += 1
         self._forget(name)
         with suppress(OSError):
-            os.unlink(self._path(name))
+            self._disk.remove(self._path(name))
         self._bad_warning.say(f"pool: storage file {name} counts as missing: {why}")
 
     def _keep_bound(self, size: int) -> None:
@@ -253,16 +218,15 @@ class PageFiles:
                 self._bytes -= gone
                 self._removed += 1
             with suppress(FileNotFoundError):
-                os.unlink(self._path(name))
+                self._disk.remove(self._path(name))
 
     def _scan(self) -> None:
         """Make the index from the folder."""
-        found: list[tuple[int, str, int]] = []
-        for entry in _entries(self._folder):
-            if _PAGE.fullmatch(entry.name):
-                with suppress(OSError):
-                    about = entry.stat(follow_symlinks=False)
-                    found.append((about.st_mtime_ns, entry.name, about.st_size))
+        found = [
+            (entry.used_ns, entry.name, entry.byte_count)
+            for entry in self._disk.entries(self._folder)
+            if _PAGE.fullmatch(entry.name)
+        ]
         found.sort()
         with self._lock:
             self._index = OrderedDict((name, size) for _, name, size in found)
@@ -272,19 +236,19 @@ class PageFiles:
         """Temporary files of writers that are dead, and their locks."""
         alive: dict[str, bool] = {self._writer: True}
         count = 0
-        for entry in _entries(self._folder):
+        for entry in self._disk.entries(self._folder):
             match = _TEMP.fullmatch(entry.name)
             if match is None:
                 continue
             writer = match[1]
             if writer not in alive:  # its lock is older than its files: this order cannot take a living one for dead
-                alive[writer] = _is_locked(self._folder / _WRITERS / f"{writer}.lock")
+                alive[writer] = self._disk.is_writing(self._folder, writer)
             if not alive[writer]:
                 with suppress(OSError):
-                    os.unlink(entry.path)
+                    self._disk.remove(entry.path)
                     count += 1
-        for lock in (self._folder / _WRITERS).glob("*.lock"):
-            _is_locked(lock)
+        for writer in self._disk.writers(self._folder):
+            self._disk.is_writing(self._folder, writer)
         if count:
             _log.info("pool: removed %d unfinished files of dead writers from %s", count, self._folder)
 
@@ -300,83 +264,15 @@ class FileStorage(QueuedStorage):
         namespace: str,
         byte_max: int | None,
         clock: Clock,
-        threads: int = 2,
-        create: Callable[[str], int] = open_new,
+        disk: FileSystem | None = None,
+        workers: Workers | None = None,
     ) -> None:
         """See PageFiles and QueuedStorage. Raises ConfigError: the folder cannot be used."""
         page_bytes = {part: pool.page_bytes for part, pool in host.items()}
-        files = PageFiles(
-            folder, namespace=namespace, page_bytes=page_bytes, byte_max=byte_max, clock=clock, create=create
-        )
-        super().__init__(files, host=host, clock=clock, threads=threads)
+        files = PageFiles(folder, namespace=namespace, page_bytes=page_bytes, byte_max=byte_max, clock=clock, disk=disk)
+        super().__init__(files, host=host, clock=clock, workers=workers)
 
 
 def _name(part: Part, key: bytes) -> str:
     assert len(key) == 16, f"pool: a storage key of {len(key)} bytes, expected 16"
     return f"{key.hex()}-{int(part)}.page"
-
-
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """What lies in the folders ab/ of a storage folder."""
-    with os.scandir(folder) as tops:
-        names = [top.path for top in tops if len(top.name) == 2 and top.is_dir(follow_symlinks=False)]
-    for name in names:
-        with suppress(FileNotFoundError), os.scandir(name) as inside:
-            yield from inside
-
-
-def _read_all(fd: int, header: bytearray, data: NDArray[np.uint8]) -> int:
-    """Fill both, as far as the file goes; bytes read."""
-    views = [memoryview(header), data.data] if data.nbytes else [memoryview(header)]
-    done = 0
-    while views:
-        count = os.readv(fd, views)
-        if not count:
-            break
-        done += count
-        views = _after(views, count)
-    return done
-
-
-def _write_all(fd: int, header: bytes, data: NDArray[np.uint8]) -> None:
-    views = [memoryview(header), data.data] if data.nbytes else [memoryview(header)]
-    while views:
-        views = _after(views, os.writev(fd, views))
-
-
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of the buffers after `count` bytes."""
-    while views and count >= len(views[0]):
-        count -= len(views[0])
-        views = views[1:]
-    return [views[0][count:], *views[1:]] if views else []
-
-
-def _lock_writer(path: Path) -> int:
-    """A descriptor that holds the lock of a new writer until it is closed, by whatever ends this process."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-        except FileNotFoundError:
-            pass  # somebody took it for a dead writer's between open and lock
-        os.close(fd)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a living process holds this lock; where none does, the file is removed."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)

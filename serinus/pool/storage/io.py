@@ -1,4 +1,4 @@
-"""QueuedStorage: the PageStorage of an engine: some threads that take pages from and to a shelf, in parallel.
+"""QueuedStorage: the PageStorage of an engine: workers that take pages from and to a shelf, in parallel.
 
 Calls return at once; what ended is taken by `poll`. Questions and reads go before writes: a request waits for them.
 Every failure of the shelf is a page that is missing, or that is not stored, and a line in the log; never more.
@@ -21,12 +21,14 @@ from serinus.core.log import get_logger
 from serinus.core.moves import StorageDone
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
+from serinus.pool.workers import Task, ThreadWorkers, Workers
 
 __all__ = ["PageShelf", "QueuedStorage", "RareWarning", "ShelfCounts"]
 
 _log = get_logger("pool.storage")
+_THREADS = 2
 _TASK_BYTES = 1 << 20
-"""A thread takes so many bytes of an operation at a time."""
+"""A worker takes so many bytes of an operation at a time."""
 _TASK_KEYS = 512
 """...or so many keys of a question."""
 _WARN_EVERY_S = 30.0
@@ -114,14 +116,14 @@ class _Op:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _Share:
     op: _Op
     start: int
     end: int
 
 
 class QueuedStorage:
-    """See the port PageStorage of `cache`. Belongs to the engine's thread; the shelf is used by `threads` others."""
+    """See the port PageStorage of `cache`. Belongs to the engine's thread; the shelf is used by its workers."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class QueuedStorage:
         *,
         host: Mapping[Part, HostPool],
         clock: Clock,
-        threads: int = 2,
+        workers: Workers | None = None,
         queued_pages_max: int = 1 << 16,
     ) -> None:
         """
@@ -137,25 +139,20 @@ class QueuedStorage:
             shelf: where pages are kept; closed with this.
             host: the host pool of each part: where reads go and writes come from.
             clock: measures operations, and spaces warnings.
-            threads: operations on the shelf at once.
+            workers: what carries operations out; None = two threads.
             queued_pages_max: of reads, and of writes; what comes beyond ends at once, as missing or not stored.
         """
         self.shelf = shelf
         self._host, self._clock, self._queued_max = host, clock, queued_pages_max
         self._warning = RareWarning(clock)
-        self._news = threading.Condition()
-        self._soon: deque[_Task] = deque()
-        self._later: deque[_Task] = deque()
+        self._soon: deque[_Share] = deque()
+        self._later: deque[_Share] = deque()
         self._waiting = {"query": 0, "read": 0, "write": 0}
         self._open: dict[int, _Op] = {}
         self._ended: list[StorageDone] = []
         self._closing = False
-        self._broken: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=self._run, name=f"serinus-storage-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers: Workers = workers or ThreadWorkers("serinus-storage", _THREADS)
+        self._workers.start(self._take)
 
     # ---- the engine's side --------------------------------------------------------------------------------------
 
@@ -173,45 +170,39 @@ class QueuedStorage:
 
     def cancel(self, op: int) -> None:
         """The answer is not needed any more; its StorageDone still comes, sooner."""
-        with self._news:
+        with self._workers:
             if op in self._open:
                 self._open[op].cancelled = True
 
     def poll(self) -> list[StorageDone]:
         """The operations that ended since the last poll."""
-        with self._news:
-            self._check()
+        with self._workers:
+            self._workers.check()
             ended, self._ended = self._ended, []
         return ended
 
     def wait(self) -> list[StorageDone]:
         """Block until every operation has ended; what `poll` would return then. For tests and for shutting down."""
-        with self._news:
-            self._news.wait_for(lambda: self._broken is not None or not self._open)
+        with self._workers:
+            self._workers.wait_for(lambda: not self._open)
         return self.poll()
 
     @property
     def open_count(self) -> int:
         """Operations that have not ended."""
-        with self._news:
+        with self._workers:
             return len(self._open)
 
     def close(self, drain_s_max: float = 5.0) -> None:
         """Write what is queued, as far as that takes `drain_s_max` seconds; then end the threads."""
-        with self._news:
-            self._news.wait_for(lambda: self._broken is not None or not self._open, timeout=drain_s_max)
+        with self._workers:
+            self._workers.wait_for(lambda: not self._open, drain_s_max)
             self._closing = True
-            self._news.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._workers.stop()
         self.shelf.close()
 
     def _task_pages(self, part: Part) -> int:
         return max(1, _TASK_BYTES // max(1, self._host[part].page_bytes))
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise InvariantError(f"pool: a storage thread broke: {self._broken!r}") from self._broken
 
     def _submit(
         self, op: int, what: str, parts: tuple[Part, ...], keys: Sequence[bytes], pages: NDArray[np.int32], step: int
@@ -226,10 +217,10 @@ class QueuedStorage:
             op=op, what=what, parts=parts, keys=keys, pages=pages, begin=self._clock.now(),
             present=present, good=len(keys),
         )  # fmt: skip
-        tasks = [_Task(made, at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
+        tasks = [_Share(made, at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
         full = False
-        with self._news:
-            self._check()
+        with self._workers:
+            self._workers.check()
             if op in self._open or self._closing:
                 raise InvariantError(f"pool: storage operation {op} submitted twice or after close, expected neither")
             full = self._waiting[what] + len(keys) > self._queued_max
@@ -238,35 +229,25 @@ class QueuedStorage:
             self._open[op] = made
             if full or not tasks:
                 self._end(made)
-                self._news.notify_all()
+                self._workers.notify()
             else:
                 made.tasks = len(tasks)
                 self._waiting[what] += len(keys)
                 (self._later if what == "write" else self._soon).extend(tasks)
-                self._news.notify_all()
+                self._workers.tasks_added()
         if full:
             self._warning.say(f"pool: dropped a storage {what} of {len(keys)} keys: {made.error}")
 
-    # ---- the threads --------------------------------------------------------------------------------------------
+    # ---- the workers --------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while (task := self._next()) is not None:
-                self._carry(task)
-        except BaseException as error:
-            with self._news:
-                self._broken = error
-                self._news.notify_all()
-            raise
+    def _take(self) -> Task | None:
+        """Questions and reads go before writes. With the lock held."""
+        if not self._soon and not self._later:
+            return None
+        task = self._soon.popleft() if self._soon else self._later.popleft()
+        return lambda: self._carry(task)
 
-    def _next(self) -> _Task | None:
-        with self._news:
-            self._news.wait_for(lambda: self._closing or self._soon or self._later)
-            if self._closing:
-                return None
-            return self._soon.popleft() if self._soon else self._later.popleft()
-
-    def _carry(self, task: _Task) -> None:
+    def _carry(self, task: _Share) -> None:
         op = task.op
         good, error, moved = task.start, "", 0
         try:
@@ -282,7 +263,7 @@ class QueuedStorage:
         except (OSError, MemoryError) as failure:
             error = f"{type(failure).__name__}: {failure}"
             self._warning.say(f"pool: storage {op.what} failed and counts as missing: {error}")
-        with self._news:
+        with self._workers:
             self._waiting[op.what] -= task.end - task.start
             op.byte_count += moved
             op.error = op.error or error
@@ -291,9 +272,9 @@ class QueuedStorage:
             op.tasks -= 1
             if not op.tasks:
                 self._end(op)
-            self._news.notify_all()
+            self._workers.notify()
 
-    def _look(self, task: _Task) -> None:
+    def _look(self, task: _Share) -> None:
         op = task.op
         for part, present in zip(op.parts, op.present, strict=True):
             for i in range(task.start, task.end):
@@ -311,7 +292,7 @@ class QueuedStorage:
         return True
 
     def _end(self, op: _Op) -> None:
-        """With the lock held: nobody touches its pages any more."""
+        """With the lock held: no worker touches its pages any more."""
         del self._open[op.op]
         self._ended.append(
             StorageDone(

@@ -11,6 +11,7 @@ from serinus.core.clock import Clock
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
 from serinus.pool.storage.io import QueuedStorage, ShelfCounts
+from serinus.pool.workers import ThreadWorkers, Workers
 
 __all__ = ["MemoryStorage", "PageDict"]
 
@@ -51,7 +52,12 @@ class MemoryStorage(QueuedStorage):
         *,
         host: Mapping[Part, HostPool],
         clock: Clock,
-        threads: int = 1,
+        workers: Workers | None = None,
     ) -> None:
         """`pages`: the dictionary, None = a new one; `host`: where reads go and writes come from."""
-        super().__init__(PageDict({} if pages is None else pages), host=host, clock=clock, threads=threads)
+        super().__init__(
+            PageDict({} if pages is None else pages),
+            host=host,
+            clock=clock,
+            workers=workers or ThreadWorkers("serinus-storage"),
+        )

@@ -1,0 +1,199 @@
+"""Page pools: the pages of one tier and part, with their ledger, their sweep index, and their place in a node.
+
+Applies the tree's effects to the ledgers: what a node gets, loses or splits. Knows no requests and no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from serinus.cache.events import EventLog
+from serinus.cache.keys import PageKeys
+from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, PageLedger, Pages, PageState, tree_owner
+from serinus.cache.node import FULL, NO_PAGES, Node, Tier
+from serinus.cache.results import CacheGeometry
+from serinus.cache.sweep import SweepIndex
+from serinus.cache.tree import RadixTree, Split, Victims
+from serinus.core.parts import PageSpan, Part
+
+__all__ = ["PagePool", "PagePools"]
+
+
+@dataclass(slots=True)
+class PagePool:
+    """The pages of one tier and part."""
+
+    tier: Tier
+    part: Part
+    ledger: PageLedger
+    sweep: SweepIndex
+
+    def of(self, node: Node) -> Pages:
+        """What `node` has here."""
+        return (node.host if self.tier else node.device)[self.part]
+
+    def span(self, nodes: Sequence[Node], position: int, page_size: int) -> PageSpan:
+        """What consecutive nodes of a path have here from the page of `position` on (none of them = nothing)."""
+        first = position // page_size
+        reached = [node for node in nodes if node.end > position] if position else nodes
+        if not reached:
+            return PageSpan(part=self.part, first=first, pages=NO_PAGES)
+        part, host = int(self.part), self.tier is Tier.HOST
+        pages = np.concatenate([(node.host if host else node.device)[part] for node in reached])
+        return PageSpan(part=self.part, first=first, pages=pages[first - reached[0].start // page_size :])
+
+    def __str__(self) -> str:
+        return f"{self.tier.name.lower()} {self.part.name} pages"
+
+
+class PagePools:
+    """All pools of a cache, and the effects on them."""
+
+    def __init__(self, geometry: CacheGeometry, tree: RadixTree, keys: PageKeys, events: EventLog | None) -> None:
+        self.tree = tree
+        self.keys = keys
+        self.events = events
+        self.rules = geometry.rules
+        """Parts beside FULL, each with its window, or WHOLE."""
+        self.read_batch_pages = geometry.read_batch_pages
+        """Pages of one storage read at most."""
+        self.all = {
+            (tier, part): PagePool(tier, part, PageLedger(count), SweepIndex(count, geometry.page_size))
+            for (tier, part), count in geometry.pools().items()
+        }
+        self.device: dict[int, PagePool] = {part: pool for (tier, part), pool in self.all.items() if not tier}
+        """The device's pools by part."""
+        self.host: dict[int, PagePool] = {part: pool for (tier, part), pool in self.all.items() if tier}
+        """By part; empty without a host tier."""
+        self.full = self.device[FULL]
+        """FULL on the device: the pool that the tree is built on."""
+        self.plain = len(self.all) == 1
+        """One tier and one part: the short way everywhere."""
+
+    def __iter__(self) -> Iterator[PagePool]:
+        return iter(self.all.values())
+
+    def grow(self, parent: Node, tokens: memoryview, fresh: Pages, owner: Owner) -> Node:
+        """A new leaf with device FULL pages that `owner` gives."""
+        leaf = self.tree.grow(parent, tokens, fresh)
+        pool, above = self.full, parent.device[FULL]
+        pool.ledger.move(fresh, owner, tree_owner(leaf.id), "publish")
+        pool.sweep.note(fresh, leaf.start, int(above[-1]) if len(above) else 0)
+        if pool.ledger.held_count:
+            self.recount(leaf)
+        if self.events is not None:
+            self.events.stored(leaf, Tier.DEVICE)
+        return leaf
+
+    def attach(self, pool: PagePool, node: Node, pages: Pages, owner: Owner | None, verb: str) -> None:
+        """`node` has these pages in `pool` from now on: `owner` gives them (None: they stay with the copy that fills
+        them, until `settle`)."""
+        self.tree.put(node, pool.tier, pool.part, pages)
+        if owner is not None:
+            pool.ledger.move(pages, owner, tree_owner(node.id), verb)
+        else:
+            node.loading |= 1 << pool.part
+        self._link(pool, node, pages)
+        if pool.ledger.held_count and pool.tier is Tier.DEVICE:
+            self.recount(node)
+        if self.events is not None and pool.part is Part.FULL:
+            self.events.stored(node, pool.tier)
+        self.tree.requeue(node)
+
+    def settle(self, pool: PagePool, node: Node, owner: Owner) -> None:
+        """The copy that filled a node's pages is done: they are the tree's."""
+        pool.ledger.move(pool.of(node), owner, tree_owner(node.id), "loaded")
+        node.loading &= ~(1 << pool.part)
+
+    def detach(self, pool: PagePool, node: Node, verb: str) -> int:
+        """What `node` has in `pool` is freed; returns how many pages that were."""
+        pages = self.unlink(pool, node)
+        if len(pages):
+            pool.ledger.move(pages, tree_owner(node.id), FREE_OWNER, verb)
+        return len(pages)
+
+    def unlink(self, pool: PagePool, node: Node) -> Pages:
+        """Take a node's pages out of the tree; the caller tells their ledger."""
+        pages = pool.of(node)
+        if not len(pages):
+            return pages
+        self.tree.put(node, pool.tier, pool.part, NO_PAGES)
+        if pool.tier is Tier.DEVICE and node.held[pool.part]:
+            self.tree.set_held(node, pool.part, 0)
+        if pool is not self.full:
+            for child in node.children.values():
+                below = pool.of(child)
+                if len(below):
+                    pool.sweep.link(int(below[0]), 0)
+        if self.events is not None and pool.part is Part.FULL:
+            self.events.removed(self.keys.of(node), pool.tier)
+        return pages
+
+    def _link(self, pool: PagePool, node: Node, pages: Pages) -> None:
+        above = pool.of(node.parent) if node.parent is not None else NO_PAGES
+        pool.sweep.note(pages, node.start, int(above[-1]) if len(above) else 0)
+        if pool is not self.full:  # a device child needs its parent there first: none is waiting for this node
+            for child in node.children.values():
+                below = pool.of(child)
+                if len(below):
+                    pool.sweep.link(int(below[0]), int(pages[-1]))
+
+    def split(self, node: Node, position: int) -> Split:
+        """Cut `node` at `position`; the shorter half's pages change their name in every ledger."""
+        split = self.tree.split(node, position)
+        moved = split.moved
+        source, target = split.old_id << STATE_BITS | PageState.TREE, tree_owner(moved.id)
+        for pool in self.all.values():
+            pages = pool.of(moved)
+            if len(pages) and (pool.tier or not moved.loading & 1 << pool.part):
+                pool.ledger.move(pages, source, target, "split")
+        if any(node.held):
+            self._recount_split(split)
+        if not self.plain:
+            self.tree.requeue(split.upper)
+        return split
+
+    def _recount_split(self, split: Split) -> None:
+        """Both halves together count as many held pages as before: no total changes."""
+        for half in (split.upper, split.lower):
+            for part, pool in self.device.items():
+                half.held[part] = int(np.count_nonzero(pool.ledger.hold_P[half.device[part]]))
+
+    def recount(self, node: Node) -> None:
+        """Holds on a node's device pages began or ended."""
+        for part, pool in self.device.items():
+            held = int(np.count_nonzero(pool.ledger.hold_P[node.device[part]]))
+            if held != node.held[part]:
+                self.tree.set_held(node, part, held)
+
+    def apply(self, victims: Victims) -> int:
+        """Free what an eviction took from a cache without a host tier; returns how many FULL pages that were."""
+        for pool, gone in zip(self.device.values(), victims.parts, strict=True):
+            if gone.pages:
+                pages = gone.pages[0] if len(gone.pages) == 1 else np.concatenate(gone.pages)
+                pool.ledger.evict(pages, gone.node_ids, gone.lengths)
+        if self.events is not None:
+            for hashes in victims.hashes:
+                self.events.removed(hashes, Tier.DEVICE)
+        return sum(victims.parts[0].lengths)
+
+    def clear(self) -> int:
+        """Everything leaves the tree and is free; returns how many device FULL pages that were."""
+        nodes = self.tree.clear()
+        for pool in self.all.values():
+            there = [node for node in nodes if len(pool.of(node))]
+            if there:
+                pages = [pool.of(node) for node in there]
+                pool.ledger.evict(np.concatenate(pages), [n.id for n in there], [len(each) for each in pages])
+        if self.events is not None:
+            self.events.cleared()
+        return sum(len(node.device[FULL]) for node in nodes)
+
+    def nodes_of(self, pool: PagePool, pages: Pages) -> list[Node]:
+        """The nodes that list some of these pages."""
+        owners = pool.ledger.owner_P[pages]
+        cached = owners[(owners & STATE_MASK) == PageState.TREE] >> STATE_BITS
+        return [self.tree.arena[node_id] for node_id in np.unique(cached).tolist()]

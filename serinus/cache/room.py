@@ -1,0 +1,118 @@
+"""Room on the device: what can be handed out to requests, and evicting until it can.
+
+Decides for all parts alike; which node goes first is eviction.py's, how it goes backup.py's (with a host tier) or the
+tree's (without).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from serinus.cache.ledger import STATE_MASK, Pages, PageState
+from serinus.cache.node import NO_PAGES
+from serinus.cache.page_pools import PagePool, PagePools
+from serinus.cache.tiers import TierController
+from serinus.core.clock import Clock
+from serinus.core.parts import Part
+
+__all__ = ["DeviceRoom"]
+
+
+class DeviceRoom:
+    """Device pages of all parts: counts, allocation, eviction, holds."""
+
+    def __init__(self, pools: PagePools, tiers: TierController, clock: Clock | None) -> None:
+        self._pools = pools
+        self._tree = pools.tree
+        self._tiers = tiers
+        self._clock = clock
+        self._parts = tuple(pools.device.items())
+        self._whole_first = sorted(self._parts, key=lambda entry: entry[0] in self._tree.windowed)
+        """Evicting a leaf for a part that covers whole prefixes frees what it has of the other parts too."""
+        self._evicted_pages = 0
+        self.eviction_seconds = 0.0
+        """Counter: time spent evicting, waiting for write-backs included; 0 without a clock."""
+
+    @property
+    def evicted_pages(self) -> int:
+        """Counter: FULL pages that eviction took from the device."""
+        return self._evicted_pages + self._tiers.backups.evicted_pages
+
+    def free(self, part: int) -> int:
+        """Pages that can be handed out without evicting; 0 for a part that is not there."""
+        pool = self._pools.device.get(part)
+        return 0 if pool is None else pool.ledger.free_pages
+
+    def available(self, part: int) -> int:
+        """free + evictable; 0 for a part that is not there."""
+        return self.free(part) + self._tree.evictable[part] if part in self._pools.device else 0
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Whether each part has that many available; parts without a count need none."""
+        evictable = self._tree.evictable
+        for count, (part, pool) in zip(counts, self._parts, strict=False):
+            if count > pool.ledger.free_pages + evictable[part]:
+                return False
+        return True
+
+    def make(self, counts: Sequence[int]) -> bool:
+        """Evict until that many pages of each part are free. False: a load failed while eviction waited for it, so that
+        there are fewer than `fits` said."""
+        if self._has_free(counts):
+            return True
+        wanted = dict(zip(self._pools.device, counts, strict=False))
+        for part, pool in self._whole_first:
+            self.evict(pool, wanted.get(part, 0) - pool.ledger.free_pages)
+        return self._has_free(counts)
+
+    def _has_free(self, counts: Sequence[int]) -> bool:
+        for count, (_, pool) in zip(counts, self._parts, strict=False):  # noqa: SIM110 (a generator costs twice that)
+            if count > pool.ledger.free_pages:
+                return False
+        return True
+
+    def allocate(self, rid: str, counts: Sequence[int]) -> tuple[Pages, ...] | None:
+        """Pages of each part for a request, evicting as needed; None, with nothing given, where there is no room."""
+        if not self.fits(counts) or not self.make(counts):
+            return None
+        given = [NO_PAGES] * len(self._parts)
+        for at, count in enumerate(counts):
+            if count > 0:
+                ledger = self._parts[at][1].ledger
+                given[at] = ledger.take(ledger.request_owner(rid), count, "allocate")
+        return tuple(given)
+
+    def evict(self, pool: PagePool, enough: int) -> int:
+        """Evict until `enough` more pages of a device pool are free, or nothing more may go; how many became free."""
+        if enough <= 0:
+            return 0
+        began = self._clock.now() if self._clock is not None else 0.0
+        if self._pools.host or pool.part in self._tree.windowed:
+            freed = self._tiers.backups.evict(pool, enough)
+        else:
+            victims = self._tree.evict(enough, pool.part)
+            self._evicted_pages += self._pools.apply(victims)
+            freed = victims.freed
+        if self._clock is not None:
+            self.eviction_seconds += self._clock.now() - began
+        return freed
+
+    # Holds
+
+    def hold(self, name: str, pages: Pages, part: Part) -> None:
+        """Hold device pages; see PrefixCache.hold."""
+        self._recount(part, self._pools.device[part].ledger.hold(name, pages))
+
+    def unhold(self, name: str, pages: Pages, part: Part) -> None:
+        """Drop one hold of each; see PrefixCache.unhold."""
+        self._recount(part, self._pools.device[part].ledger.unhold(name, pages))
+
+    def _recount(self, part: Part, pages: Pages) -> None:
+        """The holds of these pages began or ended: nodes that list them count again."""
+        if len(pages):
+            pool = self._pools.device[part]
+            loading = bool(np.any((pool.ledger.owner_P[pages] & STATE_MASK) == PageState.COPY))
+            for node in (*self._pools.nodes_of(pool, pages), *(self._tiers.table.nodes() if loading else ())):
+                self._pools.recount(node)

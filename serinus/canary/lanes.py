@@ -1,0 +1,86 @@
+"""PartLanes: what the canary of a rank sees of one part: its KV and stamps, its row table, and its violation rings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serinus.canary.ring import Ring
+from serinus.canary.settings import CheckSettings
+from serinus.core.parts import Part
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import Kernels, StampLane, Watch
+from serinus.pool import DevicePool, RequestTable
+
+__all__ = ["PartLanes", "lanes_of"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PartLanes:
+    """One part on one rank. S = slots, R, C = rows and columns of the table."""
+
+    part: Part
+    layers_kv: Sequence[tuple[Tensor, Tensor]]
+    """(k, v) pools of the part's layers."""
+    layer_ids: Sequence[int]
+    """The model's numbers of them."""
+    stamps_LS4: Tensor
+    table_RC: Tensor
+    """req_to_token of the part, int32."""
+    coefficients_L22W: Tensor | None
+    """Of the digest; None where no KV is digested."""
+    running: Ring
+    """Violations found around the forward pass and at arrival."""
+    sweeping: Ring
+    """Violations found by the sweep."""
+    writing: Ring
+    """Tokens that differ from those of the token oracle."""
+    early_bytes: int
+    """Of a slot in one layer, k and v, where all of them are digested; else 0."""
+    watch: Watch
+    """Verifies and writes around the forward pass, into `running`."""
+
+    @property
+    def rings(self) -> tuple[Ring, Ring, Ring]:
+        """The three rings of the part."""
+        return self.running, self.sweeping, self.writing
+
+    def checked_slots(self) -> int:
+        """Slots whose keys were verified so far around forward passes and at arrival. Waits for the device."""
+        return int(self.running.checked_L[StampLane.TAIL_K])
+
+
+def lanes_of(
+    part: Part, pool: DevicePool, table: RequestTable, layer_ids: Sequence[int], head_ids: Sequence[int] | None,
+    settings: CheckSettings, kernels: Kernels,
+) -> PartLanes:  # fmt: skip
+    """Allocate what the canary needs for one part. `pool` has stamps; `head_ids`: KV heads of this rank, None = all."""
+    spec = pool.spec
+    assert pool.stamps_LS4 is not None, "canary: a pool without stamps"
+    coefficients = None
+    if settings.real_data != "none":
+        factors = digest_coefficients(
+            layer_ids, head_ids or range(spec.kv_head_count), spec.head_size, spec.dtype.itemsize,
+            partial=settings.real_data == "partial",
+        )  # fmt: skip
+        coefficients = torch.from_numpy(factors).to(spec.device)
+    running = Ring(spec.device, settings.ring_rows)
+    watch = kernels.canary_watch(
+        kernels, table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, settings.page_size
+    )
+    return PartLanes(
+        part=part,
+        layers_kv=pool.layers,
+        layer_ids=layer_ids,
+        early_bytes=spec.slot_bytes // spec.layer_count if settings.real_data == "all" else 0,
+        stamps_LS4=pool.stamps_LS4,
+        table_RC=table.table,
+        coefficients_L22W=coefficients,
+        running=running,
+        sweeping=Ring(spec.device, settings.ring_rows),
+        writing=Ring(spec.device, settings.ring_rows),
+        watch=watch,
+    )

@@ -1,0 +1,264 @@
+"""CanaryLead: the leader's half of the canary. It commands what ranks check, and says what follows from what they find.
+
+    lead.begin(plan)                    before the plan is commanded
+    verdicts = lead.judge(findings)     before the commit: requests that must not go on
+    reason = lead.arrived(rid, own)     pages came by handoff; waits for the ranks
+
+Ranks know bytes (rank.py); the owner, the users and the history of a page are known here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from serinus.cache import PrefixCache, Tier
+from serinus.canary.commands import (
+    CachedHostPages,
+    CanaryAnswer,
+    CheckArrival,
+    StartCanary,
+    SweepSlots,
+    TellCounts,
+)
+from serinus.canary.perturb import Injection
+from serinus.canary.violation import Violation, ViolationLog, reason_names
+from serinus.core.errors import KvViolation
+from serinus.core.line import CommandLine
+from serinus.core.log import get_logger
+from serinus.core.metrics import Metrics
+from serinus.core.parts import OwnPages, Part
+from serinus.core.plan import StepPlan
+from serinus.core.settings import CanarySettings, coverage_stride
+from serinus.kernels import Reason
+
+__all__ = ["CanaryLead", "HostFault", "Verdict"]
+
+_SWEEP_SLOTS: Final = 4096
+"""Slots of one sweep, by part."""
+_LOOK_S: Final = 0.05
+_log = get_logger("canary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A request that must not go on, and why, in words."""
+
+    rid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFault:
+    """The rank and the part whose host pages the fault tier_bytes damages."""
+
+    rank: int
+    part: Part
+
+
+class CanaryLead:
+    """One for an engine, of one rank or of many. The engine's thread owns it."""
+
+    def __init__(
+        self,
+        settings: CanarySettings,
+        line: CommandLine,
+        cache: PrefixCache,
+        users_of: Callable[[Part, int], tuple[str, ...]],
+        *,
+        parts: Sequence[Part],
+        names: Sequence[str],
+        host_fault: HostFault | None = None,
+    ) -> None:
+        """Ranks check from now on.
+
+        Args:
+            users_of: the requests whose rows name a page (part, page).
+            parts: those in which the model has layers.
+            names: of the ranks, as reports have them; one rank alone has the name "".
+        """
+        self.violations = ViolationLog()
+        self.injections: list[Injection] = []
+        """Faults that ranks planted on purpose."""
+        self.steps = 0
+        """Steps begun; the warm-up is not counted."""
+        self._settings = settings
+        self._raises = settings.kv_canary == "raise"
+        self._line = line
+        self._cache = cache
+        self._users_of = users_of
+        self._names = names
+        self._host_fault = host_fault
+        self._cursor = dict.fromkeys(parts, 0)
+        self._sweep_passes = 0
+        self._outside: list[Verdict] = []
+        """What follows from findings outside of a step; given out with the next one."""
+        self._numbers = 0
+        self._answers: dict[int, dict[int, CanaryAnswer]] = {}
+        """By number of the command and rank, of commands that wait for all ranks."""
+        line.subscribe(CanaryAnswer, self._take)
+        line.command(StartCanary())
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Command what ranks check before they run this plan: a sweep, where it is due."""
+        self.steps += 1
+        fault = self._host_fault
+        if fault is not None:
+            self._line.command(CachedHostPages(part=fault.part, pages=self._cache.host_pages(fault.part)), fault.rank)
+        interval = self._settings.kv_canary_sweep_interval
+        if interval and self.steps % interval == 0:
+            self._sweep()
+
+    def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
+        """What follows from what ranks found in a step, before it is committed: (rank, Violation or Injection).
+
+        All violations are logged. In mode raise, pages whose bytes are wrong are quarantined, and the requests that
+        they touch are named. Raises KvViolation: nothing can be named.
+        """
+        verdicts = (*self._outside, *self._classify(self._filed(findings)))
+        self._outside.clear()
+        return verdicts
+
+    def arrived(self, rid: str, own: OwnPages | None) -> str:
+        """The last pages of a prompt came by handoff: why they must not be used; empty = they are sound, or the mode is
+        log. Waits until all ranks have checked them. Raises as CommandLine.pump and `judge`."""
+        if own is None:
+            return ""
+        command = CheckArrival(number=self._number(), rid=rid, spans=own.spans, tokens=own.tokens)
+        found = self._filed((rank, each) for rank, answer in self._ask(command) for each in answer.violations)
+        here = [each for each in found if each.rid == rid]
+        self._classify(here)
+        # On an accelerator, a rank may read in its rings now what its last step noted.
+        self._outside += self._classify([each for each in found if each.rid != rid])
+        return _reason(here[0]) if here and self._raises else ""
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def view(self) -> dict[str, Any]:
+        """For `GET /canary`. Waits for all ranks."""
+        answers, settings, log = self._counts(), self._settings, self.violations
+        view = {
+            "mode": settings.kv_canary,
+            "real_data": settings.kv_canary_real_data,
+            "stride": coverage_stride(settings.kv_canary_coverage),
+            "steps": self.steps,
+            "sweep_passes": self._sweep_passes,
+            "slots_due": sum(each.slots_due for _, each in answers),
+            "slots_checked": sum(each.slots_checked for _, each in answers),
+            "violations": sum(each.total for _, each in answers),
+            "counts": [
+                {"reason": reason, "tag": tag, "count": count} for (reason, tag), count in sorted(log.counts.items())
+            ],
+            "latest": [violation.as_json() for violation in log],
+            "injected": [injection.as_json() for injection in self.injections],
+        }
+        if self._line.size > 1:
+            view["ranks"] = [
+                {"rank": self._names[rank], "slots_due": each.slots_due, "slots_checked": each.slots_checked,
+                 "violations": each.total}
+                for rank, each in answers
+            ]  # fmt: skip
+        return view
+
+    def refresh(self, metrics: Metrics) -> None:
+        """Bring the canary's counters up to now, for a scrape. Waits for all ranks."""
+        answers = self._counts()
+        for (reason, tag), number in self.violations.counts.items():
+            metrics.set("kv_canary_violations", number, reason, tag)
+        metrics.set("kv_canary_slots", sum(each.slots_due for _, each in answers), "due")
+        metrics.set("kv_canary_slots", sum(each.slots_checked for _, each in answers), "checked")
+        metrics.set("kv_canary_sweep_passes", self._sweep_passes)
+        for name, number in Counter(injection.mode for injection in self.injections).items():
+            metrics.set("kv_faults_injected", number, name)
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Have all ranks verify the next cached slots that no request uses."""
+        for part, cursor in self._cursor.items():
+            found = self._cache.walk(cursor, _SWEEP_SLOTS, part=part, unlocked_only=True)
+            self._cursor[part] = found.cursor
+            ends_pass = found.cursor == 0
+            self._sweep_passes += ends_pass
+            self._line.command(
+                SweepSlots(
+                    part=part, slots=found.slots, positions=found.positions, previous=found.previous,
+                    ends_pass=ends_pass,
+                )
+            )  # fmt: skip
+
+    def _classify(self, violations: Sequence[Violation]) -> list[Verdict]:
+        """Wrong bytes touch every request that uses the page, a wrong row only its own request."""
+        verdicts: dict[str, Verdict] = {}
+        for violation in violations:
+            _log.error("%s", violation.line())
+            if not self._raises:
+                continue
+            users: tuple[str, ...] = ()
+            if Reason.VERIFY_REAL_KV_HASH in violation.reasons:
+                users = violation.users
+                self._cache.quarantine(violation.part, np.array([violation.page], np.int32))
+            touched = dict.fromkeys(rid for rid in (violation.rid, *users) if rid)
+            if not touched and not violation.owner:
+                raise KvViolation(f"canary: {_reason(violation)}, and nobody owns the page")
+            for rid in touched:
+                verdicts.setdefault(rid, Verdict(rid=rid, reason=_reason(violation)))
+        return list(verdicts.values())
+
+    def _filed(self, findings: Iterable[tuple[int, object]]) -> list[Violation]:
+        """The violations, with what the leader knows of their pages. They and the injections are kept for reports."""
+        violations = []
+        for rank, finding in findings:
+            name = self._names[rank]
+            if isinstance(finding, Injection):
+                self.injections.append(replace(finding, rank=name))
+                continue
+            assert isinstance(finding, Violation), f"canary: rank {name} found {finding!r}, expected a Violation"
+            part, page = finding.part, finding.page
+            ledger = self._cache.ledgers[Tier.DEVICE, part]
+            known = replace(
+                finding,
+                rank=name,
+                owner=ledger.describe(int(ledger.owner_P[page])),
+                users=self._users_of(part, page),
+                history=ledger.history(page),
+            )
+            self.violations.add(known)
+            violations.append(known)
+        return violations
+
+    def _counts(self) -> list[tuple[int, CanaryAnswer]]:
+        return self._ask(TellCounts(number=self._number()))
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _ask(self, command: CheckArrival | TellCounts) -> list[tuple[int, CanaryAnswer]]:
+        """What every rank answers, by rank. Waits until all have obeyed what was commanded before."""
+        heard = self._answers[command.number] = {}
+        self._line.command(command)
+        self._line.pump()
+        while len(heard) < self._line.size:
+            self._line.pump(_LOOK_S)
+        return sorted(self._answers.pop(command.number).items())
+
+    def _take(self, rank: int, answer: CanaryAnswer) -> None:
+        """Keep an answer; nothing is judged here, as it may come in the middle of another pump."""
+        self.injections += (replace(each, rank=self._names[rank]) for each in answer.injections)
+        self._answers[answer.number][rank] = answer
+
+
+def _reason(violation: Violation) -> str:
+    """What the client is told."""
+    where = f" of rank {violation.rank}" if violation.rank else ""
+    return (
+        f"KV integrity: {'|'.join(reason_names(violation.reasons))} at slot {violation.slot}, position"
+        f" {violation.position}{where} ({violation.tag}, step {violation.step})"
+    )

@@ -1,0 +1,100 @@
+"""The two halves of an engine's canary from its settings: the leader's, and that of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from serinus.cache import PrefixCache
+from serinus.canary.lead import CanaryLead, HostFault
+from serinus.canary.perturb import Perturber, fault_plan, fault_rank, rank_fault_plan
+from serinus.canary.rank import CanaryRank, TokenOracle
+from serinus.canary.settings import CheckSettings
+from serinus.core.config import ServeConfig
+from serinus.core.line import CommandLine
+from serinus.core.parts import Part
+from serinus.core.settings import coverage_stride
+from serinus.kernels import load
+from serinus.models import ModelSpec
+from serinus.parallel import Shard
+from serinus.pool import DevicePool, HostPool, RequestTable
+
+__all__ = ["make_canary_lead", "make_canary_rank"]
+
+
+def make_canary_rank(
+    config: ServeConfig,
+    spec: ModelSpec,
+    shards: Sequence[Shard],
+    rank: int,
+    pools: Mapping[Part, DevicePool],
+    tables: Mapping[Part, RequestTable],
+    host: Mapping[Part, HostPool],
+    *,
+    device: str,
+    oracle: TokenOracle | None = None,
+) -> CanaryRank | None:
+    """The canary of one rank; None = the settings ask for none.
+
+    Args:
+        spec: the whole model; shards: what each rank has of it.
+        pools, tables, host: of this rank; host is empty without a host tier.
+        oracle: the tokens that the sampler must emit, with --sampling-backend token_oracle.
+    Raises ConfigError: the settings ask for faults that this model or this engine cannot have.
+    """
+    settings = config.canary
+    if settings.kv_canary == "none":
+        return None
+    shard = shards[rank]
+    own = spec.on(shard)
+    plan = rank_fault_plan(config, spec, shards, rank)
+    tier = {part: pool.data_PY for part, pool in host.items()}
+    return CanaryRank(
+        CheckSettings(
+            page_size=config.memory.page_size,
+            window=spec.window,
+            real_data=settings.kv_canary_real_data,
+            stride=coverage_stride(settings.kv_canary_coverage),
+            plans_open=1 if shard.pp == 1 else 2 * shard.pp,
+            is_swept=settings.kv_canary_sweep_interval > 0,
+            stats_interval=settings.kv_canary_stats_interval,
+            divergence_interval=settings.kv_canary_swa_divergence_interval,
+        ),
+        pools,
+        tables,
+        {part: [shard.layers.start + layer for layer in own.layers_of(part)] for part in own.parts},
+        load(device),
+        perturber=None if plan is None else Perturber(plan, host=tier),
+        oracle=oracle,
+        head_ids=shard.kv_heads,
+    )
+
+
+def make_canary_lead(
+    config: ServeConfig,
+    spec: ModelSpec,
+    shards: Sequence[Shard],
+    line: CommandLine,
+    cache: PrefixCache,
+    users_of: Callable[[Part, int], tuple[str, ...]],
+) -> CanaryLead | None:
+    """The leader's half of the canary, which starts those of the ranks; None = the settings ask for none.
+
+    Args:
+        spec: the whole model; shards: what each rank has of it.
+        users_of: the requests whose rows name a page (part, page).
+    Raises ConfigError: see make_canary_rank.
+    """
+    if config.canary.kv_canary == "none":
+        return None
+    plan, fault = fault_plan(config, spec), None
+    if plan is not None and plan.probabilities.get("tier_bytes"):
+        fault = HostFault(rank=fault_rank(config, spec, shards, plan.target), part=plan.target)
+    return CanaryLead(
+        config.canary,
+        line,
+        cache,
+        users_of,
+        parts=sorted(part for part in spec.parts if spec.layers_of(part)),
+        names=[shard.name for shard in shards] if len(shards) > 1 else [""],
+        host_fault=fault,
+    )

@@ -1,0 +1,358 @@
+"""CanaryRank: the canary of one rank. It checks this rank's KV around each step, and what the leader commands.
+
+    canary.begin(plan)                  before runner.run
+    result = canary.returned(result)    after it (planted faults may exchange tokens here)
+    findings = canary.found()           sent to the leader with the result of the step
+    answers = canary.obey(command)      one of CANARY_COMMANDS, in the order of the line
+
+A rank knows bytes, stamps and its row tables. Owners and users of pages are the leader's (lead.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from serinus.canary.commands import (
+    CachedHostPages,
+    CanaryAnswer,
+    CanaryCommand,
+    CheckArrival,
+    Finding,
+    StartCanary,
+    SweepSlots,
+    TellCounts,
+)
+from serinus.canary.coverage import DuePages, reads_of
+from serinus.canary.hook import CanaryHook, Entries, StepChecks, WriteCheck
+from serinus.canary.lanes import PartLanes, lanes_of
+from serinus.canary.perturb import Injection, Perturber
+from serinus.canary.ring import Ring
+from serinus.canary.settings import CheckSettings
+from serinus.canary.violation import Violation, launch_tag
+from serinus.core.errors import InvariantError
+from serinus.core.log import get_logger
+from serinus.core.parts import PageStore, Part
+from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult
+from serinus.kernels import Kernels, Reason, StampLane
+from serinus.pool import DevicePool, RequestTable
+
+__all__ = ["CanaryRank", "TokenOracle"]
+
+TokenOracle = Callable[[SampleSpec, int], int]
+"""(how the request's next token is chosen, position) -> the token that the sampler must have emitted there."""
+
+_SWEEP: Final = -1
+_ARRIVAL: Final = -2
+_SEQUENCES_PER_STEP: Final = 1 << 16
+_STEPS_NAMED: Final = 4
+"""Steps whose requests are known by name: a ring is read one step late at most."""
+_log = get_logger("canary")
+
+
+class CanaryRank:
+    """Checks nothing before the command StartCanary. Where a slot was due and was not checked, `found` and `obey` raise
+    InvariantError: a canary that is silent by mistake must not be taken for sound KV."""
+
+    def __init__(
+        self,
+        settings: CheckSettings,
+        pools: Mapping[Part, DevicePool],
+        tables: Mapping[Part, RequestTable],
+        layer_ids: Mapping[Part, Sequence[int]],
+        kernels: Kernels,
+        *,
+        perturber: Perturber | None = None,
+        oracle: TokenOracle | None = None,
+        head_ids: Sequence[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            layer_ids: the model's numbers of each part's layers on this rank; a part without stamps is left out.
+            perturber: plants faults on purpose.
+            oracle: says which token must have been sampled; with it the tokens that a step writes are checked too.
+            head_ids: the numbers of this rank's KV heads; None = all. So the digests of all ranks add up.
+        Raises InvariantError: no pool has stamps.
+        """
+        self.settings = settings
+        self.perturber = perturber
+        self.parts = {
+            part: lanes_of(part, pool, tables[part], layer_ids[part], head_ids, settings, kernels)
+            for part, pool in pools.items()
+            if pool.stamps_LS4 is not None
+        }
+        if not self.parts:
+            raise InvariantError("canary: no pool keeps stamps, expected at least one")
+        self.hook = CanaryHook(self.parts, kernels, entries_max=settings.entries_max, faults=perturber)
+        """Stands around the forward pass, behind the gate of loads."""
+        self.steps = 0
+        """Steps begun since StartCanary."""
+        self.due_slots = dict.fromkeys(self.parts, 0)
+        """Slots that had to be verified around forward passes and at arrival so far, by part."""
+        self.violation_count = 0
+        """Ever, those whose detail was lost to the ring's overflow included."""
+        self._sweep_passes = 0
+        self._kernels = kernels
+        self._oracle = oracle
+        self._is_started = False
+        self._injections_told = 0
+        self._expected_starts: deque[dict[str, int]] = deque(maxlen=settings.plans_open)
+        self._rids: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_STEPS_NAMED)
+        self._arriving = ""
+        if perturber is not None:
+            perturber.attach(self.parts)
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Decide what this step verifies, and arm the hook with it."""
+        if not self._is_started:
+            return
+        self.steps += 1
+        base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
+        rids = tuple([each.rid for each in work])
+        self._rids.append((base, rids))
+        checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
+        rows, starts = [each.row for each in work], [each.start for each in work]
+        is_fresh = [self._expected_start(rid) != start for rid, start in zip(rids, starts, strict=True)]
+        self._expected_starts.append({each.rid: each.start + len(each.tokens) for each in work})
+        settings = self.settings
+        for part in self.parts:
+            window = settings.window if part is Part.SWA else None
+            reads = checks.reads[part] = reads_of(
+                rows, starts, is_fresh, first_name=base, stride=settings.stride, window=window
+            )
+            columns, entries, slots = self._kernels.canary_due(reads, self.steps, settings.page_size)
+            checks.due[part] = DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
+            self.due_slots[part] += slots
+        self.hook.arm(checks)
+
+    def returned(self, result: StepResult | None) -> StepResult | None:
+        """The result as the leader gets it; None on a rank that does not sample."""
+        if result is None or self.perturber is None or not self._is_started:
+            return result
+        return self.perturber.returned(result)
+
+    def found(self) -> tuple[Finding, ...]:
+        """Violations and planted faults up to this step; on an accelerator, violations up to the step before."""
+        if not self._is_started:
+            return ()
+        violations = self._take()
+        self._log_statistics()
+        return (*violations, *self._new_injections())
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    def obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
+        """Do what the leader commands; the answer, if there is one, is complete. Only CheckArrival and TellCounts wait
+        for the device."""
+        match command:
+            case StartCanary():
+                self._is_started = True
+            case SweepSlots():
+                self._sweep(command)
+            case CheckArrival():
+                return (self._answer(command.number, self._arrived(command)),)
+            case TellCounts():
+                return (self._answer(command.number, ()),)
+            case CachedHostPages() if self.perturber is not None:
+                self.perturber.host_pages[command.part] = command.pages
+        return ()
+
+    def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:
+        """The pools as a handoff reads them: with the fault transfer_bytes, damaged on their way out."""
+        return pools if self.perturber is None else self.perturber.outgoing(pools)
+
+    def checked_slots(self) -> int:
+        """Slots whose keys were verified so far around forward passes and at arrival. Waits for the device."""
+        return sum(lanes.checked_slots() for lanes in self.parts.values())
+
+    def stats_line(self) -> str:
+        """For the log, every so many steps."""
+        tags = {tag for part in self.parts for tag in self._tags(part)}
+        active = {tag for part in self.parts for tag in self._active_tags(part)}
+        return (
+            f"[canary] step={self.steps} protected_tokens={sum(self.due_slots.values())} "
+            f"sweep_passes={self._sweep_passes} violations={self.violation_count} "
+            f"launch_tags_active={len(active)}/{len(tags)}"
+        )
+
+    def divergence_line(self) -> str:
+        """How many slots each part had to verify so far: sliding layers see only their window. One parsable line."""
+        full, swa = (self.due_slots.get(part, 0) for part in (Part.FULL, Part.SWA))
+        return f"[canary] step={self.steps} full_slots={full} swa_slots={swa} difference={full - swa}"
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _take(self, *, wait: bool = False) -> list[Violation]:
+        """Read the rings; `wait` also for what the device has not finished."""
+        found: list[Violation] = []
+        for lanes in self.parts.values():
+            for ring in lanes.rings:
+                if ring.is_silent and ring is not lanes.running:
+                    continue
+                ring.mark()
+                news = ring.take(wait=wait)
+                if news is None:
+                    continue
+                rows, lost, checked = news
+                found += [self._violation(lanes, row, ring) for row in rows]
+                self.violation_count += len(rows) + lost
+                if ring is lanes.running:
+                    self._check_silence(lanes.part, checked)
+        return found
+
+    def _sweep(self, command: SweepSlots) -> None:
+        self._sweep_passes += command.ends_pass
+        lanes = self.parts.get(command.part)
+        if lanes is None:
+            return
+        slots, positions, previous = command.slots, command.positions, command.previous
+        if self.perturber is not None:
+            self.perturber.sweep(lanes, slots, self.steps + 1)
+        # A predecessor that is not there cannot be checked against; at position 0 there is none.
+        previous = np.where((previous == 0) & (positions > 0), -1, previous)
+        names = np.full(len(slots), _SWEEP)
+        self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, None, names, lanes.sweeping)
+
+    def _arrived(self, command: CheckArrival) -> list[Violation]:
+        """Cost: one read of these pages."""
+        page_size, tokens = self.settings.page_size, command.tokens
+        self._arriving = command.rid
+        for span in command.spans:
+            lanes = self.parts.get(span.part)
+            if lanes is None or not len(span.pages):
+                continue
+            slots = (span.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+            positions = np.arange(span.first * page_size, span.end * page_size)
+            live = positions < len(tokens)
+            slots, positions = slots[live], positions[live]
+            previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
+            names = np.full(len(slots), _ARRIVAL)
+            own = tokens[positions].astype(np.int64)
+            for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
+                self._verify(lanes, lane, slots, positions, previous, own, names, lanes.running)
+            self.due_slots[span.part] += len(slots)
+        return self._take(wait=True)
+
+    def _answer(self, number: int, violations: Sequence[Violation]) -> CanaryAnswer:
+        return CanaryAnswer(
+            number=number,
+            violations=tuple(violations),
+            injections=self._new_injections(),
+            slots_due=sum(self.due_slots.values()),
+            slots_checked=self.checked_slots(),
+            total=self.violation_count,
+        )
+
+    def _new_injections(self) -> tuple[Injection, ...]:
+        """Those that the leader has not been told."""
+        if self.perturber is None:
+            return ()
+        new = tuple(self.perturber.injections[self._injections_told :])
+        self._injections_told += len(new)
+        return new
+
+    def _log_statistics(self) -> None:
+        settings = self.settings
+        if settings.stats_interval and self.steps % settings.stats_interval == 0:
+            _log.info("%s", self.stats_line())
+        if settings.divergence_interval and self.steps % settings.divergence_interval == 0:
+            _log.info("%s", self.divergence_line())
+
+    def _expected_start(self, rid: str) -> int:
+        """Where a request that ran in one of the latest plans goes on; -1 = it did not."""
+        for starts in reversed(self._expected_starts):
+            if rid in starts:
+                return starts[rid]
+        return -1
+
+    def _write_check(self, work: Sequence[SeqWork]) -> WriteCheck | None:
+        if self._oracle is None or not work:
+            return None
+        tokens, positions = [], []
+        for item in work:
+            at = np.arange(item.start, item.start + len(item.tokens), dtype=np.int64)
+            expected = np.full(len(at), -1, np.int64)
+            if item.sample is not None and item.sample.generated:
+                begin = item.sample.position - item.sample.generated
+                for i in np.flatnonzero(at >= begin).tolist():
+                    expected[i] = self._oracle(item.sample, int(at[i]))
+            tokens.append(expected)
+            positions.append(at)
+        return WriteCheck(tokens_T=np.concatenate(tokens), positions_T=np.concatenate(positions))
+
+    def _verify(
+        self, lanes: PartLanes, lane: StampLane, slots: NDArray[np.int64], positions: NDArray[np.int64],
+        previous: NDArray[np.int64], tokens: NDArray[np.int64] | None, names: NDArray[np.int64], ring: Ring,
+    ) -> None:  # fmt: skip
+        device = lanes.table_RC.device
+        slots_E, positions_E, previous_E, names_E = (
+            torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device)
+            for a in (slots, positions, previous, names)
+        )
+        tokens_E = None if tokens is None else torch.from_numpy(tokens).to(device)
+        entries = Entries(slots_E=slots_E, positions_E=positions_E, previous_E=previous_E, sequences_E=names_E)
+        self.hook.verify_now(lanes, lane, entries, tokens_E, ring)
+
+    def _violation(self, lanes: PartLanes, row: list[int], ring: Ring) -> Violation:
+        lane, reasons, slot, position, *stored, name = row
+        if ring is lanes.writing:  # VERIFY_TOKEN becomes WRITE_TOKEN, VERIFY_POSITION becomes WRITE_POSITION
+            reasons = (reasons & 4) << 2 | (reasons & 2) << 4
+        return Violation(
+            step=self.steps,
+            tag=launch_tag(StampLane(lane), lanes.part, sweep=ring is lanes.sweeping),
+            reasons=Reason(reasons),
+            part=lanes.part,
+            slot=slot,
+            page=slot // self.settings.page_size,
+            position=position,
+            stored_position=stored[0],
+            stored_token=stored[1],
+            expected_token=stored[2],
+            stored_hash=stored[3],
+            expected_hash=stored[4],
+            stored_digest=stored[5],
+            found_digest=stored[6],
+            rid=self._rid(name),
+        )
+
+    def _rid(self, name: int) -> str:
+        if name == _ARRIVAL:
+            return self._arriving
+        for base, rids in self._rids:
+            if base <= name < base + len(rids):
+                return rids[name - base]
+        return ""
+
+    def _check_silence(self, part: Part, checked: list[int]) -> None:
+        """Slots due = slots checked, or the canary itself is broken (on an accelerator: not more than were due)."""
+        due = self.due_slots[part]
+        tail = checked[StampLane.TAIL_K], checked[StampLane.TAIL_V]
+        if tail == (due, due):
+            return
+        if max(tail) > due or self.parts[part].table_RC.device.type == "cpu":
+            raise InvariantError(
+                f"canary: part {part.name} had {due} slots to verify, {tail} were (K, V); expected the same: a canary"
+                f" that does not sing"
+            )
+
+    def _tags(self, part: Part) -> list[str]:
+        tags = [launch_tag(lane, part, sweep=False) for lane in StampLane]
+        if self.settings.is_swept:
+            tags += [launch_tag(lane, part, sweep=True) for lane in (StampLane.TAIL_K, StampLane.TAIL_V)]
+        return tags
+
+    def _active_tags(self, part: Part) -> list[str]:
+        """Checks of this part that looked at a slot at least once."""
+        lanes = self.parts[part]
+        active = []
+        for ring, sweep in ((lanes.running, False), (lanes.sweeping, True)):
+            counts = ring.checked_L.tolist()
+            active += [launch_tag(lane, part, sweep=sweep) for lane in StampLane if counts[lane]]
+        return active

@@ -1,0 +1,340 @@
+"""Engine: one engine as an object that takes messages and time, and gives messages. Owns no socket, clock or thread.
+
+    output = engine.turn(now, messages)    # decide: take messages, commit what is done, plan the next step
+    ...                                    # the caller sends the output
+    engine.line.flush()                    # the ranks do: the plan and all commands of the turn leave
+
+The process loop (loop.py), the offline LLM (llm.py), the test pair and the simulated cluster drive this object, each
+with its own time and transport. Knows neither how a model computes (the ranks do, behind `line`) nor how a handoff is
+agreed (`pd`, through roles.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from serinus.cache import PrefixCache
+from serinus.canary import CanaryLead, Verdict
+from serinus.core.errors import CapacityError, InvariantError, RequestError, SerinusError
+from serinus.core.log import get_logger
+from serinus.core.plan import StepPlan
+from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.engine.inspect import EngineFacts, cache_view, engine_info
+from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, TurnOutput, failed_delta
+from serinus.engine.outbox import Outbox
+from serinus.engine.roles import Handoffs
+from serinus.engine.step_metrics import StepMetrics
+from serinus.ranks import FinishedStep, LeaderLine
+from serinus.sched import Outcome, Scheduler
+from serinus.wire import Gone, PeerMessage
+from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, StopEngine
+
+__all__ = ["Engine"]
+
+_SANITY_NODES = 16
+"""Nodes whose invariants are looked at in one step."""
+_IDLE_S = 0.2
+"""Longest sleep of an idle caller; messages wake it at once, so this only paces timers."""
+_COPIES_S = 0.001
+"""...and while copies or storage operations are under way: their end wakes nothing."""
+_log = get_logger("engine")
+
+
+class Engine:
+    """Decides everything that one engine does."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        line: LeaderLine,
+        handoffs: Handoffs,
+        metrics: StepMetrics,
+        canary: CanaryLead | None = None,
+        facts: EngineFacts | None = None,
+        stream_interval: int = 1,
+        sanity: bool = False,
+        publishes: bool = False,
+    ) -> None:
+        """
+        Args:
+            line: to the ranks, the leader's own included.
+            handoffs: the engine's role.
+            canary: the leader's half of the canary, which checks each step; None = there is none.
+            facts: what `info` and `cache` calls tell beside the state.
+            sanity: check the cache's invariants, some nodes a step, all when idle.
+            publishes: whether changes of the cache are part of the output.
+        """
+        self.scheduler = scheduler
+        self.line = line
+        self.handoffs = handoffs
+        self.metrics = metrics
+        self.canary = canary
+        self.turns = 0
+        """Turns so far; peers see by it that the engine goes on."""
+        self._cache = cache
+        self._facts = facts
+        self._outbox = Outbox(stream_interval=stream_interval)
+        self._replies: list[tuple[str, EngineReply]] = []
+        self._fronts: set[str] = set()
+        self._open: deque[tuple[StepPlan, float]] = deque()
+        """Plans under way, oldest first, and when each began."""
+        self._sanity, self._unchecked = sanity, False
+        self._publishes = publishes
+        self._worked = False
+        """Whether the last turn planned or committed a step, or made room for one."""
+        self._draining = False
+        self._stopping = False
+
+    # ---- the turn ---------------------------------------------------------------------------------------------------
+
+    def turn(
+        self, now: float, messages: Sequence[FrontEvent] = (), peers: Sequence[PeerMessage | Gone] = ()
+    ) -> TurnOutput:
+        """Take these messages of fronts and of peers, commit the oldest step that is done, plan the next one.
+
+        What is planned is done when the caller flushes the line. Raises whatever breaks the engine: PeerGone (a rank
+        is lost), InvariantError, KvViolation.
+        """
+        self.turns += 1
+        self.line.pump()
+        finished = self.line.finished()
+        verdicts: Sequence[Verdict] = ()
+        if finished is not None and self.canary is not None:
+            verdicts = self.canary.judge(finished.findings)  # while the pages still have the owners that they had
+        for event in messages:
+            self._take(event, now)
+        for delta in self.handoffs.turn(now, peers, self.turns):
+            self._answer(delta)
+        if finished is not None:
+            self._commit(finished, verdicts, now)
+        planned = self._plan(now)
+        self._worked = finished is not None or planned
+        if not self._worked and not self._open:
+            self._worked = self._look_around()
+        return self._output()
+
+    @property
+    def wait_s(self) -> float:
+        """How long the caller may sleep after the line was flushed, if no message comes; 0 = turn again at once."""
+        if self._worked or self.line.has_news or self.ended:
+            return 0.0
+        return self.handoffs.wait_s(_COPIES_S if self.scheduler.in_flight else _IDLE_S)
+
+    @property
+    def stalled(self) -> bool:
+        """Nothing can run, and nothing is under way that could change that by itself: only a message can."""
+        line = self.line
+        return not (self._worked or line.has_news or line.under_way or self.scheduler.in_flight)
+
+    @property
+    def idle(self) -> bool:
+        """No request in any state, and no step under way."""
+        return self.scheduler.idle
+
+    @property
+    def ended(self) -> bool:
+        """Told to stop, and every request that was to finish has."""
+        return self._stopping or (self._draining and self.scheduler.idle)
+
+    def stop(self, now: float) -> TurnOutput:
+        """The last turn: end every request and tell peers that this engine stops."""
+        for delta in self.scheduler.abort_all("the engine is stopping"):
+            self._outbox.put(delta)
+        self.handoffs.shut_down(now)
+        return self._output()
+
+    def fail(self, reason: str) -> TurnOutput:
+        """The engine broke: what every front that waits is told. Asks nothing of ranks or peers."""
+        for front in list(self._fronts):
+            for rid in self._outbox.owned_by(front):
+                self._outbox.put(failed_delta(rid, f"the engine stopped: {reason}", 500))
+        return self._output()
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _commit(self, finished: FinishedStep, verdicts: Sequence[Verdict], now: float) -> None:
+        """Take in what came of the oldest plan. `verdicts`: requests that the canary ends before a token leaves."""
+        plan, start = self._open.popleft()
+        ended = self._fail_unsound(verdicts, now)
+        outcome = self.scheduler.commit(plan, finished.result, now)
+        if ended:
+            outcome = replace(outcome, deltas=(*ended, *outcome.deltas))
+        self.metrics.stepped(outcome, now - start, self.scheduler, now)
+        if self._sanity:
+            self._unchecked = True
+            self._cache.sanity_step(_SANITY_NODES)
+        self._send_outcome(outcome, now)
+
+    def _send_outcome(self, outcome: Outcome, now: float) -> None:
+        for delta in outcome.deltas:
+            self._outbox.put(delta)
+        if outcome.chunks:
+            self.handoffs.computed(outcome.chunks, now)
+
+    def _plan(self, now: float) -> bool:
+        """Begin one more step, if there is room for it and a request to work for."""
+        plan = self.scheduler.plan(now) if len(self._open) < self.line.depth else None
+        if plan is None:
+            return False
+        if self.canary is not None:
+            self.canary.begin(plan)
+        self._open.append((plan, now))
+        self.line.run(plan)
+        return True
+
+    def _fail_unsound(self, verdicts: Sequence[Verdict], now: float) -> list[TokenDelta]:
+        """End these requests before anything that was computed on their KV leaves; their last deltas."""
+        ended: list[TokenDelta] = []
+        for verdict in verdicts:
+            self.handoffs.aborted(verdict.rid, now)  # its grants are closed while its pages are still its own
+            delta = self.scheduler.abort(verdict.rid, verdict.reason, FinishReason.ERROR, untrusted=True)
+            if delta is not None:
+                ended.append(replace(delta, error_status=500))
+        return ended
+
+    def _look_around(self) -> bool:
+        """No step is under way: the time for what takes long. Returns whether requests can run now that could not."""
+        if self._unchecked and self.scheduler.idle:
+            self._unchecked = False
+            self.scheduler.sanity_check()
+        return not self.scheduler.idle and self._release_quarantined()
+
+    def _release_quarantined(self) -> bool:
+        """Where requests wait for pages and nothing else is under way, only quarantined pages can stand in their way,
+        and they would wait for ever. What was wrong in a page is overwritten before it is read."""
+        stats = self.scheduler.stats()
+        waiting = stats.num_queue_reqs + stats.num_decode_prealloc_queue_reqs
+        others = stats.num_running_reqs + stats.num_decode_transfer_queue_reqs + stats.num_prefill_inflight_queue_reqs
+        if not waiting or others or stats.in_flight or not (count := self._cache.release_all_quarantined()):
+            return False
+        _log.warning("engine: %d quarantined pages are released, %d requests need them", count, waiting)
+        return True
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise what a front would be answered for this request at once: BadRequest, PromptTooLong."""
+        self.scheduler.check(request)
+
+    def drop(self, rid: str, reason: str) -> None:
+        """End a request that its caller wants to hear nothing more of, outside of a turn."""
+        self._outbox.forget(rid)
+        self.scheduler.abort(rid, reason)
+
+    def _take(self, event: FrontEvent, now: float) -> None:
+        if isinstance(event, FrontGone):
+            self._front_gone(event.front, now)
+            return
+        message = event.message
+        self._fronts.add(event.front)
+        match message:
+            case Generate(request=request):
+                self._generate(event.front, replace(request, arrival=now), now)
+            case Request():
+                self._generate(event.front, message, now)
+            case Abort():
+                self._abort(message, now)
+            case EngineCall():
+                self._call(event.front, message, now)
+            case FailRequest():
+                self._outbox.forget(message.rid)
+                self._end(message.rid, message.reason, now, FinishReason.ERROR)
+            case StopEngine():
+                self._stopping |= not message.drain
+                if not self._draining:
+                    self._draining = True
+                    self.handoffs.drain(now)
+
+    def _generate(self, front: str, request: Request, now: float) -> None:
+        if request.rid in self.scheduler:
+            _log.warning("engine: request %s is here already, dropped the second one", request.rid)
+            return
+        self._outbox.expect(request.rid, front)
+        if self._draining:
+            self._outbox.put(failed_delta(request.rid, "engine: shutting down, expected no new requests", 503))
+            return
+        try:
+            self.handoffs.admit(request, now)
+        except (RequestError, CapacityError) as error:
+            self._outbox.put(failed_delta(request.rid, str(error), error.status))
+
+    def _abort(self, message: Abort, now: float) -> None:
+        if message.all:
+            own = [rid for front in self._fronts for rid in self._outbox.owned_by(front)]
+            for rid in own + self.handoffs.asked_by_peers():
+                self._end(rid, message.reason, now)
+            return
+        if message.silent:
+            self._outbox.silence(message.rid)
+        finish = FinishReason.STOP if message.matched_stop else FinishReason.ABORT
+        self._end(message.rid, message.reason, now, finish)
+
+    def _end(self, rid: str, reason: str, now: float, finish: FinishReason = FinishReason.ABORT) -> None:
+        self.handoffs.aborted(rid, now)
+        delta = self.scheduler.abort(rid, reason, finish)
+        if delta is not None:
+            self._answer(delta)
+
+    def _front_gone(self, front: str, now: float) -> None:
+        for rid in self._outbox.owned_by(front):
+            self._outbox.silence(rid)
+            self._end(rid, "the front is gone", now)
+        self._fronts.discard(front)
+
+    def _answer(self, delta: TokenDelta) -> None:
+        """A delta that no step brought."""
+        self.metrics.answered(delta)
+        self._outbox.put(delta)
+
+    def _output(self) -> TurnOutput:
+        replies, self._replies = self._replies, []
+        events = self._cache.take_events() if self._publishes else ()
+        return TurnOutput(
+            deltas=self._outbox.take(), replies=replies, peers=self.handoffs.take_outgoing(), cache_events=events
+        )
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def _call(self, front: str, message: EngineCall, now: float) -> None:
+        ok, body = True, b""
+        if message.what == "metrics":
+            body = self._render_metrics(now)
+        elif message.what in ("info", "load"):
+            body = json.dumps(self._info()).encode()
+        elif message.what == "flush_cache":
+            ok, body = self._flush()
+        elif message.what == "canary":
+            body = json.dumps({"mode": "none"} if self.canary is None else self.canary.view()).encode()
+        elif message.what == "cache":
+            body = json.dumps(cache_view(self._cache, message.limit, self._facts)).encode()
+        else:
+            expected = "metrics, info, load, cache, canary or flush_cache"
+            ok, body = False, f"engine: call {message.what!r}, expected {expected}".encode()
+        self._replies.append((front, EngineReply(call=message.call, ok=ok, body=body)))
+
+    def _render_metrics(self, now: float) -> bytes:
+        metrics = self.metrics.metrics
+        self.metrics.refresh(self.scheduler, self._cache, self.turns, now)
+        self.handoffs.refresh(metrics)
+        if self.canary is not None:
+            self.canary.refresh(metrics)
+        return metrics.render()
+
+    def _flush(self) -> tuple[bool, bytes]:
+        try:
+            self._cache.reset()
+        except InvariantError:
+            raise
+        except SerinusError as error:
+            return False, str(error).encode()
+        return True, b"cache flushed"
+
+    def _info(self) -> dict[str, Any]:
+        own = {"turns": self.turns, "peers": self.handoffs.peers()}
+        return engine_info(self.scheduler.stats(), own, self._facts)

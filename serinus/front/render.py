@@ -1,0 +1,181 @@
+"""Renders answers as JSON: what several endpoints share (usage, log-probabilities, meta_info, SSE framing)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from serinus.core.request import FinishReason, TokenLogprobs
+from serinus.front.calls import Call, Event, SequenceState
+from serinus.front.exchange import HttpExchange
+from serinus.text import Tokenizer
+from serinus.wire.messages import Ready
+
+__all__ = [
+    "chat_logprobs",
+    "choice_chunk",
+    "completion_logprobs",
+    "encode",
+    "event",
+    "finish_info",
+    "meta_info",
+    "stream",
+    "usage_of",
+]
+
+_DONE = b"data: [DONE]\n\n"
+_ENCODER = msgspec.json.Encoder()
+encode = _ENCODER.encode
+
+
+def event(value: Any) -> bytes:
+    """A value as one server-sent event."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+async def stream(
+    call: Call,
+    exchange: HttpExchange,
+    rendered: Callable[[Sequence[Event]], bytes],
+    usage_head: dict[str, Any] | None = None,
+) -> None:
+    """Answer with server-sent events: what `rendered` makes of the news, the usage under `usage_head` if any, [DONE].
+
+    The stream opens with the first news, so that what is refused before it gets a status of its own.
+    """
+    async for events in call.events():
+        chunks = rendered(events)
+        if not exchange.started:
+            await exchange.open_stream()
+        if chunks:
+            await exchange.push(chunks)
+    last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": usage_of(call)})
+    await exchange.end(last + _DONE)
+
+
+def choice_chunk(
+    event_: Event, prefix: bytes, content: bytes, *, logprobs: dict[str, Any] | None, meta: dict[str, Any] | None,
+    tail: bytes,
+) -> bytes:  # fmt: skip
+    """OpenAI's event for news of one answer; by hand, as most of it never changes.
+
+    `prefix` goes up to the choice's index, `content` is its text or delta with the key, `tail` follows the choices.
+    """
+    finish = b'"' + event_.finish.value.encode() + b'"' if event_.finish else b"null"
+    return b"".join(
+        (
+            prefix,
+            str(event_.sequence.index).encode(),
+            content,
+            b',"logprobs":',
+            encode(logprobs),
+            b',"finish_reason":',
+            finish,
+            b"" if meta is None else b',"meta_info":' + encode(meta),
+            b"}]",
+            tail,
+        )
+    )
+
+
+def usage_of(call: Call) -> dict[str, Any]:
+    """Token counts of a call, as OpenAI's usage object."""
+    prompt, completion = call.prompt_tokens, call.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": call.cached_tokens},
+    }
+
+
+def finish_info(sequence: SequenceState) -> dict[str, Any] | None:
+    """SGLang's finish_reason object; None while the answer grows."""
+    reason = sequence.finish
+    if reason is None:
+        return None
+    if reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(sequence.output.token_ids)}
+    if reason is FinishReason.ABORT:
+        return {"type": "abort", "message": sequence.error or "aborted", "status_code": None, "err_type": None}
+    return {"type": reason.value, "matched": sequence.output.matched}
+
+
+def meta_info(sequence: SequenceState, ready: Ready, e2e_latency: float) -> dict[str, Any]:
+    """SGLang's meta_info, and where each part of the request ran."""
+    usage = sequence.usage
+    prefill = (usage.prefill_engine if usage is not None else "") or ready.engine
+    info: dict[str, Any] = {
+        "id": sequence.rid,
+        "prompt_tokens": len(sequence.ask.prompt),
+        "completion_tokens": len(sequence.output.token_ids),
+        "cached_tokens": sum(sequence.cached_tokens.values()),
+        "cached_tokens_details": dict(sequence.cached_tokens),
+        "finish_reason": finish_info(sequence),
+        "e2e_latency": e2e_latency,
+        "prefill_engine": prefill,
+        "decode_engine": ready.engine,
+    }
+    if usage is not None:
+        info["handoff_tokens"] = usage.handoff_tokens
+        info["handoff_pages"] = usage.handoff_pages
+        info["handoff_bytes"] = usage.handoff_bytes
+        info["handoff_seconds"] = usage.handoff_seconds
+        info["local_reason"] = usage.local_reason
+        info["retractions"] = usage.retractions
+        info["queue_seconds"] = usage.queue_seconds
+        info["first_token_seconds"] = usage.first_token_seconds
+    return info
+
+
+def _token(tokenizer: Tokenizer | None, token_id: int) -> str:
+    return tokenizer.token_text(token_id) if tokenizer is not None else f"token_id:{token_id}"
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """The logprobs object of a chat choice for these tokens."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = tokenizer.token_raw(token_id) if tokenizer is not None else b""
+        return {"token": _token(tokenizer, token_id), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = []
+    for token_id, place in zip(ids, logprobs, strict=False):
+        top = [entry(i, lp) for i, lp in zip(place.top_ids, place.top_logprobs, strict=False)]
+        content.append({**entry(token_id, place.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity; OpenAI shows -9999 for what cannot happen."""
+    if logprob is None:
+        return None
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+) -> tuple[dict[str, Any], int]:
+    """The logprobs object of a completion choice for these tokens, and the text offset after them."""
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[dict[str, float | None] | None] = []
+    offsets: list[int] = []
+    for token_id, place in zip(ids, logprobs, strict=False):
+        text = _token(tokenizer, token_id)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        chosen.append(_finite(place.logprob))
+        if place.logprob is None:
+            top.append(None)
+            continue
+        best: dict[str, float | None] = {}
+        for i, lp in zip(place.top_ids, place.top_logprobs, strict=False):
+            best.setdefault(_token(tokenizer, i), _finite(lp))
+        best.setdefault(text, _finite(place.logprob))
+        top.append(best)
+    shown = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+    return shown, offset

@@ -1,0 +1,125 @@
+"""The one table of endpoints, of an engine's front and of the router alike; and the ASGI app of one endpoint.
+
+Each app says what handles each path; method, key and description stand here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from serinus.core.errors import SerinusError
+from serinus.front.exchange import ClientGone, HttpExchange
+from serinus.front.keys import Keys, check_key
+from serinus.front.metrics import HttpMetrics
+from serinus.front.schemas import AbortBody, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+
+__all__ = ["ENDPOINTS", "EndpointSpec", "Handler", "routes_of"]
+
+Handler = Callable[[HttpExchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSpec:
+    """One path of the HTTP interface."""
+
+    path: str
+    """As Starlette writes it."""
+    summary: str
+    """One line for people."""
+    methods: tuple[str, ...] = ("GET",)
+    """HTTP methods that it takes."""
+    keys: str = "user"
+    """Which key opens it: user, admin or none."""
+    content: str = "application/json"
+    """Content type of its answer."""
+    body: type[msgspec.Struct] | None = None
+    """Fields of a POST's body."""
+    streams: bool = False
+    """Whether it can answer with server-sent events."""
+
+
+_POST, _TEXT = ("POST",), "text/plain"
+ENDPOINTS = (
+    EndpointSpec(
+        path="/v1/completions", summary="Continue a text (OpenAI)", methods=_POST, body=CompletionBody, streams=True
+    ),
+    EndpointSpec(
+        path="/v1/chat/completions", summary="Answer a chat (OpenAI)", methods=_POST, body=ChatBody, streams=True
+    ),
+    EndpointSpec(path="/v1/models", summary="The models served (OpenAI)"),
+    EndpointSpec(path="/v1/models/{name:path}", summary="One model (OpenAI)"),
+    EndpointSpec(
+        path="/generate", summary="Continue prompts, native form", methods=_POST, body=GenerateBody, streams=True
+    ),
+    EndpointSpec(path="/tokenize", summary="Text to token ids", methods=_POST, body=TokenizeBody),
+    EndpointSpec(path="/detokenize", summary="Token ids to text", methods=_POST, body=DetokenizeBody),
+    EndpointSpec(path="/health", summary="200 while requests can be served", keys="none", content=_TEXT),
+    EndpointSpec(path="/health_generate", summary="200 after one token was generated", content=_TEXT),
+    EndpointSpec(path="/metrics", summary="Prometheus metrics", keys="none", content=_TEXT),
+    EndpointSpec(path="/server_info", summary="What this server is, how it is set up, how loaded it is"),
+    EndpointSpec(path="/get_server_info", summary="The same as /server_info"),
+    EndpointSpec(path="/get_model_info", summary="Where the model lies"),
+    EndpointSpec(
+        path="/flush_cache", summary="Empty the prefix cache", methods=("GET", "POST"), keys="admin", content=_TEXT
+    ),
+    EndpointSpec(path="/cache", summary="What is cached where; ?limit= nodes of the tree", keys="admin"),
+    EndpointSpec(
+        path="/canary", summary="What the KV canary checked and found, and the latest violations", keys="admin"
+    ),
+    EndpointSpec(
+        path="/abort_request", summary="Abort one request, or all", methods=_POST, keys="admin", body=AbortBody
+    ),
+    EndpointSpec(path="/openapi.json", summary="This description", keys="none"),
+)
+"""Every endpoint, in the order of the description."""
+
+
+class _Endpoint:
+    """ASGI app of one endpoint: checks the key, runs the handler, renders its errors, counts the answer."""
+
+    def __init__(
+        self, path: str, handler: Handler, keys: tuple[str, ...], metrics: HttpMetrics, body_bytes_max: int
+    ) -> None:
+        self._path = path
+        self._handler = handler
+        self._keys = keys
+        self._metrics = metrics
+        self._body_bytes_max = body_bytes_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = HttpExchange(scope, receive, send, body_bytes_max=self._body_bytes_max)
+        self._metrics.opened()
+        status = 500
+        try:
+            check_key(exchange, self._keys)
+            await self._handler(exchange)
+            status = exchange.status
+        except ClientGone:
+            status = 499
+        except asyncio.CancelledError:
+            status = 499
+            raise
+        except SerinusError as err:
+            await exchange.fail(err)
+            status = exchange.status
+        finally:
+            self._metrics.answered(self._path, status)
+
+
+def routes_of(handlers: Mapping[str, Handler], *, keys: Keys, metrics: HttpMetrics, body_bytes_max: int) -> list[Route]:
+    """Starlette's routes of an app; `handlers`: one for each path of ENDPOINTS."""
+    assert handlers.keys() == {spec.path for spec in ENDPOINTS}, f"front: handlers of {sorted(handlers)}"
+    return [
+        Route(
+            spec.path,
+            _Endpoint(spec.path, handlers[spec.path], keys.that_open(spec.keys), metrics, body_bytes_max),
+            methods=list(spec.methods),
+        )
+        for spec in ENDPOINTS
+    ]

@@ -1,0 +1,206 @@
+"""What each op asks of its arguments: one check per contract, called by the op in every column.
+
+Only page ids are read (they are on the host); of other tensors only shape, dtype and strides, so no check waits for a
+device. What no check can see without such a wait (slots, positions) is said in the op's file of `ref/`.
+
+Shapes: as in the op's file of `ref/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from serinus.core.stamps import PARTIAL_LANES
+from serinus.kernels.batch import AttentionBatch
+
+__all__ = [
+    "check_digest",
+    "check_gate",
+    "check_hashed",
+    "check_norm",
+    "check_pack_linear",
+    "check_paged_attention",
+    "check_pages",
+    "check_qk_rope_store",
+    "check_residual",
+]
+
+
+def check_norm(x_TE: Tensor, weight_E: Tensor) -> None:
+    """Raise ValueError where the weight has not the width of x, or a dtype other than that of x or fp32."""
+    width = x_TE.shape[-1]
+    if weight_E.shape != (width,) or weight_E.dtype not in (x_TE.dtype, torch.float32):
+        raise ValueError(
+            f"kernels: norm weight {weight_E.dtype} {tuple(weight_E.shape)}, expected {x_TE.dtype} ({width},)"
+        )
+
+
+def check_residual(x_TE: Tensor, residual_TE: Tensor) -> None:
+    """Raise ValueError where the residual is strided, or has not the shape and dtype of x."""
+    if x_TE.shape != residual_TE.shape or not residual_TE.is_contiguous() or residual_TE.dtype != x_TE.dtype:
+        raise ValueError(
+            f"kernels: residual {residual_TE.dtype} {tuple(residual_TE.shape)}, expected {x_TE.dtype} "
+            f"{tuple(x_TE.shape)}, contiguous"
+        )
+
+
+def check_gate(op: str, gate_up_T2F: Tensor) -> None:
+    """Raise ValueError, naming the op, where gate and up have not one width."""
+    width = gate_up_T2F.shape[-1]
+    if width % 2:
+        raise ValueError(f"kernels: {op} got width {width}, expected an even one (gate and up)")
+
+
+def check_pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    """Raise ValueError where weight and bias disagree."""
+    if weight_OI.dim() != 2:
+        raise ValueError(f"kernels: linear weight of shape {tuple(weight_OI.shape)}, expected [out, in]")
+    if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
+        raise ValueError(f"kernels: bias of shape {tuple(bias_O.shape)}, expected ({weight_OI.shape[0]},)")
+
+
+def check_qk_rope_store(
+    qkv_TX: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    positions_T: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    slots_T: Tensor,
+    q_out_TND: Tensor,
+) -> None:
+    """Raise ValueError where shapes or dtypes disagree, or a tensor is strided."""
+    tokens, width = qkv_TX.shape
+    _, heads, size = q_out_TND.shape
+    kv_heads = k_pool_SHD.shape[1]
+    if width != (heads + 2 * kv_heads) * size or k_pool_SHD.shape[2] != size:
+        raise ValueError(
+            f"kernels: qkv of width {width} does not hold {heads} query and 2 x {kv_heads} KV heads of {size}"
+        )
+    if k_pool_SHD.shape != v_pool_SHD.shape:
+        raise ValueError(f"kernels: pools differ: k {tuple(k_pool_SHD.shape)}, v {tuple(v_pool_SHD.shape)}")
+    if not (tokens == q_out_TND.shape[0] == positions_T.shape[0] == slots_T.shape[0]):
+        raise ValueError(
+            f"kernels: {tokens} rows of qkv, {q_out_TND.shape[0]} of q_out, {positions_T.shape[0]} positions, "
+            f"{slots_T.shape[0]} slots; expected as many of each"
+        )
+    if cos_PF.shape != sin_PF.shape or cos_PF.shape[1] * 2 != size:
+        raise ValueError(
+            f"kernels: rope tables {tuple(cos_PF.shape)} and {tuple(sin_PF.shape)}, expected [positions, {size // 2}]"
+        )
+    dtypes = {qkv_TX.dtype, k_pool_SHD.dtype, v_pool_SHD.dtype, q_out_TND.dtype}
+    if len(dtypes) > 1 or cos_PF.dtype != torch.float32 or sin_PF.dtype != torch.float32:
+        raise ValueError(
+            f"kernels: qkv, pools and q_out of {sorted(map(str, dtypes))}, rope tables of {cos_PF.dtype}; "
+            "expected one dtype, and torch.float32"
+        )
+    if positions_T.dtype != torch.int64 or slots_T.dtype != torch.int64:
+        raise ValueError(f"kernels: positions {positions_T.dtype}, slots {slots_T.dtype}; expected torch.int64")
+    norms = [norm for norm in (q_norm_D, k_norm_D) if norm is not None]
+    for norm in norms:
+        if norm.shape != (size,) or norm.dtype != norms[0].dtype or norm.dtype not in (qkv_TX.dtype, torch.float32):
+            raise ValueError(
+                f"kernels: head norms {[(str(norm.dtype), tuple(norm.shape)) for norm in norms]}, expected one dtype, "
+                f"{qkv_TX.dtype} or torch.float32, and ({size},)"
+            )
+    tensors = (qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("kernels: qk_rope_store got a strided tensor, expected contiguous ones")
+
+
+def check_paged_attention(
+    q_TND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    req_to_token_RC: Tensor,
+    batch: AttentionBatch,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Raise ValueError: shapes or dtypes disagree, a pool or the table is strided, or window or cap is too small."""
+    heads, size = q_TND.shape[1], q_TND.shape[2]
+    kv_heads = k_pool_SHD.shape[1]
+    if k_pool_SHD.shape != v_pool_SHD.shape or k_pool_SHD.shape[2] != size:
+        raise ValueError(
+            f"kernels: pools k {tuple(k_pool_SHD.shape)}, v {tuple(v_pool_SHD.shape)}; expected equal, heads of {size}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"kernels: {heads} query heads over {kv_heads} KV heads; expected a multiple")
+    if batch.q_starts_B1.shape[0] != batch.rows_B.shape[0] + 1 or batch.context_B.shape != batch.rows_B.shape:
+        raise ValueError(
+            f"kernels: batch of {batch.rows_B.shape[0]} rows, {batch.q_starts_B1.shape[0]} offsets, "
+            f"{batch.context_B.shape[0]} contexts; expected B, B + 1, B"
+        )
+    if not (q_TND.dtype == k_pool_SHD.dtype == v_pool_SHD.dtype) or req_to_token_RC.dtype != torch.int32:
+        raise ValueError(
+            f"kernels: q {q_TND.dtype}, pools {k_pool_SHD.dtype} and {v_pool_SHD.dtype}, req_to_token "
+            f"{req_to_token_RC.dtype}; expected one dtype, and torch.int32"
+        )
+    if not (k_pool_SHD.is_contiguous() and v_pool_SHD.is_contiguous() and req_to_token_RC.is_contiguous()):
+        raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones")
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ValueError(f"kernels: window {window}, softcap {softcap}; expected None, or at least 1 and above 0")
+
+
+def check_pages(
+    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    pages_G: Tensor,
+    page_size: int,
+    bytes_RY: Tensor,
+    rows_G: Tensor | None = None,
+) -> None:
+    """Raise ValueError where sizes disagree, or a page or a row lies outside of its pool or buffer."""
+    k_pool = layers_kv[0][0]
+    page_bytes = page_size * k_pool[0].numel() * k_pool.element_size() * 2 * len(layers_kv)
+    count = pages_G.shape[0]
+    rows = count if rows_G is None else bytes_RY.shape[0]
+    if bytes_RY.dtype != torch.uint8 or tuple(bytes_RY.shape) != (rows, page_bytes):
+        raise ValueError(
+            f"kernels: page buffer {bytes_RY.dtype} {tuple(bytes_RY.shape)}, expected uint8 ({rows}, {page_bytes})"
+        )
+    if rows and bytes_RY.stride(1) != 1:
+        raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
+    if k_pool.shape[0] % page_size:
+        raise ValueError(f"kernels: {k_pool.shape[0]} slots are no whole number of pages of {page_size}")
+    _check_inside("pages", pages_G, k_pool.shape[0] // page_size)
+    if rows_G is not None:
+        if rows_G.shape[0] != count:
+            raise ValueError(f"kernels: {rows_G.shape[0]} rows for {count} pages, expected as many")
+        _check_inside("rows", rows_G, rows)
+
+
+def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None) -> int:
+    """Raise ValueError where sizes disagree, or a page lies outside. Returns the bytes of a page over all lanes."""
+    width, page_count = sum(lane.shape[1] for lane in lanes), lanes[0].shape[0]
+    if rows_GY is not None and (rows_GY.dtype != np.uint8 or rows_GY.shape != (len(pages_G), width)):
+        raise ValueError(
+            f"kernels: page buffer {rows_GY.dtype} {rows_GY.shape}, expected uint8 ({len(pages_G)}, {width})"
+        )
+    if rows_GY is not None and rows_GY.strides[1] != 1:
+        raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
+    if len(pages_G) and not 0 <= pages_G.min() <= pages_G.max() < page_count:
+        raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {page_count - 1}")
+    return width
+
+
+def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:
+    """Raise ValueError where the coefficients are not those of these pools."""
+    pool = layers_kv[0][0]
+    whole = pool[0].numel() * pool.element_size() // 2
+    found = tuple(coefficients_L22W.shape)
+    expected = (len(layers_kv), 2, 2, whole)
+    widths = (whole, *range(1, 1 + min(whole, PARTIAL_LANES)))  # partial: of head 0, which may be less than 16 bytes
+    if found[:3] != expected[:3] or found[3] not in widths or coefficients_L22W.dtype != torch.int32:
+        raise ValueError(f"kernels: digest coefficients {coefficients_L22W.dtype} {found}, expected int32 {expected}")
+
+
+def _check_inside(what: str, ids_G: Tensor, count: int) -> None:
+    if ids_G.numel() and not (int(ids_G.min()) >= 0 and int(ids_G.max()) < count):
+        raise ValueError(f"kernels: {what} {int(ids_G.min())} .. {int(ids_G.max())}, expected 0 .. {count - 1}")

@@ -1,0 +1,127 @@
+"""The types of the canary's watch, and of the ops that have defaults or names in their signature.
+
+What each op computes is said in `ref/`. Shapes: T = tokens, N = query heads, H = KV heads, D = head size, S = slots,
+R, C = rows and columns of req_to_token, G = pages, Y = bytes of one page, B = sequences, L = layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from serinus.kernels.batch import AttentionBatch
+
+__all__ = ["CanaryOps", "HashedPages", "LayersKv", "MakeWatch", "MovePages", "PagedAttention", "Watch"]
+
+LayersKv = Sequence[tuple[Tensor, Tensor]]
+"""(k, v) pools [S, H, D] of the layers of one part."""
+
+
+class MovePages(Protocol):
+    """The signature of gather_pages and scatter_pages."""
+
+    def __call__(
+        self, layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor, rows_G: Tensor | None = None, /
+    ) -> None: ...
+
+
+class HashedPages(Protocol):
+    """The signature of hashed_pages."""
+
+    def __call__(
+        self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None, seed: int,
+        inward: bool = False, /,
+    ) -> NDArray[np.uint64]: ...  # fmt: skip
+
+
+class PagedAttention(Protocol):
+    """The signature of paged_attention."""
+
+    def __call__(
+        self,
+        q_TND: Tensor,
+        k_pool_SHD: Tensor,
+        v_pool_SHD: Tensor,
+        req_to_token_RC: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+
+class CanaryOps(Protocol):
+    """The ops that a watch is made of; `Kernels` has them."""
+
+    @property
+    def canary_digest(self) -> Callable[..., Tensor]: ...
+
+    @property
+    def canary_plan(self) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]: ...
+
+    @property
+    def canary_verify(self) -> Callable[..., None]: ...
+
+    @property
+    def canary_write(self) -> Callable[..., None]: ...
+
+
+class Watch(Protocol):
+    """The canary's checks of one part around forward passes. The calls of one pass, in order:
+
+        watch.expand(due)                  which slots are verified in this pass
+        watch.verify(StampLane.HEAD_K)     their stamps, without digests
+        watch.stand(slots, ...)            the tokens that this pass computes
+        watch.write(StampLane.HEAD_K)      their stamps
+        watch.digest(layer)                optional, layer by layer, in order, before attention reads those bytes
+        watch.verify(StampLane.TAIL_K)     with the digests of all layers; those not digested yet are digested now
+        watch.write(StampLane.TAIL_K)
+
+    It knows no requests and waits for no device.
+    """
+
+    entry_count: int
+    """Slots expanded for this pass."""
+
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
+        """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries. The pieces of
+        the pass before are forgotten."""
+        ...
+
+    def digest(self, layer: int) -> None:
+        """Digest one more layer of what was expanded; from 0 on, without gaps."""
+        ...
+
+    def verify(self, lane: int) -> None:
+        """Verify the stamps of HEAD_K or TAIL_K, and those of the lane of V beside it."""
+        ...
+
+    def stand(
+        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor
+    ) -> None:
+        """Name the tokens that this pass computes; arguments as `canary_write` takes them."""
+        ...
+
+    def write(self, lane: int) -> None:
+        """Stamp these tokens in HEAD_K or TAIL_K and in the lane of V beside it; in TAIL with their digests."""
+        ...
+
+
+class MakeWatch(Protocol):
+    """The signature of canary_watch."""
+
+    def __call__(
+        self,
+        ops: CanaryOps,
+        table_RC: Tensor,
+        stamps_LS4: Tensor,
+        layers_kv: LayersKv,
+        coefficients_L22W: Tensor | None,
+        ring: tuple[Tensor, Tensor, Tensor],
+        page_size: int,
+        /,
+    ) -> Watch: ...

@@ -1,0 +1,101 @@
+"""The canary's watch, put together of the canary's ops: the specification, and what serves on every device that has
+no watch of its own.
+
+B = sequences, T = tokens of the step, E = slots verified, L = layers, W = 16-bit lanes digested of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from serinus.kernels.canary import StampLane
+from serinus.kernels.contracts import CanaryOps, LayersKv, Watch
+from serinus.kernels.ref.canary import add_digests
+
+__all__ = ["canary_watch"]
+
+
+def canary_watch(
+    ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv, coefficients_L22W: Tensor | None,
+    ring: tuple[Tensor, Tensor, Tensor], page_size: int,
+) -> Watch:  # fmt: skip
+    """A watch over one part.
+
+    Args:
+        ops: the ops that it calls; their column is that of the device of the tensors.
+        table_RC: req_to_token of the part, int32.
+        stamps_LS4: its stamps, int64.
+        layers_kv: its pools, in the order of the coefficients.
+        coefficients_L22W: of `digest_coefficients`; None = no KV is digested.
+        ring: rows, count and checked of `canary_verify`.
+    All tensors stay where they are as long as the watch is used.
+    Raises:
+        ValueError: the coefficients are not those of these pools (here or at the first digest).
+    """
+    return _OpsWatch(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size)
+
+
+class _OpsWatch:
+    """A call of an op for each piece of the plan."""
+
+    def __init__(
+        self, ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
+        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], page_size: int,
+    ) -> None:  # fmt: skip
+        self._ops, self._table_RC, self._stamps_LS4 = ops, table_RC, stamps_LS4
+        self._layers_kv, self._coefficients_L22W, self._ring, self._page_size = (
+            layers_kv, coefficients_L22W, ring, page_size,
+        )  # fmt: skip
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._sums: list[Tensor] = []
+        self._digested = 0
+        self._batch: tuple[Tensor, ...] | None = None
+        self.entry_count = 0
+
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
+        device, page_size = self._table_RC.device, self._page_size
+        self._digested, self.entry_count = 0, 0
+        self._pieces, self._sums = [], []
+        for columns, count in due:
+            due_7B = torch.from_numpy(columns).to(device)
+            self._pieces.append(self._ops.canary_plan(self._table_RC, due_7B, count, page_size=page_size))
+            self.entry_count += count
+
+    def digest(self, layer: int) -> None:
+        self._digest_to(layer + 1)
+
+    def verify(self, lane: int) -> None:
+        digests: Sequence[Tensor | None] = [None] * len(self._pieces)
+        if lane >= StampLane.TAIL_K and self._coefficients_L22W is not None:
+            self._digest_to(len(self._layers_kv))
+            digests = self._sums
+        for (slots_E, positions_E, previous_E, names_E), sums_E2 in zip(self._pieces, digests, strict=True):
+            self._ops.canary_verify(
+                self._stamps_LS4, lane, slots_E, positions_E, previous_E, None, sums_E2, names_E, *self._ring
+            )
+
+    def stand(
+        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor
+    ) -> None:
+        self._batch = (slots_T, positions_T, tokens_T, q_starts_B1, self._table_RC, rows_B)
+
+    def write(self, lane: int) -> None:
+        assert self._batch is not None, "kernels: a watch writes stamps of tokens that stand() has not named"
+        digests_T2 = None
+        if lane >= StampLane.TAIL_K and self._coefficients_L22W is not None:
+            digests_T2 = self._ops.canary_digest(self._layers_kv, self._batch[0], self._coefficients_L22W)
+        self._ops.canary_write(self._stamps_LS4, lane, *self._batch, digests_T2)
+
+    def _digest_to(self, end: int) -> None:
+        factors, first = self._coefficients_L22W, self._digested
+        if factors is None or end <= first:
+            return
+        self._digested = end
+        layers_kv, factors = self._layers_kv[first:end], factors[first:end]
+        sums = [self._ops.canary_digest(layers_kv, piece[0], factors) for piece in self._pieces]
+        self._sums = [add_digests(a, b) for a, b in zip(self._sums, sums, strict=True)] if first else sums

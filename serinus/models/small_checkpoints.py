@@ -1,0 +1,269 @@
+"""Small checkpoints made on the spot: random Llama, Qwen, Mistral, Gemma (and the toy), with a real tokenizer.
+
+Used by `serinus demo`, by the canary's self-test, by tests and by benchmarks. transformers writes config.json and names
+the tensors, so the files are those of a real checkpoint; it is imported only when such a checkpoint is made.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CHAT_TEMPLATE", "FAMILIES", "SPECIAL_TOKENS", "make_checkpoint", "make_tokenizer", "make_toy"]
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama3": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "mistral_swa": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"sliding_window": 24, "query_pre_attn_scalar": 20, "rope_parameters": _GEMMA3_ROPE},
+    ),
+}
+"""Family -> config class, architecture, fields unless the caller says otherwise."""
+
+FAMILIES = tuple(_KINDS)
+"""`llama3` is Llama with the llama3 rope scaling; mistral_swa, gemma2 and gemma3_text slide over 24 positions."""
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0 to 4."""
+
+_LAYER_TYPES = {"F": "full_attention", "S": "sliding_attention"}
+_EOS_ID, _BOS_ID, _PAD_ID, _IM_END_ID = 2, 1, 0, 4
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SENTENCES = (
+    "The canary sings while the air in the mine is good, and falls silent before the miners notice.",
+    "A cache of keys and values remembers every token of the prompt, so that nothing is computed twice.",
+    "Prefill reads the whole question at once; decode writes the answer, one token after the other.",
+    "Der Girlitz ist der kleinste europäische Vertreter der Gattung Serinus; er zwitschert von früh bis spät.",
+    "Le serin des Canaries chante au printemps, à l'aube, et l'on dit qu'il apprend d'autres mélodies.",
+    "El canario silvestre vive en las islas; señala con su canto que la mañana será tranquila.",
+    "カナリアは鉱山の空気を知らせる鳥です。小さな歌が人の命を守りました。",
+    "金丝雀在矿井里歌唱，空气变坏时它最先沉默。缓存里的每一页都有主人。",
+    "Канарейка поёт, пока воздух чист. Каждая страница памяти проверена на всём своём пути.",
+    "def fibonacci(n: int) -> int:\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    '{"model": "serinus", "messages": [{"role": "user", "content": "Hello, how are you today?"}], "stream": true}',
+    "What is the capital of France? The capital of France is Paris. What is seven times six? It is forty-two.",
+    "Once upon a time there was a small yellow bird who lived in a cage by the window of a printing house. 🐤🎶",
+)
+
+
+def make_checkpoint(
+    path: str | Path,
+    family: str = "qwen3",
+    *,
+    hidden: int = 64,
+    intermediate: int | None = None,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_size: int | None = None,
+    vocab: int = 512,
+    context: int = 2048,
+    tied: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    shards: int = 1,
+    tokenizer: bool = True,
+    spread: float = 1.0,
+    **config: Any,
+) -> Path:
+    """Write a random checkpoint of a family into the directory `path` and return it.
+
+    Args:
+        family: one of FAMILIES.
+        hidden, intermediate, layers, heads, kv_heads, head_size, vocab, context, tied: sizes as in config.json;
+            intermediate None = 3 * hidden, head_size None = hidden / heads.
+        dtype: float32, bfloat16 or float16.
+        seed: same seed, same bytes.
+        shards: number of safetensors files; above 1 with an index.
+        tokenizer: whether to train and write one (needs vocab >= 512).
+        spread: matrices are normal with deviation spread / sqrt(columns), so that logits differ by about as much.
+        config: more fields of config.json, e.g. attention_bias=True.
+    Cost: a second or two, mostly the import of transformers.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size or hidden // heads,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        "bos_token_id": _BOS_ID,
+        "eos_token_id": [_EOS_ID, _IM_END_ID],
+        "pad_token_id": _PAD_ID,
+        **config,
+    }
+    model = _skeleton(family, settings)
+    chance = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, shape in sorted(model.items()):
+        if tied and name == "lm_head.weight":
+            continue
+        noise = torch.empty(shape).normal_(generator=chance)
+        if len(shape) > 1:
+            state[name] = noise * (spread * shape[-1] ** -0.5)
+        else:
+            state[name] = noise * 0.1 + (1.0 if name.endswith("norm.weight") and "gemma" not in family else 0.0)
+        state[name] = state[name].to(getattr(torch, dtype))
+    _write_config(folder, family, settings, dtype)
+    names = sorted(state)
+    files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    files = files if shards > 1 else ["model.safetensors"]
+    weight_map = {name: files[i * shards // len(names)] for i, name in enumerate(names)}
+    for file in files:
+        part = {name: state[name].contiguous() for name in names if weight_map[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    if shards > 1:
+        total = sum(t.nbytes for t in state.values())
+        _write_json(
+            folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
+    if tokenizer:
+        make_tokenizer(folder, vocab=vocab, context=context)
+    return folder
+
+
+def make_toy(
+    path: str | Path,
+    *,
+    vocab: int = 512,
+    layers: int = 3,
+    context: int = 1024,
+    kv_heads: int = 1,
+    head_size: int = 8,
+    seed: int = 0,
+    tokenizer: bool = True,
+    window: int | None = None,
+    layer_types: str = "",
+) -> Path:
+    """Write a toy checkpoint (models/toy.py): a config.json and, with `tokenizer` (vocab >= 512), a tokenizer.
+
+    With a `window` (at least 2), layers slide: all of them, or those that `layer_types` calls S and not F, as "SFS".
+    `seed` only tells two toys apart in their signature. With a tokenizer, the special ids are never generated.
+    Cost: milliseconds; imports neither torch nor transformers.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    reserved = len(SPECIAL_TOKENS) if tokenizer else 0
+    config = {
+        "architectures": ["SerinusToyForCausalLM"],
+        "vocab_size": vocab,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "max_position_embeddings": context,
+        "reserved_ids": reserved,
+        "dtype": "bfloat16",
+        "seed": seed,
+        **({} if window is None else {"sliding_window": window}),
+        **({"layer_types": [_LAYER_TYPES[letter] for letter in layer_types]} if layer_types else {}),
+        **({"eos_token_id": _EOS_ID, "bos_token_id": _BOS_ID} if tokenizer else {}),
+    }
+    _write_json(folder / "config.json", config)
+    if tokenizer:
+        make_tokenizer(folder, vocab=vocab, context=context)
+    return folder
+
+
+def make_tokenizer(folder: Path, *, vocab: int = 512, context: int = 2048) -> int:
+    """Train a byte-level BPE on a few sentences and write its files; returns the number of its tokens (<= vocab).
+
+    Every text survives the round trip: all 256 bytes are tokens. Raises ValueError for vocab < 512.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab < 512:
+        raise ValueError(f"models: a tokenizer for vocab {vocab}, expected at least 512 (256 bytes, specials, merges)")
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab, 2048),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained.train_from_iterator(_SENTENCES, trainer)
+    trained.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<|pad|>",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    _write_json(
+        folder / "generation_config.json",
+        {"bos_token_id": _BOS_ID, "eos_token_id": [_EOS_ID, _IM_END_ID], "pad_token_id": _PAD_ID},
+    )
+    return int(trained.get_vocab_size())
+
+
+def _config_of(family: str, settings: dict[str, Any]) -> Any:
+    """The transformers config object."""
+    import transformers
+
+    if family not in _KINDS:
+        raise ValueError(f"models: family {family!r}, expected one of {', '.join(FAMILIES)}")
+    kind, architecture, extra = _KINDS[family]
+    settings = {**extra, **settings}
+    if family == "qwen2":
+        settings.pop("head_dim")
+    return getattr(transformers, kind)(architectures=[architecture], **settings)
+
+
+def _skeleton(family: str, settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the family's tensors, as transformers has them."""
+    import torch
+    import transformers
+
+    config = _config_of(family, settings)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: str) -> None:
+    config = _config_of(family, settings)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

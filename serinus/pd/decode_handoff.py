@@ -1,0 +1,99 @@
+"""One handoff of a decode engine: what was asked for, how far it is, and the messages that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from serinus.core.parts import PageSpan
+from serinus.core.request import Request
+from serinus.pd.actions import Landed
+from serinus.pd.arrival_account import ArrivalAccount
+from serinus.pd.modes import Mode
+from serinus.wire.messages import Done, Grant, Prepare, SpanPages, ids_to_bytes
+
+__all__ = ["DecodeHandoff"]
+
+_TIERS: Final = frozenset({"device", "host", "storage"})
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeHandoff:
+    """One handoff as its decode engine sees it."""
+
+    xid: str
+    rid: str
+    request: Request
+    address: str
+    grant: int
+    seed: int
+    begun: float
+    """When it was asked for: its deadline counts from here."""
+    started: float = 0.0
+    """When its pages were there."""
+    held: int = 0
+    spans: tuple[PageSpan, ...] = ()
+    """Empty = no pages yet."""
+    peer: str = ""
+    """Name of the connection it was asked over; empty = the peer is not greeted yet."""
+    asked_at: float = 0.0
+    mode: Mode = Mode.RECEIVER_CHECKED
+    account: ArrivalAccount | None = None
+    """The account, from the grant on."""
+    copying: int = 0
+    """Data messages that ranks have not taken in yet."""
+    copy_seconds: float = 0.0
+    first_data_at: float = 0.0
+    done: Done | None = None
+    confirming_since: float | None = None
+    """Pull: CONFIRM is on its way."""
+
+    def prepare(self, deadline_s: float) -> Prepare:
+        """The message that asks for the prompt to be computed."""
+        request = self.request
+        return Prepare(
+            xid=self.xid,
+            rid=self.rid[:256],
+            grant=self.grant,
+            prompt=ids_to_bytes(request.prompt),
+            sampling=request.sampling,
+            seed=request.seed,
+            held=self.held,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            deadline_s=deadline_s,
+        )
+
+    def open(self, account: ArrivalAccount) -> Grant:
+        """The permission to fill our pages."""
+        self.account = account
+        spans = tuple(
+            SpanPages(part=span.part, first=span.first, pages=span.pages.tolist()) for span in account.spans.values()
+        )
+        return Grant(xid=self.xid, grant=self.grant, spans=spans, digest_seed=self.seed)
+
+    def landed(self, done: Done, account: ArrivalAccount, engine: str, now: float) -> Landed:
+        """The result for the engine: all pages are here."""
+        since = self.confirming_since
+        return Landed(
+            rid=self.rid,
+            token=done.token,
+            logprobs=done.logprobs,
+            page_count=sum(len(span.pages) for span in account.spans.values()),
+            byte_count=account.byte_count,
+            seconds=now - self.first_data_at,
+            copy_seconds=self.copy_seconds,
+            wait_seconds=self.first_data_at - self.started,
+            connect_seconds=max(0.0, self.asked_at - self.begun),
+            confirm_seconds=now - since if since is not None else 0.0,
+            engine=engine,
+            cached_tokens=_believable(done.cached_tokens, len(self.request.prompt)),
+            queue_seconds=done.queue_seconds,
+            compute_seconds=done.compute_seconds,
+        )
+
+
+def _believable(cached_tokens: Mapping[str, int], prompt_tokens: int) -> dict[str, int]:
+    """What a peer says it found cached, as far as it can be: names become labels, values go into the usage."""
+    return {tier: count for tier, count in cached_tokens.items() if tier in _TIERS and 0 <= count <= prompt_tokens}

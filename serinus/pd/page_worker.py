@@ -1,0 +1,197 @@
+"""The page worker of a rank: obeys the commands of handoffs (pages.py) with the rank's own pages, and answers.
+
+One stands at every rank, the leader's included. It decides nothing and knows neither machines nor messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from serinus.core.clock import Clock
+from serinus.core.errors import ConfigError, DigestMismatch, InvariantError, TransferFailed
+from serinus.core.parts import PageStore, Part
+from serinus.pd.actions import AttachPeer, ClosePeer
+from serinus.pd.backends import Backend, Receiver, Sender
+from serinus.pd.integrity import check_digests, copy_in, copy_out, digest_stored, take
+from serinus.pd.layout import RankLayout
+from serinus.pd.modes import Mode
+from serinus.pd.pages import HandoffOver, MovePiece, PieceMoved, PieceStatus, TakeIn, TakenIn, Unstage, no_bytes
+from serinus.pd.stores import Intake, check_stores
+
+__all__ = ["PAGE_ANSWERS", "PAGE_COMMANDS", "PageAnswer", "PageCommand", "PageWorker"]
+
+PageCommand: TypeAlias = AttachPeer | ClosePeer | MovePiece | Unstage | TakeIn | HandoffOver
+PageAnswer: TypeAlias = PieceMoved | TakenIn
+PAGE_COMMANDS = (AttachPeer, ClosePeer, MovePiece, Unstage, TakeIn, HandoffOver)
+"""Types that a page worker obeys."""
+PAGE_ANSWERS = (PieceMoved, TakenIn)
+"""The first answers MovePiece, the second TakeIn; the others have no answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attached:
+    """One peer: what is staged here for it, and how its pages are taken in."""
+
+    peer: AttachPeer
+    sender: Sender | None = None
+    staged: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Keys of the sender, by handoff and piece."""
+    receiver: Receiver | None = None
+    intake: Intake | None = None
+
+
+class PageWorker:
+    """One rank's stores, and the bytes it stages or maps for peers. Single-threaded; `obey` never waits."""
+
+    def __init__(
+        self, rank: int, *, layout: RankLayout, stores: Mapping[Part, PageStore], backends: Sequence[Backend],
+        clock: Clock,
+    ) -> None:  # fmt: skip
+        """`layout`: of the whole engine; `stores`: of this rank; `backends`: those that move frames, as the leader's.
+
+        Raises ConfigError: the stores are not those of the layout.
+        """
+        check_stores(layout, rank, stores)
+        self.rank = rank
+        self._layout = layout
+        self._stores = stores
+        self._backends = {backend.name: backend for backend in backends}
+        self._clock = clock
+        self._peers: dict[str, _Attached] = {}
+
+    @property
+    def staged_count(self) -> int:
+        """Pieces staged here, over all peers."""
+        return sum(len(attached.staged) for attached in self._peers.values())
+
+    @property
+    def peer_count(self) -> int:
+        """Number of peers that are attached."""
+        return len(self._peers)
+
+    def obey(self, command: PageCommand) -> PageAnswer | None:
+        """Do it now; the answer, where the command has one. Cost: that of the copying.
+
+        Raises InvariantError: a command that no leader gives. What peers do wrong is in the answer.
+        """
+        match command:
+            case MovePiece():
+                return self._move(command)
+            case TakeIn():
+                return self._take_in(command)
+            case Unstage():
+                self._unstage(command)
+            case AttachPeer():
+                self._peers[command.peer] = _Attached(peer=command)
+            case ClosePeer():
+                self._detach(command.peer)
+            case HandoffOver():
+                attached = self._peers.get(command.peer)
+                if attached is not None and attached.intake is not None:
+                    attached.intake.forget(command.xid)
+        return None
+
+    def close(self) -> None:
+        """Give back what is staged and mapped for all peers."""
+        for peer in list(self._peers):
+            self._detach(peer)
+
+    def _backend(self, name: str) -> Backend:
+        backend = self._backends.get(name)
+        if backend is None:
+            raise ConfigError(f"pd: rank {self.rank} has no backend {name!r}, expected one of {list(self._backends)}")
+        return backend
+
+    def _detach(self, peer: str) -> None:
+        attached = self._peers.pop(peer, None)
+        if attached is not None and attached.sender is not None:
+            attached.sender.close()
+        if attached is not None and attached.receiver is not None:
+            attached.receiver.close()
+
+    # ---- pages on their way out -------------------------------------------------------------------------------------
+
+    def _move(self, command: MovePiece) -> PieceMoved:
+        moved: dict[str, Any] = {"peer": command.peer, "xid": command.xid, "piece": command.piece, "rank": self.rank}
+        attached, store = self._peers.get(command.peer), self._stores[command.part]
+        size = store.page_bytes
+        if command.mode is Mode.PULL:
+            digests = digest_stored(store, command.pages, command.digest_seed)
+            return PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size)
+        if attached is None:
+            reason = f"pd: {command.peer} is not attached to rank {self.rank}"
+            return PieceMoved(**moved, status=PieceStatus.FAILED, reason=reason)
+        try:
+            if attached.sender is None:
+                attached.sender = self._backend(attached.peer.backend).sender()
+        except TransferFailed as error:
+            return PieceMoved(**moved, status=PieceStatus.FAILED, reason=str(error))
+        staged = attached.sender.stage(len(command.pages) * size)
+        if staged is None:
+            others = len(attached.staged)
+            return PieceMoved(**moved, status=PieceStatus.FULL, others=others)
+        attached.staged[command.xid, command.piece] = staged.key
+        rows = staged.room.reshape(len(command.pages), size)
+        return PieceMoved(
+            **moved,
+            digests=copy_out(store, command.pages, rows, command.digest_seed),
+            byte_count=staged.room.nbytes,
+            payload=staged.room if staged.inline else no_bytes(),
+            shm_name=staged.shm_name,
+            shm_offset=staged.shm_offset,
+        )
+
+    def _unstage(self, command: Unstage) -> None:
+        attached = self._peers.get(command.peer)
+        if attached is None:
+            return  # given back when the peer was closed
+        key = attached.staged.pop((command.xid, command.piece), None)
+        if key is None or attached.sender is None:
+            raise InvariantError(
+                f"pd: piece {command.piece} of {command.xid} is not staged at rank {self.rank}, expected it"
+            )
+        attached.sender.release(key)
+
+    # ---- pages on their way in --------------------------------------------------------------------------------------
+
+    def _take_in(self, command: TakeIn) -> TakenIn:
+        start = self._clock.now()
+        error, code = "", ""
+        try:
+            if command.mode is Mode.RECEIVER_CHECKED:
+                self._fill(command)
+            else:
+                found = digest_stored(self._stores[command.part], command.pages, command.digest_seed)
+                check_digests(found, command.digests, command.first)
+        except DigestMismatch as mismatch:
+            error, code = str(mismatch), "digest"
+        except TransferFailed as failed:
+            error, code = str(failed), "transfer"
+        return TakenIn(
+            xid=command.xid, piece=command.piece, source=command.source, rank=self.rank, error=error, code=code,
+            seconds=self._clock.now() - start,
+        )  # fmt: skip
+
+    def _fill(self, command: TakeIn) -> None:
+        """What is digested is what was written, or is to be cut: bytes that change meanwhile cannot pass.
+
+        Raises TransferFailed: the bytes are not there; DigestMismatch: they are not what was sent.
+        """
+        attached = self._peers.get(command.peer)
+        if attached is None:
+            raise TransferFailed(f"pd: {command.peer} was closed before its pages were taken in")
+        if attached.receiver is None:
+            attached.receiver = self._backend(attached.peer.backend).receiver()
+        if attached.intake is None:
+            attached.intake = Intake(RankLayout(attached.peer.layout), self._layout, self.rank, self._stores)
+        intake = attached.intake
+        rows = intake.rows_of(command, attached.receiver.fetch(command, command.payload.data))
+        if intake.is_same:
+            found = copy_in(self._stores[command.part], command.pages, rows, command.digest_seed)
+            check_digests(found, command.digests, command.first)
+        else:
+            kept, found = take(rows, command.digest_seed)
+            check_digests(found, command.digests, command.first)
+            intake.fill(command, kept)

@@ -1,0 +1,129 @@
+"""Pieces on their way from the ranks of a prefill engine to its clients: cut, queued, moved one by one. Pure.
+
+What a move is depends on the client's mode: staged (receiver-checked), written (push), or offered (pull).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from serinus.core.handoff import ChunkReady
+from serinus.core.parts import Part
+from serinus.pd.actions import PrefillAction, ReleaseChunk, Send
+from serinus.pd.clients import Client, Clients, Lane, Piece
+from serinus.pd.layout import RankLayout
+from serinus.pd.modes import Mode
+from serinus.pd.pages import MovePiece, PieceMoved
+from serinus.pd.prefill_handoff import PrefillHandoff
+from serinus.pd.settings import HandoffSettings
+from serinus.wire.messages import Data
+
+__all__ = ["PieceQueue"]
+
+
+class PieceQueue:
+    """Reads the handoffs of one prefill engine, counts in them what it moves, and ends none of them."""
+
+    def __init__(
+        self, settings: HandoffSettings, layout: RankLayout, clients: Clients, handoffs: Mapping[str, PrefillHandoff]
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._layout = layout
+        self._clients = clients
+        self._handoffs = handoffs
+        self._senders = {part: layout.senders(part) for part in layout.parts}
+        self._pages_per_piece = {part: self._pages_of_a_piece(part) for part in layout.parts}
+
+    def _pages_of_a_piece(self, part: Part) -> int:
+        largest = max(self._layout.page_bytes(rank, part) for rank in self._senders[part])
+        return min(max(1, self._settings.piece_bytes_max // largest), 1 << 16)
+
+    def first_pages(self, held: int, tokens: int) -> dict[Part, int]:
+        """First own page that is to be announced, by part: FULL always, SWA where there are such layers."""
+        size = self._layout.page_size
+        parts = {Part.FULL, *self._layout.parts}
+        return {part: self._settings.first_needed(part, held, tokens) // size for part in parts}
+
+    def queue(self, handoff: PrefillHandoff, event: ChunkReady, client: Client, out: list[PrefillAction]) -> None:
+        """Cut a chunk into pieces and queue them, for each rank that has bytes of them."""
+        chunk, pieces = handoff.cut(event, self._pages_per_piece)
+        for piece in pieces:
+            for rank in self._senders[piece.part]:
+                client.lanes[rank].outbox.append(piece)
+                chunk.left += 1
+                handoff.moves_due += 1
+        if client.mode is Mode.PULL:
+            handoff.chunks.append(chunk)
+        elif not chunk.left:
+            out.append(ReleaseChunk(xid=handoff.xid, spans=chunk.spans))
+
+    def pump(self, client: Client | None, out: list[PrefillAction]) -> None:
+        """Ask each rank for its next pieces, as many as may be on their way."""
+        if client is None:
+            return
+        for lane in client.lanes:
+            if lane.again and not lane.moving:
+                lane.outbox.extendleft(reversed(lane.again))
+                lane.again.clear()
+                lane.is_full = any(rank == lane.rank for _, _, rank in client.staged)
+            depth = self._settings.staging_pieces if client.mode is Mode.RECEIVER_CHECKED else 1
+            while lane.outbox and len(lane.moving) < depth and not lane.is_full and not lane.again:
+                piece = lane.outbox.popleft()
+                handoff = self._handoffs.get(piece.xid)
+                if handoff is not None:  # else it ended meanwhile
+                    lane.moving.append(piece)
+                    self._move(handoff, piece, lane, client, out)
+
+    def _move(
+        self, handoff: PrefillHandoff, piece: Piece, lane: Lane, client: Client, out: list[PrefillAction]
+    ) -> None:
+        targets = {}
+        if client.mode is Mode.PUSH:
+            handoff.outstanding += 1  # counted before anything looks whether the grant is open
+            targets["targets"] = handoff.targets(piece, self._layout, client.layout).pages
+        out.append(
+            MovePiece(
+                peer=client.peer, xid=piece.xid, piece=piece.number, rank=lane.rank, mode=client.mode, part=piece.part,
+                pages=piece.pages, digest_seed=handoff.seed, **targets,
+            )
+        )  # fmt: skip
+
+    def moved(self, peer: str, xid: str, number: int, rank: int) -> tuple[Client, Lane, Piece] | None:
+        """Where a reported piece was moving, taken off it; None = it is not the next to be reported there."""
+        client = self._clients.get(peer)
+        lane = client.lanes[rank] if client is not None and 0 <= rank < len(client.lanes) else None
+        piece = lane.moving[0] if lane is not None and lane.moving else None
+        if client is None or lane is None or piece is None or (piece.xid, piece.number) != (xid, number):
+            return None
+        lane.moving.popleft()
+        return client, lane, piece
+
+    def announce(
+        self, handoff: PrefillHandoff, piece: Piece, event: PieceMoved, client: Client, now: float,
+        out: list[PrefillAction],
+    ) -> None:  # fmt: skip
+        """Tell the peer of a piece that it can take, or has."""
+        if not handoff.sent_pieces:
+            handoff.first_sent_at = now
+        handoff.moves_due -= 1
+        handoff.sent_pieces += 1
+        handoff.sent_pages += len(piece.pages)
+        handoff.sent_bytes += event.byte_count
+        data = Data(
+            xid=handoff.xid, grant=handoff.grant, piece=piece.number, rank=event.rank, part=int(piece.part),
+            first=piece.first, digests=event.digests, byte_count=event.byte_count, shm_name=event.shm_name,
+            shm_offset=event.shm_offset, pages=piece.pages.tolist() if client.mode is Mode.PULL else [],
+        )  # fmt: skip
+        payload = event.payload.data if event.payload.size else b""
+        out.append(Send(peer=client.peer, message=data, payload=payload))
+        piece.chunk.left -= 1
+        if not piece.chunk.left and client.mode is not Mode.PULL:
+            out.append(ReleaseChunk(xid=handoff.xid, spans=piece.chunk.spans))
+        self.send_done(handoff, client, now, out)
+
+    def send_done(self, handoff: PrefillHandoff, client: Client, now: float, out: list[PrefillAction]) -> None:
+        if handoff.last is None or handoff.moves_due or handoff.done_sent:
+            return
+        handoff.done_sent = True
+        handoff.lease_until = now + self._settings.lease_s
+        out.append(Send(peer=client.peer, message=handoff.done()))

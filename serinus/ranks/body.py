@@ -1,0 +1,183 @@
+"""RankBody: one rank of an engine. It obeys commands in their order and answers; it decides nothing.
+
+The leader's own rank is one too, also where the engine has no other. The command to run a step is known here; the
+owners of the other commands (tiers, handoffs, canary) register what obeys them (`on`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from serinus.core.clock import Clock
+from serinus.core.errors import InvariantError
+from serinus.core.plan import StepPlan, StepResult
+from serinus.parallel import Mesh
+from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
+
+__all__ = ["AnswerSource", "RankBody", "StepCanary", "StepRunner"]
+
+
+_TELL_STEPS: Final = 8
+"""A rank that neither samples nor has a canary answers so many steps at once: each answer wakes the leader."""
+_TAIL: Final = 32
+"""Commands kept as evidence."""
+
+
+class StepRunner(Protocol):
+    """What computes the steps of a rank (runner.Runner)."""
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """Run the step; None on a rank that does not sample."""
+        ...
+
+
+class AnswerSource(Protocol):
+    """A part of a rank whose answers come later than the command."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come by itself."""
+        ...
+
+    @property
+    def holdings(self) -> Mapping[str, int]:
+        """What it holds now, by gauge."""
+        ...
+
+    def answers(self) -> Sequence[object]:
+        """What ended since the last call. Never blocks."""
+        ...
+
+
+class StepCanary(Protocol):
+    """The canary of one rank, around each step of it."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """The runner is about to run this plan."""
+        ...
+
+    def returned(self, result: StepResult | None) -> StepResult | None:
+        """The runner has run it; returns what the leader is to get."""
+        ...
+
+    def found(self) -> tuple[object, ...]:
+        """What was not sound, in types that the codec lists."""
+        ...
+
+
+def _no_wait() -> float:
+    return 0.0
+
+
+class RankBody:
+    """One rank's runner, and what obeys the other commands there."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        mesh: Mesh,
+        runner: StepRunner,
+        clock: Clock,
+        canary: StepCanary | None = None,
+        waited: Callable[[], float] = _no_wait,
+    ) -> None:
+        """`waited`: seconds that this rank has spent waiting for others so far."""
+        self.rank = rank
+        self.name = mesh.name(rank)
+        self.steps = 0
+        """Number of steps run so far."""
+        self.stopped = False
+        """Whether it was told to stop."""
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._untold: StepDone | None = None
+        self._told: dict[str, int] = {}
+        self._runner = runner
+        self._clock = clock
+        self._canary = canary
+        self._waited = waited
+        self._acts: dict[type, Callable[[Any], Iterable[object] | None]] = {RunStep: self._run, Stop: self._stop}
+        self._sources: list[AnswerSource] = []
+        self._ends: list[Callable[[], object]] = []
+
+    def on(self, command_type: type, act: Callable[[Any], Iterable[object] | None]) -> None:
+        """Commands of this type are obeyed by `act`; what it returns are answers, sent at once."""
+        assert command_type not in self._acts, f"ranks: {command_type.__name__} is obeyed twice, expected once"
+        self._acts[command_type] = act
+
+    def attend(self, source: AnswerSource) -> None:
+        """Ask it for answers after every header, and often while it is busy."""
+        self._sources.append(source)
+
+    def at_end(self, end: Callable[[], object]) -> None:
+        """Call this when the rank is closed."""
+        self._ends.append(end)
+
+    def close(self) -> None:
+        """Give back what its parts hold for peers. May be called again."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some answer is still to come by itself."""
+        return any(source.busy for source in self._sources)
+
+    def obey(self, commands: Sequence[object]) -> list[object]:
+        """Do the commands in their order; returns the answers that are there now.
+
+        Raises InvariantError: nothing on this rank obeys such a command; PeerGone: another rank fails this one.
+        """
+        answers: list[object] = []
+        for command in commands:
+            act = self._acts.get(type(command))
+            if act is None:
+                name = type(command).__name__
+                raise InvariantError(f"ranks: rank {self.name} got {name}, expected a command that something obeys")
+            self._tail.append(describe(command))
+            answers += act(command) or ()
+        return answers
+
+    def news(self) -> list[object]:
+        """Answers that came by themselves, and what the rank holds where that changed."""
+        answers = [answer for source in self._sources for answer in source.answers()]
+        holdings = {name: count for source in self._sources for name, count in source.holdings.items()}
+        if holdings != self._told:
+            self._told = holdings
+            answers.append(RankHoldings(counts=holdings))
+            if self._untold is not None:
+                answers.append(self._untold)
+                self._untold = None
+        return answers
+
+    def command_tail(self) -> str:
+        """The last commands it obeyed, as evidence."""
+        return ", ".join(self._tail) or "nothing"
+
+    def _run(self, command: RunStep) -> tuple[StepDone, ...]:
+        plan, canary = command.plan, self._canary
+        begun, waited = self._clock.now(), self._waited()
+        if canary is not None:
+            canary.begin(plan)
+        result = self._runner.run(plan)
+        findings: tuple[object, ...] = ()
+        if canary is not None:
+            result = canary.returned(result)
+            findings = canary.found()
+        seconds, wait_seconds = self._clock.now() - begun, self._waited() - waited
+        self.steps += 1
+        if self._untold is not None:
+            seconds += self._untold.seconds
+            wait_seconds += self._untold.wait_seconds
+        done = StepDone(step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, findings=findings)
+        if result is None and canary is None and self.steps % _TELL_STEPS:
+            self._untold = done
+            return ()
+        self._untold = None
+        return (done,)
+
+    def _stop(self, command: Stop) -> None:
+        self.stopped = True

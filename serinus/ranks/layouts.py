@@ -1,0 +1,74 @@
+"""What an engine's KV bytes look like, all ranks together, and how they may travel: equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from serinus.core.config import ServeConfig
+from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
+from serinus.models import ModelSpec
+from serinus.parallel import Mesh
+from serinus.pd import AnyBackend, make_backends, make_one_sided
+from serinus.pool import DevicePool
+from serinus.wire.messages import LayoutSignature
+
+__all__ = ["HasPools", "data_backends", "layout_of"]
+
+
+class HasPools(Protocol):
+    """An object that knows an engine's model and one rank's pools."""
+
+    @property
+    def config(self) -> ServeConfig: ...
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def pools(self) -> Mapping[Part, DevicePool]: ...
+
+
+def layout_of(rank: HasPools) -> LayoutSignature:
+    """What shapes this engine's KV bytes, as any of its ranks can say; pd.layout says what may differ between two."""
+    spec, parallel, pool = rank.spec, rank.config.parallel, rank.pools[Part.FULL].spec
+    stages = Mesh(tp=parallel.tp_size, pp=parallel.pp_size).stage_layers(spec.layer_count, parallel.partition)
+    stamp_bytes = max(each.spec.stamp_bytes for each in rank.pools.values()) // pool.page_size
+    return LayoutSignature(
+        model=spec.signature,
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+        page_size=pool.page_size,
+        layer_count=spec.layer_count,
+        kv_head_count=pool.kv_head_count * parallel.tp_size,
+        head_size=pool.head_size,
+        layer_parts=bytes(spec.layer_parts),
+        window=spec.window or 0,
+        stamp_bytes=stamp_bytes,
+        stamp_data=rank.config.canary.kv_canary_real_data if stamp_bytes else "",
+        tp=parallel.tp_size,
+        pp=parallel.pp_size,
+        stage_layers=tuple(len(layers) for layers in stages) if parallel.partition else (),
+    )
+
+
+def data_backends(config: ServeConfig, tag: str) -> tuple[AnyBackend, ...]:
+    """How KV of this engine may travel, best first; `tag` differs between any two processes.
+
+    Raises ConfigError: a backend that is not known or not installed, or a one-sided one with several ranks: their pages
+    are touched in one order alone, and no peer stands in it.
+    """
+    choice, parallel = config.pd.transfer_backend, config.parallel
+    ranks = parallel.tp_size * parallel.pp_size
+    if choice in ("nixl", "mooncake") and ranks > 1:
+        raise ConfigError(
+            f"engine: disaggregation_transfer_backend is {choice!r} with {ranks} ranks, expected auto, shm or tcp there"
+        )
+    if parallel.nnodes > 1 and choice in ("auto", "shm"):
+        if choice == "shm":
+            raise ConfigError(
+                f"engine: disaggregation_transfer_backend is 'shm' with {parallel.nnodes} hosts, expected auto or tcp"
+            )
+        choice = "tcp"
+    one_sided = make_one_sided(choice, tag=tag, host=config.pd.bootstrap_host)
+    return make_backends(choice) if one_sided is None else (one_sided,)

@@ -1,0 +1,52 @@
+"""A rank's body from its parts, and the loop of a rank that does not lead from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serinus.canary import CANARY_COMMANDS
+from serinus.core.clock import Clock
+from serinus.core.config import ServeConfig
+from serinus.parallel.comm import Comm
+from serinus.pd import AnyBackend
+from serinus.ranks.body import RankBody
+from serinus.ranks.build import RankParts, build_rank
+from serinus.ranks.links import RankLink
+from serinus.ranks.page_workers import attach_page_worker
+from serinus.ranks.rank_loop import RankLoop
+from serinus.ranks.tiers import attach_tiers
+
+__all__ = ["make_body", "make_rank_loop"]
+
+
+def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend] = ()) -> RankBody:
+    """A rank that obeys every command. `backends`: how pages travel between engines; none = as the settings say."""
+    comm = parts.comm
+    canary = parts.canary
+    body = RankBody(
+        rank=comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock, canary=canary, waited=lambda: comm.waited_s
+    )
+    attach_tiers(body, parts.tiers)
+    if canary is not None:
+        for command in CANARY_COMMANDS:
+            body.on(command, canary.obey)
+    attach_page_worker(body, parts, clock, parts.outgoing, backends)
+    return body
+
+
+def make_rank_loop(
+    config: ServeConfig, *, rank: int, comm: Comm, control: str, clock: Clock, token: bytes = b""
+) -> RankLoop:
+    """Load a rank's share of the model and report to the leader at `control`; `comm` is this rank's own.
+
+    Raises ConfigError, PeerGone: see build_rank.
+    """
+    mesh = comm.mesh
+    parts = build_rank(config, mesh, rank, comm, clock)
+    link = RankLink(control, mesh=mesh, rank=rank, clock=clock, token=token)
+    layers = parts.shard.layers
+    info = {
+        "layers": f"{layers.start}-{layers.stop - 1}",
+        "kv_bytes": sum(spec.page_bytes * spec.page_count for spec in parts.pool_specs.values()),
+    }
+    return RankLoop(make_body(parts, clock), link, info, ends=(parts.close,))

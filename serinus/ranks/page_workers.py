@@ -1,0 +1,79 @@
+"""The page worker of a rank, which obeys the commands of handoffs down the same line as plans and copies.
+
+So a rank that is busy with a step obeys them after it: what a plan wrote is staged whole, and a page that changed hands
+on the leader changes hands there in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from serinus.core.clock import Clock
+from serinus.core.parts import PageStore, Part
+from serinus.pd import (
+    PAGE_COMMANDS,
+    AnyBackend,
+    Backend,
+    PageAnswer,
+    PageCommand,
+    PageWorker,
+    RankLayout,
+    frame_backends,
+)
+from serinus.ranks.body import RankBody
+from serinus.ranks.layouts import HasPools, data_backends, layout_of
+
+__all__ = ["STAGING_PIECES", "attach_page_worker"]
+
+_ONE_SIDED = ("nixl", "mooncake")
+"""Backends that reach into pools from outside; no page is staged for them."""
+STAGING_PIECES = 8
+"""Pieces of one rank that may be asked to be staged and not be reported yet: a rank hears of them between two steps and
+should find enough to do then."""
+
+
+def attach_page_worker(
+    body: RankBody,
+    parts: HasPools,
+    clock: Clock,
+    stores: Mapping[Part, PageStore] | None = None,
+    backends: Sequence[AnyBackend] = (),
+) -> None:
+    """Give a rank its page worker; no effect where the engine hands nothing over.
+
+    `stores`: the pools as they are to be read and written by it; None = as they are. `backends`: how pages travel
+    between engines; none = as the settings say.
+    """
+    config = parts.config
+    if config.role == "unified":
+        return
+    movers: Sequence[Backend] = ()
+    if config.pd.transfer_backend not in _ONE_SIDED:
+        movers = frame_backends(backends or data_backends(config, f"{config.engine_name}-{body.rank}"))
+    layout = RankLayout(layout_of(parts))
+    worker = PageWorker(body.rank, layout=layout, stores=stores or parts.pools, backends=movers, clock=clock)
+
+    def obey(command: PageCommand) -> tuple[PageAnswer, ...]:
+        answer = worker.obey(command)
+        return () if answer is None else (answer,)
+
+    for kind in PAGE_COMMANDS:
+        body.on(kind, obey)
+    body.attend(_Staged(worker))
+    body.at_end(worker.close)
+
+
+class _Staged:
+    """What a page worker holds, for the gauges of its rank; its answers come at once."""
+
+    busy = False
+
+    def __init__(self, worker: PageWorker) -> None:
+        self._worker = worker
+
+    @property
+    def holdings(self) -> Mapping[str, int]:
+        return {"rank_staged_pieces": self._worker.staged_count}
+
+    def answers(self) -> Sequence[object]:
+        return ()

@@ -1,0 +1,122 @@
+"""A rank's process: `python -m serinus.ranks.process --config FILE --rank N --watch ADDRESS --parent PID`.
+
+Started by the leader of an engine for the ranks of its own machine, and by `serinus serve --node-rank N` for those of
+another. Reports, joins the ranks' groups, loads its part of the model, and obeys until it is told to stop. Its broad
+`except` is the process's one: whatever breaks the rank is logged, told to the leader, and ends the process.
+Exit code 0 told to stop, 2 settings, checkpoint or machine are wrong, 3 it broke or the engine ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+from serinus.core.clock import Clock, WallClock
+from serinus.core.config import ServeConfig
+from serinus.core.errors import ConfigError, PeerGone
+from serinus.core.lifeline import end_now, end_with_parent
+from serinus.core.log import get_logger, setup_logging
+from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE
+from serinus.ranks.rank_processes import mesh_of, shared_settings, signed
+from serinus.ranks.rank_supervisor import RankSupervisor
+from serinus.wire.messages import WatchHello
+
+__all__ = ["main"]
+
+_log = get_logger("engine")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank to its end; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="serinus-rank", description="One rank of an engine of several.")
+    parser.add_argument("--config", required=True, help="file with the ServeConfig as JSON")
+    parser.add_argument("--rank", type=int, required=True, help="number of this rank, from 1")
+    parser.add_argument("--watch", required=True, help="zmq endpoint where ranks report to the leader")
+    parser.add_argument("--parent", type=int, required=True, help="process id of whoever started it; it ends with it")
+    arguments = parser.parse_args(argv)
+    end_with_parent(arguments.parent, signal.SIGKILL)
+    clock = WallClock()
+    config = ServeConfig.from_json(Path(arguments.config).read_text())
+    rank: int = arguments.rank
+    setup_logging(config.server.log_level, mesh_of(config).name(rank))
+    settings = shared_settings(config)
+    hello = WatchHello(
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname()[:256],
+        settings=settings,
+        mac=signed(config.pd.cluster_secret, rank, settings),
+    )
+    supervisor = RankSupervisor(
+        arguments.watch,
+        hello,
+        silence_s=config.parallel.watchdog_s_max,
+        join_s_max=config.parallel.dist_s_max,
+        clock=clock,
+    )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(LOST_CODE)  # only an operator does this to one rank: the engine ends with it
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        _obey(config, rank, supervisor, clock)
+    except ConfigError as error:
+        _log.error("%s", error)
+        supervisor.say(str(error), CONFIG_CODE)
+        return CONFIG_CODE
+    except PeerGone as error:
+        _log.warning("%s", error)
+        supervisor.say(str(error), LOST_CODE, suffers=True)
+        return LOST_CODE
+    except SystemExit:
+        supervisor.say("was told to stop (SIGTERM), which only a whole engine can", LOST_CODE)
+        return LOST_CODE
+    except Exception as error:
+        _log.exception("engine: stopped by %s", type(error).__name__)
+        supervisor.say(f"broke: {type(error).__name__}: {error}", LOST_CODE)
+        return LOST_CODE
+    finally:
+        supervisor.leave()
+    return 0
+
+
+def _obey(config: ServeConfig, rank: int, supervisor: RankSupervisor, clock: Clock) -> None:
+    """Report, join, load, obey. Raises whatever breaks the rank."""
+    supervisor.start()
+    from serinus.parallel.comm import TorchComm, find
+    from serinus.ranks import make_rank_loop
+    from serinus.ranks.devices import take_device  # the heavy imports, watched already
+
+    welcome = supervisor.welcome()
+    parallel = config.parallel
+    device = take_device(config, rank)
+    meeting = find(welcome.store, parallel.dist_s_max)
+    comm = TorchComm(
+        meeting, mesh_of(config), rank, device=device, host=_own_host(welcome.store), timeout_s=parallel.dist_s_max
+    )
+    try:
+        loop = make_rank_loop(config, rank=rank, comm=comm, control=welcome.control, token=welcome.token, clock=clock)
+        try:
+            loop.run()
+        finally:
+            loop.close()
+    finally:
+        comm.close()
+
+
+def _own_host(leader: str) -> str:
+    """Our address as the other ranks reach it: the one from which we would speak to the leader. Sends nothing."""
+    host, _, port = leader.rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))
+        return str(probe.getsockname()[0])
+
+
+if __name__ == "__main__":
+    end_now(main())

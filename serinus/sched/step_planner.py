@@ -1,0 +1,143 @@
+"""The next step: page growth, decodes, chunks of prefilling requests, then newcomers, within one token budget.
+
+Decides which requests get work; knows nothing of the results of earlier steps, nor how many of them are under way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from serinus.core.plan import SeqWork, StepPlan
+from serinus.sched.admission import Admission
+from serinus.sched.batch import Batch, Growth
+from serinus.sched.incoming import Incoming
+from serinus.sched.open_step import OpenStep
+from serinus.sched.page_allocator import PageAllocator
+from serinus.sched.queues import admission_order
+from serinus.sched.request_queues import RequestQueues
+from serinus.sched.request_state import Phase, ReqState
+from serinus.sched.settings import SchedSettings
+from serinus.sched.stats import Outcome, Totals, beyond
+
+__all__ = ["StepPlanner"]
+
+
+class StepPlanner:
+    """Writes one plan after the other."""
+
+    def __init__(
+        self,
+        settings: SchedSettings,
+        allocator: PageAllocator,
+        batch: Batch,
+        admission: Admission,
+        incoming: Incoming,
+        requests: RequestQueues,
+        totals: Totals,
+    ) -> None:
+        self._settings = settings
+        self._allocator = allocator
+        self._batch = batch
+        self._admission = admission
+        self._incoming = incoming
+        self._requests = requests
+        self._totals = totals
+        self._blocked: ReqState | None = None
+        self._step = 0
+
+    @property
+    def blocked_seq(self) -> int | None:
+        """Age of the request that found no room at the last try: younger remote ones must not overtake it."""
+        blocked = self._blocked
+        return blocked.seq if blocked is not None and blocked.phase is Phase.WAITING else None
+
+    def next_step(self, now: float) -> OpenStep | None:
+        """Decide it; None = nothing can run now."""
+        growth = self._batch.grow()
+        self._requests.wait(growth.gone)
+        self._blocked = min(growth.gone, key=lambda state: state.seq, default=None)
+        self._totals.retracted += len(growth.gone)
+        states: list[ReqState | None] = list(growth.decoding)
+        decode_count = len(states)
+        work = self._batch.decode_work(growth.decoding)
+        left = self._add_chunks(work, states, growth)
+        new_count, found = 0, Counter[str]()
+        if left > 0 and self._requests.waiting:
+            for state, chunk in self._admit(left, now):
+                work.append(chunk)
+                states.append(state)
+                new_count += 1
+                found.update(state.found)
+        if not work:
+            return None
+        self._step += 1
+        computed = sum(len(w.tokens) for w in work[decode_count:])
+        self._totals.computed_tokens += computed + decode_count
+        return OpenStep(
+            plan=StepPlan(step=self._step, work=tuple(work), table_writes=self._allocator.take_writes()),
+            states=states,
+            loads=frozenset(self._allocator.open_loads),
+            outcome=Outcome(
+                prompt_tokens=computed,
+                decode_tokens=decode_count,
+                new_requests=new_count,
+                cached_tokens=found.total(),
+                cached_by_tier=found,
+                retracted=len(growth.gone),
+            ),
+        )
+
+    def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth) -> int:
+        """Chunks of prefilling requests, in the order of their arrival; returns the budget left for newcomers."""
+        budget = self._settings.chunked_prefill_size
+        left = 1 << 62 if budget == -1 else budget
+        for state in self._batch.prefilling:
+            if not state.wants_chunk or state.seq > growth.barred_seq:
+                continue
+            chunk = self._batch.chunk_work(state, left) if left > 0 else None
+            if chunk is None:
+                return 0
+            work.append(chunk)
+            states.append(state)
+            left -= len(chunk.tokens)
+        return left
+
+    def _admit(self, budget: int, now: float) -> list[tuple[ReqState, SeqWork]]:
+        """Bring in waiting requests, in the policy's order, until budget, rows or pages are used up."""
+        admitted: list[tuple[ReqState, SeqWork]] = []
+        rows_left = self._settings.max_running_requests - self._batch.rows_needed
+        if rows_left <= 0:
+            return admitted
+        waiting, older_seq = self._requests.waiting, self._incoming.blocked_seq
+        passed: list[ReqState] = []
+        for state in admission_order(waiting, self._settings, self._allocator.cached, 2 * rows_left):
+            if len(admitted) == rows_left or budget < min(self._settings.page_size, state.known):
+                break
+            if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
+                continue
+            if (older_seq is not None and older_seq < state.seq) or not self._admission.place(state):
+                self._blocked = state
+                break
+            chunk = self._start(state, budget, now)
+            budget -= len(chunk.tokens)
+            admitted.append((state, chunk))
+            passed.append(state)
+        if self._settings.schedule_policy == "lpm" and passed:
+            youngest = max(state.seq for state in passed)
+            for state in waiting.first(self._settings.lpm_scan_requests):
+                state.skips += state.seq < youngest
+        return admitted
+
+    def _start(self, state: ReqState, budget: int, now: float) -> SeqWork:
+        """Let a placed request run."""
+        self._requests.waiting.remove(state)
+        state.move(Phase.PREFILL)
+        self._allocator.take_row(state)
+        self._batch.prefilling.append(state)
+        state.retracted = False
+        if state.started is None:
+            state.started = now
+            state.cached_tokens = beyond(state.found, state.handoff.held if state.handoff is not None else 0)
+        chunk = self._batch.chunk_work(state, budget)
+        assert chunk is not None, f"sched: request {state.rid} has no chunk of {budget} tokens from {state.computed}"
+        return chunk

@@ -1,0 +1,258 @@
+"""CanaryPDFixture: a prefill and a decode engine in one thread, each under its canary, and faults planted in either.
+
+    pair = CanaryPDFixture(make_canary_toy(folder, "swa"), perturb_prefill="real_kv_post_forward=1.0")
+    pair.send_parallel_short_requests(3, distinct_prompts=True)
+    pair.run()
+    pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=Part.SWA, side="decode")
+    pair.assert_no_violation(side="prefill")
+
+The two engines are whole: cores, roles, handoff machines, pools, tiers (pair.py). The router is left out: it only names
+an address, touches no KV, and would bring processes and sockets into tests that must own the order of events. Nothing
+sleeps: turns are taken until what is awaited has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serinus.canary import CanaryLead, CanaryRank, Violation, reason_names
+from serinus.canary.perturb import Injection, Perturber
+from serinus.core.parts import Part
+from serinus.core.request import FinishReason, Request
+from serinus.core.rng import Rng
+from serinus.core.sampling import SamplingParams
+from serinus.engine.build import Built
+from serinus.models import make_toy
+from serinus.ranks.tier_parts import pause
+from serinus.selftest.pair import EnginePair
+
+__all__ = ["CANARY_SHAPES", "SIDES", "CanaryPDFixture", "Planted", "make_canary_toy"]
+
+CANARY_SHAPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "swa": {"window": 9},
+    "both": {"window": 9, "layer_types": "SFS"},
+}
+"""Toy models: all layers full, all sliding, both. A window of 9 sees whole pages of 4 where a page begins."""
+SIDES = ("prefill", "decode")
+_DEFAULTS: dict[str, Any] = {
+    "page_size": 4,
+    "max_total_tokens": 512,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 64,
+    "kv_canary": "log",
+    "kv_canary_real_data": "all",
+    "kv_canary_coverage": "full",
+    "kv_canary_stats_interval": 0,
+}
+_NEVER = 1 << 40
+_WAIT_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planted:
+    """A fault, and where both engines were when it was planted."""
+
+    injection: Injection
+    side: str
+    steps: dict[str, int]
+    """Steps of each engine's canary by then."""
+
+
+def make_canary_toy(folder: Path, shape: str, **kind: Any) -> Path:
+    """A toy checkpoint of one of CANARY_SHAPES."""
+    return make_toy(folder, tokenizer=False, **{**CANARY_SHAPES[shape], **kind})
+
+
+class CanaryPDFixture:
+    """Two engines, their canaries, and what was planted and found."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        perturb_prefill: str = "",
+        perturb_decode: str = "",
+        target: Part | None = None,
+        seed: int = 0,
+        armed: bool = True,
+        prefill_settings: dict[str, Any] | None = None,
+        decode_settings: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`perturb_*`: NAME=PROBABILITY,... of one engine; `armed` = False: nothing is planted before `arm`;
+        the settings are those of engines, by their names, of both or of one."""
+        gate: dict[str, Any] = {
+            "kv_canary_perturb_seed": seed,
+            "kv_canary_perturb_warmup_steps": 0 if armed else _NEVER,
+        }
+        if target is not None:
+            gate["kv_canary_perturb_target"] = target.name.lower()
+        own = {"prefill": dict(prefill_settings or {}), "decode": dict(decode_settings or {})}
+        for side, text in (("prefill", perturb_prefill), ("decode", perturb_decode)):
+            if text:
+                own[side] = {"kv_canary_perturb": text, **gate, **own[side]}
+        self.pair = EnginePair(
+            checkpoint,
+            prefill_settings=own["prefill"],
+            decode_settings=own["decode"],
+            **{**_DEFAULTS, **settings},
+        )
+        self.planted: list[Planted] = []
+        """Every fault, in order."""
+        self.prompts: dict[str, list[int]] = {}
+        self._rng = Rng(seed).split("prompts")
+        self._sent = 0
+
+    def built(self, side: str) -> Built:
+        """The engine of that side: prefill or decode."""
+        return self.pair.prefill if side == "prefill" else self.pair.decode
+
+    def lead(self, side: str) -> CanaryLead:
+        """The leader's half of its canary."""
+        lead = self.built(side).engine.canary
+        assert lead is not None, f"testing: the {side} engine has no canary"
+        return lead
+
+    def canary(self, side: str) -> CanaryRank:
+        """The canary of its only rank."""
+        canary = self.built(side).canary
+        assert canary is not None, f"testing: the {side} engine has no canary"
+        return canary
+
+    def perturber(self, side: str) -> Perturber:
+        """The object that plants the faults of that side."""
+        perturber = self.canary(side).perturber
+        assert perturber is not None, f"testing: nothing to plant in the {side} engine, expected perturb_{side}"
+        return perturber
+
+    # ---- work -----------------------------------------------------------------------------------------------------
+
+    def send(self, prompt: Sequence[int], *, new_tokens: int = 8, rid: str = "") -> str:
+        """One request of a client of the decode engine; its prompt is computed by the prefill engine."""
+        rid, seed = rid or f"r{self._sent}", self._sent
+        self._sent += 1
+        self.prompts[rid] = list(prompt)
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+        ids = np.array(prompt, np.int32)
+        request = Request(rid=rid, prompt=ids, sampling=sampling, seed=seed, prefill_address="local://prefill")
+        self.pair.add(request)
+        return rid
+
+    def random_prompt(self, length: int) -> list[int]:
+        """Token ids by the seed."""
+        vocab = self.pair.decode.spec.vocab_size
+        return [self._rng.randrange(vocab) for _ in range(length)]
+
+    def send_parallel_short_requests(
+        self, n: int, *, distinct_prompts: bool, prompt_tokens: int = 14, new_tokens: int = 8
+    ) -> list[str]:
+        """`n` requests at once, their prompts all different or all the same; their names."""
+        shared = self.random_prompt(prompt_tokens)
+        prompts = [self.random_prompt(prompt_tokens) if distinct_prompts else shared for _ in range(n)]
+        return [self.send(prompt, new_tokens=new_tokens) for prompt in prompts]
+
+    def turn(self) -> None:
+        """One turn of each engine, prefill first; what was planted in it is noted."""
+        for side, turn in (("prefill", self.pair.turn_prefill), ("decode", self.pair.turn_decode)):
+            before = self.canary(side).steps
+            turn()
+            self._note(side)
+            if self.canary(side).steps == before and self.built(side).engine.scheduler.in_flight:
+                pause(_WAIT_S)  # as the engine's own loop waits for copies, which threads of their own carry
+
+    def run_until(self, happened: Callable[[], bool], *, turns_max: int = 20_000) -> bool:
+        """Turns until `happened()`, or until nothing is left to do; whether it happened.
+
+        Raises AssertionError where neither is the case after `turns_max` turns."""
+        for _ in range(turns_max):
+            if happened():
+                return True
+            if self.pair.idle:
+                return False
+            self.turn()
+        raise AssertionError(f"testing: neither happened nor idle after {turns_max} turns")
+
+    def run(self) -> None:
+        """Turns until both engines hold nothing."""
+        self.run_until(lambda: False)
+        self.pair.check()
+
+    def tokens(self, rid: str) -> list[int]:
+        """Tokens that its client has got."""
+        return self.pair.tokens(rid)
+
+    def finish(self, rid: str) -> FinishReason | None:
+        """How the request ended; None = it has not."""
+        deltas = self.pair.deltas[rid]
+        return deltas[-1].finish if deltas else None
+
+    def release(self) -> None:
+        """Give back the pages that mode raise has quarantined: the faults were ours, the memory is sound."""
+        for side in SIDES:
+            for violation in self.violations(side):
+                self.built(side).cache.release_quarantined(violation.part, np.array([violation.page], np.int32))
+
+    def flush(self) -> None:
+        """Forget what is cached in both engines, in every tier; they must be idle."""
+        for side in SIDES:
+            cache = self.built(side).cache
+            while cache.poll().in_flight:
+                pause(_WAIT_S)
+            cache.reset()
+
+    def close(self) -> None:
+        """Close both engines, with the threads of their tiers."""
+        for side in SIDES:
+            self.built(side).close()
+
+    # ---- faults and findings ----------------------------------------------------------------------------------------
+
+    def arm(self, side: str, count: int = 1) -> None:
+        """From its next step on, plant so many more faults of each mode at most."""
+        perturber = self.perturber(side)
+        done = max(sum(i.mode == name for i in perturber.injections) for name in perturber.plan.probabilities)
+        perturber.plan = replace(
+            perturber.plan, warmup_steps=min(perturber.plan.warmup_steps, self.canary(side).steps),
+            count_max=done + count,
+        )  # fmt: skip
+
+    def injections(self, side: str) -> list[Injection]:
+        """What was planted in one engine."""
+        return [planted.injection for planted in self.planted if planted.side == side]
+
+    def violations(self, side: str) -> list[Violation]:
+        """What one engine's canary has found (the latest 256)."""
+        return list(self.lead(side).violations)
+
+    def assert_violation_reported(self, *, fail_reason: str, part: Part, side: str) -> list[Violation]:
+        """Those of that reason and part; raises AssertionError where there is none."""
+        found = self.violations(side)
+        named = [v for v in found if v.part is part and fail_reason in reason_names(v.reasons)]
+        assert named, f"testing: no {fail_reason} of part {part.name} on the {side} side: {self._report()}"
+        return named
+
+    def assert_no_violation(self, *, side: str = "") -> None:
+        """On that side, or on both, nothing was found, and slots were looked at."""
+        for each in (side,) if side else SIDES:
+            canary = self.canary(each)
+            assert canary.violation_count == 0, f"testing: the {each} side is not clean: {self._report()}"
+            assert canary.checked_slots() == sum(canary.due_slots.values()), f"testing: the {each} side was not watched"
+
+    def _note(self, side: str) -> None:
+        perturber = self.canary(side).perturber
+        if perturber is None:
+            return
+        for injection in perturber.injections[len(self.injections(side)) :]:
+            steps = {each: self.canary(each).steps for each in SIDES}
+            self.planted.append(Planted(injection=injection, side=side, steps=steps))
+
+    def _report(self) -> str:
+        lines = [f"planted in {p.side}: {p.injection.line()}" for p in self.planted]
+        lines += [f"found by {side}: {v.line()}" for side in SIDES for v in self.violations(side)[:8]]
+        return "\n".join(["", *lines]) if lines else "nothing planted, nothing found"

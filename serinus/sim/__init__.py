@@ -1,0 +1,23 @@
+"""A cluster in one thread, with virtual time, one seed and an adversary: the product runs, the rest is simulated."""
+
+from __future__ import annotations
+
+from serinus.sim.cluster import Cluster, Finding, Run, run
+from serinus.sim.draw import draw
+from serinus.sim.options import Options, Scenario
+from serinus.sim.shrink import shrink
+from serinus.sim.sweep import at_every_step, calm_scenario, pairs_of_faults
+
+__all__ = [
+    "Cluster",
+    "Finding",
+    "Options",
+    "Run",
+    "Scenario",
+    "at_every_step",
+    "calm_scenario",
+    "draw",
+    "pairs_of_faults",
+    "run",
+    "shrink",
+]

@@ -1,0 +1,391 @@
+"""Clients, router, engines and an adversary in one thread: first work and faults, then calm, then the account.
+
+`run(scenario)` returns what happened; it raises nothing for what it finds: a Finding says what broke, and when.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serinus.core.errors import SerinusError
+from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.core.rng import Rng
+from serinus.core.sampling import SamplingParams
+from serinus.sim.engine import SimEngine, lanes_of
+from serinus.sim.network import Network
+from serinus.sim.one_sided import Fabric
+from serinus.sim.options import Cancel, Crash, Fault, Partition, Pause, Scenario, Work
+from serinus.sim.ports import Shared
+from serinus.sim.timeline import Timeline
+from serinus.sim.toy import expected_answer
+
+__all__ = ["Cluster", "Finding", "Run", "SimClient", "run"]
+
+_CALM_S_MAX = 90.0
+"""After the last fault everything must have come to its end within this (I10)."""
+_REST_S = 1.0
+"""What an engine still tells its ranks after calm takes less."""
+_STEPS_MAX = 60_000
+_CHECK_EVERY = 64
+"""Events between two full checks of all schedulers and caches."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SimClient:
+    """One request as its client sees it."""
+
+    work: Work
+    expected: list[int]
+    tokens: list[int] = field(default_factory=list)
+    engine: str = ""
+    """Where the router sent it last..."""
+    life: int = 0
+    """...and which run of that engine has it."""
+    cancelled: bool = False
+    end: str = ""
+    """stop, length, abort, error, or lost (its engine was killed)."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What the simulation has found."""
+
+    kind: str
+    """Name of the error or of the rule."""
+    text: str
+    at: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one scenario came to."""
+
+    finding: Finding | None
+    steps: int
+    frames: int
+    seconds: float
+    """Virtual time that it took."""
+    ends: dict[str, int]
+    busy_steps: int
+    """Events until the last client had its end."""
+    busy_frames: int
+    """Frames sent until then."""
+    counts: dict[str, int]
+    """What else happened: handoffs landed, recomputed by reason, frames rejected..."""
+
+
+class Broken(AssertionError):
+    """A rule of the simulation does not hold."""
+
+
+class Cluster:
+    """Clients, router, engines and adversary of one run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        rng = Rng(scenario.seed).split("run")
+        self.timeline = Timeline()
+        self.network = Network(self.timeline, scenario.options, rng.split("network"))
+        self.network.drop_at.update(scenario.drop_frames)
+        self.network.repeat_at.update(scenario.repeat_frames)
+        self.fabric = Fabric(self.timeline, scenario.options, rng.split("fabric"))
+        self.fabric.blocked = self.network.blocked
+        self.shared = Shared(scenario.seed, scenario.shape.backend, self.fabric, self.timeline, rng.split("folders"))
+        self.engines = {
+            shape.name: SimEngine(
+                shape, scenario.shape, timeline=self.timeline, network=self.network, shared=self.shared,
+                options=scenario.options, rng=rng.split(shape.name), answer=self._answer,
+            )
+            for shape in scenario.shape.engines
+        }  # fmt: skip
+        self.fabric.engines.update(self.engines)
+        lanes = lanes_of(scenario.shape)
+        self.clients = {
+            work.rid: SimClient(
+                work=work,
+                expected=expected_answer(
+                    lanes, scenario.shape.vocab_size, np.array(work.prompt, np.int32), work.new_tokens, stop=0
+                ),
+            )
+            for work in scenario.works
+        }
+        kept = rng.split("kept")
+        for work in scenario.works:
+            if kept.random() < 0.5:
+                for engine in self.engines.values():
+                    engine.keep(work.prompt, work.salt)
+        self._by_step: dict[int, list[Fault]] = {}
+        for work in scenario.works:
+            self.timeline.at(work.at, self._arrive, work)
+        for fault in scenario.faults:
+            if fault.step >= 0:
+                self._by_step.setdefault(fault.step, []).append(fault)
+            else:
+                self.timeline.at(fault.at, self._strike, fault)
+        self.busy_steps = self.busy_frames = 0
+        self.counts: Counter[str] = Counter()
+        self._healed_at = 0.0
+
+    # ---- router and clients -----------------------------------------------------------------------------------------
+
+    def _arrive(self, work: Work) -> None:
+        client = self.clients[work.rid]
+        if client.cancelled:
+            client.end = "abort"
+            return
+        engine = self.engines[work.decode]
+        if not engine.alive:
+            others = [e for e in self.engines.values() if e.shape.role == "decode" and e.alive]
+            if not others:
+                self.timeline.after(0.2, self._arrive, work)
+                return
+            engine = others[0]
+        client.engine, client.life = engine.name, engine.life
+        prefill = self.engines[work.prefill].address if work.prefill else ""
+        request = Request(
+            rid=work.rid, prompt=np.array(work.prompt, np.int32), seed=0, cache_salt=work.salt,
+            sampling=SamplingParams(temperature=0.0, max_new_tokens=work.new_tokens),
+            prefill_address=prefill, arrival=self.timeline.now_s,
+        )  # fmt: skip
+        engine.submit(request)
+
+    def _answer(self, delta: TokenDelta) -> None:
+        client = self.clients.get(delta.rid)
+        if client is None:
+            raise Broken(f"I7: {delta.rid} got an answer to a question that was never asked: {delta}")
+        if client.end:
+            raise Broken(f"I7: {delta.rid} got {delta.token_ids} {delta.finish} after its end ({client.end})")
+        client.tokens.extend(delta.token_ids)
+        if client.tokens != client.expected[: len(client.tokens)]:
+            raise Broken(f"I6: {delta.rid} got {client.tokens}, expected {client.expected}")
+        if delta.finish is not None:
+            client.end, client.error = delta.finish.value, delta.error
+            self.busy_steps, self.busy_frames = self.timeline.step, self.network.frame_count
+            self._check_end(client, delta)
+
+    def _check_end(self, client: SimClient, delta: TokenDelta) -> None:
+        whole = client.tokens == client.expected
+        shape = self.engines[client.engine].shape
+        pool = min((shape.pages - 1) * shape.page_size, self.scenario.shape.context_length)
+        full = delta.finish is FinishReason.LENGTH and len(client.work.prompt) + len(client.tokens) == pool
+        if delta.finish in (FinishReason.STOP, FinishReason.LENGTH) and not whole and not full:
+            raise Broken(f"I7: {delta.rid} ended ({delta.finish}) with {client.tokens}, expected {client.expected}")
+        if delta.finish is FinishReason.ABORT and not client.cancelled:
+            raise Broken(f"I7: {delta.rid} was aborted, and its client had not left: {delta.error}")
+        if self.scenario.options.damages and "KV integrity" in delta.error:
+            return
+        if delta.finish is FinishReason.ERROR and self.scenario.shape.on_failure != "error":
+            raise Broken(f"I7: {delta.rid} failed: {delta.error}, expected an answer")
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        self.counts[type(fault).__name__.lower()] += 1
+        match fault:
+            case Cancel():
+                self._cancel(self.clients[fault.rid])
+            case Crash():
+                self._crash(self.engines[fault.engine], fault.down_s)
+            case Pause():
+                engine = self.engines[fault.engine]
+                until = max(engine.process.paused_until, self.timeline.now_s + fault.for_s)
+                engine.process.paused_until = until
+                self._healed_at = max(self._healed_at, until)
+            case Partition():
+                self.network.blocked.add((fault.source, fault.target))
+                self.timeline.after(fault.for_s, self.network.blocked.discard, (fault.source, fault.target))
+                self._healed_at = max(self._healed_at, self.timeline.now_s + fault.for_s)
+
+    def _cancel(self, client: SimClient) -> None:
+        if client.cancelled or client.end:
+            return
+        client.cancelled = True
+        if client.engine:
+            engine = self.engines[client.engine]
+            if engine.life == client.life and engine.alive:
+                engine.cancel(client.work.rid)
+
+    def _crash(self, engine: SimEngine, down_s: float) -> None:
+        if not engine.alive:
+            return
+        engine.kill()
+        for client in self.clients.values():
+            if client.engine == engine.name and client.life == engine.life and not client.end:
+                client.end = "lost"
+        self._healed_at = max(self._healed_at, self.timeline.now_s + down_s)
+        self.timeline.after(down_s, engine.boot)
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work and faults, then calm, then the account. Raises what it finds."""
+        last = max([work.at for work in self.scenario.works] + [0.0])
+        last_fault = max([fault.at for fault in self.scenario.faults] + [last])
+        while not self.network.calm:
+            self._advance()
+            now = self.timeline.now_s
+            if now > last_fault and now >= self._healed_at and (now > last_fault + 3.0 or self.quiet):
+                self._make_calm()
+        end = self.timeline.now_s + _CALM_S_MAX
+        while not self.quiet:
+            if self.timeline.now_s > end:
+                raise Broken(f"I10: not at rest {_CALM_S_MAX} s after the last fault: {self.unrest()}")
+            self._advance()
+        self.final_check()
+
+    @property
+    def _kind(self) -> bool:
+        """Nothing happens in this scenario but what a network does to frames (I16)."""
+        options = self.scenario.options
+        cancels_only = all(isinstance(fault, Cancel) for fault in self.scenario.faults)
+        return (
+            cancels_only
+            and not options.damages
+            and not options.corrupt
+            and not options.lose_piece
+            and not options.lose_op
+        )
+
+    def check_failures(self) -> None:
+        """I16: loss, repetition and reordering change only timing: no handoff may fail for them. Raises Broken."""
+        if not self._kind:
+            return
+        failed = {
+            name: count for name, count in self.totals().items() if name.startswith("decode failed") and count
+        }  # fmt: skip
+        if failed or self.network.peers_lost:
+            lost = dict(self.network.peers_lost)
+            raise Broken(f"I16: frames were only lost, repeated or reordered, but {failed} failed, {lost} were lost")
+
+    def _make_calm(self) -> None:
+        self.network.calm = self.fabric.calm = True
+        self.network.blocked.clear()
+        for engine in self.engines.values():
+            engine.process.wake()
+
+    def _advance(self) -> None:
+        for fault in self._by_step.pop(self.timeline.step, ()):
+            self._strike(fault)
+        if not self.timeline.advance():
+            raise Broken("sim: nothing will ever happen again")
+        if self.timeline.step > _STEPS_MAX:
+            raise Broken(f"I10: no rest after {_STEPS_MAX} events: {self.unrest()}")
+        if self.timeline.step % _CHECK_EVERY == 0:
+            self.check()
+
+    @property
+    def quiet(self) -> bool:
+        """Every client has its end and no engine has anything to do."""
+        return (
+            all(client.end for client in self.clients.values())
+            and all(engine.alive and engine.idle for engine in self.engines.values())
+            and self.shared.idle
+        )
+
+    def unrest(self) -> str:
+        """What still has something to do, in words."""
+        clients = [rid for rid, client in self.clients.items() if not client.end]
+        engines = [
+            f"{e.name}: alive {e.alive}, {e.scheduler.stats()}, {e.port.machine.handoff_count} handoffs"
+            for e in self.engines.values()
+            if not e.alive or not e.idle
+        ]
+        return f"clients {clients}; {engines}; {self.shared.unrest()}"
+
+    def totals(self) -> dict[str, int]:
+        """What happened, by name: faults, handoffs landed and failed by reason, late frames."""
+        counts = self.counts.copy()
+        counts["quarantined"] = self.network.quarantined
+        counts["pieces lost"] = self.network.pieces_lost
+        counts["late writes"] = self.fabric.late_count
+        counts["pages damaged"] = self.network.damaged
+        counts["operations lost"] = self.fabric.lost_count
+        for engine in self.engines.values():
+            for name, value in engine.counts().items():
+                counts[name] += value
+        return dict(counts)
+
+    # ---- the account ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """What must hold between any two events."""
+        for engine in self.engines.values():
+            if engine.alive:
+                engine.scheduler.sanity_check()
+
+    def final_check(self) -> None:
+        """After calm: nothing is held, nothing is left (I11, I12); every rank has obeyed the whole line (I13). Raises
+        Broken."""
+        until = self.timeline.now_s + 3.0
+        while self.timeline.now_s < until or (not self.quiet and self.timeline.now_s < until + _REST_S):
+            self._advance()  # a rank may just now be told that a killed peer was given up
+        if not self.quiet:
+            raise Broken(f"I10: not at rest any more: {self.unrest()}")
+        self.check_failures()
+        for engine in self.engines.values():
+            engine.scheduler.sanity_check()
+            self._check_pages(engine)
+            if left := engine.leftovers():
+                raise Broken(f"I12: {engine.name} still has {left}, expected nothing")
+            for rank, number in enumerate(engine.links.obeyed[1:], 1):
+                if number != engine.line.headers:
+                    raise Broken(
+                        f"I13: rank {rank} of {engine.name} has obeyed {number} headers of {engine.line.headers}"
+                    )
+
+    def _check_pages(self, engine: SimEngine) -> None:
+        engine.cache.release_all_quarantined()
+        for part, count in engine.pages.items():
+            used = count - 1 - engine.cache.available(part)
+            if used:
+                raise Broken(f"I12: {engine.name} still uses {used} pages of part {part.name}")
+        engine.cache.reset()
+        for part, count in engine.pages.items():
+            if engine.cache.free(part) != count - 1:
+                raise Broken(f"I12: {engine.name} has {engine.cache.free(part)} free {part.name} pages after a flush")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The engines of a run fail all the time, on purpose: their log lines tell nothing."""
+    logger = logging.getLogger("serinus")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def run(scenario: Scenario) -> Run:
+    """One scenario from beginning to end; without the log lines of its engines (for those: `Cluster(scenario).run()`,
+    which raises what it finds)."""
+    with _silence():
+        return _run(scenario)
+
+
+def _run(scenario: Scenario) -> Run:
+    finding: Finding | None = None
+    cluster = Cluster(scenario)
+    try:
+        cluster.run()
+    except (AssertionError, SerinusError, LookupError, ValueError, TypeError, AttributeError) as error:
+        finding = Finding(
+            kind=type(error).__name__, text=str(error), at=cluster.timeline.now_s, step=cluster.timeline.step
+        )
+    ends: dict[str, int] = {}
+    for client in cluster.clients.values():
+        ends[client.end] = ends.get(client.end, 0) + 1
+    return Run(
+        finding=finding, steps=cluster.timeline.step, frames=cluster.network.frame_count,
+        seconds=cluster.timeline.now_s, ends=ends, busy_steps=cluster.busy_steps, busy_frames=cluster.busy_frames,
+        counts=cluster.totals(),
+    )  # fmt: skip

@@ -1,0 +1,406 @@
+"""SimEngine: the driver of one engine of the simulated cluster. The engine itself is the product's.
+
+From `boot` to `kill` it is one run of an engine's processes; the next one has a new incarnation and remembers nothing
+but its files. Each turn is what the process loop does in one: messages in, the engine's turn, messages out, and the
+line is flushed; the ranks that do not lead obey when the simulated line brings them their headers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from serinus.cache import CacheGeometry, PartGeometry
+from serinus.cache.keys import HASH_BYTES, PageKeys
+from serinus.canary import CanaryLead, make_canary_lead
+from serinus.core.handoff import Reservation
+from serinus.core.metrics import Metrics
+from serinus.core.parts import Part
+from serinus.core.request import Request, TokenDelta
+from serinus.core.rng import Rng
+from serinus.engine import Engine
+from serinus.engine.decode_role import DecodeRole
+from serinus.engine.messages import FrontMessage
+from serinus.engine.peers import Peers
+from serinus.engine.prefill_role import PrefillRole
+from serinus.engine.step_metrics import StepMetrics
+from serinus.parallel import Mesh
+from serinus.pd import DecodeSide, PrefillSide
+from serinus.pool.storage import PageFiles
+from serinus.ranks import RankLoop
+from serinus.ranks.tiers import lead_tiers
+from serinus.sched import SchedSettings
+from serinus.sim.comm import RankTensors
+from serinus.sim.disk import SimDisk
+from serinus.sim.links import STEP_S, SimLink, SimLinks
+from serinus.sim.mailbox import SimMailbox
+from serinus.sim.model import sim_spec
+from serinus.sim.network import Network, SimChannel
+from serinus.sim.one_sided import CAPABILITIES
+from serinus.sim.options import EngineShape, Options, Shape
+from serinus.sim.pools import PoolFaults, SimPool, StrayWrites
+from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of, handoff_settings
+from serinus.sim.process import SimProcess
+from serinus.sim.rank import RankSeams, SimRank, build_sim_rank
+from serinus.sim.timeline import Timeline
+from serinus.sim.toy import Lanes, expected_kv
+from serinus.sim.watched import FlakyCache, PageWatch, WatchedLine, WatchedScheduler
+from serinus.sim.workers import SimWorkers
+from serinus.wire.messages import Abort
+
+__all__ = ["ROWS", "CountingMetrics", "SimEngine", "lanes_of"]
+
+ROWS = 5
+_COPY_S = 0.001
+_FILE_S = 0.002
+_IDLE_S = 0.5
+"""An idle engine looks around this often."""
+_FRONT = "clients"
+
+
+def lanes_of(world: Shape) -> Lanes:
+    """The lanes of the cluster's model."""
+    return Lanes.of(world.layers, world.heads, world.context_length, world.slides, world.window)
+
+
+class CountingMetrics(Metrics):
+    """Counts in a dictionary what the product's metrics keep for a scrape: nothing scrapes a simulated engine, and to
+    make the series of one takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[tuple[str, ...]] = Counter()
+        """By name and labels."""
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        self.counted[name, *labels] = int(value)
+
+    def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
+        self.counted[name, *labels] += int(amount)
+
+    def observe(self, name: str, value: float, count: int = 1) -> None:
+        self.counted[name,] += count
+
+    def count(self, name: str) -> int:
+        return self.counted[name,]
+
+
+class SimEngine:
+    """A decode or prefill engine that can be killed and started again."""
+
+    def __init__(
+        self, shape: EngineShape, world: Shape, *, timeline: Timeline, network: Network, shared: Shared,
+        options: Options, rng: Rng, answer: Callable[[TokenDelta], None],
+    ) -> None:  # fmt: skip
+        self.shape, self.world = shape, world
+        self.name = shape.name
+        self.address = f"sim://{shape.name}"
+        self.timeline, self.network = timeline, network
+        self.options, self.rng = options, rng
+        self.shared, self._answer = shared, answer
+        self.config = config_of(shape, world)
+        self.pages = {Part.FULL: shape.pages, **({Part.SWA: shape.swa_pages} if world.window else {})}
+        """Of each part, the padding page included."""
+        self.life = 0
+        """Runs of its processes so far."""
+        self.boot()
+
+    # ---- start and end ----------------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """Start its processes anew."""
+        self.life += 1
+        self.epoch = 0
+        """Times that every peer was cut off from its memory."""
+        self.inbox: list[FrontMessage] = []
+        self.process = SimProcess(self.timeline, self._turn)
+        self.incarnation = self.shared.incarnation(self.name, self.life)
+        self.metrics = CountingMetrics()
+        self._build_ranks()
+        self._build_leader()
+        self.process.wake()
+
+    def _build_ranks(self) -> None:
+        shape, world, process = self.shape, self.world, self.process
+        mesh = Mesh(tp=shape.tp, pp=shape.pp)
+        self.lanes = lanes_of(world)
+        self._spec = sim_spec(self.lanes, world.vocab_size, world.context_length)
+        self._shards = self._spec.shards(mesh)
+        tensors = RankTensors(mesh, wait=lambda holds: self.links.wait(holds), came=lambda rank: self.links.came(rank))
+        self.links = SimLinks(process, tensors, self._rank_delay)
+        self.disk = SimDisk(self.shared.folders, self._fails) if self._stores_files else None
+        self.ends = self.shared.ends(self)
+        seams = RankSeams(
+            clock=self.timeline, tensors=tensors, faults=PoolFaults(self._fails, self._flips, self.rng),
+            stray=self._stray if world.canary and self.options.stray else None,
+            mover_workers=lambda rank: self._workers(rank, _COPY_S, 0.1),
+            storage_workers=lambda rank: self._workers(rank, _FILE_S, 0.5),
+            disk=self.disk, folder=self.folder, backends=self.ends[0],
+        )  # fmt: skip
+        self.ranks: list[SimRank] = [
+            build_sim_rank(
+                self.config, self._spec, self._shards, rank, lanes=self.lanes, pages=self.pages,
+                host_pages=shape.host_pages, rows=ROWS, mesh=mesh, seams=seams,
+            )
+            for rank in range(mesh.size)
+        ]  # fmt: skip
+        ends = [SimLink(self.links, rank) for rank in range(1, mesh.size)]
+        self.loops = [RankLoop(rank.body, end) for rank, end in zip(self.ranks[1:], ends, strict=True)]
+        self.links.attach(self.loops, ends)
+
+    def _build_leader(self) -> None:
+        shape, world, first = self.shape, self.world, self.ranks[0]
+        mesh = first.parts.mesh
+        self.line = WatchedLine(
+            first.body, mesh, self.timeline, self.links if mesh.size > 1 else None, whole=bool(world.canary)
+        )
+        tiers = lead_tiers(self.line, [mesh.name(rank) for rank in range(mesh.size)], first.parts.tiers)
+        windows = {Part.FULL: None, Part.SWA: world.window}
+        parts = {
+            part: PartGeometry(pages=pages, host_pages=shape.host_pages, window=windows[part])
+            for part, pages in self.pages.items()
+        }
+        self.cache = FlakyCache(
+            CacheGeometry(page_size=shape.page_size, parts=parts, read_batch_pages=2),
+            mover=tiers.mover, storage=tiers.storage, write_policy=shape.write_policy,
+        )  # fmt: skip
+        self.cache.refuse = self._refuses
+        self.scheduler = WatchedScheduler(
+            SchedSettings(
+                page_size=shape.page_size, context_length=world.context_length, rows=ROWS, vocab_size=world.vocab_size,
+                max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, growth_tokens=4,
+                min_remote_tokens=2, eos_ids=(0,), prefetch_policy=shape.prefetch, prefetch_s_max=0.05,
+                depth=self.line.depth,
+            ),
+            self.cache,
+        )  # fmt: skip
+        self.scheduler.watch(self._check_landed)
+        self.watch = PageWatch(self.name, self.cache, self.scheduler)
+        self.line.watch = self.watch
+        self.stores = [
+            {
+                part: CheckedStore(pool, part, self.watch, is_source=shape.role == "prefill")
+                for part, pool in rank.stores.items()
+            }
+            for rank in self.ranks
+        ]
+        """For one-sided backends, by rank."""
+        self.canary: CanaryLead | None = make_canary_lead(
+            self.config, self._spec, self._shards, self.line, self.cache, self.scheduler.users_of
+        )
+        listens = self.address if shape.role == "prefill" else ""
+        self.channel = SimChannel(self.network, self.name, listens, self.process.wake)
+        self.mailbox = SimMailbox(self, self.channel, self.incarnation)
+        self.peers = Peers(self.mailbox)
+        self.role = self._role()
+        self.engine = Engine(
+            scheduler=self.scheduler, cache=self.cache, line=self.line, handoffs=self.role,
+            metrics=StepMetrics(self.metrics, self.timeline.now_s, every_steps=0), canary=self.canary,
+        )  # fmt: skip
+
+    def _role(self) -> DecodeRole | PrefillRole:
+        settings = handoff_settings(self)
+        if self.shape.role == "prefill":
+            self.prefill = WatchedPort(PrefillSide, settings, self)
+            self.port: WatchedPort = self.prefill
+            return PrefillRole(scheduler=self.scheduler, port=self.prefill, metrics=self.metrics)
+        self.port = WatchedPort(DecodeSide, settings, self)
+        return DecodeRole(
+            scheduler=self.scheduler, port=self.port, metrics=self.metrics, now=self.timeline.now_s, addresses=(),
+            on_failure=self.world.on_failure, optimistic=self.world.optimistic,
+            arrived=None if self.canary is None else self.canary.arrived,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        """kill -9: no peer is told; the operating system closes the connections and frees the locks."""
+        self.process.alive = False
+        self.channel.close()
+        self.port.close()
+        for backend in self.ends[0]:
+            if isinstance(backend, Staging):
+                backend.kill()
+        if self.disk is not None:
+            self.disk.kill(0.0 if self.calm else self.options.restore)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its processes run."""
+        return self.process.alive
+
+    @property
+    def folder(self) -> str:
+        """Of its files; engines that are cut alike share it."""
+        return f"/pages-{self.shape.page_size}-tp{self.shape.tp}-pp{self.shape.pp}"
+
+    @property
+    def _stores_files(self) -> bool:
+        return bool(self.shape.host_pages) and self.shape.prefetch != "none"
+
+    def keep(self, prompt: tuple[int, ...], salt: str) -> None:
+        """Its files, where it has some, know the whole pages of a prompt from an earlier day."""
+        size = self.shape.page_size
+        tokens = np.array(prompt[: len(prompt) // size * size], np.int32)
+        if not self._stores_files or self.world.canary or not len(tokens):
+            return
+        names = PageKeys("", size)
+        chained = names.chain(names.seed(salt.encode()), tokens.tobytes())
+        keys = [chained[at : at + HASH_BYTES] for at in range(0, len(chained), HASH_BYTES)]
+        for number, rank in enumerate(self.ranks):
+            page_bytes = {part: pool.page_bytes for part, pool in rank.pools.items()}
+            files = PageFiles(
+                f"{self.folder}/rank{number}", namespace="simulated", page_bytes=page_bytes, byte_max=None,
+                clock=self.timeline, disk=SimDisk(self.shared.folders, lambda: False),
+            )  # fmt: skip
+            for part in rank.pools:
+                own = rank.model.kv.get(part)
+                pages = np.empty((len(keys), 0), np.uint8) if own is None else own.pages_of(tokens, size)
+                for key, page in zip(keys, pages, strict=True):
+                    files.save(part, key, page)
+            files.close()
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    @property
+    def calm(self) -> bool:
+        """The adversary has stopped."""
+        return self.network.calm
+
+    def _chance(self, probability: float) -> bool:
+        return bool(probability) and not self.calm and self.rng.random() < probability
+
+    def _refuses(self) -> bool:
+        return self._chance(self.options.allocation)
+
+    def _fails(self) -> bool:
+        return self._chance(self.options.restore)
+
+    def _flips(self) -> bool:
+        flips = self.shape.role == "prefill" and self._chance(self.options.flip)
+        self.network.damaged += flips
+        return flips
+
+    def _stray(self, pools: Mapping[Part, SimPool]) -> StrayWrites:
+        def struck() -> None:
+            self.network.damaged += 1
+
+        return StrayWrites(pools, lambda: 0.0 if self.calm else self.options.stray, self.rng, struck)
+
+    def _rank_delay(self) -> float:
+        """One-sided transports reach into pools beside the line; the product refuses them where there are several
+        ranks, as a rank that is late would be read too early."""
+        slow = 0.0 if self.calm or self.world.backend in CAPABILITIES else self.options.rank_delay_s
+        return self.rng.random() * slow if slow else 0.0
+
+    def _workers(self, rank: int, least_s: float, late: float) -> SimWorkers:
+        """What copies pages of a rank, beside its steps."""
+        process = self.process
+
+        def later(act: Callable[[], None]) -> None:
+            late_s = 0.0 if self.calm else self.options.late_s * late
+            process.at(self.timeline.now_s + least_s + (self.rng.random() * late_s if late_s else 0.0), act)
+
+        return SimWorkers(later, (lambda: self.links.look(rank)) if rank else process.wake)
+
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """A client asks for an answer."""
+        self.inbox.append(FrontMessage(front=_FRONT, message=request))
+        self.process.wake()
+
+    def cancel(self, rid: str) -> None:
+        """The client of a request has left."""
+        self.inbox.append(FrontMessage(front=_FRONT, message=Abort(rid=rid, reason="the client left")))
+        self.process.wake()
+
+    def _turn(self) -> None:
+        engine, now = self.engine, self.timeline.now_s
+        events, self.inbox = self.inbox, []
+        body = self.ranks[0].body
+        steps = body.steps
+        output = engine.turn(now, events, self.peers.receive())
+        self.peers.deliver(output.peers)
+        for _, deltas in output.deltas:
+            for delta in deltas:
+                self._answer(delta)
+        engine.line.flush()
+        self._check_canary()
+        if body.steps > steps:
+            self.process.busy_until = now + STEP_S
+        self.process.wake(_IDLE_S if engine.wait_s else 0.0)
+
+    def _check_canary(self) -> None:
+        if self.canary is not None and self.canary.violations.total and not self.options.damages:
+            lines = "; ".join(violation.line() for violation in list(self.canary.violations)[:2])
+            raise AssertionError(f"sim: canary: nothing was damaged in {self.name}, but it says {lines}")
+
+    def _check_landed(self, reservation: Reservation) -> None:
+        """I6, before the request runs: its pages hold the KV of its prompt, the part it had here itself included."""
+        rid, prompt = reservation.rid, reservation.prompt
+        own = self.scheduler.pages_of(rid)
+        assert own is not None, f"sim: {rid} has landed in {self.name}, which does not know it"
+        size = self.shape.page_size
+        for span in own.spans:
+            first = max(0, len(prompt) + 1 - self.world.window) if span.part is Part.SWA else 0
+            assert span.first * size <= first, f"sim: I6: {rid} has {span.part.name} pages from {span.first} on only"
+            slots = (span.pages[:, None] * size + np.arange(size)).reshape(-1)
+            slots = slots[first - span.first * size : len(prompt) - span.first * size]
+            for number, rank in enumerate(self.ranks):
+                kv = rank.model.kv.get(span.part)
+                if kv is None:
+                    continue
+                expected = expected_kv(self.lanes, prompt, kv.which)[first:]
+                wrong = np.flatnonzero((kv.read(slots) != expected).any(axis=1)) + first
+                silent = ", and the canary is silent" if self.canary is not None else ""
+                assert not len(wrong), (
+                    f"sim: I6: {rid} has landed in {self.name}, but positions {wrong.tolist()} of part"
+                    f" {span.part.name} on rank {number} hold other KV (held {reservation.held}){silent}"
+                )
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing under way, as far as it knows."""
+        machine = self.port.machine
+        return (
+            not self.inbox
+            and self.engine.idle
+            and not machine.handoff_count
+            and not getattr(machine, "quarantined_pages", 0)
+            and not self.cache.busy()
+            and not self.line.under_way
+            and not self.line.has_news
+            and self.links.idle
+            and not any(rank.body.busy for rank in self.ranks)
+        )
+
+    def leftovers(self) -> dict[str, int]:
+        """What its ranks still hold, by gauge, and the requests that still wait, as far as it is not 0."""
+        stats = self.scheduler.stats()
+        found = {
+            "running": stats.num_running_reqs, "queue": stats.num_queue_reqs,
+            "prealloc": stats.num_decode_prealloc_queue_reqs, "transfer": stats.num_decode_transfer_queue_reqs,
+            "inflight": stats.num_prefill_inflight_queue_reqs,
+        }  # fmt: skip
+        for rank, holdings in enumerate(self.line.rank_holdings):
+            found.update({f"{name} of rank {rank}": count for name, count in holdings.items()})
+        return {name: count for name, count in found.items() if count}
+
+    def counts(self) -> dict[str, int]:
+        """What happened in this run, for statistics."""
+        totals, cache = self.scheduler.stats().totals, self.cache.stats()
+        counts = Counter(self.port.machine.rejects) + Counter(self.mailbox.rejects)
+        found = {f"rejected {reason}": count for reason, count in counts.items()}
+        found["loaded tokens"], found["failed copies"] = cache.loaded_tokens, cache.failed_copies
+        found["prefetched tokens"], found["backed up tokens"] = cache.prefetched_tokens, cache.backup_tokens
+        found["recomputed"], found["retracted"] = totals.recomputed, totals.retracted
+        found["computed tokens"] = totals.computed_tokens
+        found["frames sent again"] = self.mailbox.resent_count
+        found["landed"] = self.metrics.count("kv_transfer_latency_ms")
+        found["violations"] = 0 if self.canary is None else self.canary.violations.total
+        for (name, *labels), count in self.metrics.counted.items():
+            if name == "num_transfer_failed_reqs":
+                found[f"{self.shape.role} failed: {labels[0]}"] = count
+        return found

@@ -1,0 +1,217 @@
+"""What a simulated engine's handoff port is built with: settings, backends, stores that check every access.
+
+Where bytes are staged, the page workers of the ranks move them, by commands of the line. One-sided backends go from
+pool to pool beside the line; engines of the simulation use them with several ranks all the same, for the sake of the
+protocol (the product refuses that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.config import ServeConfig
+from serinus.core.parts import Part
+from serinus.core.rng import MASK64, Rng, splitmix64
+from serinus.core.settings import (
+    CanarySettings,
+    MemorySettings,
+    ModelSettings,
+    ParallelSettings,
+    PdSettings,
+    ServerSettings,
+)
+from serinus.pd import (
+    AnyBackend,
+    DecodeResult,
+    HandoffPort,
+    HandoffSettings,
+    LocalBackend,
+    PeerChanged,
+    PrefillResult,
+    Quarantine,
+    Region,
+    TcpBackend,
+)
+from serinus.pd.backends import Receiver, Sender
+from serinus.ranks.layouts import layout_of
+from serinus.sim.disk import Folders
+from serinus.sim.one_sided import CAPABILITIES, Fabric, SimOneSided
+from serinus.sim.options import EngineShape, Shape
+from serinus.sim.pools import SimPool
+from serinus.sim.timeline import Timeline
+from serinus.sim.watched import PageWatch
+from serinus.wire import Gone, PeerMessage
+
+if TYPE_CHECKING:
+    from serinus.sim.engine import SimEngine
+
+__all__ = ["CheckedStore", "Shared", "Staging", "WatchedPort", "config_of", "handoff_settings"]
+
+_STAGING_BYTES = 1 << 12
+_SWEEP_EVERY = 3
+"""Steps between two sweeps of a canary."""
+
+
+def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
+    """The settings of an engine, as far as the product's own parts read them."""
+    return _config(shape.name, shape.role, shape.page_size, shape.tp, shape.pp, world.canary, world.context_length)
+
+
+@lru_cache(maxsize=1024)
+def _config(name: str, role: str, page_size: int, tp: int, pp: int, real_data: str, context: int) -> ServeConfig:
+    """Cost: half a millisecond, so they are made once."""
+    canary = CanarySettings()
+    if real_data:
+        canary = CanarySettings(
+            kv_canary="raise", kv_canary_real_data=real_data, kv_canary_coverage="full",
+            kv_canary_sweep_interval=_SWEEP_EVERY, kv_canary_stats_interval=0,
+        )  # fmt: skip
+    return ServeConfig(
+        model=ModelSettings(model_path="simulated", context_length=context),
+        server=ServerSettings(name=name),
+        memory=MemorySettings(page_size=page_size),
+        pd=PdSettings(mode=role),
+        parallel=ParallelSettings(tp_size=tp, pp_size=pp),
+        canary=canary,
+    )
+
+
+class Shared:
+    """What the engines of a cluster share: names that never repeat, staging memory, one-sided transports, files."""
+
+    def __init__(self, seed: int, backend: str, fabric: Fabric, timeline: Timeline, rng: Rng) -> None:
+        self._seed = seed
+        self.backend = backend
+        self.fabric = fabric
+        self.local = LocalBackend(_STAGING_BYTES)
+        self._minted = 0
+        self.folders = Folders(timeline.now, rng)
+
+    def incarnation(self, name: str, life: int) -> int:
+        """Of one run of one engine."""
+        value = self._seed & MASK64
+        for byte in f"{name}/{life}".encode():
+            value = splitmix64(value ^ byte)
+        return value >> 1 | 1
+
+    def mint(self) -> str:
+        """A name that was never given before."""
+        self._minted += 1
+        return f"x{self._minted}"
+
+    def ends(self, engine: SimEngine) -> list[list[AnyBackend]]:
+        """How pages travel to and from one run of an engine, by rank."""
+        count = engine.shape.tp * engine.shape.pp
+        if self.backend in CAPABILITIES:
+            return [[SimOneSided(self.fabric, engine, rank, self.backend)] for rank in range(count)]
+        backend = Staging(self.local) if self.backend == "local" else TcpBackend(_STAGING_BYTES)
+        return [[backend] for _ in range(count)]
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is staged or under way."""
+        return not self.local.staged_count and not self.fabric.moving
+
+    def unrest(self) -> str:
+        """What is, in words."""
+        return f"{self.local.staged_count} pieces are staged, {self.fabric.moving} pages are being moved"
+
+
+def handoff_settings(engine: SimEngine) -> HandoffSettings:
+    """Timeouts short enough for a run of some virtual seconds."""
+    name, ranks = engine.world.backend, engine.ranks
+    page_bytes = max(pool.page_bytes for rank in ranks for pool in rank.pools.values())
+    return HandoffSettings(
+        engine=engine.name, incarnation=engine.incarnation, layout=layout_of(ranks[0].parts),
+        vocab_size=engine.world.vocab_size, backends=(name,),
+        capabilities={name: CAPABILITIES[name]} if name in CAPABILITIES else {}, host="here",
+        piece_bytes_max=2 * page_bytes, park_tokens=24, lease_s=12.0, abort_s_max=9.0,
+        connect_s_max=10.0, handoff_s_max=30.0, keepalive_s=1.0, silence_s_max=5.0, retry_s_min=0.2, retry_s_max=1.0,
+        cluster_secret=engine.world.secret, staging_pieces=1 if len(ranks) == 1 else 3,
+    )  # fmt: skip
+
+
+class Staging:
+    """The local backend as the processes of one engine have it (pd's Backend): what they staged is gone with them."""
+
+    name = LocalBackend.name
+    capabilities = LocalBackend.capabilities
+
+    def __init__(self, shared: LocalBackend) -> None:
+        self._shared = shared
+        self._senders: list[Sender] = []
+
+    def sender(self) -> Sender:
+        """For a new connection."""
+        self._senders.append(self._shared.sender())
+        return self._senders[-1]
+
+    def receiver(self) -> Receiver:
+        """For a new connection."""
+        return self._shared.receiver()
+
+    def kill(self) -> None:
+        """The system takes back what the processes had staged."""
+        for sender in self._senders:
+            sender.close()
+
+
+class CheckedStore:
+    """The pages of one part of one rank, for one-sided backends (pd's PageStore); every access is checked."""
+
+    def __init__(self, pool: SimPool, part: Part, watch: PageWatch, *, is_source: bool) -> None:
+        self._pool, self._part, self._watch, self._is_source = pool, part, watch, is_source
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self._pool.page_bytes
+
+    @property
+    def region(self) -> Region:
+        """Where it lies, in the shape that backends expect; those of the simulation need no addresses."""
+        lanes = max(1, 2 * self._pool.spec.layer_count)
+        strip = self.page_bytes // lanes
+        return Region(
+            part=self._part, address=4096, lane_count=lanes, lane_stride=strip * 1024, strip_bytes=strip,
+            page_count=self._pool.spec.page_count,
+        )  # fmt: skip
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        """Copy pages into out[G, page_bytes]."""
+        if self._is_source:
+            self._watch.check_read(self._part, pages)
+        self._pool.read_pages(pages, out)
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        """Fill pages from data[G, page_bytes]."""
+        self._watch.check_write(self._part, pages)
+        self._pool.write_pages(pages, data)
+
+
+class WatchedPort(HandoffPort[Any]):
+    """The port of an engine of the simulation, which counts what it asks for."""
+
+    def __init__(self, machine: Callable[..., Any], settings: HandoffSettings, engine: SimEngine) -> None:
+        ends, one_sided = engine.ends, engine.world.backend in CAPABILITIES
+        super().__init__(
+            machine, settings, line=engine.line, backends=ends[0], stores=engine.stores if one_sided else None,
+            follower_backends=ends[1:] if one_sided else (), mint=engine.shared.mint,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self._network = engine.network
+
+    def turn(
+        self, now: float, messages: Sequence[PeerMessage | Gone] = (), *, load: int = 0, turn: int = 0
+    ) -> list[DecodeResult | PrefillResult]:
+        results = super().turn(now, messages, load=load, turn=turn)
+        for result in results:
+            if isinstance(result, Quarantine):
+                self._network.quarantined += 1
+            elif isinstance(result, PeerChanged) and result.state == "down":
+                self._network.peers_lost[result.reason[:40]] += 1
+        return results

@@ -1,0 +1,27 @@
+"""text: tokenizer, detokenizer, chat templates and stop texts of a checkpoint, and the growth of one answer.
+
+    tokenizer = load_tokenizer(path)
+    output = OutputProcessor(tokenizer, sampling, prompt_ids)   # one for each answer
+    piece = output.feed(token_ids, finish)                      # its new text
+
+Used by the HTTP front and by the offline `LLM`. Torch-free; the libraries behind it are loaded when first needed.
+"""
+
+from __future__ import annotations
+
+from serinus.text.chat_template import ChatTemplate
+from serinus.text.detokenizer import Detokenizer, byte_of_char
+from serinus.text.output import OutputProcessor, TextPiece
+from serinus.text.stops import StopTexts
+from serinus.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "OutputProcessor",
+    "StopTexts",
+    "TextPiece",
+    "Tokenizer",
+    "byte_of_char",
+    "load_tokenizer",
+]

@@ -1,0 +1,236 @@
+"""Text to token ids and back, and the chat template, of one checkpoint.
+
+Uses the `tokenizers` library directly on `tokenizer.json` (30 ms to load; `AutoTokenizer` imports torch and takes two
+seconds); checkpoints without that file go through `AutoTokenizer`, never with remote code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from serinus.core.clock import Clock, WallClock
+from serinus.core.errors import BadRequest, ConfigError
+from serinus.text.chat_template import ChatTemplate
+from serinus.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_of_char
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONTEXT_TOKENS = 6
+"""Prompt tokens a window detokenizer looks back to."""
+_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.tiktoken",
+    "config.json",
+]
+
+
+class _Encoding(Protocol):
+    ids: list[int]
+
+
+class _Backend(Protocol):
+    """The part of `tokenizers.Tokenizer` used here."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> _Encoding: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def id_to_token(self, id: int) -> str | None: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def get_vocab_size(self, with_added_tokens: bool = True) -> int: ...
+    def get_added_tokens_decoder(self) -> dict[int, Any]: ...
+    def to_str(self) -> str: ...
+    def no_truncation(self) -> None: ...
+    def no_padding(self) -> None: ...
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats; safe to share between threads.
+
+    `texts` are the special tokens by name (`bos_token`...); `template` the source of the chat template, if any.
+    """
+
+    def __init__(
+        self,
+        backend: _Backend,
+        *,
+        texts: Mapping[str, str],
+        template: str = "",
+        add_bos_token: bool | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.texts = dict(texts)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        """Ids left out of the text with skip_special_tokens."""
+        self.vocab_size = backend.get_vocab_size()
+        self.template = ChatTemplate(template, special_tokens=texts, clock=clock or WallClock()) if template else None
+        self.byte_level = _is_byte_level(backend)
+        self._byte_of_char = byte_of_char()
+        self._bytes: dict[int, bytes] = {}
+        self._bos_id = backend.token_to_id(texts["bos_token"]) if "bos_token" in texts else None
+        empty = backend.encode("", add_special_tokens=True).ids
+        self._prepend_bos = bool(add_bos_token) and self._bos_id is not None and self._bos_id not in empty
+        self._drop_bos = add_bos_token is False and self._bos_id is not None and empty[:1] == [self._bos_id]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Cost: about 1 us per token, without the GIL. Raises BadRequest (surrogates)."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as err:
+            raise BadRequest("text", text, "text that is valid Unicode") from err
+        if add_special_tokens and self._prepend_bos and ids[:1] != [self._bos_id]:
+            return [cast(int, self._bos_id), *ids]
+        if add_special_tokens and self._drop_bos and ids[:1] == [self._bos_id]:
+            return ids[1:]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these tokens; ids the vocabulary lacks print nothing."""
+        return self._backend.decode(token_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token of a byte-level vocabulary; a token with other characters stands for its own text."""
+        known = self._bytes.get(token_id)
+        if known is not None:
+            return known
+        token = self._backend.id_to_token(token_id) or ""
+        table = self._byte_of_char
+        whole = all(char in table for char in token)
+        raw = bytes(table[char] for char in token) if whole else token.encode()
+        self._bytes[token_id] = raw
+        return raw
+
+    def token_text(self, token_id: int) -> str:
+        """One token as people see it in a list of log-probabilities."""
+        if self.byte_level:
+            return self.token_bytes(token_id).decode("utf-8", errors="replace")
+        return self._backend.decode([token_id], False)
+
+    def token_raw(self, token_id: int) -> bytes:
+        """The bytes behind `token_text`; those of a half character are only known to byte-level vocabularies."""
+        return self.token_bytes(token_id) if self.byte_level else self.token_text(token_id).encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one answer to `prompt`."""
+        if self.byte_level:
+            return ByteDetokenizer(self, self.special_ids if skip_special_tokens else frozenset())
+        tail = [int(token_id) for token_id in prompt[-_CONTEXT_TOKENS:]]
+        return WindowDetokenizer(self, skip_special_tokens=skip_special_tokens, context=tail)
+
+
+def _is_byte_level(backend: _Backend) -> bool:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    if decoder.get("type") == "Sequence" and len(decoder.get("decoders", ())) == 1:
+        decoder = decoder["decoders"][0]
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+def load_tokenizer(
+    path: str, *, chat_template: str = "", revision: str | None = None, clock: Clock | None = None
+) -> Tokenizer:
+    """The tokenizer of a checkpoint: a directory, or a hub id (then `revision`).
+
+    Args:
+        chat_template: Jinja source or the path of a file with it; empty = the checkpoint's own.
+    Raises:
+        ConfigError: no tokenizer there, or one that cannot be read.
+    Cost: 30 ms for 32k tokens, 400 ms for 150k; call it in a thread.
+    """
+    folder = _folder(path, revision)
+    config = _read_json(folder / "tokenizer_config.json")
+    template = _template_source(folder, config, chat_template)
+    texts = _special_texts(folder, config)
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_backend(folder / "tokenizer.json")
+    else:
+        backend = _convert_backend(folder)
+    add_bos = config.get("add_bos_token")
+    return Tokenizer(backend, texts=texts, template=template, add_bos_token=add_bos, clock=clock)
+
+
+def _folder(path: str, revision: str | None) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith("."):
+        raise ConfigError(f"text: tokenizer path {path!r} is no directory, expected one with a tokenizer.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
+        raise ConfigError(f"text: tokenizer {path!r} is neither a directory nor a hub id that answers: {err}") from err
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ConfigError(f"text: {file} is no JSON ({err}), expected a JSON object") from err
+    if not isinstance(value, dict):
+        raise ConfigError(f"text: {file} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _read_backend(file: Path) -> _Backend:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return cast(_Backend, Backend.from_str(file.read_text(encoding="utf-8")))
+    except Exception as err:  # the library raises bare Exception for every bad file
+        raise ConfigError(f"text: {file} cannot be read ({err}), expected a tokenizers file") from err
+
+
+def _convert_backend(folder: Path) -> _Backend:
+    """A checkpoint with a SentencePiece or tiktoken file only."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as err:
+        raise ConfigError(f"text: no tokenizer in {folder} ({err}), expected a tokenizer.json") from err
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"text: tokenizer {type(loaded).__name__} of {folder} has no fast form")
+    return cast(_Backend, backend)
+
+
+def _special_texts(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    texts: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+    return texts
+
+
+def _template_source(folder: Path, config: dict[str, Any], chat_template: str) -> str:
+    if chat_template:
+        if "{" in chat_template:
+            return chat_template
+        file = Path(chat_template)
+        if not file.is_file():
+            raise ConfigError(f"text: chat template {chat_template!r}, expected a Jinja text or the path of one")
+        return file.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    own = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(own, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in own if isinstance(entry, dict)}
+        own = named.get("default") or next(iter(named.values()), "")
+    return own if isinstance(own, str) else ""

@@ -1,0 +1,149 @@
+"""The leader's half of the canary, over a line whose ranks answer what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Violation
+from serinus.canary.perturb import Injection
+from serinus.core.parts import OwnPages, PageSpan, Part
+from serinus.core.plan import StepPlan
+from serinus.core.settings import CanarySettings
+from serinus.kernels import Reason
+from serinus.testing.builders import make_request
+from serinus.testing.tiny_engine import TinyEngine
+
+PLAN = StepPlan(step=1, work=())
+OWN = OwnPages(
+    tokens=np.arange(4, dtype=np.int32),
+    spans=(PageSpan(part=Part.FULL, first=0, pages=np.array([2], np.int32)),),
+)
+
+
+class AnsweringLine:
+    """CommandLine of some ranks, each with what it answers to the next check of an arrival; keeps every command."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.commands: list[tuple[Any, int | None]] = []
+        self.found: dict[int, tuple[Violation, ...]] = {}
+        self._due: list[Any] = []
+        self._take: Callable[[int, Any], None] = lambda rank, answer: None
+
+    def command(self, command: object, rank: int | None = None) -> None:
+        self.commands.append((command, rank))
+        self._due.append(command)
+
+    def subscribe(self, answer_type: type, take: Callable[[int, Any], None]) -> None:
+        assert answer_type is CanaryAnswer
+        self._take = take
+
+    def pump(self, wait_s: float = 0.0) -> None:
+        due, self._due = self._due, []
+        for command in due:
+            number = getattr(command, "number", 0)
+            for rank in range(self.size) if number else ():
+                found = self.found.get(rank, ()) if isinstance(command, CheckArrival) else ()
+                self._take(rank, CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4))
+
+
+def violation(rid: str, page: int, reasons: Reason = Reason.VERIFY_REAL_KV_HASH) -> Violation:
+    return Violation(
+        step=1, tag="TAIL_K_FULL", reasons=reasons, part=Part.FULL, slot=4 * page, page=page, position=0,
+        stored_position=0, stored_token=5, expected_token=5, stored_hash=1, expected_hash=1, stored_digest=2,
+        found_digest=3, rid=rid,
+    )  # fmt: skip
+
+
+def lead_over(line: AnsweringLine, engine: TinyEngine, **settings: Any) -> CanaryLead:
+    return CanaryLead(
+        CanarySettings(**{"kv_canary": "raise", **settings}), line, engine.cache, engine.scheduler.users_of,
+        parts=[Part.FULL], names=["TP0 PP0", "TP1 PP0"] if line.size > 1 else [""],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def engine() -> TinyEngine:
+    """One request runs; its pages are its own."""
+    engine = TinyEngine()
+    engine.scheduler.add(make_request("runs", list(range(20, 29)), max_new_tokens=8, ignore_eos=True))
+    engine.step()
+    return engine
+
+
+def page_of(engine: TinyEngine, rid: str) -> int:
+    own = engine.scheduler.pages_of(rid)
+    assert own is not None
+    return int(own.spans[0].pages[0])
+
+
+def test_ranks_are_started_once_and_swept_before_every_step_that_is_due(engine: TinyEngine) -> None:
+    line = AnsweringLine()
+    lead = lead_over(line, engine, kv_canary_sweep_interval=3)
+    for _ in range(7):
+        lead.begin(PLAN)
+    kinds = [type(command) for command, _ in line.commands]
+    assert kinds == [StartCanary, SweepSlots, SweepSlots]
+    assert line.commands[1][0].ends_pass, "33 pages are one walk"
+    assert lead.view()["sweep_passes"] == 2
+
+
+def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyEngine) -> None:
+    lead, page = lead_over(AnsweringLine(), engine), page_of(engine, "runs")
+    (verdict,) = lead.judge([(0, violation("", page))])
+    assert verdict.rid == "runs"
+    assert verdict.reason == f"KV integrity: verify_real_kv_hash at slot {4 * page}, position 0 (TAIL_K_FULL, step 1)"
+    assert engine.cache.stats().pages.quarantined == 2, "the page, and the page of the tree behind it"
+    (known,) = lead.violations
+    assert known.owner.startswith("TREE(")
+    assert known.users == ("runs",)
+    assert "allocate" in known.history
+
+
+def test_a_wrong_row_fails_its_own_request_alone_and_quarantines_nothing(engine: TinyEngine) -> None:
+    lead = lead_over(AnsweringLine(), engine)
+    found = violation("other", page_of(engine, "runs"), Reason.VERIFY_POSITION)
+    assert [verdict.rid for verdict in lead.judge([(0, found)])] == ["other"]
+    assert engine.cache.stats().pages.quarantined == 0
+
+
+def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
+    line = AnsweringLine()
+    lead = lead_over(line, engine, kv_canary="log")
+    line.found[0] = (violation("comes", 2),)
+    assert lead.arrived("comes", OWN) == ""
+    assert lead.judge([(0, violation("runs", 1))]) == ()
+    assert engine.cache.stats().pages.quarantined == 0
+    assert [each["rid"] for each in lead.view()["latest"]] == ["comes", "runs"]
+
+
+def test_an_arrival_is_refused_for_its_own_damage_and_another_request_fails_with_the_next_step(
+    engine: TinyEngine,
+) -> None:
+    """The rings of an accelerator are read one step late: an arrival check may read what the last step noted."""
+    line, page = AnsweringLine(size=2), page_of(engine, "runs")
+    lead = lead_over(line, engine)
+    line.found[1] = (violation("runs", page), violation("comes", 2))
+    reason = lead.arrived("comes", OWN)
+    assert "at slot 8, position 0 of rank TP1 PP0" in reason
+    assert [verdict.rid for verdict in lead.judge([])] == ["runs"]
+    assert lead.judge([]) == ()
+    line.found[1] = (violation("runs", page),)
+    assert lead.arrived("sound", OWN) == "", "what is wrong elsewhere does not refuse this one"
+
+
+def test_ranks_are_listed_where_there_are_several_and_faults_bear_the_name_of_their_rank(engine: TinyEngine) -> None:
+    one, two = (lead_over(AnsweringLine(size), engine) for size in (1, 2))
+    injection = Injection(mode="real_kv_used", step=3)
+    one.judge([(0, injection)])
+    two.judge([(1, injection)])
+    assert one.injections == [injection]
+    assert two.injections == [replace(injection, rank="TP1 PP0")]
+    assert "ranks" not in one.view()
+    assert [rank["rank"] for rank in two.view()["ranks"]] == ["TP0 PP0", "TP1 PP0"]
+    assert two.view()["slots_checked"] == 8

@@ -1,0 +1,49 @@
+"""Every layout to every other, over both backends, with more requests than the suite has time for.
+
+python -m tests.ranks.matrix          exit code 1 = an answer was wrong
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from itertools import product
+
+from serinus.core.clock import WallClock
+from serinus.models import load_spec
+from serinus.models.small_checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+from tests.ranks.pair import pair
+
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3)]
+
+
+def main() -> int:
+    """Run them all; 0 = all answers are right."""
+    wrong, clock = 0, WallClock()
+    with tempfile.TemporaryDirectory() as folder:
+        toy = make_toy(folder, vocab=64, context=128, layers=6, kv_heads=4, tokenizer=False)
+        spec = load_spec(toy)
+        prompts = {f"r{i}": [(7 * i + j) % 64 for j in range(3 + 6 * i)] for i in range(16)}
+        expected = {rid: toy_continue(spec, prompt, 9) for rid, prompt in prompts.items()}
+        for backend, prefill, decode in product(("shm", "tcp"), LAYOUTS, LAYOUTS):
+            start = clock.now()
+            ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
+            with pair(toy, ours, theirs, backend) as engines:
+                for rid, prompt in prompts.items():
+                    engines.add(rid, prompt, 9)
+                engines.run()
+                good = all(engines.tokens(rid) == answer for rid, answer in expected.items())
+                failed = engines.decode.count("num_transfer_failed_reqs")
+                pages = engines.decode.count("kv_transfer_pages")
+            wrong += not good or failed > 0
+            word = "right" if good else "WRONG"
+            shapes = f"TP{prefill[0]} PP{prefill[1]} -> TP{decode[0]} PP{decode[1]}"
+            print(
+                f"{backend} {shapes}  {word}, {failed} failed, {pages} pages, {clock.now() - start:.1f} s", flush=True
+            )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

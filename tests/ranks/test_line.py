@@ -1,0 +1,489 @@
+"""The line between the ranks of one engine: order, hash, answers, and what happens when a rank got another line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus.core.clock import ManualClock, WallClock
+from serinus.core.errors import FrameError, InvariantError, PeerGone
+from serinus.core.moves import Move, MoveDone, MoveKind
+from serinus.core.parts import Part
+from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
+from serinus.parallel import Mesh
+from serinus.ranks import (
+    LeaderLine,
+    LeaderLinks,
+    LineReader,
+    RankBody,
+    RankLink,
+    RankLoop,
+    RunStep,
+    StepDone,
+    Stop,
+)
+from serinus.ranks.codec import Answers, decode_header, encode_header, fold, pack_commands
+from serinus.ranks.tiers import CancelPages, CopyPages
+from serinus.wire import Parts, ZmqChannel, encode
+from serinus.wire.messages import RankHello, StopEngine
+
+CLOCK = WallClock()
+
+
+class Runner:
+    """Answers a plan with its rows, on the rank that samples."""
+
+    def __init__(self, rank: int, mesh: Mesh) -> None:
+        self.rank, self.mesh = rank, mesh
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        self.plans.append(plan)
+        if self.rank != self.mesh.result_rank:
+            return None
+        return StepResult(step=plan.step, seqs=tuple(SeqResult(token=work.row) for work in plan.work))
+
+
+def bodies_of(mesh: Mesh) -> tuple[list[RankBody], list[Runner]]:
+    runners = [Runner(rank, mesh) for rank in range(mesh.size)]
+    return [RankBody(rank=r.rank, mesh=mesh, runner=r, clock=CLOCK) for r in runners], runners
+
+
+class Ranks:
+    """A leader and its ranks over zmq; those that follow obey in threads once `start`ed."""
+
+    def __init__(self, folder: Path, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.reason = ""
+        self.links = LeaderLinks(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK, token=b"t", why=lambda: self.reason)
+        self.bodies, self.runners = bodies_of(mesh)
+        self.alive_when_dismissed: list[bool] = []
+        self.line = LeaderLine(self.bodies[0], mesh, CLOCK, self.links, dismiss=self._dismissed)
+        self.ends = [
+            RankLink(self.links.address, mesh=mesh, rank=rank, clock=CLOCK, token=b"t") for rank in range(1, mesh.size)
+        ]
+        self.loops = [RankLoop(self.bodies[rank], end) for rank, end in enumerate(self.ends, 1)]
+        self.threads = ThreadPoolExecutor(mesh.size)
+        self.running: list[Any] = []
+        self.links.gather(lambda: None, 10.0)
+
+    def _dismissed(self) -> None:
+        self.alive_when_dismissed.append(not any(each.done() for each in self.running))
+
+    def start(self) -> None:
+        """From now on the ranks obey."""
+        self.running = [self.threads.submit(self._run, loop) for loop in self.loops]
+
+    @staticmethod
+    def _run(loop: RankLoop) -> None:
+        try:
+            loop.run()
+        finally:
+            loop.close()
+
+    def finish(self, plan: StepPlan) -> StepResult:
+        """Run a plan and wait for its result."""
+        self.line.run(plan)
+        while True:
+            self.line.pump(1.0)
+            if (finished := self.line.finished()) is not None:
+                return finished.result
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Pump until something is so."""
+        for _ in range(1000):
+            if condition():
+                return
+            self.line.pump(0.05)
+        raise AssertionError("it never came")
+
+    def close(self) -> None:
+        """End the ranks and their threads."""
+        if not self.running:
+            for loop in self.loops:
+                loop.close()
+        self.line.close()
+        for each in self.running:
+            each.exception(timeout=10)
+        self.threads.shutdown()
+
+
+def plan_of(step: int, *rids: str) -> StepPlan:
+    one, slot = np.array([7], np.int32), {Part.FULL: np.array([4], np.int64)}
+    return StepPlan(
+        step=step,
+        work=tuple(SeqWork(rid=rid, row=i + 1, start=0, tokens=one, slots=slot) for i, rid in enumerate(rids)),
+    )
+
+
+@pytest.fixture
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = Ranks(tmp_path_factory.mktemp("l"), Mesh(tp=2, pp=2))
+    yield found
+    found.close()
+
+
+# ---- order and answers --------------------------------------------------------------------------------------------
+
+
+def test_every_rank_runs_every_plan_in_order_and_the_last_stage_answers(ranks: Ranks) -> None:
+    ranks.start()
+    results = [ranks.finish(plan_of(step, "a", "b")) for step in range(1, 6)]
+    ranks.until(lambda: all(len(runner.plans) == 5 for runner in ranks.runners))
+    assert [[seq.token for seq in result.seqs] for result in results] == [[1, 2]] * 5
+    for runner in ranks.runners:
+        assert [plan.step for plan in runner.plans] == [1, 2, 3, 4, 5]
+    assert ranks.line.steps == 5
+    assert ranks.line.control_bytes > 0
+
+
+def test_one_rank_is_the_same_line_without_links() -> None:
+    mesh = Mesh()
+    (body,), (runner,) = bodies_of(mesh)
+    line = LeaderLine(body, mesh, CLOCK)
+    line.run(plan_of(1, "a"))
+    assert runner.plans == [], "nothing is done before the line is flushed"
+    line.flush()
+    assert line.has_news
+    finished = line.finished()
+    assert finished is not None
+    assert [seq.token for seq in finished.result.seqs] == [1]
+    assert (line.control_bytes, line.channels) == (0, ())
+
+
+def test_no_more_than_depth_steps_are_under_way(ranks: Ranks) -> None:
+    ranks.line.run(plan_of(1, "a"))
+    ranks.line.run(plan_of(2, "a"))
+    ranks.line.pump()
+    assert ranks.line.finished() is None
+    with pytest.raises(InvariantError, match="step 3 with 2 under way"):
+        ranks.line.run(plan_of(3, "a"))
+    ranks.start()
+    ranks.until(lambda: ranks.line.finished() is not None)
+
+
+def test_commands_are_obeyed_where_they_stand_in_the_line_and_answers_name_their_rank(ranks: Ranks) -> None:
+    seen: list[list[str]] = [[] for _ in ranks.bodies]
+    for rank, body in enumerate(ranks.bodies):
+
+        def copy(command: CopyPages, rank: int = rank) -> list[MoveDone]:
+            seen[rank].append(f"copy before step {len(ranks.runners[rank].plans) + 1}")
+            return [MoveDone(op=rank, ok=True)]
+
+        body.on(CopyPages, copy)
+        body.on(CancelPages, lambda command, rank=rank: seen[rank].append("alone"))
+    told: dict[int, MoveDone] = {}
+    ranks.line.subscribe(MoveDone, lambda rank, done: told.setdefault(rank, done))
+    ranks.start()
+    ranks.finish(plan_of(1, "a"))
+    ranks.line.command(CopyPages(moves=()))
+    ranks.line.command(CancelPages(op=3), rank=2)
+    ranks.finish(plan_of(2, "a"))
+    ranks.until(lambda: len(told) == 4)
+    assert seen == [["copy before step 2"] + ["alone"] * (rank == 2) for rank in range(4)]
+    assert {rank: done.op for rank, done in told.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
+    ranks.finish(plan_of(3, "a"))
+
+
+class Copies:
+    """Copies at a rank that have ended when the next step has: the step waited for them."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+
+    def begin(self, command: CopyPages) -> None:
+        self._open += [move.op for move in command.moves]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        return {"copies": len(self._open)}
+
+    def answers(self) -> list[MoveDone]:
+        ended, self._open = self._open, []
+        return [MoveDone(op=op, ok=True) for op in ended]
+
+
+def test_what_a_step_waited_for_is_told_before_the_next_step_is_done() -> None:
+    """The leader needs it to commit that step; both steps may have come to the rank together."""
+    mesh = Mesh(pp=2)
+    body = RankBody(rank=1, mesh=mesh, runner=Runner(1, mesh), clock=CLOCK)
+    copies = Copies()
+    body.on(CopyPages, copies.begin)
+    body.attend(copies)
+    one = np.array([1], np.int32)
+    copy = CopyPages(moves=(Move(op=1, kind=MoveKind.LOAD, part=Part.FULL, source=one, target=one),))
+    lines = Recorded()
+    for commands in ([copy, RunStep(plan=plan_of(1, "a"))], [RunStep(plan=plan_of(2, "a"))]):
+        lines.send(commands)
+    link = Scripted(lines.sent)
+    RankLoop(body, link).turn(0.0)  # type: ignore[arg-type]
+    steps = [each.step for each in link.said if isinstance(each, StepDone)]
+    moved = next(index for index, each in enumerate(link.said) if isinstance(each, MoveDone))
+    assert steps == [1, 2]
+    assert moved < next(i for i, each in enumerate(link.said) if isinstance(each, StepDone) and each.step == 2)
+
+
+def test_a_rank_tells_what_it_holds_whenever_that_changed() -> None:
+    mesh = Mesh()
+    (body,), _ = bodies_of(mesh)
+    copies = Copies()
+    body.on(CopyPages, copies.begin)
+    body.attend(copies)
+    line = LeaderLine(body, mesh, CLOCK)
+    line.subscribe(MoveDone, lambda rank, done: None)
+    line.pump()
+    assert line.rank_holdings == [{"copies": 0}]
+
+
+# ---- the hash of the line -----------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A leader's headers for one rank, as frames."""
+
+    def __init__(self) -> None:
+        self.sent: list[Parts] = []
+        self._digest = 0
+
+    def send(self, commands: Sequence[object]) -> None:
+        packed = pack_commands(commands)
+        self._digest = fold(self._digest, len(self.sent) + 1, packed.content)
+        self.sent.append(encode_header(len(self.sent) + 1, self._digest, packed))
+
+
+class Scripted:
+    """A rank's end that brings these headers and keeps what the rank says."""
+
+    def __init__(self, sent: Sequence[Parts]) -> None:
+        self._sent = list(sent)
+        self.said: list[object] = []
+        self.failures: list[str] = []
+
+    def headers(self, wait_s: float) -> list[Any]:
+        sent, self._sent = self._sent, []
+        return [decode_header(parts) for parts in sent]
+
+    def answer(self, answers: Sequence[object]) -> None:
+        self.said += answers
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+STEPS = [RunStep(plan=plan_of(step, "a")) for step in range(1, 6)]
+
+
+def altered(sent: list[Parts]) -> list[Parts]:
+    """The second header brings another plan than the leader's, under the leader's digest."""
+    said = decode_header(sent[1])
+    return [sent[0], encode_header(2, said.digest, pack_commands([RunStep(plan=plan_of(2, "b"))])), *sent[2:]]
+
+
+def lost(sent: list[Parts]) -> list[Parts]:
+    return [sent[0], *sent[2:]]
+
+
+def renumbered(sent: list[Parts]) -> list[Parts]:
+    """The second header is lost, and the third says that it is the second."""
+    third = decode_header(sent[2])
+    return [sent[0], encode_header(2, third.digest, pack_commands(third.commands)), *sent[3:]]
+
+
+def repeated(sent: list[Parts]) -> list[Parts]:
+    return [sent[0], sent[0], *sent[1:]]
+
+
+def reordered(sent: list[Parts]) -> list[Parts]:
+    return [sent[0], sent[2], sent[1], *sent[3:]]
+
+
+def command_lost(sent: list[Parts]) -> list[Parts]:
+    said = decode_header(sent[1])
+    return [sent[0], encode_header(2, said.digest, pack_commands(said.commands[1:])), *sent[2:]]
+
+
+def command_repeated(sent: list[Parts]) -> list[Parts]:
+    said = decode_header(sent[1])
+    return [sent[0], encode_header(2, said.digest, pack_commands(said.commands * 2)), *sent[2:]]
+
+
+@pytest.mark.parametrize(
+    "damage", [altered, lost, renumbered, repeated, reordered, command_lost, command_repeated], ids=lambda f: f.__name__
+)
+def test_a_line_that_is_not_the_leaders_stops_the_rank_at_the_header_that_shows_it(
+    damage: Callable[[list[Parts]], list[Parts]],
+) -> None:
+    mesh = Mesh(tp=2)
+    runner = Runner(1, mesh)
+    body = RankBody(rank=1, mesh=mesh, runner=runner, clock=CLOCK)
+    lines = Recorded()
+    for step in STEPS:
+        lines.send([step])
+    link = Scripted(damage(lines.sent))
+    with pytest.raises(InvariantError, match="rank TP1 PP0 has another line than its leader at header"):
+        RankLoop(body, link).run()  # type: ignore[arg-type]
+    assert [plan.step for plan in runner.plans] == [1], "nothing of the wrong header was obeyed"
+    (failure,) = link.failures
+    assert "commands of the rank: RunStep 1 ['a']" in failure
+
+
+def test_an_undamaged_line_is_obeyed_to_its_end() -> None:
+    reader, lines = LineReader("TP1 PP0"), Recorded()
+    for step in STEPS:
+        lines.send([step, Stop()])
+    found = [reader.take(decode_header(parts)) for parts in lines.sent]
+    assert [type(command) for commands in found for command in commands] == [RunStep, Stop] * 5
+
+
+class Altering:
+    """Links on which one rank gets another plan than the leader decided, from some header on."""
+
+    def __init__(self, links: LeaderLinks, rank: int, number: int) -> None:
+        self._links, self._rank, self._number = links, rank, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._links, name)
+
+    def send(self, rank: int, parts: Parts) -> None:
+        header = decode_header(parts)
+        if rank == self._rank and header.number == self._number:
+            other = tuple(RunStep(plan=replace(c.plan, step=99)) for c in header.commands if isinstance(c, RunStep))
+            parts = encode_header(header.number, header.digest, pack_commands(other))
+        self._links.send(rank, parts)
+
+
+def test_an_altered_command_stops_the_rank_and_the_leader_stops_with_both_logs(ranks: Ranks) -> None:
+    ranks.line._links = Altering(ranks.links, 3, 2)
+    ranks.start()
+    ranks.finish(plan_of(1, "a"))
+    with pytest.raises(InvariantError, match="rank TP1 PP1 stopped") as caught:
+        ranks.until(lambda: bool(ranks.finish(plan_of(2, "a"))) and False)
+    text = str(caught.value)
+    assert "has another line than its leader at header 2" in text
+    assert "the header brings RunStep 99 ['a']" in text
+    assert "commands of the rank: RunStep 1 ['a']" in text
+    assert "commands of the leader: RunStep 1 ['a'], RunStep 2 ['a']" in text
+    assert [plan.step for plan in ranks.runners[3].plans] == [1]
+    assert isinstance(ranks.running[2].exception(timeout=10), InvariantError)
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_after_a_command_that_cannot_travel_the_line_is_broken(ranks: Ranks) -> None:
+    """Its header is lost, and no rank obeys what comes after a gap: closing must not count on answers."""
+    ranks.line.command(object())
+    with pytest.raises(FrameError, match="object, expected one of the types that the codec lists"):
+        ranks.line.flush()
+    assert not ranks.line.sound
+    with pytest.raises(PeerGone, match="the leader of these ranks broke"):
+        ranks.line.flush()
+
+
+def test_a_rank_that_is_gone_ends_the_leader_with_its_name(ranks: Ranks) -> None:
+    ranks.loops[1].close()
+    for _ in range(2):
+        with pytest.raises(PeerGone, match="rank TP0 PP1 is gone"):
+            ranks.until(lambda: False)
+    ranks.line.run(plan_of(1, "a"))
+    with pytest.raises(PeerGone, match="rank TP0 PP1 is gone"):
+        ranks.line.flush()
+
+
+def test_the_reason_of_a_loss_is_told_where_the_supervisor_knows_it(ranks: Ranks) -> None:
+    ranks.reason = "engine: rank TP0 PP1 (pid 7) died of SIGKILL"
+    ranks.loops[1].close()
+    with pytest.raises(PeerGone, match="died of SIGKILL"):
+        ranks.until(lambda: False)
+
+
+def test_a_leader_that_is_gone_ends_its_ranks(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.links.close(0.0)
+    for each in ranks.running:
+        assert isinstance(each.exception(timeout=10), PeerGone)
+
+
+def test_a_command_that_nothing_obeys_is_an_error_on_the_rank_that_got_it(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.line.command(CancelPages(op=1), rank=1)
+    with pytest.raises(InvariantError, match="rank TP1 PP0 got CancelPages, expected a command that something obeys"):
+        ranks.until(lambda: False)
+
+
+def test_an_answer_that_nothing_takes_is_an_error_of_the_leader() -> None:
+    mesh = Mesh()
+    (body,), _ = bodies_of(mesh)
+    body.on(CancelPages, lambda command: [MoveDone(op=1, ok=True)])
+    line = LeaderLine(body, mesh, ManualClock())
+    line.command(CancelPages(op=1))
+    with pytest.raises(InvariantError, match="rank TP0 PP0 answers MoveDone"):
+        line.pump()
+
+
+def test_a_result_is_due_from_the_rank_that_samples(tmp_path_factory: pytest.TempPathFactory) -> None:
+    mesh = Mesh()
+    body = RankBody(rank=0, mesh=mesh, runner=Runner(5, mesh), clock=CLOCK)
+    line = LeaderLine(body, mesh, CLOCK)
+    for step in range(1, 9):  # a rank that does not sample tells of some steps at once
+        line._open.clear()
+        line.run(plan_of(step, "a"))
+        line.flush()
+    with pytest.raises(InvariantError, match="ended step 8 without a result"):
+        line.finished()
+
+
+def test_strangers_on_the_line_are_sent_away(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A wrong token, a rank that there is not, one that is there already, or nonsense: none of them is heard."""
+    mesh = Mesh(tp=2)
+    links = LeaderLinks(f"ipc://{tmp_path_factory.mktemp('l')}/c", mesh=mesh, clock=CLOCK, token=b"right")
+    strangers = ZmqChannel(clock=CLOCK)
+    strange = [RankHello(rank=1, token=b"wrong"), RankHello(rank=9, token=b"right"), StopEngine()]
+    for index, hello in enumerate([*strange, RankHello(rank=0, token=b"right")]):
+        strangers.connect(f"s{index}", links.address)
+        strangers.send(f"s{index}", encode(hello))
+    with pytest.raises(PeerGone, match="no hello from rank TP1 PP0"):
+        links.gather(lambda: None, 0.2)
+    right = RankLink(links.address, mesh=mesh, rank=1, clock=CLOCK, token=b"right")
+    links.gather(lambda: None, 10.0)
+    assert links.missing == []
+    for end in (right, strangers, links):
+        end.close()
+
+
+def test_the_supervisor_knows_of_the_end_before_the_ranks_do(ranks: Ranks) -> None:
+    """Else the first rank that ends is taken for one that is lost."""
+    ranks.start()
+    ranks.line.close()
+    assert ranks.alive_when_dismissed == [True]
+    assert [each.exception(timeout=10) for each in ranks.running] == [None] * 3
+
+
+def test_a_rank_that_is_told_to_stop_returns(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.line.command(Stop())
+    ranks.line.flush()
+    for each in ranks.running:
+        assert each.exception(timeout=10) is None
+    assert all(body.stopped for body in ranks.bodies)
+
+
+def test_a_failure_that_a_rank_told_says_more_than_the_end_of_its_connection(ranks: Ranks) -> None:
+    ranks.ends[0].fail("it broke")
+    ranks.loops[0].close()
+    with pytest.raises(InvariantError, match="rank TP1 PP0 stopped: it broke"):
+        ranks.until(lambda: False)
+    assert Answers(failure="it broke").answers == ()

@@ -1,0 +1,154 @@
+"""The simulation runs the product: every module of which it never executes a function is listed here, with a reason.
+
+A module that is new, or that the simulation has ceased to run, fails the test; so does a line here that is out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import serinus
+from serinus.sim import Scenario, draw, run
+
+ROOT = Path(serinus.__file__).parent
+OUTSIDE = ("sim", "testing", "selftest")
+"""Rooms that stand around the product."""
+REASONS: dict[str, str] = {
+    # HTTP and the command line
+    "front/": "HTTP",
+    "text/": "text before and behind token ids, for HTTP",
+    "cli/": "commands of a terminal",
+    "core/metrics.py": "the series of a scrape; the simulation counts in a dictionary",
+    "engine/kv_events.py": "events for subscribers of a socket",
+    "engine/inspect.py": "answers to calls of HTTP",
+    "engine/roles.py": "the role of an engine that hands nothing over",
+    # processes, sockets, threads, real time
+    "__init__.py": "versions and names that are imported late",
+    "core/clock.py": "real time",
+    "core/cores.py": "start of a process",
+    "core/lifeline.py": "ends a process with its parent",
+    "core/log.py": "log lines are off",
+    "core/version.py": "start of a process",
+    "engine/__init__.py": "names that are imported late",
+    "engine/build.py": "start of a process",
+    "engine/handoffs.py": "start of a process",
+    "engine/launch.py": "start of a process",
+    "engine/llm.py": "the offline loop around an engine",
+    "engine/loop.py": "the loop of a process; SimEngine stands in its place",
+    "engine/messages.py": "refusals, of requests that HTTP has not checked",
+    "engine/process.py": "start of a process",
+    "engine/progress.py": "start of a process",
+    "parallel/comm.py": "tensors between processes",
+    "parallel/near.py": "tensors between processes",
+    "parallel/ranks.py": "no room uses it since the line is hashed as a whole",
+    "parallel/decisions.py": "no room uses it since the line is hashed as a whole",
+    "parallel/thread_comm.py": "tensors between threads",
+    "pool/storage/disk.py": "the file system of the operating system",
+    "pool/storage/memory.py": "storage of tests",
+    "pool/workers.py": "threads",
+    "ranks/__init__.py": "names that are imported late",
+    "ranks/devices.py": "start of a process",
+    "ranks/exit_reason.py": "end of a process",
+    "ranks/leader_supervisor.py": "supervision of processes",
+    "ranks/links.py": "the line over zmq",
+    "ranks/memory.py": "start of a process",
+    "ranks/process.py": "start of a process",
+    "ranks/rank_metrics.py": "the series of a scrape",
+    "ranks/rank_processes.py": "start of processes",
+    "ranks/rank_supervisor.py": "supervision of processes",
+    "ranks/sizes.py": "start of a process",
+    "ranks/tier_parts.py": "start of a process",
+    "wire/channels.py": "connections within one process, of tests",
+    "wire/zmq_channel.py": "zmq",
+    # models and kernels: the arithmetic is simulated
+    "kernels/": "arithmetic of models",
+    "models/__init__.py": "names that are imported late",
+    "models/config_fields.py": "checkpoints",
+    "models/decoder.py": "arithmetic of models",
+    "models/families.py": "checkpoints",
+    "models/hub.py": "checkpoints",
+    "models/loader.py": "checkpoints",
+    "models/rope.py": "arithmetic of models",
+    "models/small_checkpoints.py": "checkpoints",
+    "models/toy.py": "arithmetic of models",
+    "models/weights.py": "checkpoints",
+    "runner/token_oracle.py": "a sampler without a model",
+    # transports
+    "pd/__init__.py": "names that are imported late",
+    "pd/backends/__init__.py": "start of a process",
+    "pd/backends/mooncake.py": "an optional wheel",
+    "pd/backends/nixl.py": "an optional wheel",
+    "pd/backends/one_sided.py": "memory of optional wheels",
+    "pd/backends/shm.py": "memory of the operating system",
+    "pd/direct_line.py": "a line of tests and benchmarks",
+    # what no scenario asks for
+    "cache/events.py": "events for subscribers of a socket",
+    "canary/perturb/": "faults that the settings ask for; the adversary plants its own",
+    # interfaces
+    "cache/ports.py": "protocols",
+    "core/line.py": "protocols",
+    "core/plan.py": "one property, for metrics",
+}
+SEEDS = 40
+
+
+def product_modules() -> set[str]:
+    """Files of the product that define a function."""
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if name.split("/")[0] not in OUTSIDE and "def " in path.read_text(encoding="utf-8"):
+            found.add(name)
+    return found
+
+
+def worlds() -> Iterator[Scenario]:
+    """Some as drawn, with and without canaries and sliding layers, and some in which tiers fail often."""
+    for seed in range(SEEDS):
+        yield draw(seed, canary=("", "sound", "damaged")[seed % 3], slides=seed % 2 == 0)
+    for seed in range(SEEDS // 2):
+        scenario = draw(seed, backend="local", canary="")
+        engines = tuple(replace(e, host_pages=9, prefetch="wait_complete") for e in scenario.shape.engines)
+        shape, options = replace(scenario.shape, engines=engines), replace(scenario.options, restore=0.3)
+        yield replace(scenario, shape=shape, options=options)
+
+
+def modules_that_run() -> set[str]:
+    """Files of which a function was called while some worlds ran."""
+    seen: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+            seen.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        for scenario in worlds():
+            finding = run(scenario).finding
+            assert finding is None, f"{finding}: {scenario.to_json()}"
+    finally:
+        sys.setprofile(before)
+    return {Path(name).relative_to(ROOT).as_posix() for name in seen if name.startswith(f"{ROOT}/")}
+
+
+def reason_of(module: str) -> str:
+    """The line of REASONS that names this module, or a folder above it; empty = none does."""
+    return next((name for name in REASONS if module == name or (name.endswith("/") and module.startswith(name))), "")
+
+
+@pytest.mark.proof
+def test_every_module_of_the_product_runs_in_the_simulation_or_is_listed_with_a_reason() -> None:
+    missing = product_modules() - modules_that_run()
+    unexplained = sorted(module for module in missing if not reason_of(module))
+    assert not unexplained, f"never run by the simulation: {unexplained}"
+    explained = {reason_of(module) for module in missing}
+    stale = sorted(name for name in REASONS.keys() - explained if (ROOT / name).exists())
+    assert not stale, f"run by the simulation now: {stale}"

@@ -1,0 +1,150 @@
+"""The lean tokenizer says what AutoTokenizer says, and refuses what is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serinus.core.clock import ManualClock
+from serinus.core.errors import BadRequest, ConfigError
+from serinus.text import ChatTemplate, load_tokenizer
+
+TEXTS = ["hello the world", " the abc ", "日本語 🙂 é", "<eos>x<think>", "", "a\n\n\tb", "日本 語"]
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "hello <b>the</b> world"},
+    {"role": "assistant", "content": "ab"},
+    {"role": "user", "content": "🙂?"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ids_texts_and_chats_equal_those_of_transformers(byte_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(str(byte_folder)), load_tokenizer(str(byte_folder))
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.template is not None
+    for prompt in (True, False):
+        rendered = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
+        assert ours.template.render(CHAT, add_generation_prompt=prompt) == rendered
+    continued = theirs.apply_chat_template(CHAT[:3], tokenize=False, continue_final_message=True)
+    assert ours.template.render(CHAT[:3], continue_final_message=True) == continued
+
+
+@pytest.mark.slow
+def test_neither_front_nor_tokenizer_imports_torch(byte_folder: Path) -> None:
+    code = (
+        "import sys, serinus.front.app, serinus.front.router, serinus.front.server;"
+        f"from serinus.text import load_tokenizer; t = load_tokenizer({str(byte_folder)!r});"
+        "t.template.render([{'role': 'user', 'content': 'x'}]);"
+        "print([m for m in ('torch', 'transformers', 'httpx', 'numba') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_start_token_is_added_where_the_settings_say_so(piece_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(piece_folder))
+    plain = tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode("the") == [1, *plain]
+    assert tokenizer.encode("<s>the")[:2] != [1, 1]
+    folder = shutil.copytree(piece_folder, tmp_path / "plain")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert load_tokenizer(str(folder)).encode("the") == plain
+
+
+def test_a_token_shows_its_text_and_its_bytes(byte_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(byte_folder))
+    the = tokenizer.encode(" the")[0]
+    assert (tokenizer.token_text(the), tokenizer.token_raw(the)) == (" the", b" the")
+    assert (tokenizer.token_text(0xF0), tokenizer.token_raw(0xF0)) == ("\ufffd", b"\xf0")
+    assert tokenizer.token_raw(tokenizer.encode("<eos>")[0]) == b"<eos>"
+
+
+def test_text_that_is_no_unicode_is_refused(byte_folder: Path) -> None:
+    with pytest.raises(BadRequest, match="valid Unicode"):
+        load_tokenizer(str(byte_folder)).encode("a\ud800")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", "{", "cannot be read"),
+        ("tokenizer.json", '{"model": 3}', "cannot be read"),
+        ("tokenizer_config.json", "[", "is no JSON"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
+    ],
+)
+def test_a_broken_tokenizer_file_is_named(
+    byte_folder: Path, tmp_path: Path, file: str, content: str, said: str
+) -> None:
+    folder = shutil.copytree(byte_folder, tmp_path / "broken")
+    (folder / file).write_text(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_tokenizer(str(folder))
+    assert file in str(caught.value)
+
+
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        load_tokenizer(str(tmp_path / "nothing"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_the_chat_template_comes_from_the_settings_a_file_or_the_checkpoint(byte_folder: Path, tmp_path: Path) -> None:
+    given = load_tokenizer(str(byte_folder), chat_template="{{ messages[0]['content'] }}!")
+    assert given.template is not None
+    assert given.template.render([{"role": "user", "content": "x"}]) == "x!"
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ eos_token }}")
+    read = load_tokenizer(str(byte_folder), chat_template=str(file))
+    assert read.template is not None
+    assert read.template.render([{"role": "user", "content": "x"}]) == "<eos>"
+    with pytest.raises(ConfigError, match="chat template"):
+        load_tokenizer(str(byte_folder), chat_template="nowhere.jinja")
+    with pytest.raises(ConfigError, match="line 1"):
+        load_tokenizer(str(byte_folder), chat_template="{% if %}")
+    folder = shutil.copytree(byte_folder, tmp_path / "named")
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    several = load_tokenizer(str(folder))
+    assert several.template is not None
+    assert several.template.source == "D"
+    (folder / "chat_template.jinja").write_text("J")
+    beside = load_tokenizer(str(folder))
+    assert beside.template is not None
+    assert beside.template.source == "J"
+
+
+def test_a_template_may_refuse_a_conversation_but_not_reach_out() -> None:
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
+    template = ChatTemplate(source, special_tokens={}, clock=ManualClock())
+    assert template.render([{"role": "user", "content": ""}]) == "ok"
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        template.render([{"role": "system", "content": ""}])
+    escape = ChatTemplate("{{ messages.__class__.__mro__ }}", special_tokens={}, clock=ManualClock())
+    with pytest.raises(BadRequest, match="messages"):
+        escape.render([{"role": "user", "content": ""}])
+
+
+def test_a_template_knows_the_date_and_the_json_of_things() -> None:
+    source = "{{ strftime_now('%Y') }} {{ messages[0].content | tojson }}{% generation %} x{% endgeneration %}"
+    template = ChatTemplate(source, special_tokens={}, clock=ManualClock())
+    assert template.render([{"role": "user", "content": "<é>"}]) == '2023 "<é>" x'
