@@ -1,8 +1,9 @@
-"""A seeded driver for the tiny engine: what Hypothesis does, without shrinking, many steps a second."""
+"""The driver of the tiny engine: random rules, from a seed (many steps a second) or from Hypothesis (which shrinks)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ BESIDE_FULL: tuple[tuple[Part, ...], ...] = (
 """The parts of a cache beside FULL: each has a window, but that every other LATENT covers whole prefixes."""
 
 
-def draw_shape(rng: Rng) -> Shape:
+def draw_shape(rng: Random) -> Shape:
     """Page sizes, parts, tiers and policies, each as often as the others; pools of a few dozen pages."""
     tiers = rng.choice(["none", "host", "storage"])
     size = rng.choice([1, 2, 16])
@@ -49,7 +50,7 @@ def draw_shape(rng: Rng) -> Shape:
     )
 
 
-def arrive(world: TieredWorld, rng: Rng) -> None:
+def arrive(world: TieredWorld, rng: Random) -> None:
     """A few symbols over an alphabet of three, often behind a beginning that is cached or that another request has."""
     repeat = max(1, world.size // 2)
     namespace, head = rng.choice(["", "", "salt"]), list[int]()
@@ -68,7 +69,7 @@ def arrive(world: TieredWorld, rng: Rng) -> None:
         world.arrive(namespace, tokens, priority=rng.randrange(3), lazy=rng.random() < 0.5)
 
 
-def _revive(world: TieredWorld, rng: Rng) -> None:
+def _revive(world: TieredWorld, rng: Random) -> None:
     """A prompt whose beginning was stored once and is here no more asks the storage for it."""
     there = world.seen.where[HOST_FULL].keys() | world.seen.where[DEVICE_FULL].keys()
     gone = sorted(world.archive - there)
@@ -77,7 +78,7 @@ def _revive(world: TieredWorld, rng: Rng) -> None:
     world.prefetch(len(world.waiting) - 1)
 
 
-def _admit(world: TieredWorld, rng: Rng) -> None:
+def _admit(world: TieredWorld, rng: Random) -> None:
     if world.storage is not None and world.prefetching() and rng.random() < 0.8:
         for _ in list(world.storage.pending)[:4]:  # as a scheduler that waits for its prefetches
             world.end_storage(0)
@@ -86,56 +87,56 @@ def _admit(world: TieredWorld, rng: Rng) -> None:
     world.admit(rng.choice([rng.randrange(6), -1, -2]), load=rng.random() < 0.8, drop=rng.random() < 0.5)
 
 
-def _chunk(world: TieredWorld, rng: Rng) -> None:
+def _chunk(world: TieredWorld, rng: Random) -> None:
     advance = rng.choice(["", "first", "last", "last"])
     world.chunk(rng.randrange(6), rng.randint(1, 40), publish=rng.random() < 0.8, advance=advance)
 
 
-def _end(world: TieredWorld, rng: Rng) -> None:
+def _end(world: TieredWorld, rng: Random) -> None:
     retract = rng.random() < 0.3
     world.end(rng.randrange(6), retract=retract, park=retract and rng.random() < 0.7)
 
 
-def _hold(world: TieredWorld, rng: Rng) -> None:
+def _hold(world: TieredWorld, rng: Random) -> None:
     part = rng.choice(list(world.shape.parts))
     world.hold(rng.randrange(6), rng.randrange(6), rng.randint(1, 4), rng.choice(["transfer", "restore"]), part)
 
 
-def _evict(world: TieredWorld, rng: Rng) -> None:
+def _evict(world: TieredWorld, rng: Random) -> None:
     pools = [pool for pool in world.shape.pools if pool[0] == "device" or not world.calm]
     world.evict(rng.choice([1, 1, 2, 3, 8]), rng.choice([DEVICE_FULL, *pools]))
 
 
-def _end_storage(world: TieredWorld, rng: Rng) -> None:
+def _end_storage(world: TieredWorld, rng: Random) -> None:
     good_max = rng.choice([None, None, None, 0, rng.randrange(6)])
     world.end_storage(rng.randrange(6), None if world.calm else good_max)
 
 
-def _end_copy(world: TieredWorld, rng: Rng) -> None:
+def _end_copy(world: TieredWorld, rng: Random) -> None:
     world.end_copy(rng.randrange(6), ok=rng.random() < 0.85 or world.calm)
 
 
-def _doom_copy(world: TieredWorld, rng: Rng) -> None:
+def _doom_copy(world: TieredWorld, rng: Random) -> None:
     loads = world.loads_pending()
     world.doom_copy(rng.choice(loads) if loads else rng.randrange(6))
 
 
-def _lose(world: TieredWorld, rng: Rng) -> None:
+def _lose(world: TieredWorld, rng: Random) -> None:
     world.lose(rng.randrange(50))
 
 
-def _sweep_out(world: TieredWorld, rng: Rng) -> None:
+def _sweep_out(world: TieredWorld, rng: Random) -> None:
     """What a prefetch wants to go on from leaves both tiers while the storage reads."""
     for pool in (DEVICE_FULL, HOST_FULL):
         world.evict(30, pool)
 
 
-def _evict_host(world: TieredWorld, rng: Rng) -> None:
+def _evict_host(world: TieredWorld, rng: Random) -> None:
     world.evict(rng.choice([4, 30]), HOST_FULL)
 
 
 Ready = Callable[[TieredWorld], Any]
-Act = Callable[[TieredWorld, Rng], Any]
+Act = Callable[[TieredWorld, Random], Any]
 
 RULES: tuple[tuple[int, Ready, Act], ...] = (
     # weight, whether it can happen, what it does
@@ -168,7 +169,7 @@ FAULTS = (_doom_copy, _lose, _evict_host, _sweep_out)
 """What does not happen in a calm world, where the host must have all that its write policy promises."""
 
 
-def step(world: TieredWorld, rng: Rng, *, transfers: bool = True) -> None:
+def step(world: TieredWorld, rng: Random, *, transfers: bool = True) -> None:
     """One random rule of those that can happen, then all oracles."""
     ready = [rule for rule in RULES if rule[1](world) and (transfers or rule[2] is not _hold)]
     if world.calm:
@@ -180,7 +181,7 @@ def step(world: TieredWorld, rng: Rng, *, transfers: bool = True) -> None:
 
 def drive(
     cache_room: ModuleType,
-    seed: int,
+    chance: int | Random,
     steps: int,
     *,
     rewrite_rows: bool = True,
@@ -189,11 +190,12 @@ def drive(
     after: Callable[[TieredWorld], None] | None = None,
     make: Callable[..., TieredWorld] = TieredWorld,
 ) -> TieredWorld:
-    """One world from one seed, driven and drained. Raises what its oracles raise; `world.steps` says how many rules.
+    """One world, driven and drained. Raises what its oracles raise; `world.steps` says how many rules ran.
 
+    `chance` is a seed, or the generator itself.
     `after` sees the world after each rule; `make` builds another world than the one of a single rank.
     """
-    rng = Rng(seed)
+    rng = Rng(chance) if isinstance(chance, int) else chance
     drawn, hasty = draw_shape(rng), rng.random() < 0.3
     world = make(
         cache_room,

@@ -13,13 +13,10 @@ import sys
 import time
 import traceback
 
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
-
 import serinus.cache
 from serinus.core.rng import Rng
 from tests.cache.drive import draw_shape, drive
-from tests.cache.test_machine import NORMAL, CacheMachine
+from tests.cache.test_machine import explore
 
 
 def run_seed(seed: int, steps: int) -> int:
@@ -52,10 +49,8 @@ def main() -> int:
         if seed % 500 == 0:
             print(f"{seed - arguments.seed} seeds, {rules} rules", flush=True)
     examples = max(10, int(arguments.minutes * 60 * 0.1 * 10))
-    run_state_machine_as_test(
-        CacheMachine, settings=settings(NORMAL, max_examples=examples, stateful_step_count=80, derandomize=False)
-    )
-    print(f"{seed - arguments.seed} seeds, {rules} rules; {CacheMachine.rules_run} more by Hypothesis: all green")
+    more = explore(examples, steps_max=120)
+    print(f"{seed - arguments.seed} seeds, {rules} rules; {more} more by Hypothesis: all green")
     return 0
 
 
