@@ -41,7 +41,7 @@ from serinus.pd import (
 )
 from serinus.pd.backends import Backend, OneSided, make_one_sided
 from serinus.pool import DevicePool, PoolSpec
-from serinus.testing.direct_line import DirectLine
+from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Arrived, ChannelEvent, Mailbox, ZmqChannel
 from serinus.wire.codec import Parts
 from serinus.wire.messages import LayoutSignature
@@ -125,7 +125,7 @@ def make_port(
     worker = PageWorker(
         0, layout=RankLayout(settings.layout), stores={Part.FULL: pool}, backends=frame_backends(backends), clock=CLOCK
     )  # fmt: skip
-    return HandoffPort(machine, settings, line=DirectLine([worker]), backends=backends, stores=pool)
+    return HandoffPort(machine, settings, line=AnsweringLine([worker]), backends=backends, stores=pool)
 
 
 class CountingChannel(ZmqChannel):

@@ -7,7 +7,7 @@ order, fail on one alone, and their answers come late. All oracles look at every
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ from serinus.ranks.tiers import (
     TierWorker,
     WritePages,
 )
+from serinus.testing.answering_line import AnsweringLine
 from serinus.testing.fake_mover import POISON, FakeMover, FakeStorage, StoredPages
 from tests.cache.base import Req
 from tests.cache.model import Pool, Shape
@@ -43,8 +44,8 @@ class Rank:
         self.mover = FakeMover(page_size=size, device=self.pool, host_pages=host, early=early)
         self.storage = FakeStorage(stored, host=self.mover.host, use=self.mover.use) if shape.storage else None
         self.hand = TierWorker(self.mover, self.storage)
-        self.orders: deque[object] = deque()
-        """Ordered, and not obeyed yet."""
+        self.orders: deque[Any] = deque()
+        """Ordered, and not obeyed yet: those of the line."""
         self.answers: deque[MoveDone | StorageDone] = deque()
         """Given, and not at the leader yet."""
 
@@ -58,59 +59,47 @@ class Rank:
         self.answers.extend(self.hand.answers())
 
 
-class TestLine:
-    """A Line on which the test decides when orders and answers arrive."""
-
-    __test__ = False
+class RankedLine(AnsweringLine):
+    """The test decides when orders and answers arrive."""
 
     def __init__(self, ranks: list[Rank], rng: Rng) -> None:
-        self._ranks, self._rng = ranks, rng
-        self._takers: dict[type, Callable[[int, Any], None]] = {}
-        self._come: deque[tuple[int, MoveDone | StorageDone]] = deque()
+        super().__init__(ranks, late=True)
+        for rank, orders in zip(ranks, self.waiting, strict=True):
+            rank.orders = orders
+        self._rng = rng
         self.unanswered: dict[int, set[int]] = {}
         """Copy or storage operation -> ranks of which no answer has come."""
         self.copies: dict[int, tuple[Move, ...]] = {}
         """What each copy moves."""
 
-    @property
-    def size(self) -> int:
-        return len(self._ranks)
-
-    def subscribe(self, body_type: type, take: Callable[[int, Any], None]) -> None:
-        self._takers[body_type] = take
-
     def command(self, command: Any, rank: int | None = None) -> None:
-        order = command
-        if isinstance(order, CopyPages):
-            for move in order.moves:
+        if isinstance(command, CopyPages):
+            for move in command.moves:
                 self.copies[move.op] = (*self.copies.get(move.op, ()), move)
                 if move.kind is MoveKind.LOAD:
-                    for each in self._ranks:
+                    for each in self.ranks:
                         each.pool[move.part][move.target] = np.uint64(POISON | move.op)
-        begun = {order.op} if isinstance(order, (QueryPages, ReadPages, WritePages)) else set()
-        for op in {move.op for move in order.moves} if isinstance(order, CopyPages) else begun:
+        begun = {command.op} if isinstance(command, (QueryPages, ReadPages, WritePages)) else set()
+        for op in {move.op for move in command.moves} if isinstance(command, CopyPages) else begun:
             self.unanswered[op] = set(range(self.size))
-        for each in self._ranks if rank is None else [self._ranks[rank]]:
-            each.orders.append(order)
+        super().command(command, rank)
 
     def pump(self, wait_s: float = 0.0) -> None:
-        if wait_s and not self._come:
+        if wait_s and not self.answers:
             self._hasten()
-        while self._come:
-            rank, answer = self._come.popleft()
-            self._takers[type(answer)](rank, answer)
+        super().pump()
 
     def arrive(self, rank: int) -> None:
         """The oldest answer of a rank comes to the leader."""
-        if self._ranks[rank].answers:
-            answer = self._ranks[rank].answers.popleft()
-            self._come.append((rank, answer))
+        if self.ranks[rank].answers:
+            answer = self.ranks[rank].answers.popleft()
+            self.answers.append((rank, answer))
             self.unanswered[answer.op].discard(rank)
 
     def _hasten(self) -> None:
         """The leader waits for copies: one random rank works on."""
         at = self._rng.randrange(self.size)
-        rank = self._ranks[at]
+        rank = self.ranks[at]
         rank.obey()
         if rank.mover.pending:
             rank.mover.finish(self._rng.choice(list(rank.mover.pending)))
@@ -188,7 +177,7 @@ class Copy:
 class Movers:
     """The copies of all ranks, as the world sees and ends them: FakeMover's face."""
 
-    def __init__(self, ranks: list[Rank], line: TestLine, mover: RankMover, rng: Rng) -> None:
+    def __init__(self, ranks: list[Rank], line: RankedLine, mover: RankMover, rng: Rng) -> None:
         self._ranks, self._line, self._mover, self._rng = ranks, line, mover, rng
         self.failed_pages = Failed(ranks)
         self.use = UseEverywhere(ranks)
@@ -240,7 +229,7 @@ class Movers:
 class Storages:
     """The storage operations of all ranks: FakeStorage's face."""
 
-    def __init__(self, ranks: list[Rank], line: TestLine, storage: RankStorage, rng: Rng) -> None:
+    def __init__(self, ranks: list[Rank], line: RankedLine, storage: RankStorage, rng: Rng) -> None:
         self._ranks, self._line, self._storage, self._rng = ranks, line, storage, rng
 
     @property
@@ -295,7 +284,7 @@ class RankedWorld(TieredWorld):
         super().boot()
         shape = self.shape
         self.ranks = [Rank(shape, stored, early=self.early) for stored in self.stores]
-        self.line = TestLine(self.ranks, self.rng)
+        self.line = RankedLine(self.ranks, self.rng)
         mover = self.mover_of(self.line, self.names)
         storage = self.storage_of(self.line, self.names) if shape.storage else None
         self.pool = {part: Everywhere(self.ranks, part) for part in shape.parts}

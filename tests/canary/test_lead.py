@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings
 from serinus.kernels import Reason
+from serinus.testing.answering_line import AnsweringLine
 from serinus.testing.builders import make_request
 from serinus.testing.tiny_engine import TinyEngine
 
@@ -25,31 +25,22 @@ OWN = OwnPages(
 )
 
 
-class AnsweringLine:
-    """CommandLine of some ranks, each with what it answers to the next check of an arrival; keeps every command."""
+class Rank:
+    """Keeps every command, and answers what the test says to the next check of an arrival."""
 
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
-        self.commands: list[tuple[Any, int | None]] = []
-        self.found: dict[int, tuple[Violation, ...]] = {}
-        self._due: list[Any] = []
-        self._take: Callable[[int, Any], None] = lambda rank, answer: None
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+        self.found: tuple[Violation, ...] = ()
 
-    def command(self, command: object, rank: int | None = None) -> None:
-        self.commands.append((command, rank))
-        self._due.append(command)
+    def obey(self, command: Any) -> CanaryAnswer | None:
+        self.commands.append(command)
+        number = getattr(command, "number", 0)
+        found = self.found if isinstance(command, CheckArrival) else ()
+        return CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4) if number else None
 
-    def subscribe(self, answer_type: type, take: Callable[[int, Any], None]) -> None:
-        assert answer_type is CanaryAnswer
-        self._take = take
 
-    def pump(self, wait_s: float = 0.0) -> None:
-        due, self._due = self._due, []
-        for command in due:
-            number = getattr(command, "number", 0)
-            for rank in range(self.size) if number else ():
-                found = self.found.get(rank, ()) if isinstance(command, CheckArrival) else ()
-                self._take(rank, CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4))
+def line_to(count: int = 1) -> AnsweringLine:
+    return AnsweringLine([Rank() for _ in range(count)])
 
 
 def violation(rid: str, page: int, reasons: Reason = Reason.VERIFY_REAL_KV_HASH) -> Violation:
@@ -83,18 +74,18 @@ def page_of(engine: TinyEngine, rid: str) -> int:
 
 
 def test_ranks_are_started_once_and_swept_before_every_step_that_is_due(engine: TinyEngine) -> None:
-    line = AnsweringLine()
+    line = line_to()
     lead = lead_over(line, engine, kv_canary_sweep_interval=3)
     for _ in range(7):
         lead.begin(PLAN)
-    kinds = [type(command) for command, _ in line.commands]
-    assert kinds == [StartCanary, SweepSlots, SweepSlots]
-    assert line.commands[1][0].ends_pass, "33 pages are one walk"
+    commands = line.ranks[0].commands
+    assert [type(command) for command in commands] == [StartCanary, SweepSlots, SweepSlots]
+    assert commands[1].ends_pass, "33 pages are one walk"
     assert lead.view()["sweep_passes"] == 2
 
 
 def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyEngine) -> None:
-    lead, page = lead_over(AnsweringLine(), engine), page_of(engine, "runs")
+    lead, page = lead_over(line_to(), engine), page_of(engine, "runs")
     (verdict,) = lead.judge([(0, violation("", page))])
     assert verdict.rid == "runs"
     assert verdict.reason == f"KV integrity: verify_real_kv_hash at slot {4 * page}, position 0 (TAIL_K_FULL, step 1)"
@@ -106,16 +97,16 @@ def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyE
 
 
 def test_a_wrong_row_fails_its_own_request_alone_and_quarantines_nothing(engine: TinyEngine) -> None:
-    lead = lead_over(AnsweringLine(), engine)
+    lead = lead_over(line_to(), engine)
     found = violation("other", page_of(engine, "runs"), Reason.VERIFY_POSITION)
     assert [verdict.rid for verdict in lead.judge([(0, found)])] == ["other"]
     assert engine.cache.stats().pages.quarantined == 0
 
 
 def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
-    line = AnsweringLine()
+    line = line_to()
     lead = lead_over(line, engine, kv_canary="log")
-    line.found[0] = (violation("comes", 2),)
+    line.ranks[0].found = (violation("comes", 2),)
     assert lead.arrived("comes", OWN) == ""
     assert lead.judge([(0, violation("runs", 1))]) == ()
     assert engine.cache.stats().pages.quarantined == 0
@@ -126,19 +117,19 @@ def test_an_arrival_is_refused_for_its_own_damage_and_another_request_fails_with
     engine: TinyEngine,
 ) -> None:
     """The rings of an accelerator are read one step late: an arrival check may read what the last step noted."""
-    line, page = AnsweringLine(size=2), page_of(engine, "runs")
+    line, page = line_to(2), page_of(engine, "runs")
     lead = lead_over(line, engine)
-    line.found[1] = (violation("runs", page), violation("comes", 2))
+    line.ranks[1].found = (violation("runs", page), violation("comes", 2))
     reason = lead.arrived("comes", OWN)
     assert "at slot 8, position 0 of rank TP1 PP0" in reason
     assert [verdict.rid for verdict in lead.judge([])] == ["runs"]
     assert lead.judge([]) == ()
-    line.found[1] = (violation("runs", page),)
+    line.ranks[1].found = (violation("runs", page),)
     assert lead.arrived("sound", OWN) == "", "what is wrong elsewhere does not refuse this one"
 
 
 def test_ranks_are_listed_where_there_are_several_and_faults_bear_the_name_of_their_rank(engine: TinyEngine) -> None:
-    one, two = (lead_over(AnsweringLine(size), engine) for size in (1, 2))
+    one, two = (lead_over(line_to(size), engine) for size in (1, 2))
     injection = Injection(mode="real_kv_used", step=3)
     one.judge([(0, injection)])
     two.judge([(1, injection)])

@@ -41,7 +41,7 @@ from serinus.pd import (
     host_identity,
     make_backends,
 )
-from serinus.testing.direct_line import DirectLine
+from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Mailbox, ZmqChannel
 from serinus.wire.messages import LayoutSignature
 from tests.pd.tiny import PAGE_SIZE, first_token, full, make_request, make_settings, page_content
@@ -83,9 +83,9 @@ def settings_of(engine: str, incarnation: int, names: tuple[str, ...]) -> Handof
     return make_settings(engine, incarnation, backends=names, host=host_identity(), layout=BIG, piece_bytes_max=1 << 20)
 
 
-def line_to(store: Store, backends: Sequence[Backend]) -> DirectLine:
+def line_to(store: Store, backends: Sequence[Backend]) -> AnsweringLine:
     worker = PageWorker(0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=backends, clock=CLOCK)
-    return DirectLine([worker])
+    return AnsweringLine([worker])
 
 
 class Peer:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,8 +24,6 @@ from serinus.pd import (
     HandoffPort,
     Landed,
     MovePiece,
-    PageAnswer,
-    PageCommand,
     PageWorker,
     PeerState,
     PieceStatus,
@@ -41,6 +38,7 @@ from serinus.pd import (
 )
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.layout import STAMP_BYTES
+from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import LocalHub, Mailbox
 from serinus.wire.messages import Data, LayoutSignature
 from tests.pd.tiny import LAYOUT, PAGE_SIZE, first_token, full, make_request, make_settings
@@ -66,43 +64,6 @@ class Store:
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
         self.data[pages] = data
-
-
-class LateLine:
-    """A line to page workers that obey when the test says so, each in its own order."""
-
-    def __init__(self, workers: Sequence[PageWorker]) -> None:
-        self.workers = tuple(workers)
-        self.lines: list[deque[PageCommand]] = [deque() for _ in workers]
-        self.answers: list[tuple[int, PageAnswer]] = []
-        self._takers: dict[type, Callable[[int, Any], None]] = {}
-
-    @property
-    def size(self) -> int:
-        return len(self.workers)
-
-    def command(self, command: Any, rank: int | None = None) -> None:
-        for line in self.lines if rank is None else (self.lines[rank],):
-            line.append(command)
-
-    def subscribe(self, answer_type: type, take: Callable[[int, Any], None]) -> None:
-        self._takers[answer_type] = take
-
-    def pump(self, wait_s: float = 0.0) -> None:
-        answers, self.answers = self.answers, []
-        for rank, answer in answers:
-            self._takers[type(answer)](rank, answer)
-
-    def work(self, rank: int | None = None) -> None:
-        """A rank (or each) obeys all its commands."""
-        for number in range(self.size) if rank is None else (rank,):
-            while self.lines[number]:
-                answer = self.workers[number].obey(self.lines[number].popleft())
-                if answer is not None:
-                    self.answers.append((number, answer))
-
-    def waiting(self, kind: type) -> int:
-        return sum(isinstance(command, kind) for line in self.lines for command in line)
 
 
 class Failing(TcpBackend):
@@ -132,7 +93,7 @@ class Pair:
                 )
                 for rank in ranks
             ]  # fmt: skip
-            self.lines.append(LateLine(workers))
+            self.lines.append(AnsweringLine(workers, late=True))
             self.stores.append(stores)
             channel = hub.channel("local://p") if number == 0 else hub.channel()
             settings = make_settings(
@@ -187,7 +148,7 @@ class Pair:
         return [end for end in self.ends if isinstance(end, kind)]
 
     def check_empty(self) -> None:
-        assert [worker.staged_count for worker in self.p.workers] == [0] * self.p.size
+        assert [worker.staged_count for worker in self.p.ranks] == [0] * self.p.size
         assert self.prefill.machine.staged_count == 0
         assert self.decode.machine._taking == {}
         assert self.decode.machine.handoff_count == self.prefill.machine.handoff_count == 0
@@ -222,12 +183,12 @@ def test_pieces_staged_after_the_end_are_given_back() -> None:
     pair.start()
     pair.p.work(0)
     pair.turn()
-    assert pair.p.waiting(MovePiece) > 0
+    assert pair.p.count(MovePiece) > 0
     pair._act(pair.cancel())
     while not pair.ended(AbortPrefill):
         pair.turn()
     pair.p.work(1)
-    assert pair.p.workers[1].staged_count > 0, "it was told so before the end"
+    assert pair.p.ranks[1].staged_count > 0, "it was told so before the end"
     pair.settle()
     pair.check_empty()
     assert not pair.prefill.machine.rejects["unknown_piece"]
@@ -238,9 +199,9 @@ def test_a_page_that_is_still_to_be_filled_belongs_to_the_next_owner_on_the_line
     pair = Pair(*TWO)
     pair.start()
     pair.p.work()
-    while not pair.d.waiting(TakeIn):
+    while not pair.d.count(TakeIn):
         pair.turn()
-    late = pair.d.waiting(TakeIn)
+    late = pair.d.count(TakeIn)
     assert pair.cancel() == [], "its pages are free, no quarantine"
     taken = pair.prefill.machine.staged_count
     assert taken >= late // 2
@@ -259,7 +220,7 @@ def test_a_connection_that_ends_leaves_nothing_at_ranks_that_come_late() -> None
     pair.p.work(0)
     pair.turn()
     pair.turn()
-    assert pair.d.waiting(TakeIn) > 0
+    assert pair.d.count(TakeIn) > 0
     pair.prefill.close()
     pair.prefill_peers.close()
     while not pair.ended(Recompute):
@@ -267,8 +228,8 @@ def test_a_connection_that_ends_leaves_nothing_at_ranks_that_come_late() -> None
     pair.p.work()
     pair.d.work()
     pair.turn()
-    assert [worker.staged_count for worker in pair.p.workers] == [0, 0]
-    assert [worker.peer_count for worker in (*pair.p.workers, *pair.d.workers)] == [0] * 4
+    assert [worker.staged_count for worker in pair.p.ranks] == [0, 0]
+    assert [worker.peer_count for worker in (*pair.p.ranks, *pair.d.ranks)] == [0] * 4
     assert pair.decode.machine._taking == {}
     assert pair.ended(Recompute)[0].code == "peer_gone"
 
@@ -277,12 +238,12 @@ def test_a_byte_that_one_rank_finds_changed_fails_the_handoff_once() -> None:
     pair = Pair(*TWO)
     pair.start()
     pair.p.work()
-    while not pair.d.waiting(TakeIn):
+    while not pair.d.count(TakeIn):
         pair.turn()
-    order = next(order for order in pair.d.lines[1] if isinstance(order, TakeIn))
+    order = next(order for order in pair.d.waiting[1] if isinstance(order, TakeIn))
     spoilt = order.payload.copy()
     spoilt[3] ^= 1
-    pair.d.lines[1][pair.d.lines[1].index(order)] = _with_payload(order, spoilt)
+    pair.d.waiting[1][pair.d.waiting[1].index(order)] = _with_payload(order, spoilt)
     pair.d.work(0)
     pair.turn()
     assert pair.ended(Recompute) == [], "rank 1 may still write: the copy is not over"
@@ -321,16 +282,16 @@ def test_ranks_forget_the_stamps_of_a_handoff_that_is_over(ends_well: bool) -> N
     pair = Pair(layout_of(tp=2, **stamped), layout_of(pp=2, **stamped), staging=1 << 20)
     pair.start()
     pair.p.work()
-    while not pair.d.waiting(TakeIn):
+    while not pair.d.count(TakeIn):
         pair.turn()
     pair.d.work(0)
-    assert stamps_known(pair.d.workers[0]) == 1
+    assert stamps_known(pair.d.ranks[0]) == 1
     if not ends_well:
         pair._act(pair.cancel())
     pair.settle()
     assert len(pair.ended(Landed)) == ends_well
-    assert [worker.peer_count for worker in pair.d.workers] == [1, 1]
-    assert [stamps_known(worker) for worker in pair.d.workers] == [0, 0]
+    assert [worker.peer_count for worker in pair.d.ranks] == [1, 1]
+    assert [stamps_known(worker) for worker in pair.d.ranks] == [0, 0]
     pair.check_empty()
 
 

@@ -41,7 +41,7 @@ from serinus.pd import (
     TcpBackend,
 )
 from serinus.pd.port import OFFENCES_MAX
-from serinus.testing.direct_line import DirectLine
+from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Arrived, ChannelEvent, Gone, LocalChannel, LocalHub, Mailbox, encode
 from serinus.wire.messages import DataOk, Keepalive
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, first_token, full, make_request, make_settings, page_content
@@ -105,11 +105,11 @@ class Pair:
             for store in self.stores
         )
         self.decode = HandoffPort(
-            DecodeSide, make_settings("d", 1, backends=names, **PATIENT), line=DirectLine(self.workers[:1]),
+            DecodeSide, make_settings("d", 1, backends=names, **PATIENT), line=AnsweringLine(self.workers[:1]),
             backends=backends,
         )  # fmt: skip
         self.prefill = HandoffPort(
-            PrefillSide, make_settings("p", 2, backends=names, **PATIENT), line=DirectLine(self.workers[1:]),
+            PrefillSide, make_settings("p", 2, backends=names, **PATIENT), line=AnsweringLine(self.workers[1:]),
             backends=backends,
         )  # fmt: skip
         self.decode_peers, self.prefill_peers = (
@@ -349,10 +349,10 @@ def test_ports_check_that_everything_fits() -> None:
     backends, stores = [TcpBackend()], {Part.FULL: Store()}
     worker = PageWorker(0, layout=RankLayout(LAYOUT), stores=stores, backends=backends, clock=ManualClock())
     with pytest.raises(ConfigError, match="backends"):
-        HandoffPort(DecodeSide, make_settings("d", 1), line=DirectLine([worker]), backends=backends)
+        HandoffPort(DecodeSide, make_settings("d", 1), line=AnsweringLine([worker]), backends=backends)
     settings_ = make_settings("d", 1, layout=msgspec.structs.replace(LAYOUT, tp=1, pp=1), backends=("tcp",))
     with pytest.raises(ConfigError, match="a line of 2 ranks, the layout has 1"):
-        HandoffPort(PrefillSide, settings_, line=DirectLine([worker, worker]), backends=backends)
+        HandoffPort(PrefillSide, settings_, line=AnsweringLine([worker, worker]), backends=backends)
     layout = RankLayout(msgspec.structs.replace(LAYOUT, head_size=2))
     with pytest.raises(ConfigError, match="bytes a page"):
         PageWorker(0, layout=layout, stores=stores, backends=backends, clock=ManualClock())

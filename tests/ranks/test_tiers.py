@@ -27,6 +27,7 @@ from serinus.ranks.tiers import (
     TierWorker,
     WritePages,
 )
+from serinus.testing.answering_line import AnsweringLine
 from serinus.testing.fake_mover import FakeMover
 from tests.cache.drive import drive
 from tests.cache.model import Shape
@@ -37,30 +38,17 @@ NAMES = ("TP0 PP0", "TP1 PP0", "TP0 PP1")
 KEYS = (b"a" * 16, b"b" * 16, b"c" * 16)
 
 
-class Wire:
-    """A line that the test reads, and answers on."""
-
-    size = len(NAMES)
+class Wire(AnsweringLine):
+    """A line that the test reads, and answers on; a pump brings one answer."""
 
     def __init__(self) -> None:
-        self.orders: list[object] = []
-        self.takers: dict[type, Any] = {}
-        self.later: list[tuple[int, object]] = []
-        """Answers that come at the next pumps, one each."""
+        super().__init__([object()] * len(NAMES), late=True, answers_max=1)  # type: ignore[list-item]
 
-    def command(self, command: object, rank: int | None = None) -> None:
-        assert rank is None, f"{command} for rank {rank} alone, expected all ranks to have it"
-        self.orders.append(command)
-
-    def subscribe(self, answer_type: type, take: Any) -> None:
-        self.takers[answer_type] = take
-
-    def pump(self, wait_s: float = 0.0) -> None:
-        if self.later:
-            self.answer(*self.later.pop(0))
-
-    def answer(self, rank: int, body: object) -> None:
-        self.takers[type(body)](rank, body)
+    @property
+    def orders(self) -> list[object]:
+        """What all ranks were told."""
+        assert all(waiting == self.waiting[0] for waiting in self.waiting), "a command for one rank alone"
+        return list(self.waiting[0])
 
 
 def move(op: int, kind: MoveKind = MoveKind.BACKUP) -> Move:
@@ -80,7 +68,7 @@ def test_a_copy_has_ended_when_every_rank_said_so_and_failed_where_one_did() -> 
         wire.answer(rank, MoveDone(op=1, ok=True, seconds=1.0, byte_count=4))
     assert dict(mover.open_ops) == {1: "TP1 PP0"}
     assert mover.poll() == [MoveDone(op=2, ok=False, error="TP1 PP0: no", seconds=2.0, byte_count=24)]
-    wire.later = [(1, MoveDone(op=1, ok=True, seconds=1.0, byte_count=4))]
+    wire.answers += [(1, MoveDone(op=1, ok=True, seconds=1.0, byte_count=4))]
     assert mover.wait([1]) == [MoveDone(op=1, ok=True, seconds=1.0, byte_count=12)]
     assert not mover.open_ops
     assert mover.poll() == []
@@ -90,7 +78,7 @@ def test_a_rank_answers_at_once_what_its_leader_waits_for() -> None:
     wire = Wire()
     leader = RankMover(wire, NAMES)
     leader.submit([move(1), move(2)])
-    wire.later = [(rank, MoveDone(op=1, ok=True)) for rank in range(3)]
+    wire.answers += [(rank, MoveDone(op=1, ok=True)) for rank in range(3)]
     assert [done.op for done in leader.wait([1])] == [1]
     assert wire.orders[1:] == [EndCopies(ops=(1,))]
 

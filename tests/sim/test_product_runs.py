@@ -87,7 +87,6 @@ REASONS: dict[str, str] = {
     "pd/backends/nixl.py": "an optional wheel",
     "pd/backends/one_sided.py": "memory of optional wheels",
     "pd/backends/shm.py": "memory of the operating system",
-    "pd/direct_line.py": "a line of tests and benchmarks",
     # what no scenario asks for
     "cache/events.py": "events for subscribers of a socket",
     "canary/perturb/": "faults that the settings ask for; the adversary plants its own",
