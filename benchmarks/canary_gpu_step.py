@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, astuple
 
 import torch
 from torch import Tensor
@@ -22,15 +23,13 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.canary_gpu import CONTEXT, HEADS, LAYERS, PAGE, REQUESTS, SIZE, best_us, copy_rate, make_table
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import RING_FIELDS, load
-from serinus.kernels.ref.canary import canary_due
-from serinus.kernels.triton.watched_attention import byte_planes, new_sums, packed_sums, watched_decode_attention
+from serinus.kernels import RING_FIELDS, AttentionBatch, LayerDigest, Tiling, load
 from tests.kernels.triton_cases import differences
 
 QUERIES, WIDTH, MLP = 32, 4096, 14336
 SCALE = SIZE**-0.5
 CHOICES = [
-    {"block": block, "warps": warps, "stages": stages, "stretches": stretches}
+    Tiling(block=block, warps=warps, stages=stages, stretches=stretches)
     for block, warps, stages, stretches in (
         (64, 4, 3, 4), (64, 4, 2, 4), (64, 2, 3, 4), (32, 2, 3, 4), (128, 4, 2, 4), (128, 4, 3, 4),
     )
@@ -48,15 +47,16 @@ class Case:
             tuple(torch.randn((slots, HEADS, SIZE), dtype=torch.bfloat16, device="cuda") for _ in range(2))
             for _ in range(LAYERS)
         ]
-        self.ops = load("cuda")
+        self.ops = load("cuda", "triton", own=("watched_attention", "canary_digest", "canary_verify"))
         self.table, (self.rows, _, _) = make_table(per_request)
-        self.context = torch.full((REQUESTS,), CONTEXT, dtype=torch.int64, device="cuda")
         self.q = torch.randn((REQUESTS, QUERIES, SIZE), dtype=torch.bfloat16, device="cuda")
         self.stamps = torch.zeros((4, slots, 4), dtype=torch.int64, device="cuda")
         self.ring = tuple(
             torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in ((1024, RING_FIELDS), (1,), (4,))
         )
         self.starts = torch.arange(REQUESTS + 1, device="cuda")
+        context = torch.full((REQUESTS,), CONTEXT, dtype=torch.int64, device="cuda")
+        self.batch = AttentionBatch(rows_B=self.rows, q_starts_B1=self.starts, context_B=context)
         self.new = self.table[1:, CONTEXT - 1].long().contiguous()
         self.at = torch.full((REQUESTS,), CONTEXT - 1, dtype=torch.int64, device="cuda")
         self.tokens = torch.arange(REQUESTS, device="cuda")
@@ -66,13 +66,13 @@ class Case:
             ).cuda()
             for name in ("partial", "all")
         }
-        self.planes = [byte_planes(layer, HEADS) for layer in self.factors["all"]]
+        self.packed = [self.ops.pack_factors(layer, HEADS) for layer in self.factors["all"]]
 
     def due(self, stride: int) -> tuple[Tensor, int]:
         """What is verified of all but the token that the step itself writes."""
         reads = torch.tensor([[*range(REQUESTS)], [*range(1, REQUESTS + 1)], [0] * REQUESTS,
                               [CONTEXT - 1] * REQUESTS, [stride] * REQUESTS])  # fmt: skip
-        columns, entries, _ = canary_due(reads.numpy(), 5, PAGE)
+        columns, entries, _ = self.ops.canary_due(reads.numpy(), 5, PAGE)
         return torch.from_numpy(columns).cuda(), entries
 
     def stamp_all(self, data: str) -> None:
@@ -90,21 +90,24 @@ class Case:
         """Plan inputs of every token."""
         reads = torch.tensor([[*range(REQUESTS)], [*range(1, REQUESTS + 1)], [0] * REQUESTS, [CONTEXT] * REQUESTS,
                               [1] * REQUESTS])  # fmt: skip
-        columns, entries, _ = canary_due(reads.numpy(), 0, PAGE)
+        columns, entries, _ = self.ops.canary_due(reads.numpy(), 0, PAGE)
         return self.table, torch.from_numpy(columns).cuda(), entries
 
 
-def attend(case: Case, layer: int, choice: dict[str, int], watched: tuple[Tensor, Tensor] | None) -> Tensor:
-    more = {} if watched is None else {
-        "planes": case.planes[layer], "due_7B": watched[0], "sums_22E": watched[1]
-    }  # fmt: skip
-    return watched_decode_attention(
-        case.q, *case.kv[layer], case.table, case.rows, case.context, SCALE, page_size=PAGE, **choice, **more
-    )
+def attend(case: Case, layer: int, choice: Tiling, watched: tuple[Tensor, Tensor] | None) -> Tensor:
+    digest = None
+    if watched is not None:
+        due, sums = watched
+        digest = LayerDigest(factors=case.packed[layer], due_7B=due, sums_E2=sums, page_size=PAGE)
+    return case.ops.watched_attention(case.q, *case.kv[layer], case.table, case.batch, SCALE, digest, choice)
+
+
+def new_sums(entries: int) -> Tensor:
+    return torch.zeros((entries, 2), dtype=torch.int64, device="cuda")
 
 
 def step(
-    case: Case, mode: tuple[str, int, bool] | None, choices: dict[bool, dict[str, int]],
+    case: Case, mode: tuple[str, int, bool] | None, choices: dict[bool, Tiling],
     linears: list[list[Tensor]] | None,
 ) -> Callable[[], None]:  # fmt: skip
     """One decode step: all layers, with the canary's work around them. mode: (real data, stride, fused)."""
@@ -114,7 +117,7 @@ def step(
 
     def run() -> None:
         plan = None
-        sums = new_sums(entries, "cuda") if is_fused else None
+        sums = new_sums(entries) if is_fused else None
         if mode is not None:
             plan = case.ops.canary_plan(case.table, due, entries, page_size=PAGE)
             around(0, plan, None)
@@ -124,10 +127,8 @@ def step(
                 for weights in linears[layer]:
                     torch.matmul(x[:, :1].expand(REQUESTS, weights.shape[0]), weights)
         if plan is not None:
-            digests = None
-            if sums is not None:
-                digests = packed_sums(sums)
-            elif data != "none":
+            digests = sums
+            if sums is None and data != "none":
                 digests = case.ops.canary_digest(case.kv, plan[0], case.factors[data])
             around(2, plan, digests)
 
@@ -150,15 +151,15 @@ def captured(job: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def tuned(case: Case) -> tuple[dict[bool, dict[str, int]], dict[str, float]]:
+def tuned(case: Case) -> tuple[dict[bool, Tiling], dict[str, float]]:
     """The best way to cut the work, with and without digests; microseconds a layer of each."""
     due, entries = case.due(1)
-    sums = new_sums(entries, "cuda")
+    sums = new_sums(entries)
     seen: dict[str, float] = {}
     best = {}
     for watched in (False, True):
 
-        def layers(choice: dict[str, int], w: bool = watched) -> None:
+        def layers(choice: Tiling, w: bool = watched) -> None:
             for layer in range(8):
                 attend(case, layer, choice, (due, sums) if w else None)
 
@@ -170,7 +171,7 @@ def tuned(case: Case) -> tuple[dict[bool, dict[str, int]], dict[str, float]]:
                 seen[f"{watched} {choice}"] = -1.0
                 sys.stderr.write(f"{choice}: {error}\n")
                 continue
-            seen[f"{watched} {tuple(choice.values())}"] = round(spent, 1)
+            seen[f"{watched} {astuple(choice)}"] = round(spent, 1)
             times.append((spent, choice))
         best[watched] = min(times, key=lambda pair: pair[0])[1]
     return best, seen
@@ -196,7 +197,7 @@ def main() -> None:
     choices, seen = tuned(case)
     sys.stderr.write(json.dumps(seen, indent=1) + "\n")
     values: dict[str, object] = {"device": torch.cuda.get_device_name(), "differing": len(wrong), "cut_us": seen}
-    values["choices"] = {str(watched): choice for watched, choice in choices.items()}
+    values["choices"] = {str(watched): asdict(choice) for watched, choice in choices.items()}
     copy = copy_rate(5)
     values["copy_gb_s"] = round(copy, 1)
     shapes = ((WIDTH, WIDTH + 2 * HEADS * SIZE), (WIDTH, WIDTH), (WIDTH, 2 * MLP), (MLP, WIDTH))

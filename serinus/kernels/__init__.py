@@ -7,7 +7,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane
-from serinus.kernels.contracts import Watch
+from serinus.kernels.contracts import LayerDigest, Tiling, Watch
 from serinus.kernels.huge_pages import collapse_to_huge_pages, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
@@ -17,9 +17,11 @@ __all__ = [
     "RING_FIELDS",
     "AttentionBatch",
     "Kernels",
+    "LayerDigest",
     "PackedLinear",
     "Reason",
     "StampLane",
+    "Tiling",
     "Watch",
     "collapse_to_huge_pages",
     "load",

@@ -17,17 +17,20 @@ from torch import Tensor
 
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.contracts import LayerDigest
 
 __all__ = [
     "check_digest",
     "check_gate",
     "check_hashed",
     "check_norm",
+    "check_pack_factors",
     "check_pack_linear",
     "check_paged_attention",
     "check_pages",
     "check_qk_rope_store",
     "check_residual",
+    "check_watched_attention",
 ]
 
 
@@ -147,6 +150,44 @@ def check_paged_attention(
         raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones")
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"kernels: window {window}, softcap {softcap}; expected None, or at least 1 and above 0")
+
+
+def check_pack_factors(coefficients_22W: Tensor, kv_heads: int) -> None:
+    """Raise ValueError where these are not the coefficients of one layer of so many heads."""
+    shape = tuple(coefficients_22W.shape)
+    if len(shape) != 3 or shape[:2] != (2, 2) or shape[2] % kv_heads or coefficients_22W.dtype != torch.int32:
+        raise ValueError(
+            f"kernels: digest coefficients {coefficients_22W.dtype} {shape} of {kv_heads} heads, expected int32 "
+            "[2, 2, lanes of all heads]"
+        )
+
+
+def check_watched_attention(
+    q_BND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    req_to_token_RC: Tensor,
+    batch: AttentionBatch,
+    digest: LayerDigest | None,
+) -> None:
+    """Raise ValueError: as check_paged_attention, or there is not one query a sequence, or the digest is of others."""
+    check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch)
+    count = batch.sequence_count
+    if q_BND.shape[0] != count:
+        raise ValueError(f"kernels: {q_BND.shape[0]} queries of {count} sequences, expected one of each")
+    if digest is None:
+        return
+    due, sums = digest.due_7B, digest.sums_E2
+    if due.shape != (7, count) or due.dtype != torch.int64 or not due.is_contiguous():
+        raise ValueError(f"kernels: due {due.dtype} {tuple(due.shape)}, expected int64 (7, {count}), contiguous")
+    if sums.shape[1:] != (2,) or sums.dtype != torch.int64 or not sums.is_contiguous() or digest.page_size < 1:
+        raise ValueError(
+            f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int64 [E, 2], "
+            "contiguous, and at least 1"
+        )
+    lanes = k_pool_SHD[0].numel() * k_pool_SHD.element_size() // 2
+    if digest.factors.lane_count != lanes:
+        raise ValueError(f"kernels: factors of {digest.factors.lane_count} lanes, expected {lanes}, the whole row's")
 
 
 def check_pages(

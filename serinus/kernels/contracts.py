@@ -7,6 +7,7 @@ R, C = rows and columns of req_to_token, G = pages, Y = bytes of one page, B = s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,8 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.packed import PackedFactors
 
-__all__ = ["CanaryOps", "HashedPages", "LayersKv", "MakeWatch", "MovePages", "PagedAttention", "Watch"]
+__all__ = [
+    "CanaryOps",
+    "HashedPages",
+    "LayerDigest",
+    "LayersKv",
+    "MakeWatch",
+    "MovePages",
+    "PagedAttention",
+    "Tiling",
+    "Watch",
+    "WatchedAttention",
+]
 
 LayersKv = Sequence[tuple[Tensor, Tensor]]
 """(k, v) pools [S, H, D] of the layers of one part."""
@@ -51,6 +64,51 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDigest:
+    """What `watched_attention` digests of one layer, and where the sums go."""
+
+    factors: PackedFactors
+    """The coefficients of this layer."""
+    due_7B: Tensor
+    """As `canary_plan` takes it; one column for every sequence of the batch, in its order."""
+    sums_E2: Tensor
+    """Digests as `canary_digest` gives them, of the slots that `canary_plan` names: those of this layer are added. What
+    becomes of entries whose slot is 0 is not defined."""
+    page_size: int
+    """Positions of a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a GPU cuts decode attention."""
+
+    block: int
+    """Positions at a time."""
+    warps: int
+    """Warps of one program."""
+    stages: int
+    """Blocks that are loaded ahead."""
+    stretches: int
+    """Programs that share a sequence and a KV head."""
+
+
+class WatchedAttention(Protocol):
+    """The signature of watched_attention."""
+
+    def __call__(
+        self,
+        q_BND: Tensor,
+        k_pool_SHD: Tensor,
+        v_pool_SHD: Tensor,
+        req_to_token_RC: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        digest: LayerDigest | None = None,
+        tiling: Tiling | None = None,
     ) -> Tensor: ...
 
 

@@ -1,4 +1,4 @@
-"""PackedLinear: the weight of one linear layer in the order its kernel reads it. Opaque outside of `kernels`."""
+"""What one column packed for its own kernels: weights of linears, factors of digests. Opaque outside of `kernels`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["PackedLinear", "RowBlocks"]
+__all__ = ["PackedFactors", "PackedLinear", "RowBlocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +35,15 @@ class PackedLinear:
     """Whether the weight was reordered for oneDNN."""
     rows: RowBlocks | None = None
     """How a kernel for few rows reads the weight; None: only oneDNN can, or the weight is plain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFactors:
+    """Digest coefficients of one layer as `pack_factors` left them, for `watched_attention` of the same column."""
+
+    factors: Tensor
+    """Plain int32 [2, 2, W], or fp16 [half, head, low or high byte of a lane, D, column] where there is a bias."""
+    bias: Tensor | None
+    """int32 [half, head, sum]: what the sums lack where bytes less 128 are multiplied; None: the factors are plain."""
+    lane_count: int
+    """W, the 16-bit lanes of a row of one half."""

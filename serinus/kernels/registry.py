@@ -7,7 +7,8 @@ in it, `ref` serves. So a new kernel is one new file: nothing is registered. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
-from serinus.kernels.contracts import HashedPages, MakeWatch, MovePages, PagedAttention
-from serinus.kernels.packed import PackedLinear
+from serinus.kernels.contracts import HashedPages, MakeWatch, MovePages, PagedAttention, WatchedAttention
+from serinus.kernels.packed import PackedFactors, PackedLinear
 
 __all__ = ["COLUMNS", "FILES", "Kernels", "load", "warm"]
 
@@ -36,6 +37,8 @@ FILES: Mapping[str, str] = MappingProxyType(
         "gelu_mul": "gelu_mul",
         "qk_rope_store": "qk_rope_store",
         "paged_attention": "paged_attention",
+        "pack_factors": "watched_attention",
+        "watched_attention": "watched_attention",
         "pack_linear": "linear",
         "linear": "linear",
         "gather_pages": "pages",
@@ -78,6 +81,10 @@ class Kernels:
     """(qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, eps, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)"""
     paged_attention: PagedAttention
     """(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window=None, softcap=None) -> out_TND"""
+    pack_factors: Callable[[Tensor, int], PackedFactors]
+    """(coefficients_22W, kv_heads) -> packed"""
+    watched_attention: WatchedAttention
+    """(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, digest=None, tiling=None) -> out_BND"""
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
@@ -107,13 +114,12 @@ class Kernels:
 
     def summary(self) -> str:
         """Which ops run on which column, in words: for the log at start and for `serinus doctor`."""
-        served = {column: [op for op in FILES if self.columns[op] == column] for column in ("cpu", "triton", "ref")}
-        if len(set(self.columns.values())) == 1:
-            return f"all ops on column {next(iter(self.columns.values()))}"
-        return "; ".join(f"{column}: {', '.join(ops)}" for column, ops in served.items() if ops)
+        most, *others = (column for column, _ in Counter(self.columns.values()).most_common())
+        served = "; ".join(f"{name}: {', '.join(op for op in FILES if self.columns[op] == name)}" for name in others)
+        return f"all ops on column {most}" + (f", but {served}" if served else "")
 
 
-def load(device: str, column: str = "auto") -> Kernels:
+def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Kernels:
     """The ops for a device, the canary's included.
 
     Args:
@@ -121,8 +127,9 @@ def load(device: str, column: str = "auto") -> Kernels:
         column: "auto" takes the column made for the device ("cpu" for a CPU; "triton" for CUDA, where Triton is
             installed) and `ref` for each op that it lacks; another name asks for that column. "triton" on a CPU runs in
             Triton's interpreter only.
+        own: ops for which `ref` may not stand in: what is measured, or held against `ref`.
     Raises:
-        ConfigError: no such column, or not on this device.
+        ConfigError: no such column, or not on this device, or it lacks one of its `own`.
     Cost: imports the column: numba about 0.3 s, Triton about 0.5 s, the first time.
     """
     kind = device.split(":")[0]
@@ -139,6 +146,9 @@ def load(device: str, column: str = "auto") -> Kernels:
     found = {op: _find(op, column) for op in FILES}
     ops = {op: make for op, (make, _) in found.items()}
     columns = {op: name for op, (_, name) in found.items()}
+    lacking = [op for op in own if columns[op] != column]
+    if lacking:
+        raise ConfigError(f"kernels: column {column!r} has no {', '.join(lacking)}, expected a kernel of its own")
     return Kernels(device=kind, columns=columns, warmer=_warmer(column), **ops)
 
 

@@ -70,4 +70,4 @@ def test_an_extra_that_is_missing_is_no_fault_and_says_how_it_is_installed(monke
 @pytest.mark.slow
 def test_the_column_of_every_kernel_is_named() -> None:
     found = {finding.what: finding for finding in kernels()}
-    assert found["kernels on cpu"].seen == "all ops on column cpu"
+    assert found["kernels on cpu"].seen.startswith("all ops on column cpu")

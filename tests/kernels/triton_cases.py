@@ -15,25 +15,31 @@ from collections.abc import Callable
 import torch
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, load
-from serinus.kernels.ref import canary as ref
-from serinus.kernels.ref.paged_attention import paged_attention
-from serinus.kernels.triton.watched_attention import byte_planes, new_sums, packed_sums, watched_decode_attention
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, Tiling, load
 
 from .canary_case import make_case, outcome
 
 __all__ = ["CASES", "differences"]
 
+TILING = Tiling(block=16, warps=4, stages=1, stretches=2)
+"""Small: the few tokens of a case are several blocks of several stretches."""
+
+
+def columns(device: str, *ops: str) -> tuple[Kernels, Kernels]:
+    """The reference and the Triton column, which must have these ops of its own."""
+    return load(device, "ref"), load(device, "triton", own=ops)
+
 
 def canary(seed: int, device: str) -> str:
     """Stamps, digests, plans and violations of one random case."""
     case = make_case(seed, device)
-    expected, found = outcome(load(device, "ref"), case), outcome(load(device, "triton"), case)
+    expected, found = (outcome(ops, case) for ops in columns(device, "canary_verify", "canary_write"))
     return ", ".join(name for name in expected if expected[name] != found[name])
 
 
 def watched_attention(seed: int, device: str) -> str:
     """Attention that digests what it reads, beside attention and digest of the reference."""
+    ref, triton = columns(device, "pack_factors", "watched_attention")
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     page, heads, group, size, layers = rng.choice((4, 16)), rng.choice((1, 2)), rng.choice((1, 4)), 32, 2
     contexts = [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]
@@ -53,33 +59,35 @@ def watched_attention(seed: int, device: str) -> str:
     reads = torch.tensor(
         [[*range(batch)], [*range(1, batch + 1)], [0] * batch, [c - 1 for c in contexts], [stride] * batch]
     )
-    columns, entries, _ = ref.canary_due(reads.numpy(), rng.randrange(9), page)
-    if columns.shape[1] != batch:
+    columns_7B, entries, _ = ref.canary_due(reads.numpy(), rng.randrange(9), page)
+    if columns_7B.shape[1] != batch:
         return ""  # every sequence stands in its place
-    due, table = torch.from_numpy(columns).to(device), table.to(device)
-    rows, seen = reads[1].to(device), torch.tensor(contexts, device=device)
+    due, table = torch.from_numpy(columns_7B).to(device), table.to(device)
     factors = torch.from_numpy(digest_coefficients(range(layers), range(heads), size, 2, partial=False)).to(device)
     q = torch.randn((batch, heads * group, size), generator=generator).to(dtype).to(device)
-    sums = new_sums(entries, device)
+    attention = AttentionBatch(
+        rows_B=reads[1].to(device),
+        q_starts_B1=torch.arange(batch + 1, device=device),
+        context_B=torch.tensor(contexts, device=device),
+    )
+    slots = ref.canary_plan(table, due, entries, page_size=page)[0]
+    whole, stood_in = (torch.zeros((entries, 2), dtype=torch.int64, device=device) for _ in range(2))
     wrong = ""
-    attention = AttentionBatch(rows_B=rows, q_starts_B1=torch.arange(batch + 1, device=device), context_B=seen)
     for layer, (k, v) in enumerate(kv):
-        found = watched_decode_attention(
-            q, k, v, table, rows, seen, 0.25, page_size=page, planes=byte_planes(factors[layer], heads),
-            due_7B=due, sums_22E=sums, block=16, stretches=2,
-        )  # fmt: skip
-        plain = watched_decode_attention(
-            q, k, v, table, rows, seen, 0.25, page_size=page, block=16, stretches=2
-        )  # fmt: skip
-        expected = paged_attention(q, k, v, table, attention, 0.25)
+        inputs = (q, k, v, table, attention, 0.25)
+        given = {"due_7B": due, "page_size": page}
+        digest = LayerDigest(factors=triton.pack_factors(factors[layer], heads), sums_E2=whole, **given)
+        found = triton.watched_attention(*inputs, digest, TILING)
+        plain = triton.watched_attention(*inputs, None, TILING)
+        digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_E2=stood_in, **given)
+        expected = ref.watched_attention(*inputs, digest)
         if not torch.allclose(found.float(), expected.float(), atol=0.03):
             wrong += f" attention of layer {layer} by {float((found.float() - expected.float()).abs().max()):.3f}"
         if not torch.equal(found, plain):
             wrong += f" layer {layer} watched and not watched"
-    slots = ref.canary_plan(table, due, entries, page_size=page)[0]
-    whole = ref.canary_digest(kv, slots, factors)
-    if not torch.equal(packed_sums(sums)[slots > 0], whole[slots > 0]):
-        wrong += " digests"
+    for name, sums in (("triton", whole), ("ref", stood_in)):
+        if not torch.equal(sums[slots > 0], ref.canary_digest(kv, slots, factors)[slots > 0]):
+            wrong += f" digests of {name}"
     return wrong
 
 

@@ -1,8 +1,7 @@
-"""Paged decode attention that digests the KV it reads: the canary's digest of a layer without reading it again.
+"""Paged decode attention that digests the KV it reads; see the reference for what it means.
 
-One query a sequence. A program has one sequence, one KV head and one stretch of its tokens; sums of the digest are
-added atomically, in a buffer of 16 bytes a slot that stays in the second cache. What it means: attention of the
-reference, and canary_digest of the layers that were attended to, over the slots that canary_plan expands.
+A program has one sequence, one KV head and one stretch of its tokens; sums of the digest are added atomically, in a
+buffer of 16 bytes a slot that stays in the second cache.
 
 The sums of (lane * coefficient) modulo 2**32 are made by the matrix unit, exactly: both bytes of a lane less 128, times
 the four balanced bytes of a coefficient, are integers of at most 2**14, of which fp32 adds up 2 * D without rounding.
@@ -10,12 +9,11 @@ Byte planes are then put together modulo 2**32; what the 128 took off is the sam
 were slower: 403 us a layer where these take 291, and attention alone 258.)
 
 B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of req_to_token,
-E = slots verified, P = stretches of a sequence.
+E = slots digested, P = stretches of a sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,39 +21,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Planes", "byte_planes", "new_sums", "packed_sums", "watched_decode_attention"]
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.checks import check_pack_factors, check_watched_attention
+from serinus.kernels.contracts import LayerDigest, Tiling
+from serinus.kernels.packed import PackedFactors
+
+__all__ = ["pack_factors", "watched_attention"]
 
 _GROUP = 16
 """Query heads of one KV head, padded to what a matrix unit takes."""
-_PLAIN, _WATCHED = (128, 4, 3, 4), (64, 2, 3, 4)
-"""Block, warps, stages, stretches that were fastest on an H200 (benchmarks/canary_gpu_step.py)."""
+_PLAIN = Tiling(block=128, warps=4, stages=3, stretches=4)
+_WATCHED = Tiling(block=64, warps=2, stages=3, stretches=4)
+"""The fastest on an H200 (benchmarks/canary_gpu_step.py)."""
 _COLUMNS = 16
-"""Byte planes of both sums, padded to what a matrix unit takes."""
-
-
+"""Byte planes of both sums, padded to what a matrix unit takes: sum 0 in columns 0-3, sum 1 in 4-7."""
 _HEAD_SIZE_MAX = 512
 """Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planes:
-    """Coefficients of one layer, cut into bytes."""
-
-    planes: Tensor
-    """fp16 [half, head, low or high byte of the lane, D, column]: sum 0 in columns 0-3, sum 1 in 4-7."""
-    bias: Tensor
-    """int32 [half, head, sum]: what the bytes less 128 lack."""
-
-
-def byte_planes(factors_22W: Tensor, kv_heads: int) -> Planes:
-    """From the coefficients of one layer, int32; once, at start. Raises ValueError: heads are too large for exact
-    sums."""
-    size = factors_22W.shape[-1] // kv_heads
+def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
+    """Cut coefficients into byte planes. Raises ValueError: heads are too large for exact sums."""
+    check_pack_factors(coefficients_22W, kv_heads)
+    lanes = coefficients_22W.shape[-1]
+    size = lanes // kv_heads
     if size > _HEAD_SIZE_MAX:
         raise ValueError(f"kernels: heads of {size}, expected at most {_HEAD_SIZE_MAX}")
-    factors = factors_22W.long().view(2, 2, kv_heads, size).permute(0, 2, 3, 1) & 0xFFFFFFFF  # half, head, D, sum
-    planes = torch.zeros((2, kv_heads, 2, size, _COLUMNS), dtype=torch.float16, device=factors.device)
-    left = factors.clone()
+    left = coefficients_22W.long().view(2, 2, kv_heads, size).permute(0, 2, 3, 1) & 0xFFFFFFFF  # half, head, D, sum
+    bias = (128 * 257 * left.sum(2)) & 0xFFFFFFFF
+    planes = torch.zeros((2, kv_heads, 2, size, _COLUMNS), dtype=torch.float16, device=left.device)
     for place in range(4):
         digit = ((left & 0xFF) + 128) % 256 - 128
         left = (left - digit) >> 8
@@ -63,58 +56,55 @@ def byte_planes(factors_22W: Tensor, kv_heads: int) -> Planes:
             planes[:, :, 0, :, 4 * which + place] = digit[..., which].half()
             if place < 3:  # the high byte of a lane is worth 256 more
                 planes[:, :, 1, :, 4 * which + place + 1] = digit[..., which].half()
-    bias = (128 * 257 * factors.sum(2)) & 0xFFFFFFFF
-    return Planes(planes=planes.contiguous(), bias=torch.where(bias >> 31 > 0, bias - (1 << 32), bias).int())
+    bias = torch.where(bias >> 31 > 0, bias - (1 << 32), bias).int()
+    return PackedFactors(factors=planes, bias=bias.contiguous(), lane_count=lanes)
 
 
-def new_sums(entry_count: int, device: torch.device | str) -> Tensor:
-    """Zeros, int32 [half, sum, E], for the layers of one pass."""
-    return torch.zeros((2, 2, entry_count), dtype=torch.int32, device=device)
+def watched_attention(
+    q_BND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    req_to_token_RC: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    digest: LayerDigest | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Attention of one layer, [B, N, D]; with a digest that of what is due is added to its sums.
 
-
-def packed_sums(sums_22E: Tensor) -> Tensor:
-    """Digests [E, 2] as canary_digest gives them."""
-    low, high = (sums_22E[:, i].long() & 0xFFFFFFFF for i in range(2))
-    return (low | high << 32).T.contiguous()
-
-
-def watched_decode_attention(
-    q_BND: Tensor, k_SHD: Tensor, v_SHD: Tensor, table_RC: Tensor, rows_B: Tensor, context_B: Tensor, scale: float,
-    *, page_size: int, planes: Planes | None = None, due_7B: Tensor | None = None, sums_22E: Tensor | None = None,
-    context_max: int = 0, stretches: int = 0, block: int = 0, warps: int = 0, stages: int = 0,
-) -> Tensor:  # fmt: skip
-    """Attention of one layer, [B, N, D]; with planes the digest of what is due is added to the sums.
-
-    Args:
-        table_RC: int32. rows_B, context_B: int64; sequence b sees context_B[b] tokens.
-        planes: of this layer; due_7B: of canary_plan, with every sequence in its place;
-            sums_22E: of new_sums.
-        context_max: of context_B at most; 0 = the columns of the table.
-        stretches, block, warps, stages: how the work is cut; 0 = as measured best.
+    Raises:
+        ValueError: as in the reference; or KV not of 16 bits, or a head size or group that this kernel does not serve.
     Cost: one read of the KV; no host wait.
     """
-    batch, heads, size = q_BND.shape
-    kv_heads = k_SHD.shape[1]
-    is_watched = planes is not None and due_7B is not None and sums_22E is not None
-    best = _WATCHED if is_watched else _PLAIN
-    given = (block, warps, stages, stretches)
-    block, warps, stages, parts = (asked or usual for asked, usual in zip(given, best, strict=True))
-    longest = context_max or table_RC.shape[1]
-    stretch = triton.cdiv(triton.cdiv(longest, parts), block) * block
+    check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
+    count, heads, size = q_BND.shape
+    kv_heads = k_pool_SHD.shape[1]
+    group = heads // kv_heads
+    if group > _GROUP or size < 16 or size != triton.next_power_of_2(size) or k_pool_SHD.element_size() != 2:
+        raise ValueError(
+            f"kernels: {group} query heads a KV head, of {size} {k_pool_SHD.dtype}; expected at most {_GROUP}, a power "
+            "of 2 from 16 on, and 16 bits"
+        )
+    cut = tiling or (_PLAIN if digest is None else _WATCHED)
+    parts = cut.stretches
+    stretch = triton.cdiv(triton.cdiv(req_to_token_RC.shape[1], parts), cut.block) * cut.block
     out_BND = torch.empty_like(q_BND)
-    partial_PBND = torch.empty((parts, batch, heads, size), dtype=torch.float32, device=q_BND.device)
-    stats_P2BN = torch.empty((parts, 2, batch, heads), dtype=torch.float32, device=q_BND.device)
-    digest = (rows_B, rows_B, rows_B, 0)  # not read where nothing is watched
-    if planes is not None and due_7B is not None and sums_22E is not None:
-        digest = (planes.planes, planes.bias, due_7B, sums_22E.shape[-1])
-    _attend[(batch, kv_heads, parts)](
-        q_BND, k_SHD, v_SHD, table_RC, table_RC.stride(0), rows_B, context_B, partial_PBND, stats_P2BN, *digest[:3],
-        rows_B if sums_22E is None else sums_22E, digest[3], scale * 1.4426950408889634, stretch, batch,
-        HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=_GROUP, SIZE=size, PAGE=page_size, BLOCK=block,
-        WATCHED=is_watched, COLUMNS=_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=warps, num_stages=stages,
+    partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_BND.device)
+    stats_P2BN = torch.empty((parts, 2, count, heads), dtype=torch.float32, device=q_BND.device)
+    watched = (batch.rows_B,) * 4  # not read where nothing is watched
+    if digest is not None:
+        if digest.factors.bias is None:
+            raise ValueError("kernels: watched_attention of column triton got factors packed by another column")
+        watched = (digest.factors.factors, digest.factors.bias, digest.due_7B, digest.sums_E2.view(torch.int32))
+    _attend[(count, kv_heads, parts)](
+        q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.context_B,
+        partial_PBND, stats_P2BN, *watched, scale * 1.4426950408889634, stretch, count,
+        HEADS=kv_heads, QUERIES=group, GROUP=_GROUP, SIZE=size, PAGE=1 if digest is None else digest.page_size,
+        BLOCK=cut.block, WATCHED=digest is not None, COLUMNS=_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=cut.warps,
+        num_stages=cut.stages,
     )  # fmt: skip
-    _join[(batch, heads)](
-        partial_PBND, stats_P2BN, out_BND, batch, HEADS=heads, SIZE=size, STRETCHES=parts, num_warps=1
+    _join[(count, heads)](
+        partial_PBND, stats_P2BN, out_BND, count, HEADS=heads, SIZE=size, STRETCHES=parts, num_warps=1
     )
     return out_BND
 
@@ -126,7 +116,7 @@ _IN_ASSEMBLY = not triton.knobs.runtime.interpret
 
 @_jit
 def _attend(
-    q, k, v, table, columns, rows, contexts, partial, stats, planes, bias, due, sums, entries, scale, stretch, batch,
+    q, k, v, table, columns, rows, contexts, partial, stats, planes, bias, due, sums, scale, stretch, batch,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -177,13 +167,13 @@ def _attend(
             if first + turns * stride < page + (BLOCK + PAGE - 1) // PAGE:
                 turn = t // PAGE - first
                 is_due = (t >= low) & (t < high) & (t < end) & (turn >= 0) & (turn % stride == 0)
-                spot = sums + entry + turn // stride * PAGE + t % PAGE
+                spot = sums + (entry + turn // stride * PAGE + t % PAGE) * 4
                 k_sums = _sums(k_TD, k_low, k_high, IN_ASSEMBLY)
                 _add(spot, k_sums, one, k_one, is_due)
-                _add(spot + entries, k_sums, other, k_other, is_due)
+                _add(spot + 1, k_sums, other, k_other, is_due)
                 v_sums = _sums(v_TD, v_low, v_high, IN_ASSEMBLY)
-                _add(spot + 2 * entries, v_sums, one, v_one, is_due)
-                _add(spot + 3 * entries, v_sums, other, v_other, is_due)
+                _add(spot + 2, v_sums, one, v_one, is_due)
+                _add(spot + 3, v_sums, other, v_other, is_due)
     where = part * batch * HEADS * QUERIES
     tl.store(partial + (where + query)[:, None] * SIZE + d[None, :], mixed_GD, mask=inside[:, None])
     tl.store(stats + 2 * where + query, best_G, mask=inside)

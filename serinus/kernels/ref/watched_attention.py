@@ -1,0 +1,64 @@
+"""Decode attention that digests the KV it reads, so that the canary need not read it again: the specification.
+
+A device that has no kernel for it loses nothing by `paged_attention` and `canary_digest` one after the other, which is
+what this is. B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of
+req_to_token, E = slots digested, W = 16-bit lanes of a row of one half.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.checks import check_pack_factors, check_watched_attention
+from serinus.kernels.contracts import LayerDigest, Tiling
+from serinus.kernels.packed import PackedFactors
+from serinus.kernels.ref.canary import add_digests, canary_digest, canary_plan
+from serinus.kernels.ref.paged_attention import paged_attention
+
+__all__ = ["pack_factors", "watched_attention"]
+
+
+def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
+    """Take coefficients of one layer into the form that `watched_attention` reads; once, at start. Here: as they are.
+
+    Args:
+        coefficients_22W: int32, of `digest_coefficients` with all lanes, on the pools' device.
+        kv_heads: H.
+    Raises:
+        ValueError: they are not those of so many heads.
+    """
+    check_pack_factors(coefficients_22W, kv_heads)
+    return PackedFactors(factors=coefficients_22W, bias=None, lane_count=coefficients_22W.shape[-1])
+
+
+def watched_attention(
+    q_BND: Tensor,
+    k_pool_SHD: Tensor,
+    v_pool_SHD: Tensor,
+    req_to_token_RC: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    digest: LayerDigest | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """`paged_attention` of one query a sequence; with a digest, `canary_digest` of what is due is added to its sums.
+
+    Args:
+        q_BND ... scale: of `paged_attention`.
+        digest: what is due, within the context of each sequence; None = attention alone, the same to the bit.
+        tiling: how a GPU cuts the work; None = as measured best. Only columns of a GPU read it.
+    Returns: [B, N, D], dtype of q.
+    Raises:
+        ValueError: shapes or dtypes disagree, a sequence has several queries, or the factors were packed by another
+            column or are not those of whole rows.
+    """
+    check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
+    if digest is not None:
+        if digest.factors.bias is not None:
+            raise ValueError("kernels: watched_attention of column ref got factors packed by another column")
+        sums_E2, due_7B = digest.sums_E2, digest.due_7B
+        slots_E = canary_plan(req_to_token_RC, due_7B, len(sums_E2), page_size=digest.page_size)[0]
+        found_E2 = canary_digest([(k_pool_SHD, v_pool_SHD)], slots_E, digest.factors.factors[None])
+        sums_E2.copy_(add_digests(sums_E2, found_E2))
+    return paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale)
