@@ -1,10 +1,11 @@
-"""Numbers that the canary's ops and the readers of their ring share: lanes of stamps, reasons, sizes, constants."""
+"""What the canary's ops and the readers of their ring share: lanes of stamps, reasons and their comparison, sizes."""
 
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import Any
 
-__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane"]
+__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing"]
 
 ANCHOR = 0x5E41
 """The previous hash of position 0."""
@@ -40,3 +41,20 @@ class Reason(IntFlag):
     """The token computed in this step is not the one expected."""
     WRITE_POSITION = 32
     """Its position is not the one expected."""
+
+
+def differing(
+    token: Any, position: Any, chain_hash: Any, digest: Any,
+    wanted_token: Any, wanted_position: Any, wanted_hash: Any, wanted_digest: Any,
+) -> Any:  # fmt: skip
+    """The verify reasons of a stamp beside what it should be, as the sum of their numbers.
+
+    Every column runs this very source: `ref` calls it with int64 tensors, numba and Triton compile it (`cpu` with
+    numbers, `triton` with blocks). So it has comparisons, sums and plain numbers only.
+    """
+    return (
+        (chain_hash != wanted_hash) * 1
+        + (position != wanted_position) * 2
+        + (token != wanted_token) * 4
+        + (digest != wanted_digest) * 8
+    )

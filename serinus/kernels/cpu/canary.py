@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
@@ -188,6 +188,9 @@ def _splitmix(x: Any) -> Any:
 @inlined(fastmath=set())
 def _mix(previous_hash: Any, token: Any, position: Any) -> Any:
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << np.uint64(32))))
+
+
+_differing = inlined(fastmath=set())(differing)
 
 
 @cache
@@ -367,15 +370,9 @@ def _verify_body(version: int) -> Body:
                     found = np.int64(0)
                     if a[8] != 0:
                         found = carray(at(a[8]), count * 2, np.int64)[e * 2 + half]
-                    reasons = 0
-                    if stored_hash != expected_hash:
-                        reasons |= 1
-                    if position != positions[e]:
-                        reasons |= 2
-                    if token != wanted:
-                        reasons |= 4
-                    if stored_digest != found:
-                        reasons |= 8
+                    reasons = _differing(
+                        token, position, stored_hash, stored_digest, wanted, positions[e], expected_hash, found
+                    )
                     if reasons != 0:
                         base = fetch_add(a[12], 1) % a[11] * RING_FIELDS
                         ring[base] = lane + half

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason
+from serinus.kernels.canary import ANCHOR, UNKNOWN, differing
 from serinus.kernels.checks import check_digest
 
 __all__ = ["add_digests", "canary_digest", "canary_due", "canary_plan", "canary_verify", "canary_write", "mix"]
@@ -165,12 +165,8 @@ def canary_verify(
         hashes_E = torch.where(previous_E == UNKNOWN, twin_E4[:, 2], hashes_E)
         wanted_E = twin_E4[:, 0] if tokens_E is None else torch.where(tokens_E == UNKNOWN, twin_E4[:, 0], tokens_E)
         found_E = torch.zeros_like(slots_E) if digests_E2 is None else digests_E2[:, half]
-        reasons_E = (
-            (stored_E4[:, 2] != hashes_E) * int(Reason.VERIFY_CHAIN_HASH)
-            + (stored_E4[:, 1] != positions_E) * int(Reason.VERIFY_POSITION)
-            + (stored_E4[:, 0] != wanted_E) * int(Reason.VERIFY_TOKEN)
-            + (stored_E4[:, 3] != found_E) * int(Reason.VERIFY_REAL_KV_HASH)
-        )
+        token_E, position_E, hash_E, digest_E = stored_E4.unbind(1)
+        reasons_E = differing(token_E, position_E, hash_E, digest_E, wanted_E, positions_E, hashes_E, found_E)
         checked_L[lane + half] += len(slots_E)
         bad_V = torch.nonzero(reasons_E).flatten()
         fields = (

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, differing
 from serinus.kernels.checks import check_digest
 
 __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write"]
@@ -127,6 +127,8 @@ def canary_write(
 
 _jit: Any = triton.jit
 _ANCHOR = tl.constexpr(ANCHOR)
+_differing = differing if triton.knobs.runtime.interpret else _jit(differing)
+"""The interpreter calls a function as it is."""
 
 
 @_jit
@@ -239,12 +241,7 @@ def _verify(
     found = token * 0
     if HAS_DIGESTS:
         found = tl.load(digests + e * 2 + half, mask=live, other=0)
-    reasons = (
-        (stored_hash != expected_hash).to(tl.int64)
-        + (position != expected_position).to(tl.int64) * 2
-        + (token != wanted).to(tl.int64) * 4
-        + (stored_digest != found).to(tl.int64) * 8
-    )
+    reasons = _differing(token, position, stored_hash, stored_digest, wanted, expected_position, expected_hash, found)
     bad = live & (reasons != 0)
     tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
     bad_count = tl.sum(bad.to(tl.int64), 0)
@@ -252,7 +249,7 @@ def _verify(
         first = tl.atomic_add(violations, bad_count)
         number = first + tl.cumsum(bad.to(tl.int64), 0) - 1
         at = ring + number % ring_rows * FIELDS
-        tl.store(at, reasons * 0 + lane + half, mask=bad)
+        tl.store(at, slot * 0 + lane + half, mask=bad)
         tl.store(at + 1, reasons, mask=bad)
         tl.store(at + 2, slot, mask=bad)
         tl.store(at + 3, expected_position, mask=bad)
