@@ -9,10 +9,9 @@ from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
-from serinus.front.parse import parse_body
 from serinus.front.render import chat_logprobs, choice_chunk, encode, meta_info, stream, usage_of
 from serinus.front.sampling import from_chat
-from serinus.front.schemas import ChatBody, refuse_unsupported
+from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
 from serinus.text import Tokenizer
 
@@ -80,9 +79,8 @@ def render_chat(
 async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
-    body = parse_body(await exchange.body(), ChatBody)
+    body = await front.read(exchange, ChatBody)
     front.check_model(body.model)
-    refuse_unsupported(body)
     params = from_chat(body)
     if params.n > front.settings.n_max:
         raise BadRequest("n", params.n, f"at most {front.settings.n_max}")

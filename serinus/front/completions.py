@@ -9,10 +9,9 @@ from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
-from serinus.front.parse import parse_body
 from serinus.front.render import choice_chunk, completion_logprobs, encode, meta_info, stream, usage_of
 from serinus.front.sampling import from_completion
-from serinus.front.schemas import CompletionBody, refuse_unsupported
+from serinus.front.schemas import CompletionBody
 from serinus.front.state import Front, prompts_of
 from serinus.text import Tokenizer
 
@@ -22,9 +21,8 @@ __all__ = ["completions"]
 async def completions(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
-    body = parse_body(await exchange.body(), CompletionBody)
+    body = await front.read(exchange, CompletionBody)
     front.check_model(body.model)
-    refuse_unsupported(body)
     params = from_completion(body)
     if body.echo and front.settings.skip_tokenizer_init:
         raise BadRequest("echo", True, "nothing: this server runs without a tokenizer")

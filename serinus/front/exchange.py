@@ -6,7 +6,7 @@ Also the OpenAI form of every error. Knows nothing of models or engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +16,6 @@ from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusE
 
 __all__ = ["BodyTooLarge", "ClientGone", "HttpExchange", "error_json", "error_of"]
 
-_JSON = (b"content-type", b"application/json")
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -61,7 +60,7 @@ def error_of(err: SerinusError) -> tuple[int, bytes]:
 class HttpExchange:
     """One request. Handlers read it with `body`, answer once with `json`, `text` or `open_stream` + `push` + `end`."""
 
-    __slots__ = ("_receive", "_send", "body_bytes_max", "path", "scope", "started", "status", "watcher")
+    __slots__ = ("_receive", "_send", "body_bytes_max", "headers", "path", "scope", "started", "status", "watcher")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, body_bytes_max: int) -> None:
         self.scope = scope
@@ -74,6 +73,8 @@ class HttpExchange:
         self.started = False
         """Whether the answer has begun: from then on an error can only end a stream."""
         self.watcher: asyncio.Task[None] | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Headers of the answer, besides those that every answer has."""
 
     def header(self, name: str) -> str:
         """A request header (`name` in lower case); empty where it is missing."""
@@ -125,12 +126,10 @@ class HttpExchange:
             self.watcher.cancel()
             self.watcher = None
 
-    async def reply(
-        self, status: int, body: bytes, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
+    async def reply(self, status: int, body: bytes, content_type: bytes) -> None:
         """The whole answer at once."""
         self.status, self.started = status, True
-        sized = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+        sized = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *self.headers]
         await self._send({"type": "http.response.start", "status": status, "headers": sized})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -149,6 +148,7 @@ class HttpExchange:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
+            *self.headers,
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -165,8 +165,9 @@ class HttpExchange:
         """Answer with an error; where the answer has begun, end the stream with an error event."""
         status, body = error_of(err)
         if not self.started:
-            headers = [(b"www-authenticate", b"Bearer")] if status == 401 else []
-            await self.reply(status, body, _JSON[1], headers)
+            if status == 401:
+                self.headers.append((b"www-authenticate", b"Bearer"))
+            await self.reply(status, body, b"application/json")
         else:
             self.status = status
             await self.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")

@@ -225,7 +225,7 @@ async def abort_request(front: Front, exchange: HttpExchange) -> None:
 
 async def tokenize(front: Front, exchange: HttpExchange) -> None:
     """Token ids of a text, of several, or of a chat. Raises BadRequest, UnknownModel."""
-    body = parse_body(await exchange.body(), TokenizeBody)
+    body = await front.read(exchange, TokenizeBody)
     front.check_model(body.model)
     given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -257,7 +257,7 @@ async def tokenize(front: Front, exchange: HttpExchange) -> None:
 
 async def detokenize(front: Front, exchange: HttpExchange) -> None:
     """The text of token ids, one list or several. Raises BadRequest, UnknownModel."""
-    body = parse_body(await exchange.body(), DetokenizeBody)
+    body = await front.read(exchange, DetokenizeBody)
     front.check_model(body.model)
     tokenizer = await front.tokenizer("tokens")
     prompts = prompts_of("tokens", body.tokens) if body.tokens else [[]]

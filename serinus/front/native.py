@@ -11,7 +11,6 @@ from serinus.core.ids import new_rid
 from serinus.core.request import TokenLogprobs
 from serinus.front.calls import Ask, Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
-from serinus.front.parse import parse_body
 from serinus.front.render import event, meta_info, stream
 from serinus.front.sampling import from_native
 from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupported
@@ -38,9 +37,8 @@ class _LogprobRequest:
 async def generate(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
-    body = parse_body(await exchange.body(), GenerateBody)
+    body = await front.read(exchange, GenerateBody)
     front.check_model(body.model)
-    refuse_unsupported(body)
     field, prompts, single = _prompts(body)
     count = len(prompts)
     samplings = _spread("sampling_params", body.sampling_params, count, NativeSampling())

@@ -1,20 +1,33 @@
-"""Bytes of a request body to a checked struct; every refusal names the field, its value and what was expected."""
+"""Bytes of a request body to a checked struct; every refusal names the field, its value and what was expected.
+
+A field that is not declared is refused where it is a declared one misspelled, and wherever it stands in
+`sampling_params`. Any other is taken for one of another server and ignored; `unknown_fields` names it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
 from serinus.core.errors import BadRequest
+from serinus.front.schemas import GenerateBody, NativeSampling, StreamOptions
 
-__all__ = ["parse_body"]
+__all__ = ["parse_body", "unknown_fields"]
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?(?:`)?\$?(?P<path>[^`]*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_UNKNOWN_MAX = 32
+"""Unknown fields that one object may have: each is compared with every name."""
+_NAME_CHARS_MAX = 64
+_LIKENESS = 0.85
+"""From this ratio of difflib on, a name is another one misspelled; max_new_tokens is one of max_tokens."""
 
 
 @cache
@@ -71,3 +84,55 @@ def _value_at(raw: bytes, path: str, what: str) -> Any:
             break
         value = value[name] if name else value[int(index)]
     return value
+
+
+def unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
+    """Fields of a body that `parse_body` took which are not declared, and not null.
+
+    Raises BadRequest: one is a declared field misspelled or in the wrong place, is in sampling_params, or there are
+    more than 32.
+    """
+    given = _FIELDS.decode(raw)
+    unknown = _unknown(given, body_type)
+    if "stream_options" in given and "stream_options" in body_type.__struct_fields__:
+        unknown += _unknown(msgspec.json.decode(given["stream_options"]) or {}, StreamOptions, "stream_options.")
+    if "sampling_params" in given and body_type is GenerateBody:
+        params = msgspec.json.decode(given["sampling_params"]) or {}
+        if isinstance(params, dict):
+            _unknown(params, NativeSampling, "sampling_params.")
+        else:
+            for index, each in enumerate(params):
+                _unknown(each, NativeSampling, f"sampling_params[{index}].")
+    return unknown
+
+
+def _unknown(given: Mapping[str, Any], struct: type[msgspec.Struct], where: str = "") -> list[str]:
+    """Those of one object. Raises BadRequest."""
+    declared = struct.__struct_fields__
+    unknown: list[str] = []
+    for name in given.keys() - set(declared):
+        value = msgspec.json.decode(given[name]) if isinstance(given[name], msgspec.Raw) else given[name]
+        if value is None:
+            continue
+        field = where + name[:_NAME_CHARS_MAX]
+        near = _near(name, declared)
+        if near and near not in given:
+            raise BadRequest(field, value, f"the name of a field: did you mean {near!r}?")
+        if struct is NativeSampling:
+            raise BadRequest(field, value, f"one of {', '.join(_SAMPLING_NAMES)}")
+        if struct is GenerateBody and name in NativeSampling.__struct_fields__:
+            raise BadRequest(field, value, "it in sampling_params")
+        unknown.append(field)
+        if len(unknown) > _UNKNOWN_MAX:
+            raise BadRequest("body", sorted(unknown), f"at most {_UNKNOWN_MAX} fields that this server does not know")
+    return sorted(unknown)
+
+
+_SAMPLING_NAMES = [field.name for field in msgspec.structs.fields(NativeSampling) if field.type is not Any]
+
+
+def _near(name: str, declared: tuple[str, ...]) -> str:
+    """The declared field that a name is like, but for case, separators and a letter or two; empty = none."""
+    plain = {each.replace("_", ""): each for each in declared}
+    found = get_close_matches(re.sub("[^a-z0-9]", "", name[:_NAME_CHARS_MAX].lower()), plain, n=1, cutoff=_LIKENESS)
+    return plain[found[0]] if found else ""

@@ -27,7 +27,7 @@ from serinus.front.metrics import RouterMetrics, merge_expositions
 from serinus.front.openapi import openapi
 from serinus.front.routes import ENDPOINTS, Handler, routes_of
 from serinus.front.settings import RouterSettings
-from serinus.front.state import KEY_HEADER, PREFILL_HEADER
+from serinus.front.state import IGNORED_HEADER, KEY_HEADER, PREFILL_HEADER
 from serinus.front.upstream import Upstream, UpstreamBroken
 
 __all__ = ["Router", "create_router_app"]
@@ -135,6 +135,8 @@ class Router:
 
     @staticmethod
     async def _answer(exchange: HttpExchange, upstream: Upstream) -> None:
+        if ignored := upstream.headers.get(IGNORED_HEADER):
+            exchange.headers.append((IGNORED_HEADER.encode(), ignored.encode("latin-1")))
         content_type = upstream.headers.get("content-type", "application/json")
         if not content_type.startswith("text/event-stream"):
             await exchange.reply(upstream.status, await upstream.body(), content_type.encode("latin-1"))

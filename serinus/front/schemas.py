@@ -1,7 +1,7 @@
 """Bodies of the HTTP requests, as msgspec structs: types only; `sampling.py` and `state.py` check what they mean.
 
-A null is the same as a missing field. Fields unknown here are ignored, as OpenAI-compatible servers do; well-known ones
-that change the answer and are not supported are declared (as `Any`) so that `refuse_unsupported` can name them.
+A null is the same as a missing field. What becomes of fields that are not declared here, `parse.py` says; well-known
+ones that change the answer and are not supported are declared (as `Any`) so that `refuse_unsupported` can name them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Of no effect: it is for tokenizers that are not `fast`."""
     n: int | None = None
     seed: int | None = None
 
@@ -89,6 +91,11 @@ class OpenAiBody(SamplingFields, kw_only=True):
     lora_path: Any = None
     use_beam_search: Any = None
     prompt_logprobs: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    stop_regex: Any = None
+    truncate_prompt_tokens: Any = None
+    session_params: Any = None
 
 
 class CompletionBody(OpenAiBody, kw_only=True):
@@ -126,6 +133,7 @@ class ChatBody(OpenAiBody, kw_only=True):
     modalities: Any = None
     audio: Any = None
     chat_template: Any = None
+    documents: Any = None
     web_search_options: Any = None
 
 
@@ -135,6 +143,8 @@ class NativeSampling(SamplingFields, kw_only=True):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
+    stream_interval: int | None = None
+    """Of no effect: every token is sent as it comes."""
     regex: Any = None
     json_schema: Any = None
     ebnf: Any = None

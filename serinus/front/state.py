@@ -6,7 +6,10 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
 
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, ConfigError, UnknownModel
@@ -19,19 +22,26 @@ from serinus.front.client import EngineClient, EngineDown
 from serinus.front.exchange import HttpExchange
 from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
+from serinus.front.parse import parse_body, unknown_fields
 from serinus.front.sampling import check_limits
+from serinus.front.schemas import refuse_unsupported
 from serinus.front.settings import FrontSettings
 from serinus.text import Tokenizer, load_tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["KEY_HEADER", "PREFILL_HEADER", "Front", "Prompt", "prompts_of"]
+__all__ = ["IGNORED_HEADER", "KEY_HEADER", "PREFILL_HEADER", "Front", "Prompt", "prompts_of"]
 
+_BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _log = get_logger("front")
 
 PREFILL_HEADER = "x-serinus-prefill"
 """Carries the control address of the prefill engine that the router suggests."""
 KEY_HEADER = "x-serinus-key"
 """Proves, where keys are set, that the suggestion comes from the router: the admin key, or the only one there is."""
+IGNORED_HEADER = "x-serinus-ignored"
+"""In an answer: the fields of its request that this server does not know."""
+_WARNED_MAX = 100
+"""Unknown fields that the log names in the life of a front, each once."""
 _THREAD_CHARS = 8192
 """Longer texts, and more texts together, are tokenized in a thread, so that streams go on meanwhile."""
 
@@ -69,6 +79,7 @@ class Front:
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
         self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
         self._warned_of_suggestion = False
+        self._warned_of: set[str] = set()
         client.on_bad_frame = self.metrics.bad_frame
 
     # ---- engine and tokenizer -----------------------------------------------------------------------------------
@@ -128,6 +139,24 @@ class Front:
         return await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in prompts])
 
     # ---- requests -----------------------------------------------------------------------------------------------
+
+    async def read(self, exchange: HttpExchange, body_type: type[_BodyT]) -> _BodyT:
+        """A request's body, checked as far as it can be by itself.
+
+        Fields that it has besides are ignored; a header of the answer names them, and once each the log. Raises
+        BadRequest, BodyTooLarge, ClientGone.
+        """
+        raw = await exchange.body()
+        body = parse_body(raw, body_type)
+        refuse_unsupported(body)
+        ignored = unknown_fields(raw, body_type)
+        if ignored:
+            exchange.headers.append((IGNORED_HEADER.encode(), quote(", ".join(ignored), safe=", ").encode()))
+        for field in ignored:
+            if field not in self._warned_of and len(self._warned_of) < _WARNED_MAX:
+                self._warned_of.add(field)
+                _log.warning("front: %s ignores the field %r, which is none of its own", exchange.path, field)
+        return body
 
     def check_model(self, model: str | None) -> None:
         """Raise UnknownModel unless `model` is the one served (or not given)."""

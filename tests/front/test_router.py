@@ -152,10 +152,11 @@ def test_an_engine_that_answers_strangely_is_looked_at_again() -> None:
 
 def test_streams_pass_through_unchanged(route: Any) -> None:
     with route(1, 0) as running:
-        body = {"prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "stream": True}
+        body = {"prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "stream": True, "store": True}
         through = running.http.post("/v1/completions", json=body)
         direct = running.decode[0].http.post("/v1/completions", json=body)
         assert through.headers["content-type"] == direct.headers["content-type"]
+        assert through.headers["x-serinus-ignored"] == direct.headers["x-serinus-ignored"] == "store"
 
         def texts(response: httpx.Response) -> list[str]:
             rows = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]

@@ -1,0 +1,111 @@
+"""A field that the server does not know is refused where it is a known one misspelled, and told of everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serinus.front.parse import unknown_fields
+from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
+from serinus.testing.running_front import RunningFront
+
+COMPLETION = {"prompt": "x", "max_tokens": 1}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+NATIVE = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+
+OPENAI = """
+    audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens messages
+    metadata modalities model moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key
+    prompt_cache_options prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier
+    stop store stream stream_options temperature tool_choice tools top_logprobs top_p user verbosity web_search_options
+    best_of echo prompt suffix"""
+VLLM = """thinking_token_budget include_reasoning use_beam_search top_k min_p repetition_penalty watermarking
+    length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids
+    allowed_token_ids bad_words add_generation_prompt continue_final_message add_special_tokens documents chat_template
+    chat_template_kwargs media_io_kwargs mm_processor_kwargs structured_outputs priority request_id session_id
+    return_tokens_as_token_ids return_token_ids return_prompt_text cache_salt kv_transfer_params vllm_xargs
+    repetition_detection guided_json guided_regex guided_choice guided_grammar"""
+SGLANG = """return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details json_schema
+    regex ebnf stop_regex no_stop_trim lora_path session_params custom_params custom_logit_processor images_config
+    bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank rid extra_key
+    ngram_corpus_id custom_labels separate_reasoning stream_reasoning max_dynamic_patch min_dynamic_patch input_ids"""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/v1/completions", {**COMPLETION, "temprature": 0.7}, "temprature", "got 0.7, expected .* 'temperature'"),
+        ("/v1/completions", {"prompt": "x", "max_new_tokens": 9}, "max_new_tokens", "'max_tokens'"),
+        ("/v1/completions", {**COMPLETION, "topP": 0.7}, "topP", "'top_p'"),
+        ("/v1/completions", {**COMPLETION, "reponse_format": {}}, "reponse_format", "'response_format'"),
+        ("/v1/chat/completions", {**CHAT, "stops": ["x"]}, "stops", "'stop'"),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwarg": {}}, "chat_template_kwarg", "'chat_template_kwargs'"),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usages": True}}, "stream_options.include_usages",
+         "'include_usage'"),
+        ("/generate", {**NATIVE, "return_logprobs": True}, "return_logprobs", "'return_logprob'"),
+        ("/generate", {"text": "x", "temperature": 0}, "temperature", "got 0, expected it in sampling_params"),
+        ("/generate", {"text": "x", "sampling_params": {"temprature": 0}}, "sampling_params.temprature",
+         "got 0, expected .* 'temperature'"),
+        ("/generate", {"text": "x", "sampling_params": {"best": 2}}, "sampling_params.best",
+         "temperature, top_p, top_k"),
+        ("/generate", {"text": ["x", "y"], "sampling_params": [{}, {"max_token": 1}]}, "sampling_params[1].max_token",
+         "'max_tokens'"),
+        ("/tokenize", {"prompt": "x", "add_special_token": True}, "add_special_token", "'add_special_tokens'"),
+        ("/v1/completions", {**COMPLETION, "bad_words": ["x"]}, "bad_words", "not supported"),
+        ("/v1/completions", {**COMPLETION, "allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
+        ("/v1/completions", {**COMPLETION, **{f"extra{n}": 1 for n in range(33)}}, "body", "at most 32 fields"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_or_misplaced_field_is_refused_with_what_was_meant(
+    front: RunningFront, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    response = front.post(path, body)
+    error = response.json().get("error")
+    assert (response.status_code, error and error["param"]) == (400, param), response.text
+    for words in said.split(" .* "):
+        assert words in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_of_other_servers_are_ignored_and_the_answer_names_them(
+    front: RunningFront, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    extra = {"reasoning_effort": "low", "store": False, "é\r\n": 1, "none": None, "model": "canary"}
+    options = {"stream": stream, "stream_options": {"continuous_usage_stats": True}}
+    response = front.post(path, {**body, **extra, **options})
+    assert response.status_code == 200
+    ignored = "reasoning_effort, store, %C3%A9%0D%0A, stream_options.continuous_usage_stats"
+    assert response.headers["x-serinus-ignored"] == ignored
+    assert "x-serinus-ignored" not in front.post(path, body).headers
+
+
+def test_the_log_names_an_ignored_field_once(front: RunningFront, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="serinus"):
+        for _ in range(3):
+            assert front.post("/v1/completions", {**COMPLETION, "verbosity": "low"}).status_code == 200
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["front: /v1/completions ignores the field 'verbosity', which is none of its own"]
+
+
+def test_a_field_beside_the_one_it_is_like_is_another_servers(front: RunningFront) -> None:
+    response = front.post("/v1/completions", {**COMPLETION, "model": "canary", "models": ["a", "b"]})
+    assert (response.status_code, response.headers["x-serinus-ignored"]) == (200, "models")
+
+
+def test_no_known_field_of_openai_vllm_or_sglang_is_taken_for_a_misspelling() -> None:
+    for name in f"{OPENAI} {VLLM} {SGLANG}".split():
+        for body_type in (CompletionBody, ChatBody):
+            expected = [] if name in body_type.__struct_fields__ else [name]
+            assert unknown_fields(b'{"%s": {}}' % name.encode(), body_type) == expected
+
+
+def test_every_sampling_parameter_of_sglang_is_known() -> None:
+    names = """max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty
+        presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos
+        skip_special_tokens spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_bias
+        sampling_seed"""
+    for name in names.split():
+        assert unknown_fields(b'{"sampling_params": {"%s": 1}}' % name.encode(), GenerateBody) == []
