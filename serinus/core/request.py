@@ -95,7 +95,7 @@ class Usage:
     handoff_seconds: float = 0.0
     """Seconds this engine spent taking them in."""
     local_reason: str = ""
-    """Why the prompt was computed here although a prefill engine was suggested (short, peer_gone...)."""
+    """Why a decode engine computed the prompt itself (short, peer_gone...: docs/HANDOFF.md); empty = it did not."""
     retractions: int = 0
     """Times the request gave its pages back and was computed again."""
     queue_seconds: float = 0.0

@@ -78,7 +78,7 @@ class DecodeRole:
     def admit(self, request: Request, now: float) -> None:
         address = request.prefill_address or self._known_address()
         if not address:
-            self._scheduler.add(request)
+            self._scheduler.add(request, local_reason="no_prefill_engine")
             self._metrics.add("num_local_prompts", 1, "no_prefill_engine")
             return
         request = replace(request, prefill_address=address)

@@ -73,9 +73,11 @@ class Scheduler:
     def __contains__(self, rid: object) -> bool:
         return rid in self._states
 
-    def add(self, request: Request, *, remote: bool = False, handoff: HandoffSpec | None = None) -> None:
-        """Take a request: its prompt is computed here, by a prefill engine (`remote`), or here for a decode engine
-        (`handoff`).
+    def add(
+        self, request: Request, *, remote: bool = False, handoff: HandoffSpec | None = None, local_reason: str = ""
+    ) -> None:
+        """Take a request: its prompt is computed here (`local_reason`: why, in a decode engine), by a prefill engine
+        (`remote`), or here for a decode engine (`handoff`).
 
         A remote request that wants prompt log-probabilities is computed here: a handoff does not carry them.
         Raises BadRequest (id in use, ids outside the vocabulary, bad `held`), PromptTooLong (it could never be
@@ -93,7 +95,6 @@ class Scheduler:
                 f"sched: {queued} requests wait already, expected less than"
                 f" max_queued_requests = {self.settings.max_queued_requests}"
             )
-        local_reason = ""
         if remote and request.sampling.prompt_logprobs is not None:
             remote, local_reason = False, "prompt_logprobs"
         self._arrivals += 1

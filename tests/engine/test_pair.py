@@ -136,6 +136,16 @@ def test_a_draining_prefill_engine_finishes_what_it_has_and_sends_the_rest_home(
     assert reasons == {"a": ("prefill-0", ""), "b": ("", "shutdown")}
 
 
+def test_a_prompt_for_which_no_prefill_engine_is_known_says_so(toy: Path) -> None:
+    both = pair(toy)
+    both.add(request("a", list(range(1, 20)), remote=False))
+    both.run_until_idle()
+    usage = both.deltas["a"][-1].usage
+    assert usage is not None
+    assert (usage.prefill_engine, usage.local_reason) == ("", "no_prefill_engine")
+    assert both.decode.metrics.get("num_local_prompts", "no_prefill_engine") == 1
+
+
 def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:
     both = pair(toy)
     metrics, port = both.prefill.metrics, both.port_of(both.prefill)
