@@ -132,7 +132,7 @@ _SAMPLING_NAMES = [field.name for field in msgspec.structs.fields(NativeSampling
 
 
 def _near(name: str, declared: tuple[str, ...]) -> str:
-    """The declared field that a name is like, but for case, separators and a letter or two; empty = none."""
+    """The declared field that a name is like, but for case, separators and a character or two; empty = none."""
     plain = {each.replace("_", ""): each for each in declared}
     found = get_close_matches(re.sub("[^a-z0-9]", "", name[:_NAME_CHARS_MAX].lower()), plain, n=1, cutoff=_LIKENESS)
     return plain[found[0]] if found else ""

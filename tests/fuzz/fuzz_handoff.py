@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the codec and both handoff machines, with atheris (pip install 'serinus[fuzz]').
+"""Coverage-guided fuzzing of the codec and both handoff machines, with atheris (pip install -e '.[fuzz]').
 
     python tests/fuzz/fuzz_handoff.py codec|decode|prefill [libFuzzer flags, e.g. -max_total_time=300]
 
