@@ -344,19 +344,23 @@ class PageLedger:
             raise InvariantError(f"cache: O4 pages by state are {actual}, expected {expected}")
         if self.owner_P[0] != PageState.PADDING:
             raise InvariantError(f"cache: O6 page 0 is {self.describe(int(self.owner_P[0]))}, expected PADDING")
-        stack = np.sort(self._stack[: self._free])
-        ready = np.flatnonzero((state_P == PageState.FREE) & (self.hold_P == 0))
-        if not np.array_equal(stack, ready):
-            odd = np.setxor1d(stack, ready)
+        stack = self._stack[: self._free]
+        ready_P = (state_P == PageState.FREE) & (self.hold_P == 0)
+        listed_P = np.zeros(self.page_count, np.bool_)
+        listed_P[stack] = True
+        if np.count_nonzero(ready_P) != self._free or np.count_nonzero(listed_P != ready_P):
+            stack, odd = np.sort(stack), np.flatnonzero(listed_P != ready_P)
             page = int(odd[0]) if len(odd) else int(stack[:-1][stack[1:] == stack[:-1]][0])
             raise InvariantError(
                 f"cache: O1 free stack and free unheld pages differ at {odd[:16].tolist()}; {self.history(page)}"
             )
         total_P = sum(self._named_holds.values(), np.zeros(self.page_count, np.int32))
-        if not np.array_equal(total_P, self.hold_P) or int((self.hold_P > 0).sum()) != self.held_count:
+        if np.count_nonzero(total_P != self.hold_P) or np.count_nonzero(self.hold_P > 0) != self.held_count:
             raise InvariantError("cache: O1 holds by name do not sum to the holds per page")
-        numbers, pages = np.unique(self.owner_P[state_P == PageState.REQUEST] >> STATE_BITS, return_counts=True)
-        owned = dict(zip(numbers.tolist(), pages.tolist(), strict=True))
+        owned = {}
+        if actual[PageState.REQUEST]:
+            numbers, pages = np.unique(self.owner_P[state_P == PageState.REQUEST] >> STATE_BITS, return_counts=True)
+            owned = dict(zip(numbers.tolist(), pages.tolist(), strict=True))
         counted = {number: count for number, count in self._pages_of.items() if count}
         if owned != counted:
             raise InvariantError(f"cache: O3 pages by request are {owned}, expected {counted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 from collections import Counter
@@ -150,6 +151,20 @@ def _range(text: str | None, endless: bool) -> Iterator[int]:
         raise UsageProblem(f"--seeds is {text!r}, expected A..B, for example 0..2000") from None
 
 
+def _begin() -> None:
+    """Import the simulation, and let the collector of garbage pass over what was imported: it is never garbage."""
+    import serinus.sim  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def _begin_worker() -> None:
+    """The terminal sends Ctrl-C to workers too: it is the process that asked for them that ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _begin()
+
+
 def run_batch(seeds: Sequence[int], backend: str) -> list[tuple[int, str, int, dict[str, int]]]:
     """(seed, what was found or empty, events, counts) of each; what a worker process does."""
     from serinus.sim import draw
@@ -223,14 +238,14 @@ def _run_all(
     batches: Iterator[list[int]], workers: int, backend: str, clock: WallClock, until: float
 ) -> Iterator[list[tuple[int, str, int, dict[str, int]]]]:
     if workers == 1:
+        _begin()
         for batch in batches:
             if clock.now() >= until:
                 return
             yield run_batch(batch, backend)
         return
     try:
-        # the terminal sends Ctrl-C to the workers too: it is this process that ends them
-        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+        with ProcessPoolExecutor(workers, initializer=_begin_worker) as pool:
             waiting = [pool.submit(run_batch, batch, backend) for batch in islice(batches, 2 * workers)]
             try:
                 while waiting:

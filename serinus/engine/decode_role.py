@@ -115,8 +115,7 @@ class DecodeRole:
             )  # fmt: skip
             self._act(self.port.handle(start, now), now)
         self._let_go_of_short_ones(now)
-        stats = self._scheduler.stats()
-        load = stats.num_running_reqs + stats.num_queue_reqs
+        load = self._scheduler.running_count + self._scheduler.waiting_count
         self._act(self.port.turn(now, messages, load=load, turn=turns), now)
         deltas, self._deltas = self._deltas, []
         return deltas

@@ -54,12 +54,11 @@ class PrefillRole:
         self._scheduler.add(request)
 
     def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
-        stats = self._scheduler.stats()
-        self._stuck_turns = self._stuck_turns + 1 if stats.num_queue_reqs and not stats.num_running_reqs else 0
+        running, waiting = self._scheduler.running_count, self._scheduler.waiting_count
+        self._stuck_turns = self._stuck_turns + 1 if waiting and not running else 0
         if self._stuck_turns > 1:  # a request that came during the last turn has been tried by now
             self._act(self.port.handle(ReclaimParked(), now), now)
-        load = stats.num_running_reqs + stats.num_queue_reqs
-        self._act(self.port.turn(now, messages, load=load, turn=turns), now)
+        self._act(self.port.turn(now, messages, load=running + waiting, turn=turns), now)
         return []
 
     def take_outgoing(self) -> list[PeerAction]:

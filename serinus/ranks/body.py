@@ -94,6 +94,8 @@ class RankBody:
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._untold: StepDone | None = None
         self._told: dict[str, int] = {}
+        self._obeyed = True
+        """Commands were obeyed since `news` looked last."""
         self._runner = runner
         self._clock = clock
         self._canary = canary
@@ -131,6 +133,7 @@ class RankBody:
 
         Raises InvariantError: nothing on this rank obeys such a command; PeerGone: another rank fails this one.
         """
+        self._obeyed = True
         answers: list[object] = []
         for command in commands:
             act = self._acts.get(type(command))
@@ -142,7 +145,11 @@ class RankBody:
         return answers
 
     def news(self) -> list[object]:
-        """Answers that came by themselves, and what the rank holds where that changed."""
+        """Answers that came by themselves, and what the rank holds where that changed. Cost: next to nothing where no
+        command was obeyed since the last call and no source is busy."""
+        if not self._obeyed and not self.busy:
+            return []
+        self._obeyed = False
         answers = [answer for source in self._sources for answer in source.answers()]
         holdings = {name: count for source in self._sources for name, count in source.holdings.items()}
         if holdings != self._told:

@@ -302,6 +302,16 @@ class Scheduler:
 
     # Statistics and checks
 
+    @property
+    def running_count(self) -> int:
+        """Requests in the batch: prefilling or decoding."""
+        return len(self._batch)
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests waiting to be computed here."""
+        return len(self._waiting)
+
     def stats(self) -> SchedStats:
         """Gauges and a copy of the counters. Cost: O(waiting)."""
         return sched_stats(

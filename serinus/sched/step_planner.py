@@ -53,6 +53,9 @@ class StepPlanner:
 
     def next_step(self, now: float) -> OpenStep | None:
         """Decide it; None = nothing can run now."""
+        if not len(self._batch) and not self._requests.waiting:
+            self._blocked = None
+            return None
         growth = self._batch.grow()
         self._requests.wait(growth.gone)
         self._blocked = min(growth.gone, key=lambda state: state.seq, default=None)

@@ -316,9 +316,10 @@ class Cluster:
     # ---- the account ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """What must hold between any two events."""
+        """What must hold between any two events. Only its own turns change what an engine has decided."""
         for engine in self.engines.values():
-            if engine.alive:
+            if engine.alive and engine.engine.turns != engine.checked_turns:
+                engine.checked_turns = engine.engine.turns
                 engine.scheduler.sanity_check()
 
     def final_check(self) -> None:

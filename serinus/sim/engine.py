@@ -113,6 +113,8 @@ class SimEngine:
         self.life += 1
         self.epoch = 0
         """Times that every peer was cut off from its memory."""
+        self.checked_turns = 0
+        """Turns of this run that were over when it was checked last."""
         self.inbox: list[FrontMessage] = []
         self.process = SimProcess(self.timeline, self._turn)
         self.incarnation = self.shared.incarnation(self.name, self.life)

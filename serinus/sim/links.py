@@ -73,6 +73,8 @@ class SimLinks:
 
     def answers(self, wait_s: float) -> list[tuple[int, Answers]]:
         """See RankLinks. Raises InvariantError: the leader waits for ranks that have nothing to tell."""
+        if not self._told and wait_s <= 0:
+            return []
         now = self._process.now_s
         found = [told for told in self._told if told[0] <= now]
         if not found and wait_s > 0:

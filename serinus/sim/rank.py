@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from serinus.canary import make_canary_rank
 from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
-from serinus.kernels import load
+from serinus.kernels import Kernels, load
 from serinus.models import ForwardHook, ModelSpec, compose_hooks
 from serinus.parallel import Mesh, Shard
 from serinus.pd import AnyBackend
@@ -80,6 +81,12 @@ class SimRank:
         return f"rank{self.body.rank}"
 
 
+@cache
+def _kernels() -> Kernels:
+    """They hold nothing of a rank, and to look them up takes half a millisecond."""
+    return load("cpu")
+
+
 def build_sim_rank(
     config: ServeConfig, spec: ModelSpec, shards: Sequence[Shard], rank: int, *, lanes: Lanes,
     pages: Mapping[Part, int], host_pages: int, rows: int, mesh: Mesh, seams: RankSeams,
@@ -88,7 +95,7 @@ def build_sim_rank(
 
     `pages`: of the device pool of each part; `host_pages`: of each host pool, 0 = there are no tiers.
     """
-    shard, kernels, context = shards[rank], load("cpu"), spec.context_length
+    shard, kernels, context = shards[rank], _kernels(), spec.context_length
     own = spec.on(shard)
     comm = SimComm(seams.tensors, rank)
     pools = {
