@@ -2,7 +2,9 @@
 
 TRITON_INTERPRET=1 python -m tests.kernels.triton_cases COUNT
 
-prints, as JSON, what differs by case and seed. A new kernel gets a function here and an entry of CASES.
+prints, as JSON, what differs by case and seed. `python -m tests.kernels.triton_cases compile` compiles the kernels for an
+H100 on any machine: the interpreter takes more than the compiler does. A new kernel gets a function here and an entry of
+CASES.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import AttentionBatch, Kernels, LayerDigest, Tiling, load
 
 from .canary_case import make_case, outcome
 
-__all__ = ["CASES", "differences"]
+__all__ = ["CASES", "compile_all", "differences"]
 
 TILING = Tiling(block=16, warps=4, stages=1, stretches=2)
 """Small: the few tokens of a case are several blocks of several stretches."""
@@ -39,7 +44,7 @@ def canary(seed: int, device: str) -> str:
 
 def watched_attention(seed: int, device: str) -> str:
     """Attention that digests what it reads, beside attention and digest of the reference."""
-    ref, triton = columns(device, "pack_factors", "watched_attention")
+    ref, fast = columns(device, "pack_factors", "watched_attention")
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     page, heads, group, size, layers = rng.choice((4, 16)), rng.choice((1, 2)), rng.choice((1, 4)), 32, 2
     contexts = [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]
@@ -76,9 +81,9 @@ def watched_attention(seed: int, device: str) -> str:
     for layer, (k, v) in enumerate(kv):
         inputs = (q, k, v, table, attention, 0.25)
         given = {"due_7B": due, "page_size": page}
-        digest = LayerDigest(factors=triton.pack_factors(factors[layer], heads), sums_E2=whole, **given)
-        found = triton.watched_attention(*inputs, digest, TILING)
-        plain = triton.watched_attention(*inputs, None, TILING)
+        digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_E2=whole, **given)
+        found = fast.watched_attention(*inputs, digest, TILING)
+        plain = fast.watched_attention(*inputs, None, TILING)
         digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_E2=stood_in, **given)
         expected = ref.watched_attention(*inputs, digest)
         if not torch.allclose(found.float(), expected.float(), atol=0.03):
@@ -101,5 +106,27 @@ def differences(name: str, device: str, count: int) -> dict[int, str]:
     return {seed: words for seed, words in found.items() if words}
 
 
+def compile_all() -> None:
+    """Run one seed of every case with kernels that are compiled and not started; what they find means nothing."""
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (0, 0, 0, 0, 1024),
+        get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
+        unload_module=lambda _: None,
+    )
+    machine = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        launcher_cls=lambda *_: lambda *_: None,
+        utils=utils,
+    )
+    triton.runtime.driver.set_active(machine)
+    for case in CASES.values():
+        case(0, "cpu")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({name: differences(name, "cpu", int(sys.argv[1])) for name in CASES}))
+    if sys.argv[1] == "compile":
+        compile_all()
+    else:
+        sys.stdout.write(json.dumps({name: differences(name, "cpu", int(sys.argv[1])) for name in CASES}))

@@ -166,7 +166,9 @@ def canary_verify(
         wanted_E = twin_E4[:, 0] if tokens_E is None else torch.where(tokens_E == UNKNOWN, twin_E4[:, 0], tokens_E)
         found_E = torch.zeros_like(slots_E) if digests_E2 is None else digests_E2[:, half]
         token_E, position_E, hash_E, digest_E = stored_E4.unbind(1)
-        reasons_E = differing(token_E, position_E, hash_E, digest_E, wanted_E, positions_E, hashes_E, found_E)
+        reasons_E = differing(  # type: ignore[no-untyped-call]
+            token_E, position_E, hash_E, digest_E, wanted_E, positions_E, hashes_E, found_E
+        )
         checked_L[lane + half] += len(slots_E)
         bad_V = torch.nonzero(reasons_E).flatten()
         fields = (
