@@ -26,7 +26,7 @@ from serinus.core.sampling import SamplingParams
 from serinus.engine import Built, build_engine
 from serinus.kernels import load
 from serinus.models import ModelSpec
-from serinus.testing.driver import EngineDriver
+from serinus.selftest import EngineDriver
 
 REQUESTS, PROMPT, OUTPUT, POOL_TOKENS = 16, 256, 64, 8192
 CLOCK = WallClock()

@@ -38,7 +38,7 @@ from serinus.kernels import load
 from serinus.pool import DevicePool, HostPool, Mover
 from serinus.pool.storage import FileStorage
 from serinus.ranks.tier_parts import pause
-from serinus.testing.driver import EngineDriver
+from serinus.selftest import EngineDriver
 
 PREFIX, QUESTION, POOL_TOKENS = 2000, 16, 8192
 GOALS = {"device": 20.0, "host": 8.0, "file": 4.0}

@@ -23,9 +23,8 @@ import numpy as np
 from serinus.canary import CanaryLead, CanaryRank, Violation, reason_names
 from serinus.canary.perturb import Injection, Perturber
 from serinus.core.parts import Part
-from serinus.core.request import FinishReason, Request
+from serinus.core.request import FinishReason
 from serinus.core.rng import Rng
-from serinus.core.sampling import SamplingParams
 from serinus.engine.build import Built
 from serinus.models import make_toy
 from serinus.ranks.tier_parts import pause
@@ -111,7 +110,7 @@ class CanaryPDFixture:
 
     def built(self, side: str) -> Built:
         """The engine of that side: prefill or decode."""
-        return self.pair.prefill if side == "prefill" else self.pair.decode
+        return (self.pair.prefill if side == "prefill" else self.pair.decode).built
 
     def lead(self, side: str) -> CanaryLead:
         """The leader's half of its canary."""
@@ -135,18 +134,15 @@ class CanaryPDFixture:
 
     def send(self, prompt: Sequence[int], *, new_tokens: int = 8, rid: str = "") -> str:
         """One request of a client of the decode engine; its prompt is computed by the prefill engine."""
-        rid, seed = rid or f"r{self._sent}", self._sent
+        rid = rid or f"r{self._sent}"
         self._sent += 1
         self.prompts[rid] = list(prompt)
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-        ids = np.array(prompt, np.int32)
-        request = Request(rid=rid, prompt=ids, sampling=sampling, seed=seed, prefill_address="local://prefill")
-        self.pair.add(request)
+        self.pair.add(rid, prompt, new_tokens, seed=self._sent)
         return rid
 
     def random_prompt(self, length: int) -> list[int]:
         """Token ids by the seed."""
-        vocab = self.pair.decode.spec.vocab_size
+        vocab = self.pair.decode.built.spec.vocab_size
         return [self._rng.randrange(vocab) for _ in range(length)]
 
     def send_parallel_short_requests(
@@ -189,8 +185,7 @@ class CanaryPDFixture:
 
     def finish(self, rid: str) -> FinishReason | None:
         """How the request ended; None = it has not."""
-        deltas = self.pair.deltas[rid]
-        return deltas[-1].finish if deltas else None
+        return self.pair.decode.finish(rid)
 
     def release(self) -> None:
         """Give back the pages that mode raise has quarantined: the faults were ours, the memory is sound."""
@@ -208,8 +203,7 @@ class CanaryPDFixture:
 
     def close(self) -> None:
         """Close both engines, with the threads of their tiers."""
-        for side in SIDES:
-            self.built(side).close()
+        self.pair.close()
 
     # ---- faults and findings ----------------------------------------------------------------------------------------
 

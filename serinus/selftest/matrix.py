@@ -161,7 +161,7 @@ def _first_part(subject: Subject) -> Part:
 
 def _length(pair: CanaryPDFixture) -> int:
     """Tokens of a prompt: three pages and a half."""
-    return 3 * pair.pair.decode.config.memory.page_size + 2
+    return 3 * pair.pair.decode.built.config.memory.page_size + 2
 
 
 # ---- scenes: what happens around one fault --------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _asleep(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
 def _came_back(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
     """Four prompts go down to the host tier and come back, until the damaged page has been among them."""
     pair.flush()
-    page = pair.pair.decode.config.memory.page_size
+    page = pair.pair.decode.built.config.memory.page_size
     prompts = [pair.random_prompt(10 * page + 1) for _ in range(4)]
     for prompt in prompts:
         pair.send(prompt, new_tokens=2)
@@ -210,7 +210,7 @@ def _came_back(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
 
 def _clean(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
     """Shared and distinct prompts, aborts, more tokens than the device holds, prompts that come back."""
-    page = pair.pair.decode.config.memory.page_size
+    page = pair.pair.decode.built.config.memory.page_size
     shared = [pair.random_prompt(8 * page + 1) for _ in range(3)]
     for turn in range(6):
         rids = [pair.send([*shared[turn % 3], *pair.random_prompt(2)], new_tokens=page) for _ in range(2)]

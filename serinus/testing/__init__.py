@@ -1,10 +1,11 @@
-"""testing: shipped test support. Tests import the file they need: some bring torch, some a server, most neither.
+"""testing: shipped test support. Tests import the file they need: some bring torch, some a server, most neither. One
+engine, or a pair of them, is driven by `selftest`'s EngineDriver and EnginePair.
 
 builders, tiny_engine, fake_runner   a scheduler on a tiny pool; its tokens are hashes of what the pages really hold
 fake_mover                           copies between tiers and a storage that end when the test says so, well or badly
 handoff_pair                         two of those and the handoffs between them, delivered (or not) by the test
-oracle, checkpoints, direct          what the toy model must say; small checkpoints; a model driven without a scheduler
-pair, servers, fake_engine, ...      real machines, processes and fronts, and stand-ins for the other side of each
+oracle, direct                       what the toy model must say; a model driven without a scheduler
+answering_line, servers, ...         stand-ins for the other side of a room, processes, fronts
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def flip_device(toy: Path, count: int, rng: Rng) -> None:
     pair.send_parallel_short_requests(4, distinct_prompts=True, prompt_tokens=21)
     pair.run()
     canary, scheduler = pair.canary("decode"), pair.built("decode").engine.scheduler
-    window = pair.pair.decode.spec.window or 1 << 30
+    window = pair.pair.decode.built.spec.window or 1 << 30
     rids: list[str] = []
     for _ in range(count):
         if not rids or any(pair.finish(rid) for rid in rids) or len(pair.tokens(rids[0])) > 60:
@@ -145,7 +145,7 @@ def flip_in_flight(toy: Path, count: int, rng: Rng) -> None:
         before = canary.violation_count
         (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=length, new_tokens=3)
         pair.run()
-        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 3)
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 3)
         new = canary.violation_count - before
         if not done:
             assert not new
@@ -176,7 +176,7 @@ def flip_file(toy: Path, count: int, rng: Rng, folder: Path) -> int:
         file.write_bytes(data)
         rid = pair.send(prompt, new_tokens=2)
         pair.run()
-        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, prompt, 2)
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, prompt, 2)
     pair.assert_no_violation()
     pair.flush()
     bad = tiers.storage.shelf.counts().bad

@@ -40,7 +40,7 @@ def test_a_shared_prompt_whose_duplicates_are_freed_is_clean_on_both_sides(toys:
     rids = pair.send_parallel_short_requests(4, distinct_prompts=False, prompt_tokens=16)
     pair.run()
     pair.assert_no_violation()
-    spec = pair.pair.decode.spec
+    spec = pair.pair.decode.built.spec
     assert {tuple(pair.tokens(rid)) for rid in rids} == {tuple(toy_continue(spec, pair.prompts[rids[0]], 8))}
     tree = pair.built("prefill").cache.stats().pages.tree
     assert tree - before == 16 // 4, "expected one copy of the prompt in prefill's tree: its duplicates are freed"
@@ -74,7 +74,7 @@ def test_in_mode_raise_a_damaged_handoff_is_computed_again_and_the_answer_is_rig
     assert {v.position % 4 for v in found} == {0}
     pair.assert_no_violation(side="prefill")
     for rid in rids:
-        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 8)
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
 
 
 @pytest.mark.parametrize(("shape", "part"), CASES)
@@ -100,7 +100,7 @@ def test_what_is_damaged_in_decode_is_reported_there_by_its_detector_and_by_no_o
     assert [rid for rid in rids if pair.finish(rid) is FinishReason.ERROR] == [injection.rid]
     for rid in rids:
         answer = pair.tokens(rid)
-        assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 24)[: len(answer)]
+        assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 24)[: len(answer)]
 
 
 @pytest.mark.parametrize(("shape", "part"), CASES)
@@ -162,7 +162,11 @@ def test_a_duplicate_that_is_freed_before_the_handoff_may_be_wrong_and_is_not_re
     assert injection.position == 15
     if victim == "freed":
         pair.assert_no_violation()
-        assert pair.tokens(first) == pair.tokens(second) == toy_continue(pair.pair.decode.spec, pair.prompts[first], 8)
+        assert (
+            pair.tokens(first)
+            == pair.tokens(second)
+            == toy_continue(pair.pair.decode.built.spec, pair.prompts[first], 8)
+        )
     else:
         found = pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=part, side="decode")
         assert {v.rid for v in found} == {first, second}
@@ -222,7 +226,7 @@ def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
             pair.run()
         for rid in rids:
             answer = pair.tokens(rid)
-            assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 30)[: len(answer)]
+            assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 30)[: len(answer)]
     pair.assert_no_violation()
     stats = pair.built("decode").cache.stats()
     assert stats.evicted_pages > 0
@@ -242,7 +246,7 @@ def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Pa
     assert pair.built("decode").engine.scheduler.stats().totals.retracted > 0
     pair.assert_no_violation()
     for rid in rids:
-        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 300)
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 300)
     pair.close()
 
 
@@ -272,4 +276,4 @@ def test_stamps_hold_where_pages_of_another_size_are_cut_anew_and_damage_in_flig
     assert len({v.position for v in found}) == 1
     pair.assert_no_violation(side="prefill")
     for rid in rids:
-        assert pair.tokens(rid) == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 8)
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)

@@ -15,10 +15,9 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason, TokenDelta
-from serinus.engine import Built, build_engine
+from serinus.engine import build_engine
 from serinus.models.small_checkpoints import make_toy
-from serinus.testing.builders import make_request
-from serinus.testing.driver import EngineDriver
+from serinus.selftest import EngineDriver
 from serinus.testing.oracle import toy_continue
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,36 +36,16 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_toy(home / name, tokenizer=False, **kind) for name, kind in KINDS.items()}
 
 
-class Watched:
-    """One engine, driven by hand; deltas by request."""
+class Watched(EngineDriver):
+    """One engine under a canary."""
 
     def __init__(self, toy: Path, **settings: Any) -> None:
-        clock = ManualClock()
-        self.built: Built = build_engine(from_names(ServeConfig, {"model_path": str(toy), **SMALL, **settings}), clock)
-        self.driver = EngineDriver(self.built)
-        assert self.built.engine.canary is not None
+        super().__init__(
+            build_engine(from_names(ServeConfig, {"model_path": str(toy), **SMALL, **settings}), ManualClock())
+        )
+        assert self.engine.canary is not None
         assert self.built.canary is not None
-        self.lead, self.rank = self.built.engine.canary, self.built.canary
-        self.deltas: dict[str, list[TokenDelta]] = {}
-
-    def add(self, rid: str, prompt: list[int], tokens: int = 8) -> None:
-        self.deltas[rid] = []
-        self.driver.send(make_request(rid, prompt, max_new_tokens=tokens, ignore_eos=True))
-
-    def step(self) -> None:
-        for delta in self.driver.turn():
-            self.deltas[delta.rid].append(delta)
-
-    def run(self) -> None:
-        for _ in range(2000):
-            self.step()
-            if self.built.engine.idle:
-                return
-            self.driver.wait()
-        raise AssertionError(f"still running: {self.built.engine.scheduler.stats()}")
-
-    def answer(self, rid: str) -> list[int]:
-        return [token for delta in self.deltas[rid] for token in delta.token_ids]
+        self.lead, self.rank = self.engine.canary, self.built.canary
 
     def end_of(self, rid: str) -> TokenDelta:
         return self.deltas[rid][-1]
@@ -91,10 +70,10 @@ class Watched:
 def test_eviction_tiers_and_retraction_are_no_violations(toys: dict[str, Path], kind: str, policy: str) -> None:
     engine = Watched(toys[kind], **TIERED, hicache_write_policy=policy)
     for turn in range(12):
-        engine.add(f"r{turn}", [*SHARED[turn // 2 % 3], 200 + turn], tokens=20)
-        engine.add(f"s{turn}", [*SHARED[(turn + 1) % 3], 230 + turn], tokens=6)
+        engine.add(f"r{turn}", [*SHARED[turn // 2 % 3], 200 + turn], count=20)
+        engine.add(f"s{turn}", [*SHARED[(turn + 1) % 3], 230 + turn], count=6)
         engine.run()
-        assert engine.answer(f"r{turn}") == toy_continue(engine.built.spec, [*SHARED[turn // 2 % 3], 200 + turn], 20)
+        assert engine.tokens(f"r{turn}") == toy_continue(engine.built.spec, [*SHARED[turn // 2 % 3], 200 + turn], 20)
     assert engine.built.cache.stats().loaded_tokens > 0
     view = engine.lead.view()
     assert view["violations"] == 0
@@ -107,23 +86,23 @@ def test_eviction_tiers_and_retraction_are_no_violations(toys: dict[str, Path], 
 def test_in_mode_raise_the_damaged_request_ends_and_nothing_wrong_leaves(toys: dict[str, Path], kind: str) -> None:
     engine = Watched(toys[kind], kv_canary="raise")
     first, other = [*SHARED[0], 201], [*SHARED[1][:20], 202]
-    engine.add("first", first, tokens=30)
-    engine.add("other", other, tokens=30)
-    while len(engine.answer("first")) < 4:
-        engine.step()
-    before = engine.answer("first")
+    engine.add("first", first, count=30)
+    engine.add("other", other, count=30)
+    while len(engine.tokens("first")) < 4:
+        engine.turn()
+    before = engine.tokens("first")
     slot = engine.flip("first")
     engine.run()
     end = engine.end_of("first")
     assert (end.finish, end.error_status) == (FinishReason.ERROR, 500)
     assert f"verify_real_kv_hash at slot {slot}" in end.error
-    answer = engine.answer("first")
+    answer = engine.tokens("first")
     assert answer == toy_continue(engine.built.spec, first, len(answer))
     assert len(answer) <= len(before) + 1, "the step after the damage was answered"
-    assert engine.answer("other") == toy_continue(engine.built.spec, other, 30)
-    engine.add("again", first, tokens=10)
+    assert engine.tokens("other") == toy_continue(engine.built.spec, other, 30)
+    engine.add("again", first, count=10)
     engine.run()
-    assert engine.answer("again") == toy_continue(engine.built.spec, first, 10)
+    assert engine.tokens("again") == toy_continue(engine.built.spec, first, 10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,12 +110,12 @@ def test_in_mode_log_every_request_goes_on_and_the_view_names_the_one_concerned(
     toys: dict[str, Path], kind: str
 ) -> None:
     engine = Watched(toys[kind])
-    engine.add("mine", [*SHARED[0], 201], tokens=20)
-    while len(engine.answer("mine")) < 4:
-        engine.step()
+    engine.add("mine", [*SHARED[0], 201], count=20)
+    while len(engine.tokens("mine")) < 4:
+        engine.turn()
     slot = engine.flip("mine")
     engine.run()
-    assert len(engine.answer("mine")) == 20
+    assert len(engine.tokens("mine")) == 20
     latest = engine.lead.view()["latest"][0]
     assert (latest["slot"], latest["rid"], latest["users"]) == (slot, "mine", ["mine"])
     assert latest["reasons"] == ["verify_real_kv_hash"]
@@ -152,7 +131,7 @@ def test_what_was_damaged_in_the_host_tier_is_found_when_it_comes_back(toys: dic
     engine.add("one", prompt)
     engine.run()
     for turn in range(3):
-        engine.add(f"fill{turn}", [*SHARED[1 + turn % 2], 220 + turn], tokens=30)
+        engine.add(f"fill{turn}", [*SHARED[1 + turn % 2], 220 + turn], count=30)
         engine.run()
     tiers, cache = engine.built.tiers, engine.built.cache
     assert tiers is not None
@@ -163,7 +142,7 @@ def test_what_was_damaged_in_the_host_tier_is_found_when_it_comes_back(toys: dic
     assert engine.end_of("two").finish is FinishReason.ERROR
     engine.add("three", prompt)
     engine.run()
-    assert engine.answer("three") == toy_continue(engine.built.spec, prompt, 8)
+    assert engine.tokens("three") == toy_continue(engine.built.spec, prompt, 8)
     engine.built.close()
 
 
@@ -177,9 +156,9 @@ def test_quarantined_pages_are_released_before_a_request_waits_for_ever(toys: di
         cache.quarantine(Part.FULL, cached[: len(cached) // 2].astype(np.int32))
     assert cache.stats().pages.quarantined >= 10
     long = list(range(20, 100))
-    engine.add("long", long, tokens=20)
+    engine.add("long", long, count=20)
     engine.run()
-    assert engine.answer("long") == toy_continue(engine.built.spec, long, 20)
+    assert engine.tokens("long") == toy_continue(engine.built.spec, long, 20)
     assert cache.stats().pages.quarantined == 0
 
 
@@ -205,8 +184,8 @@ def test_faults_planted_by_the_settings_are_found_by_the_engine(toys: dict[str, 
     target = {"kv_canary_perturb_target": "full" if kind == "full" else "swa"}
     engine = Watched(toys[kind], kv_canary_perturb=f"{name}=0.2", kv_canary_perturb_warmup_steps=5, **target)
     for turn in range(3):
-        engine.add(f"r{turn}", [*SHARED[turn], 200], tokens=30)
-        engine.add(f"s{turn}", [*SHARED[turn][:9], 201], tokens=30)
+        engine.add(f"r{turn}", [*SHARED[turn], 200], count=30)
+        engine.add(f"s{turn}", [*SHARED[turn][:9], 201], count=30)
         engine.run()
     view = engine.lead.view()
     assert view["injected"]

@@ -9,23 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serinus.core.request import FinishReason, Request
-from serinus.core.sampling import SamplingParams
+from serinus.core.request import FinishReason
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.selftest import EnginePair
+from serinus.testing.builders import make_request
 from serinus.testing.oracle import toy_continue
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
-
-
-def request(rid: str, prompt: list[int], count: int = 6, *, remote: bool = True) -> Request:
-    sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
-    address = "local://prefill" if remote else ""
-    return Request(rid=rid, prompt=np.asarray(prompt, np.int32), sampling=sampling, seed=0, prefill_address=address)
 
 
 def pair(toy: Path, **settings: int | str) -> EnginePair:
@@ -35,7 +29,7 @@ def pair(toy: Path, **settings: int | str) -> EnginePair:
 def test_a_prompt_computed_elsewhere_goes_on_as_if_it_had_been_computed_here(toy: Path) -> None:
     both = pair(toy)
     prompt = list(range(1, 38))
-    both.add(request("a", prompt))
+    both.add("a", prompt, 6)
     both.run_until_idle()
     assert both.tokens("a") == toy_continue(load_spec(toy), prompt, 6)
     usage = both.deltas["a"][-1].usage
@@ -48,7 +42,7 @@ def test_the_second_request_brings_only_what_decode_lacks(toy: Path) -> None:
     both = pair(toy)
     prompt = list(range(1, 42))
     for rid in ("a", "b"):
-        both.add(request(rid, prompt))
+        both.add(rid, prompt, 6)
         both.run_until_idle()
     usage = both.deltas["b"][-1].usage
     assert usage is not None
@@ -59,12 +53,12 @@ def test_the_second_request_brings_only_what_decode_lacks(toy: Path) -> None:
 def test_the_priority_of_a_request_is_known_to_the_caches_of_both_sides(toy: Path) -> None:
     both = pair(toy, max_total_tokens=64, radix_eviction_policy="priority")
     kept = list(range(1, 22))
-    both.add(replace(request("kept", kept), priority=7))
+    both.send(replace(make_request("kept", kept, max_new_tokens=6), priority=7, prefill_address="local://prefill"))
     both.run_until_idle()
     for first in range(2, 6):
-        both.add(request(f"later-{first}", list(range(first, first + 21))))
+        both.add(f"later-{first}", list(range(first, first + 21)), 6)
         both.run_until_idle()
-    for built in (both.decode, both.prefill):
+    for built in (both.decode.built, both.prefill.built):
         assert built.cache.stats().evicted_pages > 0
         assert built.cache.probe("", np.asarray(kept, np.int32)).device == 20
 
@@ -72,9 +66,9 @@ def test_the_priority_of_a_request_is_known_to_the_caches_of_both_sides(toy: Pat
 def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:
     both = pair(toy, max_total_tokens=64)
     for rid, first in (("a", 1), ("b", 2)):
-        both.add(request(rid, list(range(first, first + 41))))
+        both.add(rid, list(range(first, first + 41)), 6)
         both.run_until_idle()
-    built = both.decode
+    built = both.decode.built
     built.engine.metrics.refresh(built.engine.scheduler, built.cache, built.engine.turns, 0.0)
     metrics, kept = built.metrics, built.cache.stats()
     assert kept.evicted_pages > 0
@@ -86,7 +80,7 @@ def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:
 
 def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
     both = pair(toy)
-    both.add(request("a", list(range(1, 61))))
+    both.add("a", list(range(1, 61)), 6)
     staged_while_computing = 0
     while not both.tokens("a"):
         both.turn_decode()
@@ -99,12 +93,12 @@ def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
 
 def test_a_prefill_engine_in_a_long_step_is_waited_for(toy: Path) -> None:
     both = pair(toy)
-    both.add(request("a", list(range(1, 10))))
+    both.add("a", list(range(1, 10)), 6)
     both.run_until_idle()
     both.clock.advance(40.0)  # a step of 40 s, seen by no other engine
     both.turn_prefill()
     prompt = list(range(2, 30))
-    both.add(request("b", prompt))
+    both.add("b", prompt, 6)
     for _ in range(100):
         both.clock.advance(1.0)
         both.turn_decode()
@@ -118,14 +112,14 @@ def test_a_prefill_engine_in_a_long_step_is_waited_for(toy: Path) -> None:
 def test_a_draining_prefill_engine_finishes_what_it_has_and_sends_the_rest_home(toy: Path) -> None:
     both = pair(toy)
     prompts = {"a": list(range(1, 61)), "b": list(range(3, 40))}
-    both.add(request("a", prompts["a"]))
+    both.add("a", prompts["a"], 6)
     while not both.prefill.engine.handoffs.asked_by_peers():
         both.turn_decode()
         both.turn_prefill()
     both.prefill.engine.handoffs.drain(both.clock.now())
     both.prefill.engine.handoffs.drain(both.clock.now())
     both.decode.engine.handoffs.drain(both.clock.now())
-    both.add(request("b", prompts["b"]))
+    both.add("b", prompts["b"], 6)
     both.run_until_idle()
     reasons = {}
     for rid, prompt in prompts.items():
@@ -148,20 +142,20 @@ def test_a_prompt_for_which_no_prefill_engine_is_known_says_so(toy: Path) -> Non
 
 def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:
     both = pair(toy)
-    metrics, port = both.prefill.metrics, both.port_of(both.prefill)
+    metrics, port = both.prefill.built.metrics, both.port_of(both.prefill)
     metrics.add("wire_bad_frames", 1, "crc")  # what the loop does for a front's frame
-    both.prefill.peers.mailbox.rejects["crc"] += 2
+    both.prefill.built.peers.mailbox.rejects["crc"] += 2
     port.machine.rejects["no_hello"] += 1
-    both.prefill.peers.mailbox.resent_count = 3
+    both.prefill.built.peers.mailbox.resent_count = 3
     for _ in range(2):
         both.prefill.engine.handoffs.refresh(metrics)
-        both.prefill.peers.refresh(metrics)
+        both.prefill.built.peers.refresh(metrics)
     assert [metrics.get("wire_bad_frames", reason) for reason in ("crc", "no_hello")] == [3, 1]
     assert metrics.get("wire_retransmits") == 3
     both.port_of(both.decode).machine.rejects["closed_grant"] += 4
-    both.decode.engine.handoffs.refresh(both.decode.metrics)
-    assert both.decode.metrics.get("kv_transfer_late_frames") == 4
-    assert both.decode.metrics.get("wire_bad_frames", "closed_grant") == 0
+    both.decode.engine.handoffs.refresh(both.decode.built.metrics)
+    assert both.decode.built.metrics.get("kv_transfer_late_frames") == 4
+    assert both.decode.built.metrics.get("wire_bad_frames", "closed_grant") == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -176,10 +170,10 @@ def test_any_mix_of_arrivals_turns_and_aborts_gives_right_tokens_and_leaves_noth
         if roll < 0.12 and len(prompts) < 14:
             rid = f"r{step}"
             prompts[rid] = shared[: rng.randint(0, 30)] + [rng.randrange(64) for _ in range(rng.randint(1, 12))]
-            both.add(request(rid, prompts[rid], rng.randint(1, 9), remote=rng.random() < 0.8))
+            both.add(rid, prompts[rid], rng.randint(1, 9), remote=rng.random() < 0.8)
         elif roll < 0.15 and prompts:
             rid = rng.choice(list(prompts))
-            if not any(delta.finish for delta in both.deltas[rid]):
+            if both.decode.finish(rid) is None:
                 aborted.add(rid)
                 both.abort(rid)
         elif roll < 0.55:
@@ -196,5 +190,5 @@ def test_any_mix_of_arrivals_turns_and_aborts_gives_right_tokens_and_leaves_noth
         want = toy_continue(spec, prompt, 9)
         assert both.tokens(rid) == want[: len(both.tokens(rid))], rid
         assert (deltas[-1].finish is FinishReason.ABORT) == (rid in aborted)
-    for built in (both.decode, both.prefill):
+    for built in (both.decode.built, both.prefill.built):
         assert built.engine.scheduler.stats().used_tokens == 0

@@ -16,8 +16,8 @@ from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM, build_engine
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
+from serinus.selftest import EngineDriver
 from serinus.testing.builders import make_request
-from serinus.testing.driver import EngineDriver
 from serinus.testing.oracle import toy_continue
 
 SHARED = [list(range(first, first + 41)) for first in (20, 70, 120)]

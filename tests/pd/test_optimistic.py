@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from serinus.core.request import Request
 from serinus.core.rng import Rng
-from serinus.core.sampling import SamplingParams
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.selftest import EnginePair
@@ -21,13 +18,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
 
 
-def request(rid: str, prompt: list[int], count: int = 6) -> Request:
-    sampling = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
-    return Request(
-        rid=rid, prompt=np.asarray(prompt, np.int32), sampling=sampling, seed=0, prefill_address="local://prefill"
-    )
-
-
 def pair(toy: Path, **settings: object) -> EnginePair:
     values = {"page_size": 4, "max_total_tokens": 64, "chunked_prefill_size": 32, "optimistic_prefill": True}
     return EnginePair(toy, **{**values, **settings})
@@ -36,8 +26,8 @@ def pair(toy: Path, **settings: object) -> EnginePair:
 def test_a_prompt_is_finished_before_decode_has_pages_and_lands_at_once_when_it_has(toy: Path) -> None:
     both = pair(toy)
     first, second = list(range(1, 41)), list(range(3, 43))
-    both.add(request("a", first, 20))
-    both.add(request("b", second))
+    both.add("a", first, 20)
+    both.add("b", second, 6)
     for _ in range(12):
         both.turn_decode()
         both.turn_prefill()
@@ -49,17 +39,17 @@ def test_a_prompt_is_finished_before_decode_has_pages_and_lands_at_once_when_it_
         assert usage is not None
         assert usage.prefill_engine == "prefill-0"
     assert both.port_of(both.prefill).machine.handoff_count == 0
-    assert both.prefill.metrics.count("kv_transfer_grant_wait_ms") == 2
+    assert both.prefill.built.metrics.count("kv_transfer_grant_wait_ms") == 2
     both.check()
 
 
 def test_what_is_parked_beyond_the_budget_is_forgotten_and_computed_again_from_the_cache(toy: Path) -> None:
     both = pair(toy, park_tokens=30)
     first, second = list(range(1, 41)), list(range(3, 43))
-    both.add(request("a", first, 20))
-    both.add(request("b", second))
+    both.add("a", first, 20)
+    both.add("b", second, 6)
     both.run_until_idle()
-    assert both.prefill.metrics.get("kv_transfer_forgotten") == 1
+    assert both.prefill.built.metrics.get("kv_transfer_forgotten") == 1
     usage = both.deltas["b"][-1].usage
     assert usage is not None
     assert dict(usage.cached_tokens) == {"device": 36}, "of the second computation"
@@ -70,10 +60,10 @@ def test_what_is_parked_beyond_the_budget_is_forgotten_and_computed_again_from_t
 def test_a_prompt_that_turns_out_to_be_cached_is_taken_back(toy: Path) -> None:
     both = pair(toy, min_remote_tokens=8)
     prompt = list(range(1, 41))
-    both.add(request("a", prompt, 12))
-    both.add(request("b", prompt, 12))
+    both.add("a", prompt, 12)
+    both.add("b", prompt, 12)
     both.run_until_idle()
-    assert both.decode.metrics.get("num_local_prompts", "short") == 1
+    assert both.decode.built.metrics.get("num_local_prompts", "short") == 1
     assert both.tokens("b") == toy_continue(load_spec(toy), prompt, 12)
     assert both.port_of(both.prefill).machine.handoff_count == 0
 
@@ -91,14 +81,14 @@ def test_any_mix_of_arrivals_turns_and_aborts_with_early_orders_leaves_nothing(t
             rid, start = f"r{step}", rng.randrange(3)
             prompt = list(range(1 + start, 1 + start + rng.randint(1, 50)))
             asked[rid] = prompt, rng.randint(1, 12)
-            both.add(request(rid, *asked[rid]))
+            both.add(rid, *asked[rid])
         elif roll < 0.55:
             both.turn_decode()
         elif roll < 0.95:
             both.turn_prefill()
         elif asked:
             rid = rng.choice(sorted(asked))
-            if not any(delta.finish for delta in both.deltas[rid]):
+            if both.decode.finish(rid) is None:
                 aborted.add(rid)
                 both.abort(rid)
     both.run_until_idle()

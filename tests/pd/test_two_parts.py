@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from serinus.core.request import Request
-from serinus.core.sampling import SamplingParams
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.selftest import EnginePair
@@ -23,12 +20,7 @@ def test_pages_of_both_parts_land_and_the_window_goes_on(tmp_path: Path) -> None
     lengths = {"r0": (37, 6), "r1": (41, 9), "r2": (5, 3), "r3": (60, 20)}
     prompts = {rid: [(i * 7 + j) % 64 for j in range(lengths[rid][0])] for i, rid in enumerate(lengths)}
     for rid, (_, count) in lengths.items():
-        both.add(
-            Request(
-                rid=rid, prompt=np.asarray(prompts[rid], np.int32), seed=0, prefill_address="local://prefill",
-                sampling=SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True),
-            )
-        )  # fmt: skip
+        both.add(rid, prompts[rid], count)
     both.run_until_idle()
     for rid, (_, count) in lengths.items():
         assert both.tokens(rid) == toy_continue(spec, prompts[rid], count)

@@ -12,7 +12,7 @@ from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.engine import build_engine
 from serinus.engine.build import Built
-from serinus.testing.driver import EngineDriver
+from serinus.selftest import EngineDriver
 from serinus.testing.thread_ranks import ThreadRanks
 
 __all__ = ["Crew", "config_of", "crew"]

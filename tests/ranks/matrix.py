@@ -13,7 +13,7 @@ from serinus.core.clock import WallClock
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
-from tests.ranks.pair import pair
+from tests.ranks.pair import count, pair
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3)]
 
@@ -34,8 +34,8 @@ def main() -> int:
                     engines.add(rid, prompt, 9)
                 engines.run()
                 good = all(engines.tokens(rid) == answer for rid, answer in expected.items())
-                failed = engines.decode.count("num_transfer_failed_reqs")
-                pages = engines.decode.count("kv_transfer_pages")
+                failed = count(engines.decode, "num_transfer_failed_reqs")
+                pages = count(engines.decode, "kv_transfer_pages")
             wrong += not good or failed > 0
             word = "right" if good else "WRONG"
             shapes = f"TP{prefill[0]} PP{prefill[1]} -> TP{decode[0]} PP{decode[1]}"

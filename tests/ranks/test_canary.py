@@ -12,6 +12,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.request import FinishReason
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
+from serinus.selftest import EngineDriver
 from serinus.testing.oracle import toy_continue
 from tests.ranks.crew import Crew, crew
 from tests.ranks.pair import pair
@@ -37,12 +38,12 @@ def served(engine: Crew, toy: Path, count: int = 12) -> dict[str, bool]:
     engine.run()
     wrong = {}
     for i, prompt in enumerate(PROMPTS):
-        answer, expected = engine.answers[f"r{i}"], toy_continue(spec, prompt, count)
-        wrong[f"r{i}"] = answer.tokens != expected[: len(answer.tokens)]
+        found, expected = engine.tokens(f"r{i}"), toy_continue(spec, prompt, count)
+        wrong[f"r{i}"] = found != expected[: len(found)]
     return wrong
 
 
-def lead_of(engine: Crew) -> CanaryLead:
+def lead_of(engine: EngineDriver) -> CanaryLead:
     lead = engine.engine.canary
     assert lead is not None
     return lead
@@ -77,13 +78,12 @@ def test_in_mode_raise_nothing_leaves_that_a_rank_computed_on_damaged_bytes(
     with crew(toy, tp_size=tp, pp_size=pp, **{**WATCHED, **fault, "kv_canary": "raise"}) as engine:
         assert not any(served(engine, toy).values())
         lead = lead_of(engine)
-        failed = {rid: answer for rid, answer in engine.answers.items() if answer.finish is FinishReason.ERROR}
+        failed = [rid for rid in engine.deltas if engine.finish(rid) is FinishReason.ERROR]
         assert lead.injections
         assert {injection.rank for injection in lead.injections} == {name}
-        assert {injection.rid for injection in lead.injections} <= failed.keys()
-        for answer in failed.values():
-            assert answer.last is not None
-            assert f"of rank {name} (TAIL_K_FULL" in answer.last.error
+        assert {injection.rid for injection in lead.injections} <= set(failed)
+        for rid in failed:
+            assert f"of rank {name} (TAIL_K_FULL" in engine.deltas[rid][-1].error
         for violation in lead.view()["latest"]:
             assert violation["rank"] == name
             assert violation["owner"]

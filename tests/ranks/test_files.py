@@ -39,9 +39,8 @@ def serve(model: Path, folder: Path, prompts: list[list[int]], **settings: Any) 
             engine.add(rid, prompt, 5)
             engine.run()
             assert engine.tokens(rid) == toy_continue(spec, prompt, 5), f"request {i}"
-            last = engine.answers[rid].last
-            assert last is not None
-            found.append(dict(last.usage.cached_tokens) if last.usage is not None else {})
+            usage = engine.deltas[rid][-1].usage
+            found.append(dict(usage.cached_tokens) if usage is not None else {})
         engine.engine.scheduler.sanity_check()
         built = engine.built
     assert not engine.ranks.errors()

@@ -14,7 +14,7 @@ from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.ranks.layouts import data_backends
 from serinus.testing.oracle import toy_continue
 from tests.ranks.crew import config_of, crew
-from tests.ranks.pair import Pair, pair
+from tests.ranks.pair import Pair, count, pair
 
 PREFILL = [(1, 2), (2, 1), (2, 2)]
 DECODE = [(1, 1), (2, 1), (1, 2)]
@@ -46,9 +46,9 @@ def test_every_layout_hands_over_to_every_other(
         assert {rid: engines.tokens(rid) for rid in prompts} == {
             rid: toy_continue(spec, prompt, 7) for rid, prompt in prompts.items()
         }
-        assert engines.decode.count("num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
         pages = sum(-(-len(prompt) // 4) for prompt in prompts.values())
-        assert pages - 10 <= engines.decode.count("kv_transfer_pages") <= pages, "only what is cached here stays away"
+        assert pages - 10 <= count(engines.decode, "kv_transfer_pages") <= pages, "only what is cached here stays away"
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def test_ranks_without_layers_of_a_part_hand_over_what_they_have(tmp_path: Path)
         engines.run()
         for rid, prompt in prompts.items():
             assert engines.tokens(rid) == toy_continue(spec, prompt, 12)
-        assert engines.decode.count("num_transfer_failed_reqs") == 0
-        assert engines.decode.count("kv_transfer_pages") > 0
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "kv_transfer_pages") > 0
 
 
 @pytest.mark.proof
@@ -87,8 +87,8 @@ def test_a_real_model_answers_what_one_engine_answers(
             engines.add(rid, prompt, 8)
         engines.run()
         assert {rid: engines.tokens(rid) for rid in prompts} == expected
-        assert engines.decode.count("kv_transfer_pages") > 0
-        assert engines.decode.count("num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "kv_transfer_pages") > 0
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
 
 
 def _sent_and_left(engines: Pair) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def test_a_handoff_begins_while_later_chunks_are_being_computed(toy: Path) -> No
     with pair(toy, {"pp_size": 2, "chunked_prefill_size": 8}, {}) as engines:
         engines.add("r", prompt, 4)
         timeline = []
-        while not engines.answers:
+        while not any(engines.deltas.values()):
             engines.turn()
             landed = engines.decode.engine.handoffs.port.machine.landed_pages("r")  # type: ignore[attr-defined]
             sent, left = _sent_and_left(engines)
@@ -128,18 +128,18 @@ def test_requests_that_leave_while_they_wait_for_a_grant_leave_nothing(toy: Path
         toy, {"tp_size": tp, "pp_size": pp}, {"max_total_tokens": 64, "optimistic_prefill": True}, park_tokens=1 << 12
     ) as engines:
         engines.add("stays", [1] * 30, 30)
-        while not engines.answers:
+        while not any(engines.deltas.values()):
             engines.turn()
         for i in range(3):
             engines.add(f"waits-{i}", [2 + i] * 40, 4)
         while engines.prefill.engine.handoffs.port.machine.ungranted_count != 3:
             engines.turn()
-        before = engines.prefill.count("num_bootstrap_failed_reqs")
+        before = count(engines.prefill, "num_bootstrap_failed_reqs")
         for i in range(3):
             engines.abort(f"waits-{i}")
         while engines.prefill.engine.handoffs.port.machine.ungranted_count:
             engines.turn()
-        assert engines.prefill.count("num_bootstrap_failed_reqs") - before == 3
+        assert count(engines.prefill, "num_bootstrap_failed_reqs") - before == 3
         engines.run()
         assert engines.tokens("stays") == toy_continue(load_spec(toy), [1] * 30, 30)
 
@@ -167,7 +167,7 @@ def test_requests_that_leave_at_any_time_leave_nothing_behind(toy: Path, backend
         port: Any = engines.prefill.engine.handoffs
         while port.port.machine.staged_count:
             engines.turn()
-        assert engines.decode.count("num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
         assert not port.port.machine.rejects["unknown_piece"]
 
 

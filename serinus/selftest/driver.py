@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from serinus.core.request import Request, TokenDelta
+from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import Built
 from serinus.engine.messages import FrontMessage
-from serinus.testing.builders import Answer
 from serinus.wire.messages import Abort
 
 __all__ = ["EngineDriver"]
@@ -21,21 +20,25 @@ _WAIT_S = 0.05
 
 
 class EngineDriver:
-    """Requests are taken by the next turn; `answers` holds what came back, by request."""
+    """Requests are taken by the next turn; `deltas` holds what came back, by request."""
 
     def __init__(self, built: Built) -> None:
         self.built, self.engine, self.line = built, built.engine, built.line
-        self.answers: dict[str, Answer] = {}
+        self.deltas: dict[str, list[TokenDelta]] = {}
         self._messages: list[FrontMessage] = []
 
     def send(self, request: Request) -> None:
         """Give a client's request to the next turn."""
+        self.deltas[request.rid] = []
         self._messages.append(FrontMessage(front=_FRONT, message=request))
 
-    def add(self, rid: str, prompt: Sequence[int], count: int = 8, **sampling: Any) -> None:
-        """A client's request, greedy unless told otherwise."""
+    def add(
+        self, rid: str, prompt: Sequence[int], count: int = 8, *, seed: int = 7, prefill: str = "", **sampling: Any
+    ) -> None:
+        """A client's request, greedy unless told otherwise. `prefill`: address of an engine that may compute it."""
         params = SamplingParams(**{"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling})
-        self.send(Request(rid=rid, prompt=np.asarray(prompt, np.int32), sampling=params, seed=7))
+        ids = np.asarray(prompt, np.int32)
+        self.send(Request(rid=rid, prompt=ids, sampling=params, seed=seed, prefill_address=prefill))
 
     def abort(self, rid: str) -> None:
         """Give a client's abort to the next turn."""
@@ -47,7 +50,8 @@ class EngineDriver:
         output = self.built.turn(messages)
         deltas = [delta for _, each in output.deltas for delta in each]
         for delta in deltas:
-            self.answers.setdefault(delta.rid, Answer()).take(delta)
+            assert self.finish(delta.rid) is None, f"testing: {delta} after the end of {delta.rid}"
+            self.deltas[delta.rid].append(delta)
         self.line.flush()
         return deltas
 
@@ -68,4 +72,8 @@ class EngineDriver:
 
     def tokens(self, rid: str) -> list[int]:
         """What a request was answered."""
-        return self.answers[rid].tokens
+        return [token for delta in self.deltas[rid] for token in delta.token_ids]
+
+    def finish(self, rid: str) -> FinishReason | None:
+        """How the request ended; None = it has not."""
+        return self.deltas[rid][-1].finish if self.deltas[rid] else None
