@@ -132,7 +132,7 @@ def test_a_draining_prefill_engine_finishes_what_it_has_and_sends_the_rest_home(
 
 def test_a_prompt_for_which_no_prefill_engine_is_known_says_so(toy: Path) -> None:
     both = pair(toy)
-    both.add(request("a", list(range(1, 20)), remote=False))
+    both.add("a", list(range(1, 20)), 6, remote=False)
     both.run_until_idle()
     usage = both.deltas["a"][-1].usage
     assert usage is not None
