@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.canary_gpu import CONTEXT, HEADS, LAYERS, PAGE, REQUESTS, SIZE, best_us, copy_rate, make_table
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import RING_FIELDS, AttentionBatch, LayerDigest, Tiling, load
+from serinus.kernels import RING_FIELDS, AttentionBatch, LayerDigest, Tiling, load, packed_sums
 from tests.kernels.triton_cases import differences
 
 QUERIES, WIDTH, MLP = 32, 4096, 14336
@@ -98,12 +98,12 @@ def attend(case: Case, layer: int, choice: Tiling, watched: tuple[Tensor, Tensor
     digest = None
     if watched is not None:
         due, sums = watched
-        digest = LayerDigest(factors=case.packed[layer], due_7B=due, sums_E2=sums, page_size=PAGE)
+        digest = LayerDigest(factors=case.packed[layer], due_7B=due, sums_22E=sums, page_size=PAGE)
     return case.ops.watched_attention(case.q, *case.kv[layer], case.table, case.batch, SCALE, digest, choice)
 
 
 def new_sums(entries: int) -> Tensor:
-    return torch.zeros((entries, 2), dtype=torch.int64, device="cuda")
+    return torch.zeros((2, 2, entries), dtype=torch.int32, device="cuda")
 
 
 def step(
@@ -127,8 +127,10 @@ def step(
                 for weights in linears[layer]:
                     torch.matmul(x[:, :1].expand(REQUESTS, weights.shape[0]), weights)
         if plan is not None:
-            digests = sums
-            if sums is None and data != "none":
+            digests = None
+            if sums is not None:
+                digests = packed_sums(sums)
+            elif data != "none":
                 digests = case.ops.canary_digest(case.kv, plan[0], case.factors[data])
             around(2, plan, digests)
 

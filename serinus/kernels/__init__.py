@@ -6,7 +6,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 """
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.canary import RING_FIELDS, Reason, StampLane
+from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
 from serinus.kernels.contracts import LayerDigest, Tiling, Watch
 from serinus.kernels.huge_pages import collapse_to_huge_pages, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
@@ -25,6 +25,7 @@ __all__ = [
     "Watch",
     "collapse_to_huge_pages",
     "load",
+    "packed_sums",
     "prefer_huge_pages",
     "warm",
 ]

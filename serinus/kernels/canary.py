@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing"]
+from torch import Tensor
+
+__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
 
 ANCHOR = 0x5E41
 """The previous hash of position 0."""
@@ -56,3 +58,9 @@ def differing(  # type: ignore[no-untyped-def]  # Triton would read annotations 
         + (token != wanted_token) * 4
         + (digest != wanted_digest) * 8
     )
+
+
+def packed_sums(sums_22E: Tensor) -> Tensor:
+    """Digests [E, 2] as `canary_digest` gives them, of the sums that `watched_attention` has added up."""
+    low, high = (sums_22E[:, i].long() & 0xFFFFFFFF for i in range(2))
+    return (low | high << 32).T.contiguous()

@@ -177,13 +177,13 @@ def check_watched_attention(
         raise ValueError(f"kernels: {q_BND.shape[0]} queries of {count} sequences, expected one of each")
     if digest is None:
         return
-    due, sums = digest.due_7B, digest.sums_E2
+    due, sums = digest.due_7B, digest.sums_22E
     if due.shape != (7, count) or due.dtype != torch.int64 or not due.is_contiguous():
         raise ValueError(f"kernels: due {due.dtype} {tuple(due.shape)}, expected int64 (7, {count}), contiguous")
-    if sums.shape[1:] != (2,) or sums.dtype != torch.int64 or not sums.is_contiguous() or digest.page_size < 1:
+    if sums.shape[:-1] != (2, 2) or sums.dtype != torch.int32 or not sums.is_contiguous() or digest.page_size < 1:
         raise ValueError(
-            f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int64 [E, 2], "
-            "contiguous, and at least 1"
+            f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int32 "
+            "[2, 2, E], contiguous, and at least 1"
         )
     lanes = k_pool_SHD[0].numel() * k_pool_SHD.element_size() // 2
     if digest.factors.lane_count != lanes:

@@ -75,9 +75,9 @@ class LayerDigest:
     """The coefficients of this layer."""
     due_7B: Tensor
     """As `canary_plan` takes it; one column for every sequence of the batch, in its order."""
-    sums_E2: Tensor
-    """Digests as `canary_digest` gives them, of the slots that `canary_plan` names: those of this layer are added. What
-    becomes of entries whose slot is 0 is not defined."""
+    sums_22E: Tensor
+    """int32 [half, sum, E], of the slots that `canary_plan` names; zeros before the first layer, each adds its own
+    modulo 2**32. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is not defined."""
     page_size: int
     """Positions of a page."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, packed_sums
 from serinus.kernels.packed import PackedFactors
 
 PAGE, HEADS, SIZE = 4, 2, 16
@@ -36,7 +36,7 @@ def digest_of(ref: Kernels, coefficients_22W: Tensor) -> LayerDigest:
     """Of all pages of the first sequence and the second page of the second one."""
     due = torch.tensor([[0, 1], [0, 1], [0, 0], [7, 5], [0, 1], [1, 1], [0, 8]])
     factors = ref.pack_factors(coefficients_22W, HEADS)
-    return LayerDigest(factors=factors, due_7B=due, sums_E2=torch.zeros(12, 2, dtype=torch.int64), page_size=PAGE)
+    return LayerDigest(factors=factors, due_7B=due, sums_22E=torch.zeros(2, 2, 12, dtype=torch.int32), page_size=PAGE)
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def test_the_digest_of_what_is_due_is_added_and_attention_is_the_same(
     assert torch.equal(ref.watched_attention(*inputs), attended)
     once = ref.canary_digest([(inputs[1], inputs[2])], torch.tensor([*range(4, 11), 16]), coefficients)
     live = [*range(7), 8]
-    assert torch.equal(digest.sums_E2[live], once)
+    assert torch.equal(packed_sums(digest.sums_22E)[live], once)
     ref.watched_attention(*inputs, digest)
     low, high = ((once >> shift & 0xFFFFFFFF) * 2 & 0xFFFFFFFF for shift in (0, 32))
-    assert torch.equal(digest.sums_E2[live], low | high << 32)
+    assert torch.equal(packed_sums(digest.sums_22E)[live], low | high << 32)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_the_digest_of_what_is_due_is_added_and_attention_is_the_same(
     [
         ({"due_7B": torch.zeros(7, 3, dtype=torch.int64)}, r"due torch.int64 \(7, 3\), expected int64 \(7, 2\)"),
         ({"due_7B": torch.zeros(7, 2)}, "due torch.float32"),
-        ({"sums_E2": torch.zeros(4, dtype=torch.int64)}, r"sums torch.int64 \(4,\) over pages of 4"),
-        ({"sums_E2": torch.zeros(4, 2, dtype=torch.int32)}, "sums torch.int32"),
+        ({"sums_22E": torch.zeros(4, dtype=torch.int32)}, r"sums torch.int32 \(4,\) over pages of 4"),
+        ({"sums_22E": torch.zeros(2, 2, 4, dtype=torch.int64)}, "sums torch.int64"),
         ({"page_size": 0}, "over pages of 0, expected"),
         ({"factors": PackedFactors(factors=torch.zeros(2, 2, 8), bias=None, lane_count=8)}, "of 8 lanes, expected 32"),
         (

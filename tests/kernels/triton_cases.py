@@ -2,9 +2,8 @@
 
 TRITON_INTERPRET=1 python -m tests.kernels.triton_cases COUNT
 
-prints, as JSON, what differs by case and seed. `python -m tests.kernels.triton_cases compile` compiles the kernels for an
-H100 on any machine: the interpreter takes more than the compiler does. A new kernel gets a function here and an entry of
-CASES.
+prints, as JSON, what differs by case and seed. The interpreter takes more than the compiler does, so `compile` instead
+of a count compiles the kernels for an H100, on any machine. A new kernel gets a function here and an entry of CASES.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, Tiling, load
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, Tiling, load, packed_sums
 
 from .canary_case import make_case, outcome
 
@@ -76,22 +75,22 @@ def watched_attention(seed: int, device: str) -> str:
         context_B=torch.tensor(contexts, device=device),
     )
     slots = ref.canary_plan(table, due, entries, page_size=page)[0]
-    whole, stood_in = (torch.zeros((entries, 2), dtype=torch.int64, device=device) for _ in range(2))
+    whole, stood_in = (torch.zeros((2, 2, entries), dtype=torch.int32, device=device) for _ in range(2))
     wrong = ""
     for layer, (k, v) in enumerate(kv):
         inputs = (q, k, v, table, attention, 0.25)
         given = {"due_7B": due, "page_size": page}
-        digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_E2=whole, **given)
+        digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_22E=whole, **given)
         found = fast.watched_attention(*inputs, digest, TILING)
         plain = fast.watched_attention(*inputs, None, TILING)
-        digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_E2=stood_in, **given)
+        digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_22E=stood_in, **given)
         expected = ref.watched_attention(*inputs, digest)
         if not torch.allclose(found.float(), expected.float(), atol=0.03):
             wrong += f" attention of layer {layer} by {float((found.float() - expected.float()).abs().max()):.3f}"
         if not torch.equal(found, plain):
             wrong += f" layer {layer} watched and not watched"
     for name, sums in (("triton", whole), ("ref", stood_in)):
-        if not torch.equal(sums[slots > 0], ref.canary_digest(kv, slots, factors)[slots > 0]):
+        if not torch.equal(packed_sums(sums)[slots > 0], ref.canary_digest(kv, slots, factors)[slots > 0]):
             wrong += f" digests of {name}"
     return wrong
 

@@ -7,13 +7,14 @@ req_to_token, E = slots digested, W = 16-bit lanes of a row of one half.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_pack_factors, check_watched_attention
 from serinus.kernels.contracts import LayerDigest, Tiling
 from serinus.kernels.packed import PackedFactors
-from serinus.kernels.ref.canary import add_digests, canary_digest, canary_plan
+from serinus.kernels.ref.canary import canary_digest, canary_plan
 from serinus.kernels.ref.paged_attention import paged_attention
 
 __all__ = ["pack_factors", "watched_attention"]
@@ -57,8 +58,8 @@ def watched_attention(
     if digest is not None:
         if digest.factors.bias is not None:
             raise ValueError("kernels: watched_attention of column ref got factors packed by another column")
-        sums_E2, due_7B = digest.sums_E2, digest.due_7B
-        slots_E = canary_plan(req_to_token_RC, due_7B, len(sums_E2), page_size=digest.page_size)[0]
+        entries, due_7B = digest.sums_22E.shape[-1], digest.due_7B
+        slots_E = canary_plan(req_to_token_RC, due_7B, entries, page_size=digest.page_size)[0]
         found_E2 = canary_digest([(k_pool_SHD, v_pool_SHD)], slots_E, digest.factors.factors[None])
-        sums_E2.copy_(add_digests(sums_E2, found_E2))
+        digest.sums_22E.add_(found_E2.view(torch.int32).view(entries, 2, 2).permute(1, 2, 0))
     return paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale)

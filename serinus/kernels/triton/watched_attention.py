@@ -91,11 +91,12 @@ def watched_attention(
     out_BND = torch.empty_like(q_BND)
     partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_BND.device)
     stats_P2BN = torch.empty((parts, 2, count, heads), dtype=torch.float32, device=q_BND.device)
-    watched = (batch.rows_B,) * 4  # not read where nothing is watched
+    watched: tuple[Any, ...] = (*(batch.rows_B,) * 4, 0)  # not read where nothing is watched
     if digest is not None:
         if digest.factors.bias is None:
             raise ValueError("kernels: watched_attention of column triton got factors packed by another column")
-        watched = (digest.factors.factors, digest.factors.bias, digest.due_7B, digest.sums_E2.view(torch.int32))
+        sums_22E = digest.sums_22E
+        watched = (digest.factors.factors, digest.factors.bias, digest.due_7B, sums_22E, sums_22E.shape[-1])
     _attend[(count, kv_heads, parts)](
         q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.context_B,
         partial_PBND, stats_P2BN, *watched, scale * 1.4426950408889634, stretch, count,
@@ -116,7 +117,7 @@ _IN_ASSEMBLY = not triton.knobs.runtime.interpret
 
 @_jit
 def _attend(
-    q, k, v, table, columns, rows, contexts, partial, stats, planes, bias, due, sums, scale, stretch, batch,
+    q, k, v, table, columns, rows, contexts, partial, stats, planes, bias, due, sums, entries, scale, stretch, batch,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -167,13 +168,13 @@ def _attend(
             if first + turns * stride < page + (BLOCK + PAGE - 1) // PAGE:
                 turn = t // PAGE - first
                 is_due = (t >= low) & (t < high) & (t < end) & (turn >= 0) & (turn % stride == 0)
-                spot = sums + (entry + turn // stride * PAGE + t % PAGE) * 4
+                spot = sums + entry + turn // stride * PAGE + t % PAGE
                 k_sums = _sums(k_TD, k_low, k_high, IN_ASSEMBLY)
                 _add(spot, k_sums, one, k_one, is_due)
-                _add(spot + 1, k_sums, other, k_other, is_due)
+                _add(spot + entries, k_sums, other, k_other, is_due)
                 v_sums = _sums(v_TD, v_low, v_high, IN_ASSEMBLY)
-                _add(spot + 2, v_sums, one, v_one, is_due)
-                _add(spot + 3, v_sums, other, v_other, is_due)
+                _add(spot + 2 * entries, v_sums, one, v_one, is_due)
+                _add(spot + 3 * entries, v_sums, other, v_other, is_due)
     where = part * batch * HEADS * QUERIES
     tl.store(partial + (where + query)[:, None] * SIZE + d[None, :], mixed_GD, mask=inside[:, None])
     tl.store(stats + 2 * where + query, best_G, mask=inside)
