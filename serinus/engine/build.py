@@ -58,6 +58,8 @@ _CHUNK: Final = 2048
 """Prompt tokens of a step where the settings do not say."""
 _STAGES_CHUNK: Final = 256
 """...on the stages of a CPU."""
+_FIRST_TOKENS: Final = 16
+"""Of the prompts at start-up: more than attention takes for decoding."""
 _HELLO_S: Final = 60.0
 """Seconds that ranks may take to say hello on the line, once they are known to be there."""
 _LOOK_S: Final = 0.05
@@ -280,7 +282,9 @@ def _lead(
     config, spec, specs = parts.config, parts.spec, parts.pool_specs
     settings = _sched_settings(config, spec, specs[Part.FULL], parts.context, line.depth)
     with torch.inference_mode():
-        _first_steps(line, _scheduler(settings, specs, spec.window), clock)
+        full = specs[Part.FULL]
+        room = min(settings.context_length, (full.page_count - 1) * full.page_size)
+        _first_steps(line, _scheduler(settings, specs, spec.window), clock, room)
     parts.phases.mark("warm-up")
     events = _events(config, clock)
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
@@ -389,14 +393,14 @@ def _scheduler(settings: SchedSettings, specs: Mapping[Part, PoolSpec], window: 
     return Scheduler(alone, PrefixCache(_geometry(specs, window, None)))
 
 
-def _first_steps(line: LeaderLine, scheduler: Scheduler, clock: Clock) -> None:
+def _first_steps(line: LeaderLine, scheduler: Scheduler, clock: Clock, room: int) -> None:
     """Answer two short requests, greedy and sampled, with a scheduler of their own that is thrown away: whatever is
     compiled, loaded or allocated at first use is there before the first client comes, on every rank. The KV it leaves
-    behind lies on pages that the real ledger calls free.
+    behind lies on pages that the real ledger calls free. `room`: tokens that a request may have.
     """
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(max_new_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)
-        prompt = np.zeros(max(1, min(3, scheduler.settings.context_length - 2)), np.int32)
+        prompt = np.zeros(max(1, min(_FIRST_TOKENS, room - 2)), np.int32)
         scheduler.add(Request(rid=f"warm-up-{temperature}", prompt=prompt, sampling=sampling, seed=0))
     while not scheduler.idle:
         plan = scheduler.plan(clock.now())

@@ -8,7 +8,7 @@ in it, `ref` serves. So a new kernel is one new file: nothing is registered. Kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -109,7 +109,7 @@ class Kernels:
     """(stamps_LS4, lane, slots_T, positions_T, tokens_T, q_starts_B1, table_RC, rows_B, digests_T2)"""
     canary_watch: MakeWatch
     """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size) -> Watch"""
-    warmer: Callable[[int, int, torch.dtype], None] | None = None
+    warmer: Callable[[Sequence[tuple[int, int]], torch.dtype], None] | None = None
     """(head size, query heads per KV head, dtype): makes the machine code of all ops ready; None: there is none."""
 
     def summary(self) -> str:
@@ -152,31 +152,26 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     return Kernels(device=kind, columns=columns, warmer=_warmer(column), **ops)
 
 
+_USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 5), (128, 7), (128, 8))
+"""(head size, group) of the dense Llama, Qwen and Mistral checkpoints that fit a CPU."""
+
+
 def warm(
-    kernels: Kernels, *, head_size: int | None = None, group: int | None = None, dtype: torch.dtype = torch.bfloat16
+    kernels: Kernels, *, shapes: Sequence[tuple[int, int]] = _USUAL_SHAPES, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Make the machine code ready: compiled once, from the disk ever after. Idempotent.
 
     Args:
         kernels: from `load`.
-        head_size, group: of one model, group being its query heads per KV head; None takes the usual ones.
+        shapes: (head size, query heads per KV head) of models; none = only what does not depend on the model.
         dtype: torch.bfloat16 or torch.float32.
     Raises:
-        ConfigError: only one of head_size and group is given, or there is no place to keep compiled kernels.
-    Cost: half a second from the disk; the first time about 15 s, or 3 s for one model. What was not warmed is
-    compiled at first use.
+        ConfigError: there is no place to keep compiled kernels.
+    Cost: half a second from the disk; the first time about 20 s, 10 s of them for what does not depend on the model.
+    What was not warmed is compiled at first use.
     """
-    if kernels.warmer is None:
-        return
-    if (head_size is None) != (group is None):
-        raise ConfigError(f"kernels: warm got head_size {head_size}, group {group}; expected both or none")
-    shapes = _USUAL_SHAPES if head_size is None or group is None else ((head_size, group),)
-    for size, heads in shapes:
-        kernels.warmer(size, heads, dtype)
-
-
-_USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 5), (128, 7), (128, 8))
-"""(head size, group) of the dense Llama, Qwen and Mistral checkpoints that fit a CPU."""
+    if kernels.warmer is not None:
+        kernels.warmer(shapes, dtype)
 
 
 def _find(op: str, column: str) -> tuple[Any, str]:
@@ -197,7 +192,7 @@ def _module(column: str, file: str) -> ModuleType | None:
     return import_module(name) if find_spec(name) is not None else None
 
 
-def _warmer(column: str) -> Callable[[int, int, torch.dtype], None] | None:
+def _warmer(column: str) -> Callable[[Sequence[tuple[int, int]], torch.dtype], None] | None:
     module = _module(column, "warm")
-    found: Callable[[int, int, torch.dtype], None] | None = getattr(module, "warm", None)
+    found: Callable[[Sequence[tuple[int, int]], torch.dtype], None] | None = getattr(module, "warm", None)
     return found

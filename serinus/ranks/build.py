@@ -21,7 +21,7 @@ from serinus.core.cores import engine_threads
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
-from serinus.kernels import Kernels, load
+from serinus.kernels import Kernels, load, warm
 from serinus.models import ForwardHook, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
@@ -113,7 +113,7 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         threads = engine_threads(threads, len(config.parallel.local_ranks))
     if threads:
         torch.set_num_threads(threads)
-    kernels = _load_kernels(config, device)
+    kernels = _load_kernels(config, device, phases)
     folder = resolve(config.model.model_path, config.model.revision)
     seed = config.model.random_seed or 0
     spec = load_spec(folder, overrides=overrides_of(config), load_format=config.model.load_format, seed=seed)
@@ -174,9 +174,13 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     )
 
 
-def _load_kernels(config: ServeConfig, device: str) -> Kernels:
+def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:
     kernels = load(device, config.kernels.attention_backend)
-    _log.info("kernels on %s: %s", kernels.device, kernels.summary())
+    once = "; the first start compiles them, for about 20 s" if kernels.warmer is not None else ""
+    _log.info("kernels on %s: %s%s", kernels.device, kernels.summary(), once)
+    if config.canary.kv_canary != "none" or config.cache.enable_hierarchical_cache or config.role != "unified":
+        warm(kernels, shapes=())  # the model's own are compiled by the engine's first steps
+    phases.mark("kernels")
     return kernels
 
 

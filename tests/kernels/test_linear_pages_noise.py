@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serinus.core.errors import ConfigError
 from serinus.core.rng import MASK64, splitmix64
-from serinus.kernels import Kernels, load, warm
+from serinus.kernels import Kernels, load
 from tests.kernels.conftest import DTYPES, assert_close
 
 
@@ -158,10 +157,3 @@ def test_both_columns_agree_on_noise(pairs: list[tuple[int, int]], vocab: int) -
 def test_noise_of_a_row_does_not_depend_on_the_batch(either: Kernels) -> None:
     together = either.counter_gumbel(torch.tensor([1, 2, 3]), torch.tensor([9, 8, 7]), 5000)
     assert torch.equal(either.counter_gumbel(torch.tensor([2]), torch.tensor([8]), 5000), together[1:2])
-
-
-def test_warming_needs_both_head_size_and_group(cpu: Kernels) -> None:
-    with pytest.raises(ConfigError, match="expected both or none"):
-        warm(cpu, head_size=64)
-    warm(cpu, head_size=16, group=2)
-    warm(load("cpu", "ref"))

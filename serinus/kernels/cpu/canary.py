@@ -152,6 +152,12 @@ def canary_write(
     run_write(arguments)
 
 
+def warm() -> None:
+    """Compile, or load from the disk."""
+    for body in (_digest_body, _due_body, _plan_body, _verify_body, _write_body):
+        body(VERSION)
+
+
 def run_plan(arguments: ctypes.Structure) -> None:
     """Expand a plan (Plan)."""
     _plan_body(VERSION)(arguments, 1 if arguments.entry_count <= _PLAN_ALONE else thread_count())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from serinus.kernels.cpu import (
+    canary,
     counter_gumbel,
     hashed_pages,
     linear,
@@ -18,14 +21,14 @@ from serinus.kernels.cpu import (
 __all__ = ["warm"]
 
 
-def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
-    """Compile, or load from the disk, every kernel for this shape. What only some models or settings need (windows,
-    caps, GELU, fp32 norms, the canary) is compiled at first use."""
-    linear.warm(dtype)
-    rms_norm.warm(dtype)
-    silu_mul.warm(dtype)
-    qk_rope_store.warm(head_size, dtype)
-    paged_attention.warm(head_size, group, dtype)
-    pages.warm()
-    hashed_pages.warm()
-    counter_gumbel.warm()
+def warm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+    """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
+    shapes. What only some models need (windows, caps, GELU, fp32 norms) is compiled at first use."""
+    for kernel in (pages, hashed_pages, counter_gumbel, canary):
+        kernel.warm()
+    for head_size, group in shapes:
+        linear.warm(dtype)
+        rms_norm.warm(dtype)
+        silu_mul.warm(dtype)
+        qk_rope_store.warm(head_size, dtype)
+        paged_attention.warm(head_size, group, dtype)
