@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.ask import ask_arguments, ask_server
 from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
 from serinus.core.errors import ConfigError, SerinusError
+from serinus.core.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from serinus.selftest import Cell, Subject
@@ -31,8 +31,8 @@ def selftest(command: Command, words: Sequence[str]) -> int:
     if not arguments.verbose:
         get_logger("canary").setLevel("CRITICAL")  # a line for each fault and each report: the table has them
         get_logger("engine").setLevel("ERROR")
-    with TemporaryDirectory(prefix="serinus-canary-") as home:
-        cells = _run_all(_subjects(arguments, Path(home)), arguments)
+    with PrivateFolder() as home:
+        cells = _run_all(_subjects(arguments, home), arguments)
     _print_table(cells)
     perfect = all(cell.perfect for cell in cells)
     if arguments.json:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
-from pathlib import Path
 
 from serinus.cli.processes import connection_lost, stop_process
 from serinus.core.config import ServeConfig
 from serinus.core.log import get_logger
+from serinus.core.private_folder import PrivateFolder
 from serinus.ranks.exit_reason import LOST_CODE, exit_words
 from serinus.ranks.rank_processes import mesh_of, rank_env, rank_words
 
@@ -41,8 +40,8 @@ async def _live(config: ServeConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
-    with tempfile.TemporaryDirectory(prefix="serinus-") as home:
-        file = Path(home) / "config.json"
+    with PrivateFolder() as home:
+        file = home / "config.json"
         file.touch(0o600)
         file.write_text(config.to_json())
         ranks = {

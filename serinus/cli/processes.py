@@ -11,13 +11,12 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-from pathlib import Path
 from types import TracebackType
 
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, threads_env
 from serinus.core.log import get_logger
+from serinus.core.private_folder import PrivateFolder
 from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
 
 __all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process", "stop_server"]
@@ -94,11 +93,11 @@ class EngineProcess:
     def __init__(self, config: ServeConfig) -> None:
         """Makes the directory; `start` starts the process."""
         self._config = config
-        self._home = tempfile.TemporaryDirectory(prefix="serinus-")
-        self.endpoint = f"ipc://{self._home.name}/engine"
+        self._folder = PrivateFolder()
+        self.endpoint = f"ipc://{self._folder.path}/engine"
         """Where it listens for its front."""
         self.process: asyncio.subprocess.Process | None = None
-        self._words = Path(self._home.name) / "words"
+        self._words = self._folder.path / "words"
         self._overseer: asyncio.Task[None] | None = None
 
     def __enter__(self) -> EngineProcess:
@@ -107,11 +106,11 @@ class EngineProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._home.cleanup()
+        self._folder.close()
 
     async def start(self) -> None:
         """Start it, with the thread counts of the settings in its environment."""
-        settings = Path(self._home.name) / "config.json"
+        settings = self._folder.path / "config.json"
         settings.write_text(self._config.to_json())
         words = ["-m", "serinus.engine.process", "--config", str(settings), "--endpoint", self.endpoint]
         words += ["--parent", str(os.getpid()), "--words", str(self._words)]

@@ -15,11 +15,9 @@ import hashlib
 import hmac
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +27,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.ids import new_token
+from serinus.core.private_folder import PrivateFolder
 from serinus.parallel import Mesh
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRecord
 from serinus.ranks.leader_supervisor import LeaderSupervisor, RankFacts
@@ -110,13 +109,14 @@ class RankProcesses:
         self._mesh = mesh_of(config)
         self._exit_record = exit_record or ExitRecord()
         self._host = parallel.dist_init_addr.rpartition(":")[0]
-        self._home = Path(tempfile.mkdtemp(prefix="serinus-ranks-", dir=self._exit_record.folder))
+        self._folder = PrivateFolder(self._exit_record.folder)
+        home = self._folder.path
         self.token = new_token()
         """What only the ranks of this engine know."""
-        self.control_bind = f"tcp://{self._host}:0" if self._host else f"ipc://{self._home}/control"
+        self.control_bind = f"tcp://{self._host}:0" if self._host else f"ipc://{home}/control"
         """Where the leader's line may listen."""
         self._supervisor = LeaderSupervisor(
-            f"tcp://{parallel.dist_init_addr}" if self._host else f"ipc://{self._home}/watch",
+            f"tcp://{parallel.dist_init_addr}" if self._host else f"ipc://{home}/watch",
             mesh=self._mesh,
             settings=shared_settings(config),
             expected_mac=lambda rank, settings: signed(config.pd.cluster_secret, rank, settings),
@@ -127,7 +127,7 @@ class RankProcesses:
         )
         self._meeting: Any = None
         self._comm: Comm | None = None
-        config_file = self._home / "config.json"
+        config_file = home / "config.json"
         config_file.write_text(self._config.to_json())
         self._supervisor.start(lambda: self._spawn(config_file))
 
@@ -217,4 +217,4 @@ class RankProcesses:
         self._supervisor.close(failure)
         if self._comm is not None:
             self._comm.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._folder.close()
