@@ -18,6 +18,7 @@ from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprob
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import build_engine
+from serinus.engine.interrupt import Interrupt
 from serinus.engine.messages import FrontMessage, TurnOutput
 from serinus.engine.progress import Progress
 from serinus.ranks.tier_parts import pause
@@ -134,7 +135,9 @@ class LLM:
         Returns: one RequestOutput per prompt, in order.
         Raises:
             BadRequest: a prompt or a parameter cannot be served; nothing was started.
-            PeerGone: a rank was lost, or an earlier call was interrupted in the middle of a step: make a new LLM.
+            KeyboardInterrupt: Ctrl-C came; raised after the step that runs, and nothing of the call is left. A second
+                one does not wait for the step, and the LLM cannot be used any more.
+            PeerGone: a rank was lost, or Ctrl-C came twice: make a new LLM.
         """
         wanted = _as_prompts(prompts)
         params = _as_params(sampling_params, len(wanted))
@@ -213,17 +216,17 @@ class LLM:
         return answers, requests
 
     def _run(self, requests: list[tuple[Request, _Answer]], show: bool) -> None:
-        """Turn until every sequence ended; whatever happens, none is left behind.
+        """Turn until every sequence ended, or Ctrl-C came; whatever happens, none is left behind.
 
         No more requests are in the engine at once than may wait there: any number of prompts can be given.
         """
         engine, room = self._engine, self.config.sched.max_queued_requests
         waiting = deque(requests)
         owners: dict[str, _Answer] = {}
-        with Progress("Processed prompts", total=len(requests), show=show) as progress:
+        with Progress("Processed prompts", total=len(requests), show=show) as progress, Interrupt() as interrupt:
             try:
                 messages: list[FrontMessage] = []
-                while waiting or owners:
+                while (waiting or owners) and not interrupt.came:
                     while waiting and len(owners) < room:
                         request, answer = waiting.popleft()
                         owners[request.rid] = answer
@@ -244,6 +247,8 @@ class LLM:
                     if not messages and not output.deltas and engine.stalled:
                         raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
                     self._wait()
+                for rid in owners:
+                    engine.drop(rid, "interrupted")
                 while messages or not engine.idle:
                     self._turn(messages)
                     messages = []

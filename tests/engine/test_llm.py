@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from serinus import LLM, SamplingParams
-from serinus.core.errors import BadRequest
+from serinus.core.errors import BadRequest, PeerGone
 from serinus.core.parts import Part
+from serinus.core.plan import StepPlan, StepResult
+from serinus.engine.interrupt import Interrupt
+from serinus.engine.llm import RequestOutput
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
+from serinus.runner import Runner
 from serinus.testing.oracle import toy_continue
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -89,6 +94,66 @@ def test_a_call_that_breaks_off_leaves_nothing_and_the_next_one_is_answered(
     assert len(llm._engine._outbox) == 0
     (output,) = llm.generate([[9, 9]], GREEDY)
     assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), [9, 9], 5)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Ctrl-C, so many times, in the middle of the second step from now on."""
+
+    def plant(times: int) -> None:
+        run, steps = Runner.run, iter(range(1, 100))
+
+        def interrupted(self: Runner, plan: StepPlan) -> StepResult | None:
+            if next(steps) == 2:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            return run(self, plan)
+
+        monkeypatch.setattr(Runner, "run", interrupted)
+
+    return plant
+
+
+@pytest.mark.parametrize("waiting", [1, 8])
+def test_ctrl_c_in_a_step_ends_the_call_alone(
+    llm: LLM, toy: Path, ctrl_c: Callable[[int], None], waiting: int
+) -> None:
+    ctrl_c(1)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([list(range(k, 40 + k)) for k in range(waiting)], GREEDY)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (llm._engine.idle, len(llm._engine._outbox)) == (True, 0)
+    llm.flush_cache()  # refused while anything runs or waits
+    (output,) = llm.generate([[9, 9]], GREEDY)
+    assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), [9, 9], 5)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(toy: Path, ctrl_c: Callable[[int], None]) -> None:
+    llm = LLM(str(toy), skip_tokenizer_init=True, page_size=4, max_total_tokens=128)
+    ctrl_c(2)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], GREEDY)
+    with pytest.raises(PeerGone, match="interrupted, in the middle of a step"):
+        llm.generate([[1, 2, 3]], GREEDY)
+    llm.close()
+
+
+def test_an_llm_outside_the_main_thread_and_a_handler_of_the_program_are_left_alone(llm: LLM) -> None:
+    def own(number: int, frame: object) -> None:
+        raise AssertionError("SIGINT came")
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with Interrupt():
+            assert signal.getsignal(signal.SIGINT) is own
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+    answers: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: answers.extend(llm.generate([[1, 2]], GREEDY)))
+    thread.start()
+    thread.join()
+    assert len(answers) == 1
 
 
 def test_more_prompts_than_may_wait_are_answered(toy: Path) -> None:
