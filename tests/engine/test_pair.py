@@ -137,7 +137,7 @@ def test_a_prompt_for_which_no_prefill_engine_is_known_says_so(toy: Path) -> Non
     usage = both.deltas["a"][-1].usage
     assert usage is not None
     assert (usage.prefill_engine, usage.local_reason) == ("", "no_prefill_engine")
-    assert both.decode.metrics.get("num_local_prompts", "no_prefill_engine") == 1
+    assert both.decode.built.metrics.get("num_local_prompts", "no_prefill_engine") == 1
 
 
 def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:
