@@ -264,6 +264,9 @@ class Cluster:
         if failed or self.network.peers_lost:
             lost = dict(self.network.peers_lost)
             raise Broken(f"I16: frames were only lost, repeated or reordered, but {failed} failed, {lost} were lost")
+        for engine in self.engines.values():
+            if missed := engine.port.machine.rejects["below_floor"]:
+                raise Broken(f"I16: {engine.name} missed the ends of {missed} handoffs; the grant floor cleaned up")
 
     def _make_calm(self) -> None:
         self.network.calm = self.fabric.calm = True

@@ -218,12 +218,6 @@ class World:
             self._end(d, rid, "killed")
         self.decode[d] = self._new_decode(d)
 
-    def cut(self, link: Link) -> None:
-        """The connection breaks; what was sent before arrives still."""
-        if link.decode_open and link.prefill_open:
-            link.to_decode.append(None)
-            link.to_prefill.append(None)
-
     # ---- steps of the network -----------------------------------------------------------------------------------
 
     def deliver_to_decode(self, link: Link) -> None:

@@ -13,8 +13,10 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from serinus.core.clock import WallClock
@@ -34,8 +36,8 @@ from serinus.sched.page_allocator import PageAllocator
 from serinus.sim.mailbox import SimMailbox
 from serinus.sim.one_sided import SimOneSided
 from serinus.sim.ports import Shared
-from serinus.wire import ReliableLink
-from serinus.wire.messages import AbortGrant
+from serinus.wire import PeerMessage, ReliableLink
+from serinus.wire.messages import AbortGrant, DataOk, Done, DoneOk, Fail
 from tests.sim import canary_mutants, line_mutants, rank_mutants, window_mutants  # noqa: F401
 from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
@@ -230,6 +232,38 @@ def no_digest() -> Iterator[None]:
     import serinus.pd.page_worker as page_worker
 
     with replaced(page_worker, "check_digests", lambda *rest: None):
+        yield
+
+
+def _deaf(kind: type) -> Iterator[None]:
+    """Prefill does not hear one kind of message."""
+    original = PrefillSide.handle
+
+    def handle(self: PrefillSide, event: Any, now: float) -> list[Any]:
+        heard = not (isinstance(event, PeerMessage) and isinstance(event.message, kind))
+        return original(self, event, now) if heard else []
+
+    with replaced(PrefillSide, "handle", handle):
+        yield
+
+
+for _kind in (Fail, DataOk, DoneOk):
+    mutant(f"prefill does not hear {_kind.__name__}", "local")(partial(_deaf, _kind))
+
+
+@mutant("DONE counts a page less", "local")
+def done_counts_less() -> Iterator[None]:
+    """What prefill says that it sent is not what decode got."""
+    original = DecodeSide.handle
+
+    def handle(self: DecodeSide, event: Any, now: float) -> list[Any]:
+        if isinstance(event, PeerMessage) and isinstance(event.message, Done):
+            event = replace(
+                event, message=msgspec.structs.replace(event.message, page_count=event.message.page_count - 1)
+            )
+        return original(self, event, now)
+
+    with replaced(DecodeSide, "handle", handle):
         yield
 
 
