@@ -11,7 +11,7 @@ from serinus.core.request import Request
 from serinus.pd.actions import Landed
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.modes import Mode
-from serinus.wire.messages import Done, Grant, Prepare, SpanPages, ids_to_bytes
+from serinus.wire.messages import Done, Grant, Prepare
 
 __all__ = ["DecodeHandoff"]
 
@@ -51,27 +51,12 @@ class DecodeHandoff:
 
     def prepare(self, deadline_s: float) -> Prepare:
         """The message that asks for the prompt to be computed."""
-        request = self.request
-        return Prepare(
-            xid=self.xid,
-            rid=self.rid[:256],
-            grant=self.grant,
-            prompt=ids_to_bytes(request.prompt),
-            sampling=request.sampling,
-            seed=request.seed,
-            held=self.held,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            deadline_s=deadline_s,
-        )
+        return Prepare(xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s)
 
     def open(self, account: ArrivalAccount) -> Grant:
         """The permission to fill our pages."""
         self.account = account
-        spans = tuple(
-            SpanPages(part=span.part, first=span.first, pages=span.pages.tolist()) for span in account.spans.values()
-        )
-        return Grant(xid=self.xid, grant=self.grant, spans=spans, digest_seed=self.seed)
+        return Grant(xid=self.xid, grant=self.grant, spans=tuple(account.spans.values()), digest_seed=self.seed)
 
     def landed(self, done: Done, account: ArrivalAccount, engine: str, now: float) -> Landed:
         """The result for the engine: all pages are here."""

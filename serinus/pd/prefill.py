@@ -16,11 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
 from serinus.core.handoff import ChunkReady
 from serinus.core.ids import new_xid
-from serinus.core.parts import PageSpan, Part
 from serinus.pd.actions import ClosePeer, PrefillAction, ReleaseChunk, Send
 from serinus.pd.clients import TOMBSTONES_MAX, Client, Clients, Lane, Piece
 from serinus.pd.events import Drain, EndPrefill, PrefillEvent, ReclaimParked, Shutdown, Tick
@@ -343,10 +340,9 @@ class PrefillSide:
             return
         handoff.granted_at, handoff.seed = now, message.digest_seed
         for span in message.spans:
-            part = Part(span.part)
-            handoff.spans[part] = PageSpan(part=part, first=span.first, pages=np.array(span.pages, dtype=np.int32))
-            lowest = self._settings.first_needed(part, handoff.held, handoff.tokens)
-            handoff.first[part] = max(span.first * client.layout.page_size, lowest) // self._layout.page_size
+            handoff.spans[span.part] = span
+            lowest = self._settings.first_needed(span.part, handoff.held, handoff.tokens)
+            handoff.first[span.part] = max(span.first * client.layout.page_size, lowest) // self._layout.page_size
         if client.mode is Mode.PULL:
             lease = SourceLease(xid=handoff.xid, grant=handoff.grant, lease_s=self._settings.lease_s)
             out.append(Send(peer=client.peer, message=lease))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import ChunkReady
@@ -12,16 +14,16 @@ from serinus.pd.actions import AddPrefill, PrefillDrained
 from serinus.pd.clients import HeldChunk, Piece
 from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import HandoffSettings
-from serinus.wire.messages import Done, Grant, Prepare, bytes_to_ids
+from serinus.wire.messages import Done, Grant, Prepare
 
 __all__ = ["PrefillHandoff", "prepare_fault"]
 
 
 def prepare_fault(message: Prepare) -> str:
     """Why this prompt cannot be computed, in words; empty = it can."""
-    length, odd = divmod(len(message.prompt), 4)
-    if odd or not length:
-        return f"pd: a prompt of {len(message.prompt)} bytes, expected a positive multiple of 4"
+    length = len(message.request.prompt)
+    if not length:
+        return "pd: a prompt without tokens, expected at least one"
     if message.held >= length:
         return f"pd: held is {message.held}, expected less than {length}"
     if not message.deadline_s > 0:
@@ -88,17 +90,9 @@ class PrefillHandoff:
     ) -> PrefillHandoff:  # fmt: skip
         """A PREPARE without fault, as a handoff of which nothing is done."""
         size = settings.layout.page_size
-        request = Request(
-            rid=message.xid,
-            prompt=bytes_to_ids(message.prompt),
-            sampling=message.sampling,
-            seed=message.seed,
-            cache_salt=message.cache_salt,
-            priority=message.priority,
-            arrival=now,
-        )
+        request = replace(message.request, rid=message.xid, prefill_address="", arrival=now)
         return cls(
-            xid=message.xid, rid=message.rid, peer=peer, request=request, held=message.held // size * size,
+            xid=message.xid, rid=message.request.rid, peer=peer, request=request, held=message.held // size * size,
             grant=message.grant, deadline=now + min(message.deadline_s, settings.handoff_s_max), prepared_at=now,
             end=-(-len(request.prompt) // size),
         )  # fmt: skip
@@ -142,11 +136,12 @@ class PrefillHandoff:
         if parts != sorted(ours.parts):
             return f"spans of parts {parts}, expected {sorted(ours.parts)}"
         for span in message.spans:
-            lowest = settings.first_needed(Part(span.part), self.held, self.tokens) // size
+            lowest = settings.first_needed(span.part, self.held, self.tokens) // size
             if not lowest <= span.first < end or len(span.pages) != end - span.first:
                 return f"{len(span.pages)} pages from {span.first} on, expected {lowest} or later, up to {end}"
-            if len(set(span.pages)) != len(span.pages) or max(span.pages) >= 1 << 31:
-                return f"{len(span.pages)} pages, expected distinct ones below 2^31"
+            ascending = np.sort(span.pages)
+            if ascending.ndim != 1 or ascending[0] < 0 or (ascending[1:] == ascending[:-1]).any():
+                return f"pages of shape {span.pages.shape}, expected one row of distinct ones from 0 on"
         return ""
 
     def cut(self, event: ChunkReady, pages_per_piece: dict[Part, int]) -> tuple[HeldChunk, list[Piece]]:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from serinus.core.bounds import Count, Name, Priority, Seconds, Text, Tiers, TopIds
-from serinus.core.request import TokenLogprobs
-from serinus.core.sampling import SamplingParams
+from serinus.core.bounds import Count, Name, Seconds, Text, Tiers, TopIds
+from serinus.core.parts import PageSpan
+from serinus.core.request import Request, TokenLogprobs
 from serinus.wire.fields import Blobs, Mac, MessageBase, Names, Pages, PartBase
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "LayoutSignature",
     "Prepare",
     "SourceLease",
-    "SpanPages",
 ]
 
 
@@ -121,31 +120,14 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
     """D -> P: compute this prompt; decode holds its first `held` tokens."""
 
     xid: Name
-    rid: Name
     grant: Count
     """Number of the grant that is to come: orders PREPARE, GRANT and ends of one handoff, however they arrive."""
-    prompt: bytes
-    sampling: SamplingParams
-    seed: int
+    request: Request
+    """As decode knows it, under decode's name for it."""
     held: Count
     """Page-aligned (by decode's pages), at most prompt length - 1."""
-    cache_salt: Name = ""
-    priority: Priority = 0
-    """Of the cached prefix, in prefill's cache too."""
     deadline_s: float = 300.0
     """Seconds from receipt after which prefill may end it with FAIL."""
-
-
-class SpanPages(PartBase, frozen=True, kw_only=True):
-    """core.parts.PageSpan on the wire."""
-
-    part: Count
-    first: Count
-    """Index of the first page in the prompt, in pages of the side that owns them."""
-    pages: Pages
-
-
-Spans = Annotated[tuple[SpanPages, ...], msgspec.Meta(max_length=8)]
 
 
 class Grant(MessageBase, frozen=True, kw_only=True):
@@ -153,8 +135,8 @@ class Grant(MessageBase, frozen=True, kw_only=True):
 
     xid: Name
     grant: Count
-    spans: Spans
-    """One per part that has bytes, each up to the end of the prompt."""
+    spans: Annotated[tuple[PageSpan, ...], msgspec.Meta(max_length=8)]
+    """One per part that has bytes, each up to the end of the prompt, in decode's pages."""
     digest_seed: Count = 0
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from serinus.core.bounds import Count, Name, Text
 from serinus.core.request import Request, TokenDelta
@@ -38,7 +36,6 @@ from serinus.wire.handoff import (
     LayoutSignature,
     Prepare,
     SourceLease,
-    SpanPages,
 )
 from serinus.wire.ranks import RankAnswers, RankHeader, RankHello
 from serinus.wire.watch import WatchEnd, WatchExit, WatchHello, WatchWelcome
@@ -74,26 +71,13 @@ __all__ = [
     "RankHello",
     "Ready",
     "SourceLease",
-    "SpanPages",
     "StopEngine",
     "Tokens",
     "WatchEnd",
     "WatchExit",
     "WatchHello",
     "WatchWelcome",
-    "bytes_to_ids",
-    "ids_to_bytes",
 ]
-
-
-def ids_to_bytes(ids: NDArray[np.int32]) -> bytes:
-    """Token ids as little-endian int32 bytes, for Prepare: decoding a list of 128k integers costs a millisecond."""
-    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
-
-
-def bytes_to_ids(data: bytes) -> NDArray[np.int32]:
-    """The reverse. Raises ValueError: the length is no multiple of four."""
-    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
 
 
 # ---- front <-> engine ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from serinus.core.errors import FrameError
 from serinus.core.handoff import ChunkReady
-from serinus.core.sampling import SamplingParams
+from serinus.core.parts import PageSpan, Part
 from serinus.pd import (
     AddPrefill,
     CancelHandoff,
@@ -58,10 +58,9 @@ from serinus.wire.messages import (
     Message,
     Prepare,
     SourceLease,
-    SpanPages,
 )
 from tests.pd.steps import start_event
-from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_settings
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_request, make_settings
 
 MODES = tuple(Mode)
 HUGE = (1 << 63) - 1
@@ -84,8 +83,10 @@ def message_of(choices: Choices, mode: Mode) -> Message:
     xid, grant = f"x{choices.pick(3)}", 1 + choices.pick(3) if choices.pick(8) else _number(choices)
     count = choices.pick(4)
     spans = tuple(
-        SpanPages(
-            part=choices.pick(8) // 7, first=choices.pick(3), pages=[1 + (i * 5 + count) % 9 for i in range(count)]
+        PageSpan(
+            part=Part(choices.pick(8) // 7),
+            first=choices.pick(3),
+            pages=np.array([1 + (i * 5 + count) % 9 for i in range(count)], np.int32),
         )
         for _ in range(choices.pick(8) // 4 + 1 if choices.pick(4) else 1)
     )
@@ -98,8 +99,7 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         HelloAgain(nonce=b"n"),
         Keepalive(grant_floor=_number(choices) if not choices.pick(4) else 0, step_s_max=float(choices.pick(3))),
         Prepare(
-            **right, rid="r", prompt=bytes(choices.pick(40)), seed=1,
-            sampling=SamplingParams(temperature=float(choices.pick(3))),
+            **right, request=make_request("r", choices.pick(10), temperature=float(choices.pick(3))),
             held=4 * choices.pick(3), deadline_s=float(choices.pick(4) * 100 - 100),
         ),
         Grant(**right, spans=spans, digest_seed=_number(choices)),
@@ -191,14 +191,12 @@ def _sensible(side: PrefillSide, peer: str, choices: Choices) -> Message:
     if waiting and choices.pick(3):
         order = waiting[choices.pick(len(waiting))]
         pages = list(range(1, 1 + order.end - order.held // 4))
-        spans = (SpanPages(part=0, first=order.held // 4, pages=pages),)
-        return Grant(xid=order.xid, grant=order.grant, spans=spans, digest_seed=7)
+        return Grant(xid=order.xid, grant=order.grant, spans=full(order.held // 4, pages), digest_seed=7)
     if orders and not choices.pick(6):
         return Fail(xid=orders[0].xid, grant=orders[0].grant, code="aborted", reason="left")
     grant = max((*client.closed, *client.live, client.floor, 10)) + 1
     return Prepare(
-        xid=f"{peer}-{grant}", grant=grant, rid="r", prompt=bytes(4 * (1 + choices.pick(40))), seed=1,
-        sampling=SamplingParams(), held=0, deadline_s=100.0,
+        xid=f"{peer}-{grant}", grant=grant, request=make_request("r", 1 + choices.pick(40)), held=0, deadline_s=100.0,
     )  # fmt: skip
 
 

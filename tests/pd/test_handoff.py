@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AbortPrefill,
     CancelHandoff,
@@ -41,13 +40,10 @@ from serinus.wire.messages import (
     Prepare,
 )
 from tests.pd.steps import greeted, of_type, sent, start_event, tell
-from tests.pd.tiny import LAYOUT, PAGE_BYTES, make_settings
+from tests.pd.tiny import LAYOUT, PAGE_BYTES, make_request, make_settings
 from tests.pd.world import World
 
 # ---- going well ----
-
-
-PLAIN = SamplingParams()
 
 
 @pytest.mark.parametrize("held_pages", [0, 1, 2])
@@ -363,7 +359,7 @@ def test_a_prefill_engine_hangs_up_on_a_silent_decode_engine_and_says_so() -> No
     side = PrefillSide(make_settings("p", 2, silence_s_max=5.0))
     hello = Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here")
     tell(side, "in-1", hello)
-    tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=PLAIN, seed=1, held=0))
+    tell(side, "in-1", Prepare(xid="x", grant=1, request=make_request("r", 9), held=0))
     out: list[Any] = []
     for step in range(1, 12):
         out += side.handle(Tick(), step * 0.5)
@@ -414,7 +410,7 @@ def test_every_handoff_has_a_deadline_on_both_sides() -> None:
     assert isinstance(sent(out)[0], Fail)
     prefill = PrefillSide(make_settings("p", 2))
     tell(prefill, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    prepare = Prepare(xid="x", rid="r", grant=1, prompt=bytes(36), sampling=PLAIN, seed=1, held=0, deadline_s=3.0)
+    prepare = Prepare(xid="x", grant=1, request=make_request("r", 9), held=0, deadline_s=3.0)
     tell(prefill, "in-1", prepare)
     end = prefill.handle(Tick(), 3.5)
     assert [action.code for action in of_type(end, AbortPrefill)] == ["deadline"]
@@ -484,7 +480,7 @@ def test_a_message_that_makes_no_sense_here_changes_only_a_counter(message: type
     side = greeted()
     side.handle(start_event(), 0.0)
     values: dict[type, Message] = {
-        Prepare: Prepare(xid="x", rid="r", grant=1, prompt=b"", sampling=PLAIN, seed=0, held=0),
+        Prepare: Prepare(xid="x", grant=1, request=make_request("r", 0), held=0),
         Hello: Hello(engine="d", role="decode", layout=LAYOUT, backends=()),
         DoneOk: DoneOk(xid="x0", grant=1),
     }

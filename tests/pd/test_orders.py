@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from serinus.core.handoff import ChunkReady
-from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
@@ -35,14 +34,12 @@ from serinus.wire.messages import (
     Keepalive,
     Message,
     Prepare,
-    SpanPages,
 )
 from tests.pd.steps import of_type, sent, tell
-from tests.pd.tiny import LAYOUT, full, make_settings
+from tests.pd.tiny import LAYOUT, full, make_request, make_settings
 
-PLAIN = SamplingParams()
-PREPARE = Prepare(xid="x", rid="r", grant=7, prompt=bytes(36), sampling=PLAIN, seed=1, held=0)
-GRANT = Grant(xid="x", grant=7, spans=(SpanPages(part=0, first=0, pages=[5, 6, 7]),), digest_seed=1)
+PREPARE = Prepare(xid="x", grant=7, request=make_request("r", 9), held=0)
+GRANT = Grant(xid="x", grant=7, spans=full(0, [5, 6, 7]), digest_seed=1)
 FAIL = Fail(xid="x", grant=7, code="aborted")
 ABORT = AbortGrant(xid="x", grant=7, floor=1)
 
@@ -136,8 +133,7 @@ def test_finished_orders_without_a_grant_are_parked_up_to_a_budget_and_forgotten
     assert side.parked_tokens == 18
     assert side.ungranted_count == 3
     for number in (3, 1):
-        spans = (SpanPages(part=0, first=0, pages=[5, 6, 7]),)
-        out = tell(side, "in-1", Grant(xid=f"x{number}", grant=number, spans=spans))
+        out = tell(side, "in-1", Grant(xid=f"x{number}", grant=number, spans=full(0, [5, 6, 7])))
         assert [action.xid for action in of_type(out, AddPrefill)] == ["x3"] * (number == 3), "from cache"
         assert bool(of_type(out, MovePiece)) == (number == 1)
     assert of_type(side.handle(chunk("x3"), 0.0), ForgetPrefill) == []
@@ -148,7 +144,7 @@ def test_a_later_grant_for_less_releases_what_decode_does_not_want() -> None:
     side = greeted_prefill()
     tell(side, "in-1", PREPARE)
     side.handle(chunk(), 0.0)
-    out = tell(side, "in-1", Grant(xid="x", grant=7, spans=(SpanPages(part=0, first=2, pages=[9]),)))
+    out = tell(side, "in-1", Grant(xid="x", grant=7, spans=full(2, [9])))
     (stage,) = of_type(out, MovePiece)
     assert stage.pages.tolist() == [3]
     assert not of_type(out, ReleaseChunk), "the chunk is held as a whole until its last page is read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,7 +11,6 @@ import pytest
 
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import ChunkReady
-from serinus.core.sampling import SamplingParams
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
@@ -34,16 +34,12 @@ from serinus.wire.messages import (
     HelloOk,
     LayoutSignature,
     Prepare,
-    SpanPages,
 )
 from tests.pd.steps import GOOD, greeted, of_type, sent, start_event, tell
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_request, make_settings
 from tests.pd.world import World
 
 # ---- engines that do not fit ----
-
-
-PLAIN = SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +111,7 @@ def test_engines_without_a_common_way_are_refused(changes: dict[str, Any]) -> No
 
 def test_no_peer_is_served_before_hello() -> None:
     side = PrefillSide(make_settings("p", 2))
-    out = tell(side, "in-1", Prepare(xid="x", rid="r", grant=1, prompt=bytes(4), sampling=PLAIN, seed=1, held=0))
+    out = tell(side, "in-1", Prepare(xid="x", grant=1, request=make_request("r", 1), held=0))
     assert isinstance(sent(out)[0], HelloNo)
     assert not of_type(out, AddPrefill)
     assert side.rejects["no_hello"] == 1
@@ -195,21 +191,13 @@ def test_a_flipped_byte_fails_the_handoff_with_the_code_digest() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prompt": b""}, {"prompt": bytes(7)}, {"grant": 0}, {"held": 8}, {"deadline_s": float("nan")}],
+    [{"request": make_request("r", 0)}, {"grant": 0}, {"held": 8}, {"deadline_s": float("nan")}],
     ids=str,
 )  # fmt: skip
 def test_a_senseless_prepare_is_answered_with_fail(wrong: dict[str, Any]) -> None:
     side = PrefillSide(make_settings("p", 2))
     tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    values = {
-        "xid": "x",
-        "rid": "r",
-        "grant": 1,
-        "prompt": bytes(32),
-        "sampling": PLAIN,
-        "seed": 1,
-        "held": 0,
-    }
+    values = {"xid": "x", "grant": 1, "request": make_request("r", 8), "held": 0}
     out = tell(side, "in-1", Prepare(**{**values, **wrong}))
     (fail,) = sent(out)
     assert isinstance(fail, Fail)
@@ -221,17 +209,41 @@ def test_a_grant_of_another_size_or_a_used_number_is_not_accepted() -> None:
     side = PrefillSide(make_settings("p", 2))
     tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
     for grant, xid in ((4, "x"), (5, "y")):
-        prepare = Prepare(xid=xid, rid=xid, grant=grant, prompt=bytes(36), sampling=PLAIN, seed=1, held=4)
-        tell(side, "in-1", prepare)
-    one, two = (SpanPages(part=0, first=1, pages=pages) for pages in ([1], [1, 2]))
-    out = tell(side, "in-1", Grant(xid="x", grant=4, spans=(one,)))
+        tell(side, "in-1", Prepare(xid=xid, grant=grant, request=make_request(xid, 9), held=4))
+    two = full(1, [1, 2])
+    out = tell(side, "in-1", Grant(xid="x", grant=4, spans=full(1, [1])))
     assert [action.code for action in of_type(out, AbortPrefill)] == ["mismatch"]
-    assert tell(side, "in-1", Grant(xid="x", grant=4, spans=(two,))) == []
-    assert tell(side, "in-1", Grant(xid="y", grant=4, spans=(two,))) == []
+    assert tell(side, "in-1", Grant(xid="x", grant=4, spans=two)) == []
+    assert tell(side, "in-1", Grant(xid="y", grant=4, spans=two)) == []
     assert side.rejects["old_grant"] == 2
-    assert tell(side, "in-1", Grant(xid="y", grant=6, spans=(two,))) == []
+    assert tell(side, "in-1", Grant(xid="y", grant=6, spans=two)) == []
     assert side.rejects["repeated_grant"] == 1
     assert side.ungranted_count == 1
+
+
+@pytest.mark.parametrize(
+    ("pages", "shown"), [([2, 2], "(2,)"), ([-1, 2], "(2,)"), ([[1, 2], [3, 4]], "(2, 2)")], ids=str
+)
+def test_a_grant_of_pages_that_cannot_be_is_answered_with_fail(pages: list[int], shown: str) -> None:
+    side = PrefillSide(make_settings("p", 2))
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
+    tell(side, "in-1", Prepare(xid="x", grant=4, request=make_request("r", 9), held=4))
+    out = tell(side, "in-1", Grant(xid="x", grant=4, spans=full(1, pages)))
+    (fail,) = sent(out)
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.reason) == (
+        "mismatch",
+        f"pd: pages of shape {shown}, expected one row of distinct ones from 0 on",
+    )
+
+
+def test_what_decode_asks_for_is_computed_under_the_name_of_the_handoff() -> None:
+    side = PrefillSide(make_settings("p", 2))
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
+    asked = replace(make_request("r", 9), cache_salt="tenant", prefill_address="p0", arrival=77.0)
+    (add,) = of_type(tell(side, "in-1", Prepare(xid="x", grant=4, request=asked, held=4)), AddPrefill)
+    assert add.rid == "r"
+    assert add.request == replace(asked, rid="x", prefill_address="", arrival=0.0)
 
 
 def test_an_engine_that_breaks_its_own_contract_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,10 +36,10 @@ def make_settings(engine: str, incarnation: int, **changes: object) -> HandoffSe
     return HandoffSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def make_request(rid: str, length: int, seed: int = 0) -> Request:
+def make_request(rid: str, length: int, seed: int = 0, **sampling: float) -> Request:
     """A prompt of so many tokens, its own for every seed."""
     prompt = (np.arange(length, dtype=np.int32) * 7 + seed * 131) % VOCAB
-    return Request(rid=rid, prompt=prompt.astype(np.int32), sampling=SamplingParams(), seed=seed)
+    return Request(rid=rid, prompt=prompt.astype(np.int32), sampling=SamplingParams(**sampling), seed=seed)
 
 
 def page_content(prompt: NDArray[np.int32], index: int) -> NDArray[np.uint8]:
@@ -47,9 +48,9 @@ def page_content(prompt: NDArray[np.int32], index: int) -> NDArray[np.uint8]:
     return np.frombuffer(digest_pages(np.frombuffer(chain, dtype=np.uint8)[None], index) * 2, dtype=np.uint8)
 
 
-def full(first: int, pages: NDArray[np.int32]) -> tuple[PageSpan, ...]:
+def full(first: int, pages: Sequence[int] | NDArray[np.int32]) -> tuple[PageSpan, ...]:
     """Pages of the only part, from page `first` of the prompt on."""
-    return (PageSpan(part=Part.FULL, first=first, pages=pages),)
+    return (PageSpan(part=Part.FULL, first=first, pages=np.asarray(pages, np.int32)),)
 
 
 def first_token(prompt: NDArray[np.int32]) -> int:

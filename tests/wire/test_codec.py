@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serinus.core.errors import FrameError
+from serinus.core.parts import PageSpan, Part
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
-from serinus.core.sampling import SamplingParams
 from serinus.testing.builders import make_request
 from serinus.wire import decode, encode
 from serinus.wire.arrays import to_extension
@@ -45,7 +45,6 @@ from serinus.wire.messages import (
     Message,
     Prepare,
     SourceLease,
-    SpanPages,
     Tokens,
     WatchEnd,
     WatchExit,
@@ -54,8 +53,11 @@ from serinus.wire.messages import (
 )
 
 LAYOUT = LayoutSignature(model="m", kv_dtype="bfloat16", page_size=16, layer_count=2, kv_head_count=2, head_size=8)
-REQUEST = make_request("r", [1, 2, 3], seed=-4, cache_salt="tenant", priority=-(1 << 31), arrival=5.0, top_k=3)
-SAMPLING = SamplingParams(stop_token_ids=(4,), max_new_tokens=3, logit_bias={7: 1.5})
+REQUEST = make_request(
+    "r", [1, 2, 3], seed=-4, cache_salt="tenant", priority=-(1 << 31), arrival=5.0, top_k=3, stop_token_ids=(4,),
+    logit_bias={7: 1.5},
+)  # fmt: skip
+SPAN = PageSpan(part=Part.SWA, first=2, pages=np.array([4, 5, 6], np.int32))
 DATA = Data(xid="x.0", grant=1, piece=0, first=0, digests=b"\xff" * 16, byte_count=64)
 MESSAGES: tuple[Message, ...] = (
     Ack(),
@@ -76,17 +78,8 @@ MESSAGES: tuple[Message, ...] = (
     Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm", "tcp")),
     HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT),
     Keepalive(grant_floor=9, load=1, turn=2),
-    Prepare(
-        xid="x.0",
-        rid="r",
-        grant=1,
-        prompt=b"\0\0\0\0",
-        sampling=SAMPLING,
-        seed=1,
-        held=0,
-        priority=3,
-    ),
-    Grant(xid="x.0", grant=1, spans=(SpanPages(part=0, first=2, pages=[4, 5, 6]),), digest_seed=(1 << 63) - 1),
+    Prepare(xid="x.0", grant=1, request=REQUEST, held=0),
+    Grant(xid="x.0", grant=1, spans=(SPAN,), digest_seed=(1 << 63) - 1),
     DATA,
     DataOk(xid="x.0", grant=1, piece=0),
     Done(xid="x.0", grant=1, token=5, piece_count=1, page_count=2, byte_count=64, cached_tokens={"device": 16}),
@@ -168,7 +161,7 @@ def test_a_truncated_or_longer_frame_is_always_noticed(message: Message, data: s
 def _forged(body: bytes, kind: int, *, body_bytes: int | None = None, payload_bytes: int = 0) -> bytes:
     """A frame whose CRC is right, whatever it says."""
     length = len(body) if body_bytes is None else body_bytes
-    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 3, kind, 0, length, payload_bytes, 1, 1, 0)
+    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 4, kind, 0, length, payload_bytes, 1, 1, 0)
     return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
 
 
@@ -308,6 +301,32 @@ def test_a_request_beyond_its_limits_is_a_reject(wrong: dict[str, Any]) -> None:
     assert isinstance(decode(_forged(_request_body(), kind)).message, Generate)
     with pytest.raises(FrameError, match="body"):
         decode(_forged(_request_body(**wrong), kind))
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("part", 3),
+        ("part", -1),
+        ("first", 1.5),
+        ("pages", [1, 2]),
+        ("pages", b"\0\0\0\0"),
+        ("pages", msgspec.msgpack.Ext(3, bytes(8))),
+        ("pages", msgspec.msgpack.Ext(2, b"\0\0\0")),
+    ],
+    ids=str,
+)
+def test_a_span_beyond_its_limits_is_a_reject(field: str, wrong: object) -> None:
+    body = msgspec.msgpack.decode(_body_of(Grant(xid="x", grant=1, spans=(SPAN,))))
+    assert isinstance(decode(_forged(msgspec.msgpack.encode(body), TYPES.index(Grant))).message, Grant)
+    body["spans"][0][field] = wrong
+    with pytest.raises(FrameError, match="body"):
+        decode(_forged(msgspec.msgpack.encode(body), TYPES.index(Grant)))
+
+
+def test_more_spans_than_there_can_be_are_a_reject() -> None:
+    with pytest.raises(FrameError, match="body"):
+        decode(encode(Grant(xid="x", grant=1, spans=(SPAN,) * 9)))
 
 
 def test_a_huge_container_inside_a_delta_is_a_reject_and_allocates_nothing() -> None:
