@@ -20,7 +20,7 @@ from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, splitmix
 
 __all__ = [
     "VERIFY_STEP",
@@ -58,9 +58,6 @@ _DIGEST_ALONE_BYTES = 1 << 18
 VERIFY_STEP = 2048
 """Entries that a thread verifies at a time."""
 _PLAN_ALONE = 4 * VERIFY_STEP
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 _ANCHOR = np.uint64(ANCHOR)
 
 
@@ -184,16 +181,8 @@ def run_digest(arguments: ctypes.Structure) -> None:
 
 
 @inlined(fastmath=set())
-def _splitmix(x: Any) -> Any:
-    x = x + _GAMMA
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
-
-
-@inlined(fastmath=set())
 def _mix(previous_hash: Any, token: Any, position: Any) -> Any:
-    return _splitmix(previous_hash ^ _splitmix(token ^ (position << np.uint64(32))))
+    return splitmix(previous_hash ^ splitmix(token ^ (position << np.uint64(32))))
 
 
 _differing = inlined(fastmath=set())(differing)

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, log
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, log, splitmix
 
 __all__ = ["counter_gumbel", "warm"]
 
 _Arguments = fields("ticket seeds positions out count vocab")
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 _CHUNK = 4096
 """Tokens per work item."""
 
@@ -36,14 +33,6 @@ def warm() -> None:
     _body(VERSION)
 
 
-@inlined(fastmath=set())
-def _mix(x: Any) -> Any:
-    x = x + _GAMMA
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
-
-
 @cache
 def _body(version: int) -> Body:
     def noise(args: Any) -> None:
@@ -60,10 +49,10 @@ def _body(version: int) -> Body:
             if item >= count * chunks:
                 break
             b = item // chunks
-            key = _mix(_mix(seeds[b]) + positions[b])
+            key = splitmix(splitmix(seeds[b]) + positions[b])
             first = (item % chunks) * _CHUNK
             for token in range(first, min(first + _CHUNK, vocab)):
-                word = np.int64(_mix(key + np.uint64(token)) >> np.uint64(32))
+                word = np.int64(splitmix(key + np.uint64(token)) >> np.uint64(32))
                 # Both ends need all their bits: v = 1 - u near 0 by the series of -log(1 - v), u near 0 by log.
                 v = np.float32((np.float64(word) + 0.5) * 2.0**-32)
                 u = max(np.float32((np.float64(4294967295 - word) + 0.5) * 2.0**-32), np.float32(2.0**-24))

@@ -9,6 +9,7 @@ from typing import Any
 
 from numba import types
 
+from serinus.kernels.cpu.llvm import I32, I64, LANES, WORDS, call, load, prefetch, shifted, store
 from serinus.kernels.cpu.scalar import cgutils, intrinsic, ir
 
 __all__ = ["BLOCK", "ROWS", "add_packed", "ask_for", "digest_1", "digest_8", "digest_rows"]
@@ -18,34 +19,19 @@ ROWS = 4
 BLOCK = 32
 """Lanes of one turn of the inner loop: 64 bytes of each row."""
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_VECTOR = 16
+_I16 = ir.IntType(16)
 
 
 def _load(builder: Any, address: Any, byte_count: int, kind: Any, align: int) -> Any:
-    spot = builder.add(address, _I64(byte_count)) if byte_count else address
-    loaded = builder.load(builder.inttoptr(spot, kind.as_pointer()))
-    loaded.align = align
-    return loaded
+    return load(builder, shifted(builder, address, byte_count) if byte_count else address, kind, align)
 
 
 def _folded(builder: Any, vector: Any) -> Any:
-    name = f"llvm.vector.reduce.add.v{vector.type.count}i32"
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [vector.type]), name), [vector]
-    )
+    return call(builder, f"llvm.vector.reduce.add.v{vector.type.count}i32", I32, [vector])
 
 
 def _packed(builder: Any, low: Any, high: Any) -> Any:
-    return builder.or_(builder.zext(low, _I64), builder.shl(builder.zext(high, _I64), _I64(32)))
-
-
-def _ask_for(builder: Any, address: Any) -> None:
-    """Into the second level."""
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-    fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(fn, [builder.inttoptr(address, pointer), _I32(0), _I32(2), _I32(1)])
+    return builder.or_(builder.zext(low, I64), builder.shl(builder.zext(high, I64), I64(32)))
 
 
 @intrinsic
@@ -58,24 +44,24 @@ def digest_rows(typingctx: Any, rows: Any, factors: Any, others: Any, blocks: An
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows_at, factors_at, others_at, count, out_at = args
-        words, shorts = ir.VectorType(_I32, _VECTOR), ir.VectorType(_I16, _VECTOR)
-        spots = [_load(builder, rows_at, 8 * i, _I64, 8) for i in range(2 * ROWS)]
-        sums = [[cgutils.alloca_once(builder, words) for _ in range(2)] for _ in range(ROWS)]
+        shorts = ir.VectorType(_I16, LANES)
+        spots = [_load(builder, rows_at, 8 * i, I64, 8) for i in range(2 * ROWS)]
+        sums = [[cgutils.alloca_once(builder, WORDS) for _ in range(2)] for _ in range(ROWS)]
         for total in (total for pair in sums for total in pair):
-            builder.store(ir.Constant(words, [0] * _VECTOR), total)
-        with cgutils.for_range(builder, count, intp=_I64) as loop:
-            here, there = (builder.mul(loop.index, _I64(BLOCK * size)) for size in (2, 4))
+            builder.store(ir.Constant(WORDS, [0] * LANES), total)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            here, there = (builder.mul(loop.index, I64(BLOCK * size)) for size in (2, 4))
             for spot in spots[ROWS:]:
-                _ask_for(builder, builder.add(spot, here))
-            for first in range(0, BLOCK, _VECTOR):
-                pair = [_load(builder, builder.add(at, there), first * 4, words, 4) for at in (factors_at, others_at)]
+                prefetch(builder, builder.add(spot, here), 2)
+            for first in range(0, BLOCK, LANES):
+                pair = [_load(builder, builder.add(at, there), first * 4, WORDS, 4) for at in (factors_at, others_at)]
                 for spot, totals in zip(spots[:ROWS], sums, strict=True):
-                    lanes = builder.zext(_load(builder, builder.add(spot, here), first * 2, shorts, 2), words)
+                    lanes = builder.zext(_load(builder, builder.add(spot, here), first * 2, shorts, 2), WORDS)
                     for factor, total in zip(pair, totals, strict=True):
                         builder.store(builder.add(builder.load(total), builder.mul(lanes, factor)), total)
         for r, (low, high) in enumerate(sums):
             both = _packed(builder, *(_folded(builder, builder.load(total)) for total in (low, high)))
-            builder.store(both, builder.inttoptr(builder.add(out_at, _I64(8 * r)), _I64.as_pointer()))
+            store(builder, both, shifted(builder, out_at, 8 * r), 8)
         return context.get_dummy_value()
 
     return types.void(rows, factors, others, blocks, out), codegen
@@ -86,7 +72,7 @@ def digest_8(typingctx: Any, row: Any, factors: Any, others: Any) -> Any:
     """Packed sums of the 8 lanes at an address: 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = ir.VectorType(_I32, 8)
+        words = ir.VectorType(I32, 8)
         lanes = builder.zext(_load(builder, args[0], 0, ir.VectorType(_I16, 8), 2), words)
         sums = [_folded(builder, builder.mul(lanes, _load(builder, at, 0, words, 4))) for at in args[1:]]
         return _packed(builder, *sums)
@@ -99,7 +85,7 @@ def ask_for(typingctx: Any, address: Any) -> Any:
     """The cache line at an address is needed soon. Any address will do: a wrong one is ignored."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _ask_for(builder, args[0])
+        prefetch(builder, args[0], 2)
         return context.get_dummy_value()
 
     return types.void(address), codegen
@@ -110,8 +96,8 @@ def digest_1(typingctx: Any, row: Any, factors: Any, others: Any) -> Any:
     """Packed sums of the one lane at an address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lane = builder.zext(_load(builder, args[0], 0, _I16, 2), _I32)
-        return _packed(builder, *(builder.mul(lane, _load(builder, at, 0, _I32, 4)) for at in args[1:]))
+        lane = builder.zext(_load(builder, args[0], 0, _I16, 2), I32)
+        return _packed(builder, *(builder.mul(lane, _load(builder, at, 0, I32, 4)) for at in args[1:]))
 
     return types.int64(row, factors, others), codegen
 
@@ -121,8 +107,8 @@ def add_packed(typingctx: Any, one: Any, other: Any) -> Any:
     """Each sum in its own 32 bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        low = builder.add(*(builder.trunc(word, _I32) for word in args))
-        high = builder.add(*(builder.trunc(builder.lshr(word, _I64(32)), _I32) for word in args))
+        low = builder.add(*(builder.trunc(word, I32) for word in args))
+        high = builder.add(*(builder.trunc(builder.lshr(word, I64(32)), I32) for word in args))
         return _packed(builder, low, high)
 
     return types.int64(one, other), codegen

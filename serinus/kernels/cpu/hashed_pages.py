@@ -20,6 +20,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_hashed
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.llvm import I32, I64, load, shifted, store
 from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, intrinsic, ir
 from serinus.kernels.ref import hashed_pages as reference
 
@@ -51,8 +52,8 @@ _P64_1, _P64_2, _P64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E377
 _P64_4, _P64_5, _AVALANCHE = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0x165667919E3779F9
 _BEGIN: Final = np.array([_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1], dtype=np.uint64)
 
-_I32, _I64, _I128 = ir.IntType(32), ir.IntType(64), ir.IntType(128)
-_SUMS = ir.VectorType(_I64, 8)
+_I128 = ir.IntType(128)
+_SUMS = ir.VectorType(I64, 8)
 
 
 def hashed_pages(
@@ -154,12 +155,6 @@ def _body(version: int) -> Body:
     return compile_body(move_hashed)
 
 
-def _vector_at(builder: Any, address: Any, align: int) -> Any:
-    loaded = builder.load(builder.inttoptr(address, _SUMS.as_pointer()))
-    loaded.align = align
-    return loaded
-
-
 def _all(number: int) -> Any:
     return ir.Constant(_SUMS, [number] * 8)
 
@@ -170,28 +165,25 @@ def absorb(typingctx: Any, sums: Any, key: Any, target: Any, source: Any, count:
 
     STORE: 0 hashes only, 1 also writes the stripes to `target`, 2 does so past the caches (64-byte aligned).
     """
-    store = STORE.literal_value
+    writes, past = STORE.literal_value > 0, STORE.literal_value == 2
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums_at, key_at, target_at, source_at, stripes = args[:5]
         total = cgutils.alloca_once(builder, _SUMS)
-        builder.store(_vector_at(builder, sums_at, 8), total)
-        swap = ir.Constant(ir.VectorType(_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
-        with cgutils.for_range(builder, stripes, intp=_I64) as loop:
-            here = builder.mul(loop.index, _I64(_STRIPE))
-            words = _vector_at(builder, builder.add(source_at, here), 1)
-            if store:
-                spot = builder.inttoptr(builder.add(target_at, here), _SUMS.as_pointer())
-                written = builder.store(words, spot)
-                written.align = _STRIPE if store == 2 else 1
-                if store == 2:
-                    written.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
-            mixed = builder.xor(words, _vector_at(builder, builder.add(key_at, builder.mul(loop.index, _I64(8))), 1))
+        builder.store(load(builder, sums_at, _SUMS, 8), total)
+        swap = ir.Constant(ir.VectorType(I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+        with cgutils.for_range(builder, stripes, intp=I64) as loop:
+            here = builder.mul(loop.index, I64(_STRIPE))
+            words = load(builder, builder.add(source_at, here), _SUMS, 1)
+            if writes:
+                written = store(builder, words, builder.add(target_at, here), _STRIPE if past else 1)
+                if past:
+                    written.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+            mixed = builder.xor(words, load(builder, builder.add(key_at, builder.mul(loop.index, I64(8))), _SUMS, 1))
             product = builder.mul(builder.and_(mixed, _all(0xFFFFFFFF)), builder.lshr(mixed, _all(32)))
             step = builder.add(product, builder.shuffle_vector(words, words, swap))
             builder.store(builder.add(builder.load(total), step), total)
-        done = builder.store(builder.load(total), builder.inttoptr(sums_at, _SUMS.as_pointer()))
-        done.align = 8
+        store(builder, builder.load(total), sums_at, 8)
         return context.get_dummy_value()
 
     return types.void(sums, key, target, source, count, STORE), codegen
@@ -202,10 +194,9 @@ def scramble(typingctx: Any, sums: Any, key: Any) -> Any:
     """Scramble the sums at an address, with the key at another, as XXH3 does after each block of 16 stripes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = _vector_at(builder, args[0], 8)
-        mixed = builder.xor(builder.xor(found, builder.lshr(found, _all(47))), _vector_at(builder, args[1], 1))
-        done = builder.store(builder.mul(mixed, _all(_P32_1)), builder.inttoptr(args[0], _SUMS.as_pointer()))
-        done.align = 8
+        found = load(builder, args[0], _SUMS, 8)
+        mixed = builder.xor(builder.xor(found, builder.lshr(found, _all(47))), load(builder, args[1], _SUMS, 1))
+        store(builder, builder.mul(mixed, _all(_P32_1)), args[0], 8)
         return context.get_dummy_value()
 
     return types.void(sums, key), codegen
@@ -217,20 +208,18 @@ def merge(typingctx: Any, sums: Any, key: Any, byte_count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def word(address: Any, index: int) -> Any:
-            loaded = builder.load(builder.inttoptr(builder.add(address, _I64(8 * index)), _I64.as_pointer()))
-            loaded.align = 1
-            return loaded
+            return load(builder, shifted(builder, address, 8 * index), I64, 1)
 
-        result = builder.mul(args[2], _I64(_P64_1))
+        result = builder.mul(args[2], I64(_P64_1))
         for i in range(0, 8, 2):
             pair = [builder.zext(builder.xor(word(args[0], i + k), word(args[1], i + k)), _I128) for k in (0, 1)]
             wide = builder.mul(*pair)
-            high = builder.trunc(builder.lshr(wide, _I128(64)), _I64)
-            result = builder.add(result, builder.xor(builder.trunc(wide, _I64), high))
-        result = builder.xor(result, builder.lshr(result, _I64(37)))
-        result = builder.mul(result, _I64(_AVALANCHE))
-        result = builder.xor(result, builder.lshr(result, _I64(32)))
-        builder.store(result, builder.inttoptr(args[0], _I64.as_pointer()))
+            high = builder.trunc(builder.lshr(wide, _I128(64)), I64)
+            result = builder.add(result, builder.xor(builder.trunc(wide, I64), high))
+        result = builder.xor(result, builder.lshr(result, I64(37)))
+        result = builder.mul(result, I64(_AVALANCHE))
+        result = builder.xor(result, builder.lshr(result, I64(32)))
+        store(builder, result, args[0], 8)
         return context.get_dummy_value()
 
     return types.void(sums, key, byte_count), codegen

@@ -31,7 +31,21 @@ from numba import types
 from torch import Tensor
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, host_has, intrinsic, ir, narrow, widen
+from serinus.kernels.cpu.llvm import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    PAIRS,
+    WORDS,
+    dot_pairs,
+    load,
+    prefetch,
+    shifted,
+    splat,
+    store,
+)
+from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, host_has, intrinsic, narrow, widen
 from serinus.kernels.packed import PackedLinear, RowBlocks
 
 __all__ = ["ROWS_MAX", "find_blocks", "find_part", "multiply_rows", "warm"]
@@ -56,23 +70,6 @@ _PROBE_ROWS = (2, 16, 64, 512)
 
 _Arguments = fields("ticket x weight bias out rows pairs blocks run part")
 _FIELDS = 10
-
-_F32 = ir.FloatType()
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
-_LANES = 16
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not list."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_SUMS = ir.VectorType(_F32, _LANES)
-_WORDS = ir.VectorType(_I32, _LANES)
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
 
 
 def find_blocks(weight_OI: Tensor, packed: Tensor) -> RowBlocks | None:
@@ -177,16 +174,6 @@ def warm() -> None:
         _body(VERSION)
 
 
-def _shifted(builder: Any, address: Any, byte_count: int) -> Any:
-    return builder.add(address, _I64(byte_count))
-
-
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    loaded.align = 4
-    return loaded
-
-
 @intrinsic
 def _add_products(
     typingctx: Any, x: Any, x_stride: Any, weight: Any, sums: Any, pairs: Any, fetch: Any, fetch_step: Any, ROWS: Any
@@ -197,38 +184,28 @@ def _add_products(
     With pair p the four cache lines from `fetch` + p * `fetch_step` are called for.
     """
     count = ROWS.literal_value
-    columns = range(_BLOCK // _LANES)
+    columns = range(_BLOCK // LANES)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x_at, x_step, weight_at, sums_at, pair_count, fetch_at, fetch_by = args[:7]
-        dot_kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
-        dot = cgutils.get_or_insert_function(builder.module, dot_kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-        byte_at = ir.IntType(8).as_pointer()
-        call_for_kind = ir.FunctionType(ir.VoidType(), [byte_at, _I32, _I32, _I32])
-        call_for = cgutils.get_or_insert_function(builder.module, call_for_kind, "llvm.prefetch.p0")
-        cells = [(i, j, _shifted(builder, sums_at, i * _BLOCK * 4 + j * 64)) for i in range(count) for j in columns]
-        held = {(i, j): cgutils.alloca_once(builder, _SUMS) for i, j, _ in cells}
+        cells = [(i, j, shifted(builder, sums_at, i * _BLOCK * 4 + j * 64)) for i in range(count) for j in columns]
+        held = {(i, j): cgutils.alloca_once(builder, FLOATS) for i, j, _ in cells}
         for i, j, spot in cells:
-            builder.store(_load(builder, spot, _SUMS), held[i, j])
-        rows = [builder.add(x_at, builder.mul(x_step, _I64(i))) for i in range(count)]
-        with cgutils.for_range(builder, pair_count, intp=_I64) as loop:
+            builder.store(load(builder, spot, FLOATS), held[i, j])
+        rows = [builder.add(x_at, builder.mul(x_step, I64(i))) for i in range(count)]
+        with cgutils.for_range(builder, pair_count, intp=I64) as loop:
             ahead = builder.add(fetch_at, builder.mul(fetch_by, loop.index))
             for j in columns:
-                line = builder.inttoptr(_shifted(builder, ahead, j * 64), byte_at)
-                builder.call(call_for, [line, _I32(0), _I32(_LOCALITY), _I32(1)])  # to read, as data
-            here = builder.add(weight_at, builder.mul(loop.index, _I64(_BLOCK * 4)))
-            weights = [
-                builder.bitcast(_load(builder, _shifted(builder, here, j * 64), _WORDS), _PAIRS) for j in columns
-            ]
+                prefetch(builder, shifted(builder, ahead, j * 64), _LOCALITY)
+            here = builder.add(weight_at, builder.mul(loop.index, I64(_BLOCK * 4)))
+            weights = [builder.bitcast(load(builder, shifted(builder, here, j * 64), WORDS), PAIRS) for j in columns]
             for i in range(count):
-                word = _load(builder, builder.add(rows[i], builder.mul(loop.index, _I64(4))), _I32)
-                first = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), word, _I32(0))
-                spread = builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * _LANES))
-                pair = builder.bitcast(spread, _PAIRS)
+                word = load(builder, builder.add(rows[i], builder.mul(loop.index, I64(4))), I32)
+                pair = builder.bitcast(splat(builder, word), PAIRS)
                 for j in columns:
-                    builder.store(builder.call(dot, [builder.load(held[i, j]), pair, weights[j]]), held[i, j])
+                    builder.store(dot_pairs(builder, builder.load(held[i, j]), pair, weights[j]), held[i, j])
         for i, j, spot in cells:
-            builder.store(builder.load(held[i, j]), builder.inttoptr(spot, _SUMS.as_pointer())).align = 4
+            store(builder, builder.load(held[i, j]), spot)
         return context.get_dummy_value()
 
     return types.void(x, x_stride, weight, sums, pairs, fetch, fetch_step, ROWS), codegen

@@ -29,6 +29,7 @@ __all__ = [
     "ir",
     "log",
     "narrow",
+    "splitmix",
     "widen",
 ]
 
@@ -158,6 +159,18 @@ def nearest(typingctx: Any, value: Any) -> Any:
         return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), args)
 
     return types.float32(types.float32), codegen
+
+
+_GAMMA, _MIX_1, _MIX_2 = (np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@inlined(fastmath=set())
+def splitmix(x: Any) -> Any:
+    """splitmix64 of a uint64."""
+    x = x + _GAMMA
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
 
 
 @inlined(fastmath={"contract", "nsz"})

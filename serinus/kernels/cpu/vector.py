@@ -12,6 +12,22 @@ from typing import Any
 
 from numba import types
 
+from serinus.kernels.cpu.llvm import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    PAIRS,
+    WORDS,
+    call,
+    dot_pairs,
+    load,
+    prefetch,
+    shifted,
+    splat,
+    store,
+)
 from serinus.kernels.cpu.scalar import EXP2, cgutils, intrinsic, ir
 
 __all__ = [
@@ -26,23 +42,8 @@ __all__ = [
     "take_shares",
 ]
 
-_F32 = ir.FloatType()
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
-_LANES = 16
-
 TILE = 4
 """Rows, and vectors of 16 columns, of the tile that multiply_tile keeps in registers: 16 sums, 4 columns, 1 row."""
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not list."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
 
 
 def _lanes_of(size: int) -> int:
@@ -50,44 +51,30 @@ def _lanes_of(size: int) -> int:
     return math.gcd(size, 16)
 
 
-def _shifted(builder: Any, address: Any, byte_count: int) -> Any:
-    return builder.add(address, _I64(byte_count))
-
-
 def _load(builder: Any, address: Any, first: int, lanes: int, bf16: bool) -> Any:
     """`lanes` elements from element `first` of the row at `address`, as fp32."""
-    spot = _shifted(builder, address, first * (2 if bf16 else 4))
-    item = ir.IntType(16) if bf16 else _F32
-    loaded = builder.load(builder.inttoptr(spot, ir.VectorType(item, lanes).as_pointer()))
-    loaded.align = 2 if bf16 else 4
+    spot = shifted(builder, address, first * (2 if bf16 else 4))
     if not bf16:
-        return loaded
-    words = builder.zext(loaded, ir.VectorType(ir.IntType(32), lanes))
-    return builder.bitcast(builder.shl(words, ir.Constant(words.type, [16] * lanes)), ir.VectorType(_F32, lanes))
+        return load(builder, spot, ir.VectorType(F32, lanes))
+    words = builder.zext(load(builder, spot, ir.VectorType(ir.IntType(16), lanes), 2), ir.VectorType(I32, lanes))
+    return builder.bitcast(builder.shl(words, ir.Constant(words.type, [16] * lanes)), ir.VectorType(F32, lanes))
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(a.type, [a.type] * 3)
-    fn = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{a.type.count}f32")
-    return builder.call(fn, [a, b, c])
+    return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
 
 def _sum(builder: Any, vector: Any) -> Any:
-    kind = ir.FunctionType(_F32, [_F32, vector.type])
-    fn = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{vector.type.count}f32")
-    return builder.call(fn, [ir.Constant(_F32, -0.0), vector], fastmath=("reassoc", "nsz"))
+    name, zero = f"llvm.vector.reduce.fadd.v{vector.type.count}f32", ir.Constant(F32, -0.0)
+    return call(builder, name, F32, [zero, vector], fastmath=("reassoc", "nsz"))
 
 
-def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    blank = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    first = builder.insert_element(blank, value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return call(builder, "llvm.maxnum.v16f32", FLOATS, [a, b])
 
 
-def _dpbf16(builder: Any) -> Any:
-    kind = ir.VectorType(_F32, _LANES)
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind, _PAIRS, _PAIRS]), name)
+def _largest(builder: Any, vector: Any) -> Any:
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [vector])
 
 
 @intrinsic
@@ -109,8 +96,7 @@ def dots(typingctx: Any, q: Any, k: Any, out: Any, stride: Any, D: Any, G: Any, 
                 else:
                     sums[i % 2] = _fma(builder, row, keys[i], sums[i % 2])
             total = sums[0] if len(sums) == 1 else builder.fadd(*sums)
-            spot = builder.add(out_at, builder.mul(step, _I64(4 * g)))
-            builder.store(_sum(builder, total), builder.inttoptr(spot, _F32.as_pointer()))
+            store(builder, _sum(builder, total), builder.add(out_at, builder.mul(step, I64(4 * g))))
         return context.get_dummy_value()
 
     return types.void(q, k, out, stride, D, G, BF16), codegen
@@ -128,18 +114,15 @@ def add_weighted_4(
         rows, w_at, step, acc_at = args[:4], args[4], args[5], args[6]
         weights = []
         for g in range(group):
-            base = builder.add(w_at, builder.mul(step, _I64(4 * g)))
-            for i in range(4):
-                spot = builder.inttoptr(_shifted(builder, base, 4 * i), _F32.as_pointer())
-                weights.append(_splat(builder, builder.load(spot), lanes))
+            base = builder.add(w_at, builder.mul(step, I64(4 * g)))
+            weights += [splat(builder, load(builder, shifted(builder, base, 4 * i), F32), lanes) for i in range(4)]
         for first in range(0, size, lanes):
             values = [_load(builder, row, first, lanes, bf16) for row in rows]
             for g in range(group):
                 total = _load(builder, acc_at, g * size + first, lanes, False)
                 for i in range(4):
                     total = _fma(builder, weights[g * 4 + i], values[i], total)
-                spot = _shifted(builder, acc_at, (g * size + first) * 4)
-                builder.store(total, builder.inttoptr(spot, total.type.as_pointer())).align = 4
+                store(builder, total, shifted(builder, acc_at, (g * size + first) * 4))
         return context.get_dummy_value()
 
     return types.void(v0, v1, v2, v3, w, stride, acc, D, G, BF16), codegen
@@ -165,15 +148,10 @@ def largest(typingctx: Any, address: Any, COUNT: Any) -> Any:
     count = COUNT.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(_F32, _LANES)
-        pick = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind, kind]), "llvm.maxnum.v16f32")
-        best = _load(builder, args[0], 0, _LANES, False)
-        for first in range(_LANES, count, _LANES):
-            best = builder.call(pick, [best, _load(builder, args[0], first, _LANES, False)])
-        fold = ir.FunctionType(_F32, [kind])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, fold, "llvm.vector.reduce.fmax.v16f32"), [best]
-        )
+        best = load(builder, args[0], FLOATS)
+        for first in range(LANES, count, LANES):
+            best = _larger(builder, best, load(builder, shifted(builder, args[0], first * 4), FLOATS))
+        return _largest(builder, best)
 
     return types.float32(address, COUNT), codegen
 
@@ -191,51 +169,38 @@ def multiply_tile(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a_at, a_step, b_at, b_step, c_at, c_step, count = args[:7]
-        kind = ir.VectorType(_F32, _LANES)
-        words = ir.VectorType(_I32, _LANES)
-        fn = _dpbf16(builder)
-        spots = [
-            [_shifted(builder, builder.add(c_at, builder.mul(c_step, _I64(i))), j * 64) for j in range(TILE)]
-            for i in range(TILE)
-        ]
-        zero = ir.Constant(kind, [0.0] * _LANES)
-        sums = [[cgutils.alloca_once(builder, kind) for _ in range(TILE)] for _ in range(TILE)]
-        for i in range(TILE):
-            for j in range(TILE):
-                builder.store(_load(builder, spots[i][j], 0, _LANES, False) if adds else zero, sums[i][j])
-        rows = [builder.add(a_at, builder.mul(a_step, _I64(i))) for i in range(TILE)]
-        with cgutils.for_range(builder, count, intp=_I64) as loop:
+        cells = [(i, j) for i in range(TILE) for j in range(TILE)]
+        spots = {(i, j): shifted(builder, builder.add(c_at, builder.mul(c_step, I64(i))), j * 64) for i, j in cells}
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        sums = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
+        for cell in cells:
+            builder.store(load(builder, spots[cell], FLOATS) if adds else zero, sums[cell])
+        rows = [builder.add(a_at, builder.mul(a_step, I64(i))) for i in range(TILE)]
+        with cgutils.for_range(builder, count, intp=I64) as loop:
             b_row = builder.add(b_at, builder.mul(b_step, loop.index))
-            columns = []
-            for j in range(TILE):
-                loaded = builder.load(builder.inttoptr(_shifted(builder, b_row, j * 64), words.as_pointer()))
-                loaded.align = 4
-                columns.append(builder.bitcast(loaded, _PAIRS))
+            columns = [
+                builder.bitcast(load(builder, shifted(builder, b_row, j * 64), WORDS), PAIRS) for j in range(TILE)
+            ]
             for i in range(TILE):
-                spot = builder.add(rows[i], builder.mul(loop.index, _I64(4)))
-                pair = _splat(builder, builder.load(builder.inttoptr(spot, _I32.as_pointer())), _LANES)
-                spread = builder.bitcast(pair, _PAIRS)
+                spot = builder.add(rows[i], builder.mul(loop.index, I64(4)))
+                spread = builder.bitcast(splat(builder, load(builder, spot, I32)), PAIRS)
                 for j in range(TILE):
-                    builder.store(builder.call(fn, [builder.load(sums[i][j]), spread, columns[j]]), sums[i][j])
-        for i in range(TILE):
-            for j in range(TILE):
-                builder.store(builder.load(sums[i][j]), builder.inttoptr(spots[i][j], kind.as_pointer())).align = 4
+                    total = dot_pairs(builder, builder.load(sums[i, j]), spread, columns[j])
+                    builder.store(total, sums[i, j])
+        for cell in cells:
+            store(builder, builder.load(sums[cell]), spots[cell])
         return context.get_dummy_value()
 
     return types.void(a, a_stride, b, b_stride, c, c_stride, pairs, ADD), codegen
 
 
 def _prefetch(builder: Any, address: Any, byte_count: int) -> None:
-    """Ask for the lines of a row that is needed soon. Any address will do: a wrong one is ignored.
+    """Ask for the lines of a row that is needed soon.
 
     Into the second level: what 16 rows of all heads ask for is as large as the first, and would push out its users.
     """
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-    fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for first in range(0, byte_count, 64):
-        spot = builder.inttoptr(_shifted(builder, address, first), pointer)
-        builder.call(fn, [spot, _I32(0), _I32(1), _I32(1)])  # a read, into the second level, data
+        prefetch(builder, shifted(builder, address, first), 1)
 
 
 def _barrier(builder: Any) -> None:
@@ -245,25 +210,21 @@ def _barrier(builder: Any) -> None:
 
 def _load_words(builder: Any, address: Any, first: int) -> Any:
     """32 bf16 from element `first` of a row, as 16 words."""
-    kind = ir.VectorType(_I32, _LANES)
-    loaded = builder.load(builder.inttoptr(_shifted(builder, address, first * 2), kind.as_pointer()))
-    loaded.align = 2
-    return loaded
+    return load(builder, shifted(builder, address, first * 2), WORDS, 2)
 
 
 def _load_i64(builder: Any, address: Any, index: Any) -> Any:
-    spot = builder.add(address, builder.mul(index, _I64(8)))
-    return builder.load(builder.inttoptr(spot, _I64.as_pointer()))
+    return load(builder, builder.add(address, builder.mul(index, I64(8))), I64, 8)
 
 
 def _mixed(builder: Any, a: Any, b: Any, picks: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(picks)), picks))
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(picks)), picks))
 
 
 def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
     """Halve the partial sums of two vectors into one: lanes with bit `width` clear hold a's, with it set b's."""
-    low = [lane if not lane & width else lane - width + _LANES for lane in range(_LANES)]
-    high = [lane + width if not lane & width else lane + _LANES for lane in range(_LANES)]
+    low = [lane if not lane & width else lane - width + LANES for lane in range(LANES)]
+    high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
     return builder.fadd(_mixed(builder, a, b, low), _mixed(builder, a, b, high))
 
 
@@ -290,32 +251,31 @@ def dots_16(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q_at, k_at, rows_at, scaled, out_at, step, next_at, next_rows_at = args[:8]
-        fn = _dpbf16(builder)
-        zero = ir.Constant(ir.VectorType(_F32, _LANES), [0.0] * _LANES)
-        firsts = range(0, size, 2 * _LANES)
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        firsts = range(0, size, 2 * LANES)
         quarters: list[list[Any]] = [[] for _ in range(group)]
         for quarter in range(4):
             _barrier(builder)
             keys = []
-            for p in range(quarter, _LANES, 4):  # the order in which _fold deals the lanes out
-                _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, _I64(p))), size * 2)
-                key = builder.add(k_at, _load_i64(builder, rows_at, _I64(p)))
-                keys.append([builder.bitcast(_load_words(builder, key, first), _PAIRS) for first in firsts])
+            for p in range(quarter, LANES, 4):  # the order in which _fold deals the lanes out
+                _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, I64(p))), size * 2)
+                key = builder.add(k_at, _load_i64(builder, rows_at, I64(p)))
+                keys.append([builder.bitcast(_load_words(builder, key, first), PAIRS) for first in firsts])
             for g in range(group):
-                query = [builder.bitcast(_load_words(builder, q_at, g * size + first), _PAIRS) for first in firsts]
+                query = [builder.bitcast(_load_words(builder, q_at, g * size + first), PAIRS) for first in firsts]
                 sums = []
                 for key in keys:
                     total = zero
                     for a, b in zip(query, key, strict=True):
-                        total = builder.call(fn, [total, a, b])
+                        total = dot_pairs(builder, total, a, b)
                     sums.append(total)
                 pair = [_fold(builder, sums[0], sums[2], 8), _fold(builder, sums[1], sums[3], 8)]
                 quarters[g].append(_fold(builder, pair[0], pair[1], 4))
         for g in range(group):
             q0, q1, q2, q3 = quarters[g]
             scores = _fold(builder, _fold(builder, q0, q2, 2), _fold(builder, q1, q3, 2), 1)
-            spot = builder.inttoptr(builder.add(out_at, builder.mul(step, _I64(4 * g))), scores.type.as_pointer())
-            builder.store(builder.fmul(scores, _splat(builder, scaled, _LANES)), spot).align = 4
+            spot = builder.add(out_at, builder.mul(step, I64(4 * g)))
+            store(builder, builder.fmul(scores, splat(builder, scaled)), spot)
         return context.get_dummy_value()
 
     return types.void(q, k, rows, scale, out, stride, following, next_rows, D, G), codegen
@@ -349,44 +309,35 @@ def add_rows(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v_at, rows_at, count, w_at, step, acc_at, shrink_at, next_at, next_rows_at = args[:9]
-        kind = ir.VectorType(_F32, _LANES)
-        words = ir.VectorType(_I32, _LANES)
-        sixteen, upper = ir.Constant(words, [16] * _LANES), ir.Constant(words, [-65536] * _LANES)
-        weights = [builder.add(w_at, builder.mul(step, _I64(4 * g))) for g in range(group)]
-        shrinks = [
-            _splat(
-                builder, builder.load(builder.inttoptr(_shifted(builder, shrink_at, 4 * g), _F32.as_pointer())), _LANES
-            )
-            for g in range(group)
-        ]
+        sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [-65536] * LANES)
+        weights = [builder.add(w_at, builder.mul(step, I64(4 * g))) for g in range(group)]
+        shrinks = [splat(builder, load(builder, shifted(builder, shrink_at, 4 * g), F32)) for g in range(group)]
         for start in range(0, size, 32 * pieces):
             spots = [
-                builder.inttoptr(_shifted(builder, acc_at, (g * size + start + 16 * i) * 4), kind.as_pointer())
+                shifted(builder, acc_at, (g * size + start + 16 * i) * 4)
                 for g in range(group)
                 for i in range(2 * pieces)
             ]
-            sums = [cgutils.alloca_once(builder, kind) for _ in spots]
+            sums = [cgutils.alloca_once(builder, FLOATS) for _ in spots]
             for i, (spot, total) in enumerate(zip(spots, sums, strict=True)):
-                loaded = builder.load(spot)
-                loaded.align = 4
-                builder.store(builder.fmul(loaded, shrinks[i // (2 * pieces)]), total)
-            with cgutils.for_range(builder, count, intp=_I64) as loop:
+                builder.store(builder.fmul(load(builder, spot, FLOATS), shrinks[i // (2 * pieces)]), total)
+            with cgutils.for_range(builder, count, intp=I64) as loop:
                 if start == 0:
                     _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, loop.index)), size * 2)
                 row = builder.add(v_at, _load_i64(builder, rows_at, loop.index))
                 values = []
                 for i in range(pieces):
                     pair = _load_words(builder, row, start + 32 * i)
-                    values.append(builder.bitcast(builder.shl(pair, sixteen), kind))
-                    values.append(builder.bitcast(builder.and_(pair, upper), kind))
+                    values.append(builder.bitcast(builder.shl(pair, sixteen), FLOATS))
+                    values.append(builder.bitcast(builder.and_(pair, upper), FLOATS))
                 for g in range(group):
-                    spot = builder.add(weights[g], builder.mul(loop.index, _I64(4)))
-                    weight = _splat(builder, builder.load(builder.inttoptr(spot, _F32.as_pointer())), _LANES)
+                    spot = builder.add(weights[g], builder.mul(loop.index, I64(4)))
+                    weight = splat(builder, load(builder, spot, F32))
                     for i, value in enumerate(values):
                         total = sums[g * 2 * pieces + i]
                         builder.store(_fma(builder, weight, value, builder.load(total)), total)
             for spot, total in zip(spots, sums, strict=True):
-                builder.store(builder.load(total), spot).align = 4
+                store(builder, builder.load(total), spot)
         return context.get_dummy_value()
 
     return types.void(v, rows, count, w, stride, acc, shrink, following, next_rows, D, G), codegen
@@ -394,15 +345,14 @@ def add_rows(
 
 def _exp2(builder: Any, x: Any) -> Any:
     """scalar.exp2 of a vector."""
-    kind, words = x.type, ir.VectorType(_I32, x.type.count)
+    kind, words = x.type, ir.VectorType(I32, x.type.count)
 
     def constant(value: float) -> Any:
         return ir.Constant(kind, [value] * kind.count)
 
     for sign, bound in (("<", -126.0), (">", 127.0)):
         x = builder.select(builder.fcmp_ordered(sign, x, constant(bound)), constant(bound), x)
-    nearest = ir.FunctionType(kind, [kind])
-    steps = builder.call(cgutils.get_or_insert_function(builder.module, nearest, "llvm.rint.v16f32"), [x])
+    steps = call(builder, "llvm.rint.v16f32", kind, [x])
     r = builder.fsub(x, steps)
     total = constant(EXP2[0])
     for term in EXP2[1:]:
@@ -423,32 +373,26 @@ def take_shares(typingctx: Any, score: Any, count: Any, top: Any, mass: Any, shr
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         score_at, count, top_at, mass_at, shrink_at = args[:5]
-        kind, words = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
-        pick = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind, kind]), "llvm.maxnum.v16f32")
-        fold = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_F32, [kind]), "llvm.vector.reduce.fmax.v16f32"
-        )
-        top, mass, shrink = (builder.inttoptr(spot, _F32.as_pointer()) for spot in (top_at, mass_at, shrink_at))
-        limit = _splat(builder, builder.trunc(count, _I32), _LANES)
-        low, zero = ir.Constant(kind, [-math.inf] * _LANES), ir.Constant(kind, [0.0] * _LANES)
-        before = _splat(builder, builder.load(top), _LANES)
+        limit = splat(builder, builder.trunc(count, I32))
+        low, zero = ir.Constant(FLOATS, [-math.inf] * LANES), ir.Constant(FLOATS, [0.0] * LANES)
+        before = splat(builder, load(builder, top_at, F32))
         masks, scores, best = [], [], low
-        for first in range(0, size, _LANES):
-            places = ir.Constant(words, list(range(first, first + _LANES)))
+        for first in range(0, size, LANES):
+            places = ir.Constant(WORDS, list(range(first, first + LANES)))
             masks.append(builder.icmp_signed("<", places, limit))
-            scores.append(builder.select(masks[-1], _load(builder, score_at, first, _LANES, False), low))
-            best = builder.call(pick, [best, scores[-1]])
-        best = builder.call(pick, [before, _splat(builder, builder.call(fold, [best]), _LANES)])
+            scores.append(builder.select(masks[-1], load(builder, shifted(builder, score_at, first * 4), FLOATS), low))
+            best = _larger(builder, best, scores[-1])
+        best = _larger(builder, before, splat(builder, _largest(builder, best)))
         added = zero
         for i, mask in enumerate(masks):
             share = builder.select(mask, _exp2(builder, builder.fsub(scores[i], best)), zero)
             added = builder.fadd(added, share)
-            spot = builder.inttoptr(_shifted(builder, score_at, i * 64), kind.as_pointer())
-            builder.store(share, spot).align = 4
-        less = builder.extract_element(_exp2(builder, builder.fsub(before, best)), _I32(0))
-        builder.store(less, shrink)
-        builder.store(builder.extract_element(best, _I32(0)), top)
-        builder.store(builder.fadd(builder.fmul(builder.load(mass), less), _sum(builder, added)), mass)
+            store(builder, share, shifted(builder, score_at, i * 64))
+        less = builder.extract_element(_exp2(builder, builder.fsub(before, best)), I32(0))
+        store(builder, less, shrink_at)
+        store(builder, builder.extract_element(best, I32(0)), top_at)
+        mass = builder.fadd(builder.fmul(load(builder, mass_at, F32), less), _sum(builder, added))
+        store(builder, mass, mass_at)
         return context.get_dummy_value()
 
     return types.void(score, count, top, mass, shrink, COUNT), codegen
