@@ -115,9 +115,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("waiting", [1, 8])
-def test_ctrl_c_in_a_step_ends_the_call_alone(
-    llm: LLM, toy: Path, ctrl_c: Callable[[int], None], waiting: int
-) -> None:
+def test_ctrl_c_in_a_step_ends_the_call_alone(llm: LLM, toy: Path, ctrl_c: Callable[[int], None], waiting: int) -> None:
     ctrl_c(1)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([list(range(k, 40 + k)) for k in range(waiting)], GREEDY)

@@ -12,6 +12,7 @@ import pytest
 from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import ConfigError, InvariantError
+from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM, build_engine
 from serinus.models import load_spec
@@ -107,6 +108,39 @@ def test_a_second_engine_finds_what_the_first_one_stored(toys: dict[str, Path], 
         assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), PROMPTS[1], 5), kind
         assert output.usage is not None
         assert dict(output.usage.cached_tokens) == {"storage": 40}, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "write_back",
+        pytest.param("write_through", marks=pytest.mark.proof),
+        pytest.param("write_through_selective", marks=pytest.mark.proof),
+    ],
+)
+@pytest.mark.parametrize("kind", ["full", "mixed", "sliding"])
+def test_prompts_on_tiny_pools_never_see_a_byte_of_another_prefix(
+    toys: dict[str, Path], kind: str, policy: str, tmp_path: Path
+) -> None:
+    rng, spec, found = Rng(sum(f"{kind} {policy}".encode())), load_spec(toys[kind]), 0
+    trunks = [[rng.randrange(20, 70) for _ in range(4 * rng.randrange(2, 9))] for _ in range(8)]
+    tails = [[rng.randrange(20, 70) for _ in range(rng.randrange(1, 20))] for _ in range(12)]
+    stored = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path),
+              "hicache_storage_prefetch_policy": "wait_complete"}  # fmt: skip
+    small = tiered(max_total_tokens=80, hicache_ratio=1.5, hicache_write_policy=policy)
+    with LLM(str(toys[kind]), **{**small, **stored}) as llm:
+        for _ in range(60):
+            prompt = rng.choice(trunks) + rng.choice(tails)
+            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == toy_continue(spec, prompt, 5)
+            assert output.usage is not None
+            found += sum(output.usage.cached_tokens.values())
+        stats = llm._built.cache.stats()
+    assert found > 250
+    assert stats.loaded_tokens > 0
+    assert stats.prefetched_tokens > 0
+    assert stats.evicted_pages > 0
 
 
 def test_another_model_of_the_same_shape_finds_nothing_of_it(toys: dict[str, Path], tmp_path: Path) -> None:
