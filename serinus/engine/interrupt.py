@@ -11,8 +11,9 @@ __all__ = ["Interrupt"]
 class Interrupt:
     """`with Interrupt() as interrupt:` the body looks at `interrupt.came` where it can stop, and ends.
 
-    KeyboardInterrupt is raised when the body has ended; at once where Ctrl-C comes a second time. A program that handles
-    SIGINT itself keeps its handler, and so does a thread that is not the main one, where Python raises nothing.
+    KeyboardInterrupt is raised when the body has ended; at once where Ctrl-C comes a second time. A program that
+    handles SIGINT itself keeps its handler. In a thread that is not the main one nothing changes: Python raises nothing
+    there.
     """
 
     def __init__(self) -> None:
