@@ -9,7 +9,7 @@ from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
-from serinus.front.render import chat_logprobs, choice_chunk, encode, meta_info, stream, usage_of
+from serinus.front.render import ChoiceRenderer, chat_logprobs, encode
 from serinus.front.sampling import from_chat
 from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
@@ -100,81 +100,32 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
         exchange, [ask], request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
     ) as call:
         renderer = _ChatRenderer(front, call, body, tokenizer, start)
-        if body.stream:
-            await renderer.stream(exchange)
-        else:
-            await call.run()
-            await exchange.json(renderer.whole())
+        await renderer.answer(exchange, streamed=bool(body.stream))
 
 
-class _ChatRenderer:
-    """How one request's answers look."""
+class _ChatRenderer(ChoiceRenderer):
+    """Choices with a message, or in a stream with a delta to it; the first delta says whose message it is."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def __init__(self, front: Front, call: Call, body: ChatBody, tokenizer: Tokenizer, start: float) -> None:
-        self._front = front
-        self._call = call
-        self._tokenizer = tokenizer
-        self._start = start
-        self._logprobs = bool(body.logprobs)
-        self._meta = bool(body.return_meta_info)
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._tail = b',"usage":null}\n\n' if self._usage else b"}\n\n"
-        self._head = {
-            "id": call.request_id,
-            "object": "chat.completion",
-            "created": int(front.clock.unix()),
-            "model": front.settings.model_name,
-        }
-        chunk_head = {**self._head, "object": "chat.completion.chunk"}
-        self._prefix = b"data: " + encode(chunk_head)[:-1] + b',"choices":[{"index":'
-        self._chunk_head = chunk_head
-        self._shown = [0] * len(call.sequences)
-        """Tokens whose log-probabilities were shown, per answer."""
-        self._greeted: set[int] = set()
-        """Answers whose role was shown."""
+        super().__init__(front, call, body, tokenizer, start)
+        self._with_logprobs = bool(body.logprobs)
 
-    def _logprobs_of(self, sequence: SequenceState) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        done = self._shown[sequence.index]
-        ids = sequence.output.token_ids
-        self._shown[sequence.index] = len(ids)
-        return chat_logprobs(self._tokenizer, ids[done:], sequence.logprobs[done:])
+    def content(self, sequence: SequenceState) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": sequence.output.text, "refusal": None}}
 
-    def _meta_of(self, sequence: SequenceState) -> dict[str, Any]:
-        return meta_info(sequence, self._front.ready, self._front.clock.now() - self._start)
+    def logprobs(self, sequence: SequenceState, *, first: bool) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, *self._fresh(sequence)) if self._with_logprobs else None
 
-    def whole(self) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for sequence in self._call.sequences:
-            choice: dict[str, Any] = {
-                "index": sequence.index,
-                "message": {"role": "assistant", "content": sequence.output.text, "refusal": None},
-                "logprobs": self._logprobs_of(sequence),
-                "finish_reason": sequence.finish.value if sequence.finish else None,
-            }
-            if self._meta:
-                choice["meta_info"] = self._meta_of(sequence)
-            choices.append(choice)
-        return {**self._head, "choices": choices, "usage": usage_of(self._call)}
-
-    def _chunk(self, event_: Event) -> bytes:
-        sequence = event_.sequence
+    def chunk(self, event_: Event, *, first: bool) -> bytes:
         greeting = b""
-        if sequence.index not in self._greeted:
-            self._greeted.add(sequence.index)
+        if first:
             delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-            greeting = self._prefix + str(sequence.index).encode() + delta + self._tail
-        logprobs = self._logprobs_of(sequence)
+            greeting = self._prefix + str(event_.sequence.index).encode() + delta + self._tail
+        logprobs = self.logprobs(event_.sequence, first=first)
         if not event_.text and event_.finish is None and logprobs is None:
             return greeting
         delta = b'{"content":' + encode(event_.text) + b"}" if event_.text else b"{}"
-        meta = self._meta_of(sequence) if self._meta and event_.finish else None
-        chunk = choice_chunk(event_, self._prefix, b',"delta":' + delta, logprobs=logprobs, meta=meta, tail=self._tail)
-        return greeting + chunk
-
-    def _chunks(self, events: Sequence[Event]) -> bytes:
-        return b"".join(map(self._chunk, events))
-
-    async def stream(self, exchange: HttpExchange) -> None:
-        await stream(self._call, exchange, self._chunks, self._chunk_head if self._usage else None)
+        return greeting + self._choice(event_, b',"delta":' + delta, logprobs)

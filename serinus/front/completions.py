@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
-from serinus.front.render import choice_chunk, completion_logprobs, encode, meta_info, stream, usage_of
+from serinus.front.render import ChoiceRenderer, completion_logprobs, encode
 from serinus.front.sampling import from_completion
 from serinus.front.schemas import CompletionBody
 from serinus.front.state import Front, prompts_of
@@ -42,40 +41,21 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
         exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
     ) as call:
         renderer = _CompletionRenderer(front, call, body, await front.tokenizer_or_none(), start)
-        if body.stream:
-            await renderer.stream(exchange)
-        else:
-            await call.run()
-            await exchange.json(renderer.whole())
+        await renderer.answer(exchange, streamed=bool(body.stream))
 
 
-class _CompletionRenderer:
-    """How one request's answers look."""
+class _CompletionRenderer(ChoiceRenderer):
+    """Choices with a text, which begins with the prompt where that is to be echoed."""
+
+    whole_object = chunk_object = "text_completion"
 
     def __init__(
         self, front: Front, call: Call, body: CompletionBody, tokenizer: Tokenizer | None, start: float
     ) -> None:
-        self._front = front
-        self._call = call
-        self._tokenizer = tokenizer
-        self._start = start
+        super().__init__(front, call, body, tokenizer, start)
         self._echo = bool(body.echo)
-        self._logprobs = body.logprobs is not None
-        self._meta = bool(body.return_meta_info)
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._tail = b',"usage":null}\n\n' if self._usage else b"}\n\n"
-        self._head = {
-            "id": call.request_id,
-            "object": "text_completion",
-            "created": int(front.clock.unix()),
-            "model": front.settings.model_name,
-        }
-        self._prefix = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
-        self._shown = [0] * len(call.sequences)
-        """Tokens whose log-probabilities were shown, per answer."""
+        self._with_logprobs = body.logprobs is not None
         self._offsets = [0] * len(call.sequences)
-        self._echoed: set[int] = set()
-        """Answers whose prompt was shown."""
 
     def _prompt_text(self, sequence: SequenceState) -> str:
         if sequence.ask.text is not None:
@@ -83,57 +63,25 @@ class _CompletionRenderer:
         assert self._tokenizer is not None, "front: echo without a tokenizer"
         return self._tokenizer.decode(sequence.ask.prompt)
 
-    def _logprobs_of(self, sequence: SequenceState, *, with_prompt: bool) -> dict[str, Any] | None:
-        """Of everything not shown yet."""
-        if not self._logprobs:
+    def content(self, sequence: SequenceState) -> dict[str, Any]:
+        return {"text": (self._prompt_text(sequence) if self._echo else "") + sequence.output.text}
+
+    def logprobs(self, sequence: SequenceState, *, first: bool) -> dict[str, Any] | None:
+        if not self._with_logprobs:
             return None
-        index = sequence.index
-        done = self._shown[index]
-        ids, places = sequence.output.token_ids[done:], sequence.logprobs[done:]
-        self._shown[index] = len(sequence.output.token_ids)
-        if with_prompt:
+        ids, places = self._fresh(sequence)
+        if first and self._echo:
             ids = [*sequence.ask.prompt, *ids]
             places = [*sequence.prompt_logprobs, *places]
+        index = sequence.index
         shown, self._offsets[index] = completion_logprobs(self._tokenizer, ids, places, self._offsets[index])
         return shown
 
-    def _meta_of(self, sequence: SequenceState) -> dict[str, Any]:
-        return meta_info(sequence, self._front.ready, self._front.clock.now() - self._start)
-
-    def whole(self) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for sequence in self._call.sequences:
-            text = sequence.output.text
-            if self._echo:
-                text = self._prompt_text(sequence) + text
-            choice: dict[str, Any] = {
-                "index": sequence.index,
-                "text": text,
-                "logprobs": self._logprobs_of(sequence, with_prompt=self._echo),
-                "finish_reason": sequence.finish.value if sequence.finish else None,
-            }
-            if self._meta:
-                choice["meta_info"] = self._meta_of(sequence)
-            choices.append(choice)
-        return {**self._head, "choices": choices, "usage": usage_of(self._call)}
-
-    def _chunk(self, event_: Event) -> bytes:
-        sequence = event_.sequence
+    def chunk(self, event_: Event, *, first: bool) -> bytes:
         text = event_.text
-        first = self._echo and sequence.index not in self._echoed
-        if first:
-            self._echoed.add(sequence.index)
-            text = self._prompt_text(sequence) + text
-        logprobs = self._logprobs_of(sequence, with_prompt=first)
+        if first and self._echo:
+            text = self._prompt_text(event_.sequence) + text
+        logprobs = self.logprobs(event_.sequence, first=first)
         if not text and event_.finish is None and logprobs is None:
             return b""
-        meta = self._meta_of(sequence) if self._meta and event_.finish else None
-        return choice_chunk(
-            event_, self._prefix, b',"text":' + encode(text), logprobs=logprobs, meta=meta, tail=self._tail
-        )
-
-    def _chunks(self, events: Sequence[Event]) -> bytes:
-        return b"".join(map(self._chunk, events))
-
-    async def stream(self, exchange: HttpExchange) -> None:
-        await stream(self._call, exchange, self._chunks, self._head if self._usage else None)
+        return self._choice(event_, b',"text":' + encode(text), logprobs)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from serinus.core.request import FinishReason, TokenLogprobs
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
+from serinus.front.schemas import OpenAiBody
+from serinus.front.state import Front
 from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
 __all__ = [
+    "ChoiceRenderer",
     "chat_logprobs",
-    "choice_chunk",
     "completion_logprobs",
     "encode",
     "event",
     "finish_info",
     "meta_info",
     "stream",
-    "usage_of",
 ]
 
 _DONE = b"data: [DONE]\n\n"
@@ -51,36 +53,108 @@ async def stream(
             await exchange.open_stream()
         if chunks:
             await exchange.push(chunks)
-    last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": usage_of(call)})
+    last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": _usage_of(call)})
     await exchange.end(last + _DONE)
 
 
-def choice_chunk(
-    event_: Event, prefix: bytes, content: bytes, *, logprobs: dict[str, Any] | None, meta: dict[str, Any] | None,
-    tail: bytes,
-) -> bytes:  # fmt: skip
-    """OpenAI's event for news of one answer; by hand, as most of it never changes.
+class ChoiceRenderer(ABC):
+    """How the answers to one request of OpenAI's look; a subclass says what is in a choice."""
 
-    `prefix` goes up to the choice's index, `content` is its text or delta with the key, `tail` follows the choices.
-    """
-    finish = b'"' + event_.finish.value.encode() + b'"' if event_.finish else b"null"
-    return b"".join(
-        (
-            prefix,
-            str(event_.sequence.index).encode(),
-            content,
-            b',"logprobs":',
-            encode(logprobs),
-            b',"finish_reason":',
-            finish,
-            b"" if meta is None else b',"meta_info":' + encode(meta),
-            b"}]",
-            tail,
+    whole_object: ClassVar[str]
+    """OpenAI's name of the whole answer."""
+    chunk_object: ClassVar[str]
+    """...and of one event of a stream."""
+
+    def __init__(self, front: Front, call: Call, body: OpenAiBody, tokenizer: Tokenizer | None, start: float) -> None:
+        self._front = front
+        self._call = call
+        self._tokenizer = tokenizer
+        self._start = start
+        self._with_meta = bool(body.return_meta_info)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._tail = b',"usage":null}\n\n' if self._with_usage else b"}\n\n"
+        self._whole_head = {
+            "id": call.request_id,
+            "object": self.whole_object,
+            "created": int(front.clock.unix()),
+            "model": front.settings.model_name,
+        }
+        self._chunk_head = {**self._whole_head, "object": self.chunk_object}
+        self._prefix = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":[{"index":'
+        self._shown = [0] * len(call.sequences)
+        """Tokens whose log-probabilities were shown, per answer."""
+        self._begun: set[int] = set()
+        """Answers of which the beginning was sent: the role of a chat, the prompt of an echo."""
+
+    @abstractmethod
+    def content(self, sequence: SequenceState) -> dict[str, Any]:
+        """What a choice of the whole answer has besides its log-probabilities and its end."""
+
+    @abstractmethod
+    def logprobs(self, sequence: SequenceState, *, first: bool) -> dict[str, Any] | None:
+        """Of everything not shown yet; `first`: nothing was."""
+
+    @abstractmethod
+    def chunk(self, event_: Event, *, first: bool) -> bytes:
+        """The events for one piece of news."""
+
+    def _meta(self, sequence: SequenceState) -> dict[str, Any]:
+        return meta_info(sequence, self._front.ready, self._front.clock.now() - self._start)
+
+    def _fresh(self, sequence: SequenceState) -> tuple[list[int], list[TokenLogprobs]]:
+        """Tokens whose log-probabilities were not shown yet; from now on they were."""
+        ids, done = sequence.output.token_ids, self._shown[sequence.index]
+        self._shown[sequence.index] = len(ids)
+        return ids[done:], sequence.logprobs[done:]
+
+    def _choice(self, event_: Event, content: bytes, logprobs: dict[str, Any] | None) -> bytes:
+        """OpenAI's event for news of one answer; by hand, as most of it never changes. `content`: with its key."""
+        finish = b'"' + event_.finish.value.encode() + b'"' if event_.finish else b"null"
+        with_meta = self._with_meta and event_.finish is not None
+        return b"".join(
+            (
+                self._prefix,
+                str(event_.sequence.index).encode(),
+                content,
+                b',"logprobs":',
+                encode(logprobs),
+                b',"finish_reason":',
+                finish,
+                b',"meta_info":' + encode(self._meta(event_.sequence)) if with_meta else b"",
+                b"}]",
+                self._tail,
+            )
         )
-    )
+
+    def _chunks(self, events: Sequence[Event]) -> bytes:
+        chunks: list[bytes] = []
+        for event_ in events:
+            index = event_.sequence.index
+            chunks.append(self.chunk(event_, first=index not in self._begun))
+            self._begun.add(index)
+        return b"".join(chunks)
+
+    async def answer(self, exchange: HttpExchange, *, streamed: bool) -> None:
+        """Answer the request, as its sequences grow or when all have ended."""
+        if streamed:
+            await stream(self._call, exchange, self._chunks, self._chunk_head if self._with_usage else None)
+            return
+        await self._call.run()
+        choices: list[dict[str, Any]] = []
+        for sequence in self._call.sequences:
+            choice = {
+                "index": sequence.index,
+                **self.content(sequence),
+                "logprobs": self.logprobs(sequence, first=True),
+                "finish_reason": sequence.finish.value if sequence.finish else None,
+            }
+            if self._with_meta:
+                choice["meta_info"] = self._meta(sequence)
+            choices.append(choice)
+        await exchange.json({**self._whole_head, "choices": choices, "usage": _usage_of(self._call)})
 
 
-def usage_of(call: Call) -> dict[str, Any]:
+def _usage_of(call: Call) -> dict[str, Any]:
     """Token counts of a call, as OpenAI's usage object."""
     prompt, completion = call.prompt_tokens, call.completion_tokens
     return {
