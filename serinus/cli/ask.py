@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
+from serinus.cli.parser import Command, UsageProblem, make_parser
 from serinus.core.config import environment
 from serinus.core.errors import ConfigError
 
@@ -30,9 +30,7 @@ def ask_arguments(command: Command, words: Sequence[str], *, path: str, limit: i
     parser.add_argument("--limit", type=int, default=limit, metavar="N", help=f"{of} at most; default: {limit}")
     parser.add_argument("--api-key", default="", help="admin key; default: SERINUS_ADMIN_API_KEY")
     parser.add_argument("--json", action="store_true", help=f"print the JSON of GET {path} instead")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    arguments = parser.arguments(words)
     if arguments.limit < 1:
         raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")
     arguments.url = arguments.url.rstrip("/")

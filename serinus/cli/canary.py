@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.ask import ask_arguments, ask_server
-from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
+from serinus.cli.parser import Command, UsageProblem, make_parser
 from serinus.core.errors import ConfigError, SerinusError
 from serinus.core.private_folder import PrivateFolder
 
@@ -35,9 +35,10 @@ def selftest(command: Command, words: Sequence[str]) -> int:
         cells = _run_all(_subjects(arguments, home), arguments)
     _print_table(cells)
     perfect = all(cell.perfect for cell in cells)
-    if arguments.json:
-        result = {"perfect": perfect, "settings": _settings(arguments), "cells": [cell.as_json() for cell in cells]}
-        _write(arguments.json, json.dumps(result, indent=1))
+    result = {"perfect": perfect, "settings": _settings(arguments), "cells": [cell.as_json() for cell in cells]}
+    from serinus.cli.show import write_json
+
+    write_json(arguments.json, result)
     return 0 if perfect else 1
 
 
@@ -57,9 +58,7 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     how.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same faults; default: 0")
     how.add_argument("--json", metavar="FILE", help="write the result there (- is standard output)")
     how.add_argument("--verbose", action="store_true", help="log every fault and every report")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    arguments = parser.arguments(words)
     if arguments.faults < 1:
         raise UsageProblem(f"--faults is {arguments.faults}, expected at least 1")
     if arguments.kv_canary_real_data not in ("partial", "all"):
@@ -172,16 +171,6 @@ def _reporters(cell: Cell) -> str:
         when, half, part = tag.split("_")
         halves[side, when, part] = halves.get((side, when, part), "") + half
     return ", ".join(f"{side} {when}_{half}_{part}" for (side, when, part), half in halves.items())
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        print(text)
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cli: cannot write {path}: {error.strerror}") from None
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
+from serinus.cli.parser import Command, UsageProblem, make_parser
 from serinus.cli.processes import free_ports
 from serinus.cli.show import console
 from serinus.core.clock import WallClock
@@ -65,9 +65,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", default="demo-checkpoint", metavar="DIR", help="made if it is not there")
     parser.add_argument("--backend", default="auto", choices=("auto", "shm", "tcp"), help="how KV travels")
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="length of the answers (default: 48)")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    arguments = parser.arguments(words)
     if arguments.max_tokens < 2:
         raise UsageProblem(f"--max-tokens is {arguments.max_tokens}, expected at least 2")
     try:

@@ -44,10 +44,15 @@ class MachineCheck:
     """Name of the check."""
     seen: str
     """The result of the check."""
-    grade: str = "ok"
-    """ok, note (works with a limitation) or bad (does not work)."""
     advice: str = ""
-    """What to do about a note or a fault."""
+    """What to do about a limitation or a fault; empty = there is none."""
+    bad: bool = False
+    """It does not work."""
+
+    @property
+    def grade(self) -> str:
+        """ok, note (works with a limitation) or bad."""
+        return "bad" if self.bad else "note" if self.advice else "ok"
 
 
 def run(command: Command, words: Sequence[str]) -> int:
@@ -76,7 +81,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     if config.model.model_path:
         findings += checkpoint(config)
     console().print(findings_table(findings, f"serinus {package_version()} on {platform.node()}"))
-    return 1 if any(finding.grade == "bad" for finding in findings) else 0
+    return 1 if any(finding.bad for finding in findings) else 0
 
 
 def _gb(count: float) -> str:
@@ -108,7 +113,6 @@ def machine() -> Iterator[MachineCheck]:
         yield MachineCheck(
             what="memory",
             seen=f"{_gb(free)} free of {_gb(memory['MemTotal'])}",
-            grade="note" if small else "ok",
             advice="small models only; see --max-total-tokens" if small else "",
         )
 
@@ -121,7 +125,7 @@ def packages() -> Iterator[MachineCheck]:
         try:
             seen.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            yield MachineCheck(what=name, seen="not installed", grade="bad", advice="pip install serinus")
+            yield MachineCheck(what=name, seen="not installed", bad=True, advice="pip install serinus")
     yield MachineCheck(what="packages", seen=", ".join(seen))
 
 
@@ -162,13 +166,12 @@ def ranks(config: ServeConfig) -> Iterator[MachineCheck]:
     yield MachineCheck(
         what="ranks",
         seen=f"{mesh.size} (TP {mesh.tp} x PP {mesh.pp}{stages}), on this machine {', '.join(here)}",
-        grade="note" if crowded else "ok",
         advice=f"{len(here)} ranks share {cores()} cores" if crowded else "",
     )
     try:
         devices = [comm_device(config, rank) for rank in parallel.local_ranks]
     except ConfigError as error:
-        yield MachineCheck(what="devices", seen=str(error), grade="bad", advice="fewer ranks, or --device cpu")
+        yield MachineCheck(what="devices", seen=str(error), bad=True, advice="fewer ranks, or --device cpu")
     else:
         how = "gloo" if devices[0] == "cpu" else "NCCL"
         yield MachineCheck(what="devices", seen=f"{', '.join(dict.fromkeys(devices))}, joined by {how}")
@@ -184,13 +187,12 @@ def kernels() -> Iterator[MachineCheck]:
     try:
         loaded = [load(device) for device in ("cpu", *(["cuda"] if cuda else []))]
     except (ConfigError, ImportError) as error:
-        yield MachineCheck(what="kernels", seen=str(error), grade="bad", advice="serinus serve --attention-backend ref")
+        yield MachineCheck(what="kernels", seen=str(error), bad=True, advice="serinus serve --attention-backend ref")
         return
     bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     yield MachineCheck(
         what="kernels",
         seen=f"bfloat16 {'yes' if bf16 else 'no'}; CUDA {'yes' if cuda else 'no'}",
-        grade="ok" if bf16 else "note",
         advice="" if bf16 else "float32 is used: twice the memory, half the speed",
     )
     for each in loaded:
@@ -206,7 +208,6 @@ def ports() -> Iterator[MachineCheck]:
         yield MachineCheck(
             what=f"port {port}",
             seen="in use" if busy else "free",
-            grade="note" if busy else "ok",
             advice=f"default of {owner}; choose another with --port" if busy else "",
         )
 
@@ -218,7 +219,6 @@ def shared_memory() -> Iterator[MachineCheck]:
         yield MachineCheck(
             what="shared memory",
             seen="no /dev/shm",
-            grade="note",
             advice="use --disaggregation-transfer-backend tcp",
         )
         return
@@ -227,7 +227,6 @@ def shared_memory() -> Iterator[MachineCheck]:
     yield MachineCheck(
         what="shared memory",
         seen=f"{_gb(free)} free in /dev/shm",
-        grade="note" if small else "ok",
         advice="docker run --shm-size=1g, or --disaggregation-transfer-backend tcp" if small else "",
     )
 
@@ -253,7 +252,7 @@ def checkpoint(config: ServeConfig) -> list[MachineCheck]:
         for finding in _model(config):
             findings.append(finding)  # one by one: what was found before an error stays
     except ConfigError as error:
-        findings.append(MachineCheck(what="checkpoint", seen=str(error), grade="bad", advice="see the message"))
+        findings.append(MachineCheck(what="checkpoint", seen=str(error), bad=True, advice="see the message"))
     return findings
 
 
@@ -285,7 +284,7 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     yield MachineCheck(
         what="weights",
         seen=f"{_gb(weights)}; {_gb(free)} of memory free",
-        grade="ok" if fits else "bad",
+        bad=not fits,
         advice="" if fits else "a machine with more memory, or a smaller model",
     )
     if fits:

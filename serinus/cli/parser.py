@@ -25,7 +25,7 @@ from serinus.core.config import (
 from serinus.core.errors import ConfigError
 from serinus.core.setting import KINDS, Setting
 
-__all__ = ["Command", "Parser", "UsageProblem", "add_settings", "read_config", "unknown_flag"]
+__all__ = ["Command", "Parser", "UsageProblem", "add_settings", "read_config"]
 
 _TreeT = TypeVar("_TreeT", bound=ConfigTree)
 
@@ -56,6 +56,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse for words it cannot parse; raises UsageProblem."""
         raise UsageProblem(message)
+
+    def arguments(self, words: Sequence[str]) -> argparse.Namespace:
+        """The values of all flags. Raises UsageProblem, also for words that are left over."""
+        arguments, rest = self.parse_known_args(list(words))
+        if rest:
+            raise _unknown_flag(self, rest[0])
+        return arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +165,7 @@ def read_config(tree: type[_TreeT], parser: Parser, words: Sequence[str]) -> tup
 
     Returns the tree, and what the parser had besides settings. Raises UsageProblem or ConfigError.
     """
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    arguments = parser.arguments(words)
     settings = {f"{name}.{setting.name}": setting for name, setting in settings_in(tree)}
     flags: dict[str, dict[str, Any]] = {}
     for dest, value in vars(arguments).items():
@@ -190,7 +195,7 @@ def _value(setting: Setting, value: Any) -> Any:
     return parsed
 
 
-def unknown_flag(parser: Parser, word: str) -> UsageProblem:
+def _unknown_flag(parser: Parser, word: str) -> UsageProblem:
     """The refusal of a word that no flag and no argument is, with what was probably meant."""
     flag = word.split("=", 1)[0]
     if not flag.startswith("-"):

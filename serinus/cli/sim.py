@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from serinus.cli.parser import Command, UsageProblem, make_parser, unknown_flag
-from serinus.cli.show import console
+from serinus.cli.parser import Command, UsageProblem, make_parser
+from serinus.cli.show import console, write_json
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 
@@ -58,9 +57,7 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     how.add_argument("--workers", type=int, default=1, metavar="N", help="processes, one core each (default: 1)")
     how.add_argument("--no-shrink", action="store_true", help="show a failure as it came")
     how.add_argument("--json", metavar="FILE", help="write the result there (- is standard output)")
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    arguments = parser.arguments(words)
     if arguments.workers < 1:
         raise UsageProblem(f"--workers is {arguments.workers}, expected at least 1")
     if arguments.backend not in ("", "local", "tcp", "push", "pull"):
@@ -89,10 +86,10 @@ def _replay(scenario: Scenario, arguments: Any, out: Console) -> int:
         out.print(line, markup=False, highlight=False)
     _print_run(result, out)
     if result.finding is None:
-        _write(arguments.json, {"seeds": 1, "failed": [], "counts": result.counts, "ends": result.ends})
+        write_json(arguments.json, {"seeds": 1, "failed": [], "counts": result.counts, "ends": result.ends})
         return 0
     small = scenario if arguments.no_shrink else _shrunk(scenario, out)
-    _write(
+    write_json(
         arguments.json,
         {"seeds": 1, "failed": [{"seed": scenario.seed, "finding": result.finding.text, "scenario": small.to_json()}]},
     )
@@ -209,7 +206,7 @@ def _many(arguments: Any, out: Console) -> int:
             interrupt = error
     seconds = clock.now() - start
     rate = 60 * done / seconds if seconds > 0 else 0.0
-    _write(
+    write_json(
         arguments.json,
         {
             "seeds": done, "events": events, "seconds": round(seconds, 1), "seeds_per_minute": round(rate),
@@ -256,13 +253,3 @@ def _run_all(
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
         raise ConfigError("cli: a worker process died (out of memory?), expected all to finish") from None
-
-
-def _write(path: str | None, result: dict[str, Any]) -> None:
-    if path is None:
-        return
-    text = json.dumps(result, indent=1)
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
-from serinus.cli.parser import Command, make_parser, unknown_flag
+from serinus.cli.parser import Command, make_parser
 from serinus.core.version import package_version
 
 __all__ = ["run"]
@@ -13,9 +13,6 @@ __all__ = ["run"]
 
 def run(command: Command, words: Sequence[str]) -> int:
     """Print one line of versions. Raises UsageProblem for any flag."""
-    parser = make_parser(command, settings=False)
-    _, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    make_parser(command, settings=False).arguments(words)
     print(f"serinus {package_version()} (torch {package_version('torch')}, python {platform.python_version()})")
     return 0

@@ -104,7 +104,7 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
 
 
 class _ChatRenderer(ChoiceRenderer):
-    """Choices with a message, or in a stream with a delta to it; the first delta says whose message it is."""
+    """Choices with a message, or in a stream with a delta to it; the first delta brings the role."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

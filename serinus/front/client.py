@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -17,16 +17,7 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.request import Request, TokenDelta
 from serinus.wire import codec
-from serinus.wire.messages import (
-    Abort,
-    EngineCall,
-    EngineReply,
-    Generate,
-    Message,
-    Ready,
-    StopEngine,
-    Tokens,
-)
+from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, Message, Ready, Tokens
 
 __all__ = ["AnswerLost", "DeltaQueue", "EngineClient", "EngineDown"]
 
@@ -77,11 +68,6 @@ class DeltaQueue:
         """The client of this call is gone: from now on a consumer gets an empty list."""
         self._gone = True
         self._wake()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client left before the end of its answer."""
-        return self._gone
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -134,10 +120,8 @@ class EngineClient:
         self._call_count = 0
         self._ready_waiter: asyncio.Future[Ready] | None = None
         self._draining = False
-        self.bad_frames = 0
-        """Frames from the engine that could not be read."""
         self.on_bad_frame: Callable[[str], None] | None = None
-        """Told the reason of each of them."""
+        """Told why a frame from the engine could not be read."""
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -198,11 +182,6 @@ class EngineClient:
         """Sequences that have not ended."""
         return len(self._queues)
 
-    def shutdown(self, *, drain: bool) -> None:
-        """Tell the engine to stop; with `drain` it finishes what runs first."""
-        if self._socket is not None and not self.down:
-            self._send(StopEngine(drain=drain))
-
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> DeltaQueue:
@@ -222,18 +201,6 @@ class EngineClient:
                 del self._queues[rid]
             raise
         return queue
-
-    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """The deltas of one sequence, up to the one with `finish`. Leaving early aborts it."""
-        queue = self.submit([request])
-        try:
-            while True:
-                for out in await queue.take():
-                    yield out
-                    if out.finish:
-                        return
-        finally:
-            queue.close("the consumer left")
 
     def has(self, rid: str) -> bool:
         """Whether a sequence of this id runs."""
@@ -321,7 +288,6 @@ class EngineClient:
 
     def _bad_frame(self, error: FrameError) -> None:
         """It may have held tokens of any open answer: all of them fail."""
-        self.bad_frames += 1
         if self.on_bad_frame is not None:
             self.on_bad_frame(error.reason)
         lost = set(self._queues.values())

@@ -15,7 +15,6 @@ from serinus.core.errors import BadRequest
 __all__ = [
     "AbortBody",
     "ChatBody",
-    "ChatMessage",
     "CompletionBody",
     "DetokenizeBody",
     "GenerateBody",
@@ -107,13 +106,6 @@ class CompletionBody(OpenAiBody, kw_only=True):
     logprobs: int | None = None
     best_of: Any = None
     suffix: Any = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message; further fields (name, tool_calls...) reach the chat template as they are."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
 
 
 class ChatBody(OpenAiBody, kw_only=True):

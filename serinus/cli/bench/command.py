@@ -7,7 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from serinus.cli.bench.dialect import DIALECTS, Asking, Dialect
 from serinus.cli.bench.drive import BenchRun, Load, drive
 from serinus.cli.bench.report import Goodput, Report, make_report, result_block
 from serinus.cli.bench.transport import Target, trace_request
-from serinus.cli.parser import Command, Parser, UsageProblem, make_parser, unknown_flag
+from serinus.cli.parser import Command, Parser, UsageProblem, make_parser
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 
@@ -39,24 +39,21 @@ def _count(low: int) -> Callable[[str], int]:
     return parse
 
 
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected requests per second above 0, or inf")
-    return value
+def _number(holds: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        return value
+
+    return parse
 
 
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
-    return value
+_rate = _number(lambda value: value > 0, "requests per second above 0, or inf")
+_ratio = _number(lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def bench_parser(command: Command) -> Parser:
@@ -119,9 +116,7 @@ class _Server:
 def run(command: Command, words: Sequence[str]) -> int:
     """Measure a server. Exit code 0, or 1 when a request failed. Raises UsageProblem for wrong flags."""
     parser = bench_parser(command)
-    arguments, rest = parser.parse_known_args(list(words))
-    if rest:
-        raise unknown_flag(parser, rest[0])
+    arguments = parser.arguments(words)
     extra = _extra(arguments.extra_request_body)
     goodput = Goodput.parse(arguments.goodput) if arguments.goodput else None
     return asyncio.run(_bench(arguments, extra, goodput))

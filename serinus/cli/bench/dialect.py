@@ -49,29 +49,22 @@ class Dialect:
 
 
 def _completions(prompt: Prompt, asking: Asking) -> dict[str, Any]:
-    return {
-        "model": asking.model,
-        "prompt": prompt.text if prompt.text is not None else list(prompt.ids),
-        "max_tokens": prompt.output_tokens,
-        "temperature": asking.temperature,
-        "ignore_eos": asking.ignore_eos,
-        **_stream(asking),
-    }
+    return {"prompt": prompt.text if prompt.text is not None else list(prompt.ids), **_openai(prompt, asking)}
 
 
 def _chat(prompt: Prompt, asking: Asking) -> dict[str, Any]:
-    return {
+    return {"messages": [{"role": "user", "content": prompt.text}], **_openai(prompt, asking)}
+
+
+def _openai(prompt: Prompt, asking: Asking) -> dict[str, Any]:
+    body = {
         "model": asking.model,
-        "messages": [{"role": "user", "content": prompt.text}],
         "max_tokens": prompt.output_tokens,
         "temperature": asking.temperature,
         "ignore_eos": asking.ignore_eos,
-        **_stream(asking),
+        "stream": asking.stream,
     }
-
-
-def _stream(asking: Asking) -> dict[str, Any]:
-    return {"stream": True, "stream_options": {"include_usage": True}} if asking.stream else {"stream": False}
+    return {**body, "stream_options": {"include_usage": True}} if asking.stream else body
 
 
 def _native(prompt: Prompt, asking: Asking) -> dict[str, Any]:

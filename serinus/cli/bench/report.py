@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import Any
 
 from serinus.cli.bench.answer import BenchAnswer
 from serinus.core.errors import ConfigError
 
-__all__ = ["Goodput", "Report", "Spread", "make_report", "percentile", "result_block"]
+__all__ = ["Goodput", "Report", "make_report", "percentile", "result_block"]
 
 _WIDTH = 50
 
@@ -26,30 +28,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How one latency is spread, in milliseconds."""
-
-    mean: float
-    median: float
-    std: float
-    p90: float
-    p95: float
-    p99: float
-    most: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        ms = [value * 1000 for value in seconds]
-        return cls(
-            mean=fmean(ms) if ms else 0.0,
-            median=percentile(ms, 50),
-            std=pstdev(ms) if ms else 0.0,
-            p90=percentile(ms, 90),
-            p95=percentile(ms, 95),
-            p99=percentile(ms, 99),
-            most=max(ms, default=0.0),
-        )
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    """How one latency is spread, in milliseconds, by the names of bench_serving."""
+    ms = [value * 1000 for value in seconds]
+    ranks = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
+    return {
+        "mean": fmean(ms) if ms else 0.0,
+        "std": pstdev(ms) if ms else 0.0,
+        "max": max(ms, default=0.0),
+        **{name: percentile(ms, percent) for name, percent in ranks.items()},
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +83,14 @@ class Report:
     """Tokens that came in the busiest second."""
     peak_concurrent: int
     """Requests in flight at the busiest moment."""
-    e2e: Spread
-    ttft: Spread
-    tpot: Spread
-    itl: Spread
+    latencies: Mapping[str, Mapping[str, float]]
+    """e2e_latency, ttft, tpot and itl: each one's mean, median and so on in milliseconds."""
     concurrency: float
     """Mean requests in flight."""
     cached: dict[str, int]
     """Cached prompt tokens by tier."""
     good: int | None = None
     """Answers within the service level, where one was given."""
-    integrity: dict[str, float] = field(default_factory=dict)
-    """KV integrity, where the server counts it: rows of the block's last part."""
 
     def to_json(self) -> dict[str, Any]:
         """One line of the output file; names as bench_serving's."""
@@ -126,20 +110,10 @@ class Report:
             "concurrency": self.concurrency,
             "cached_tokens": self.cached,
         }
-        for name, spread in (("e2e_latency", self.e2e), ("ttft", self.ttft), ("tpot", self.tpot), ("itl", self.itl)):
-            line |= {
-                f"mean_{name}_ms": spread.mean,
-                f"median_{name}_ms": spread.median,
-                f"std_{name}_ms": spread.std,
-                f"p90_{name}_ms": spread.p90,
-                f"p95_{name}_ms": spread.p95,
-                f"p99_{name}_ms": spread.p99,
-                f"max_{name}_ms": spread.most,
-            }
+        for name, spread in self.latencies.items():
+            line |= {f"{statistic}_{name}_ms": value for statistic, value in spread.items()}
         if self.good is not None:
             line["request_goodput"] = self.good / self.seconds
-        if self.integrity:
-            line["kv_integrity"] = self.integrity
         return line
 
 
@@ -151,10 +125,9 @@ def make_report(
 ) -> Report:
     """The numbers of a run of `seconds`; failed answers count only as failed."""
     done = [answer for answer in answers if not answer.error]
-    cached: dict[str, int] = {}
+    cached: Counter[str] = Counter()
     for answer in done:
-        for tier, count in answer.cached.items():
-            cached[tier] = cached.get(tier, 0) + count
+        cached.update(answer.cached)
     return Report(
         about=about,
         seconds=seconds,
@@ -164,25 +137,24 @@ def make_report(
         output_tokens=sum(answer.output_tokens for answer in done),
         peak_output=_peak_output(done),
         peak_concurrent=_peak_concurrent(done),
-        e2e=Spread.of([answer.latency for answer in done]),
-        ttft=Spread.of([answer.first for answer in done]),
-        tpot=Spread.of([answer.per_token for answer in done if answer.output_tokens > 1]),
-        itl=Spread.of([gap for answer in done for gap in answer.gaps]),
+        latencies={
+            "e2e_latency": _spread([answer.latency for answer in done]),
+            "ttft": _spread([answer.first for answer in done]),
+            "tpot": _spread([answer.per_token for answer in done if answer.output_tokens > 1]),
+            "itl": _spread([gap for answer in done for gap in answer.gaps]),
+        },
         concurrency=sum(answer.latency for answer in done) / seconds,
-        cached=cached,
+        cached=dict(cached),
         good=None if goodput is None else sum(goodput.good(answer) for answer in done),
     )
 
 
 def _peak_output(answers: Sequence[BenchAnswer]) -> float:
     """Tokens in the busiest second."""
-    seconds: dict[int, int] = {}
+    seconds: Counter[int] = Counter()
     for answer in answers:
-        time = answer.sent + answer.first
-        seconds[int(time)] = seconds.get(int(time), 0) + 1
-        for gap in answer.gaps:
-            time += gap
-            seconds[int(time)] = seconds.get(int(time), 0) + 1
+        times = accumulate(answer.gaps, initial=answer.sent + answer.first)
+        seconds.update(int(time) for time in times)
     return float(max(seconds.values(), default=0))
 
 
@@ -225,28 +197,21 @@ def _lines(report: Report) -> Iterator[str]:
     yield _row("Peak concurrent requests:", report.peak_concurrent)
     yield _row("Total token throughput (tok/s):", (report.input_tokens + report.output_tokens) / report.seconds)
     yield _row("Concurrency:", report.concurrency)
-    yield from _part("End-to-End Latency", "E2E Latency", report.e2e)
-    yield from _part("Time to First Token", "TTFT", report.ttft)
-    yield from _part("Time per Output Token (excl. 1st token)", "TPOT", report.tpot)
-    yield from _part("Inter-Token Latency", "ITL", report.itl)
-    yield _row("Max ITL (ms):", report.itl.most)
+    yield from _part("End-to-End Latency", "E2E Latency", report.latencies["e2e_latency"])
+    yield from _part("Time to First Token", "TTFT", report.latencies["ttft"])
+    yield from _part("Time per Output Token (excl. 1st token)", "TPOT", report.latencies["tpot"])
+    yield from _part("Inter-Token Latency", "ITL", report.latencies["itl"])
+    yield _row("Max ITL (ms):", report.latencies["itl"]["max"])
     if any(report.cached.values()):
         yield f"{'Cache Hit Details':-^{_WIDTH}}"
         yield _row("Cached tokens:", sum(report.cached.values()))
         yield _row("Cache hit rate (%):", 100 * sum(report.cached.values()) / max(1, report.input_tokens))
         for tier, count in report.cached.items():
             yield _row(f"{tier.capitalize()} cached tokens:", count)
-    if report.integrity:
-        yield f"{'KV integrity':-^{_WIDTH}}"
-        for name, value in report.integrity.items():
-            yield _row(f"{name}:", value)
     yield "=" * _WIDTH
 
 
-def _part(title: str, name: str, spread: Spread) -> Iterator[str]:
+def _part(title: str, name: str, spread: Mapping[str, float]) -> Iterator[str]:
     yield f"{title:-^{_WIDTH}}"
-    yield _row(f"Mean {name} (ms):", spread.mean)
-    yield _row(f"Median {name} (ms):", spread.median)
-    yield _row(f"P90 {name} (ms):", spread.p90)
-    yield _row(f"P95 {name} (ms):", spread.p95)
-    yield _row(f"P99 {name} (ms):", spread.p99)
+    for statistic in ("mean", "median", "p90", "p95", "p99"):
+        yield _row(f"{statistic.capitalize()} {name} (ms):", spread[statistic])
