@@ -16,6 +16,9 @@ from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResu
 from serinus.core.sampling import SamplingParams
 from serinus.parallel import Mesh
 from serinus.ranks import LeaderLine, LeaderLinks, RankBody, RankLink, RankLoop
+from serinus.ranks.exit_reason import ExitRecord
+from serinus.ranks.leader_supervisor import LeaderSupervisor
+from serinus.wire.messages import RankHello, RankWelcome
 
 __all__ = ["measure"]
 
@@ -38,10 +41,11 @@ class Nothing:
 def follow(address: str, rank: int, tp: int, pp: int) -> None:
     """The process of a rank that does not lead."""
     mesh = Mesh(tp=tp, pp=pp)
-    link = RankLink(address, mesh=mesh, rank=rank, clock=CLOCK)
+    link = RankLink(address, RankHello(rank=rank, pid=0, host="", settings=""), clock=CLOCK, silence_s=5.0)
+    link.start()
     loop = RankLoop(RankBody(rank=rank, mesh=mesh, runner=Nothing(rank, mesh), clock=CLOCK), link)
     loop.run()
-    loop.close()
+    link.close()
 
 
 def plan_of(step: int, params: list[SamplingParams], rids: list[str]) -> StepPlan:
@@ -61,16 +65,20 @@ def plan_of(step: int, params: list[SamplingParams], rids: list[str]) -> StepPla
 def measure(mesh: Mesh, requests: int, steps: int) -> dict[str, object]:
     """Lead and time."""
     with tempfile.TemporaryDirectory() as folder:
-        links = LeaderLinks(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK)
+        links = LeaderLinks(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK, silence_s=5.0)
+        record = ExitRecord()
+        supervisor = LeaderSupervisor(links, silence_s=5.0, clock=CLOCK, exit_record=record, ends_process=False)
+        supervisor.start(dict)
         children = [
             subprocess.Popen(
                 [sys.executable, "-c", _FOLLOW.format(address=links.address, rank=rank, mesh=mesh)], cwd=_HERE
             )
             for rank in range(1, mesh.size)
         ]
-        links.gather(lambda: None, 60.0)
+        links.welcome(RankWelcome(store=""))
+        links.gather(supervisor.check, 60.0)
         body = RankBody(rank=0, mesh=mesh, runner=Nothing(0, mesh), clock=CLOCK)
-        line = LeaderLine(body, mesh, CLOCK, links)
+        line = LeaderLine(body, mesh, CLOCK, links, dismiss=supervisor.dismiss, ends=(supervisor.close,))
         params = [SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=900) for _ in range(requests)]
         rids = [f"cmpl-0123456789abcdef-{i}" for i in range(requests)]
         plans = [plan_of(step, params, rids) for step in range(1, steps + 1)]

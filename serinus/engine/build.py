@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -60,11 +59,7 @@ _STAGES_CHUNK: Final = 256
 """...on the stages of a CPU."""
 _FIRST_TOKENS: Final = 16
 """Of the prompts at start-up: more than attention takes for decoding."""
-_HELLO_S: Final = 60.0
-"""Seconds that ranks may take to say hello on the line, once they are known to be there."""
 _LOOK_S: Final = 0.05
-_REASON_S: Final = 3.0
-"""Seconds that the supervisor gets to say why a rank's connection broke."""
 _QUIET_S: Final = 5.0
 """Seconds that copies and storage operations get to end before the engine goes."""
 _PAUSE_S: Final = 0.001
@@ -179,25 +174,11 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
 class RankStarter(Protocol):
     """Starts, finds and ends the ranks that do not lead: processes (RankProcesses), or threads in tests."""
 
-    token: bytes
-    """A secret that only the ranks of this engine know."""
-    control_bind: str
-    """Where the leader's line may listen."""
-
-    def start(self, *, control: str) -> None:
-        """Start them; the leader's line is at `control`."""
-        ...
+    links: LeaderLinks
+    """The leader's connections to them."""
 
     def join(self) -> Comm:
-        """Wait until all are connected; returns the leader's end. Raises ConfigError, PeerGone."""
-        ...
-
-    def check(self) -> None:
-        """Raise where one is lost."""
-        ...
-
-    def why(self, s_max: float) -> str:
-        """Which one is lost and why, in words; empty = none."""
+        """Wait until all are connected; returns the leader's end for tensors. Raises ConfigError, PeerGone."""
         ...
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
@@ -249,17 +230,10 @@ def build_engine(
     starter = RankProcesses(config, clock) if starter is None else starter
     with ExitStack() as undo:
         try:
-            links = LeaderLinks(
-                starter.control_bind, mesh=mesh, clock=clock, token=starter.token,
-                why=partial(starter.why, _REASON_S),
-            )  # fmt: skip
-            undo.callback(links.close)
-            starter.start(control=links.address)
             parts = build_rank(config, mesh, 0, starter.join(), clock)
             undo.callback(parts.close)
-            links.gather(starter.check, _HELLO_S)
             line = LeaderLine(
-                make_body(parts, clock, backends), mesh, clock, links,
+                make_body(parts, clock, backends), mesh, clock, starter.links,
                 whole=parts.canary is not None, dismiss=starter.dismiss, ends=(starter.close,),
             )  # fmt: skip
             built = _lead(parts, line, starter, clock, handoffs_of, backends)

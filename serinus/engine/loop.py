@@ -13,7 +13,7 @@ from serinus.core.log import get_logger
 from serinus.core.request import TokenDelta
 from serinus.engine.build import Built
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, FrontMessage, TurnOutput, failed_delta
-from serinus.wire import Arrived, ZmqChannel, decode, encode, wait_any
+from serinus.wire import Arrived, ZmqChannel, decode, encode
 from serinus.wire.messages import Abort, EngineCall, Generate, Message, Ready, StopEngine, Tokens
 
 __all__ = ["EngineLoop"]
@@ -50,7 +50,7 @@ class EngineLoop:
         self._send(self._built.turn(self._events()))
         engine.line.flush()
         if not self._waiting and (wait_s := engine.wait_s) > 0:
-            wait_any([self._endpoint, *(peers.channels if peers is not None else ()), *engine.line.channels], wait_s)
+            engine.line.wait_any([self._endpoint, *(peers.channels if peers is not None else ())], wait_s)
 
     def tell_failure(self, reason: str) -> None:
         """The engine broke: tell every front that waits, as far as that still works."""

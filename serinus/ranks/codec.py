@@ -29,7 +29,7 @@ from serinus.ranks.plans import (
     unpack_result,
 )
 from serinus.ranks.tiers import TIER_COMMANDS
-from serinus.wire import Forms, Item, ObjectReader, ObjectWriter, PackedForm, Parts, decode, encode
+from serinus.wire import Forms, Frame, Item, ObjectReader, ObjectWriter, PackedForm, Parts, decode, encode
 from serinus.wire.messages import RankAnswers, RankHeader
 
 __all__ = [
@@ -167,9 +167,9 @@ def encode_header(number: int, digest: int, packed: PackedCommands, incarnation:
     return encode(message, incarnation, number, packed.payload)
 
 
-def decode_header(parts: Parts, reader: ObjectReader | None = None) -> Header:
+def decode_header(came: Frame | Parts, reader: ObjectReader | None = None) -> Header:
     """The reverse. Raises FrameError, and nothing else, whatever the bytes are."""
-    frame = decode(parts)
+    frame = came if isinstance(came, Frame) else decode(came)
     message = frame.message
     if not isinstance(message, RankHeader):
         raise FrameError("type", f"{type(message).__name__}, expected RankHeader")
@@ -190,9 +190,9 @@ def encode_answers(answers: Sequence[object], failure: str = "", incarnation: in
     return encode(message, incarnation, 0, writer.payload.joined())
 
 
-def decode_answers(parts: Parts, reader: ObjectReader | None = None) -> Answers:
+def decode_answers(came: Frame | Parts, reader: ObjectReader | None = None) -> Answers:
     """The reverse. Raises FrameError, and nothing else, whatever the bytes are."""
-    frame = decode(parts)
+    frame = came if isinstance(came, Frame) else decode(came)
     message = frame.message
     if not isinstance(message, RankAnswers):
         raise FrameError("type", f"{type(message).__name__}, expected RankAnswers")

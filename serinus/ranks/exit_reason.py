@@ -53,10 +53,10 @@ class ExitRecord:
         """Record how the engine ends; returns the reason that holds: the first that was recorded."""
         with self._lock:
             if self._ending is None:
-                self._ending = EngineExit(reason=reason, code=code)
                 if self._path is not None:
                     with contextlib.suppress(OSError), self._path.open("x") as file:  # the front may have been first
                         json.dump({"reason": reason, "code": code}, file)
+                self._ending = EngineExit(reason=reason, code=code)
                 self._sealed.set()
             return self._ending
 

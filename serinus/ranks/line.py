@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from serinus.core.clock import Clock
-from serinus.core.errors import InvariantError, PeerGone
+from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.plan import StepPlan, StepResult
 from serinus.parallel import Mesh
 from serinus.ranks.body import RankBody
-from serinus.ranks.codec import Answers, Header, encode_header, fold, pack_commands
+from serinus.ranks.codec import Answers, Header, decode_answers, encode_header, fold, make_reader, pack_commands
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
-from serinus.wire import Parts, ZmqChannel
+from serinus.wire import Frame, Parts, ZmqChannel, wait_any
 
 __all__ = ["FinishedStep", "LeaderLine", "LineReader", "RankLinks"]
 
@@ -31,20 +31,17 @@ _TAIL: Final = 64
 class RankLinks(Protocol):
     """The leader's connections to the other ranks of its engine: ranks 1 to n - 1."""
 
-    @property
-    def channels(self) -> Sequence[ZmqChannel]:
-        """What an idle loop waits on for answers."""
-        ...
-
     def send(self, rank: int, parts: Parts) -> None:
         """Send a header to one rank, behind all that was sent to it before."""
         ...
 
-    def answers(self, wait_s: float) -> list[tuple[int, Answers]]:
-        """What has come, with its rank, in order for each rank; waits up to `wait_s` for the first.
+    def answers(self, wait_s: float) -> Sequence[tuple[int, Frame | Parts]]:
+        """What has come, with its rank, in order for each rank; waits up to `wait_s` for the first. Raises PeerGone: a
+        rank is lost."""
+        ...
 
-        Raises PeerGone: a rank is lost; InvariantError: it sent what cannot be read.
-        """
+    def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
+        """Sleep until there are answers or one of these channels has something, for `wait_s` seconds at most."""
         ...
 
     def why(self) -> str:
@@ -150,6 +147,7 @@ class LeaderLine:
         self.rank_holdings: list[Mapping[str, int]] = [{} for _ in range(mesh.size)]
         """Of each rank: what it said last that it holds, by gauge."""
         self._links = links
+        self._reader = make_reader()
         self._clock = clock
         self._whole = whole
         self._dismiss, self._ends = dismiss, ends
@@ -162,11 +160,6 @@ class LeaderLine:
         self._answers: list[tuple[int, object]] = []
         self._takers: dict[type, Callable[[int, Any], None]] = {}
         self._closed = False
-
-    @property
-    def channels(self) -> Sequence[ZmqChannel]:
-        """What an idle loop waits on for answers of other ranks."""
-        return () if self._links is None else self._links.channels
 
     @property
     def under_way(self) -> int:
@@ -281,13 +274,20 @@ class LeaderLine:
         findings = tuple((rank, found) for rank, done in sorted(step.done.items()) for found in done.findings)
         return FinishedStep(step=step.step, result=result, findings=findings)
 
+    def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
+        """Sleep until another rank answers or one of these channels has something, for `wait_s` seconds at most."""
+        if self._links is None:
+            wait_any(others, wait_s)
+        else:
+            self._links.wait_any(others, wait_s)
+
     def _listen(self, wait_s: float) -> None:
         """Take in what came from other ranks."""
         self._check()
         if self._links is None:
             return
         try:
-            came = self._links.answers(wait_s)
+            came = [(rank, self._opened(rank, parts)) for rank, parts in self._links.answers(wait_s)]
         except BaseException as error:
             self._break(_reason(error, self.size))
             raise
@@ -303,6 +303,12 @@ class LeaderLine:
             for answer in answers.answers:
                 self._heard(rank, answer)
         self.control_seconds += self._clock.now() - begun
+
+    def _opened(self, rank: int, came: Frame | Parts) -> Answers:
+        try:
+            return decode_answers(came, self._reader)
+        except FrameError as error:
+            raise InvariantError(f"ranks: rank {self.mesh.name(rank)} sent what cannot be read: {error}") from None
 
     def _heard(self, rank: int, answer: object) -> None:
         if isinstance(answer, RankHoldings):
@@ -333,10 +339,11 @@ class LeaderLine:
         if self._links is not None:
             self.headers += 1
             self._send(self._pending)
-            self._links.close(None if self.sound else 0.0)
-        self.body.close()
         for end in self._ends:
             end()
+        if self._links is not None:
+            self._links.close(None if self.sound else 0.0)
+        self.body.close()
 
     def _check(self) -> None:
         if not self.sound:

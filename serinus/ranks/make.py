@@ -11,9 +11,8 @@ from serinus.parallel.comm import Comm
 from serinus.pd import AnyBackend
 from serinus.ranks.body import RankBody
 from serinus.ranks.build import RankParts, build_rank
-from serinus.ranks.links import RankLink
 from serinus.ranks.page_workers import attach_page_worker
-from serinus.ranks.rank_loop import RankLoop
+from serinus.ranks.rank_loop import LeaderLink, RankLoop
 from serinus.ranks.tiers import attach_tiers
 
 __all__ = ["make_body", "make_rank_loop"]
@@ -34,19 +33,10 @@ def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend] = (
     return body
 
 
-def make_rank_loop(
-    config: ServeConfig, *, rank: int, comm: Comm, control: str, clock: Clock, token: bytes = b""
-) -> RankLoop:
-    """Load a rank's share of the model and report to the leader at `control`; `comm` is this rank's own.
+def make_rank_loop(config: ServeConfig, *, rank: int, comm: Comm, link: LeaderLink, clock: Clock) -> RankLoop:
+    """Load a rank's share of the model; `link` to the leader and `comm` are this rank's own.
 
     Raises ConfigError, PeerGone: see build_rank.
     """
-    mesh = comm.mesh
-    parts = build_rank(config, mesh, rank, comm, clock)
-    link = RankLink(control, mesh=mesh, rank=rank, clock=clock, token=token)
-    layers = parts.shard.layers
-    info = {
-        "layers": f"{layers.start}-{layers.stop - 1}",
-        "kv_bytes": sum(spec.page_bytes * spec.page_count for spec in parts.pool_specs.values()),
-    }
-    return RankLoop(make_body(parts, clock), link, info, ends=(parts.close,))
+    parts = build_rank(config, comm.mesh, rank, comm, clock)
+    return RankLoop(make_body(parts, clock), link, ends=(parts.close,))

@@ -1,4 +1,4 @@
-"""A rank's process: `python -m serinus.ranks.process --config FILE --rank N --watch ADDRESS --parent PID`.
+"""A rank's process: `python -m serinus.ranks.process --config FILE --rank N --leader ADDRESS --parent PID`.
 
 Started by the leader of an engine for the ranks of its own machine, and by `serinus serve --node-rank N` for those of
 another. Reports, joins the ranks' groups, loads its part of the model, and obeys until it is told to stop. Its broad
@@ -9,7 +9,6 @@ Exit code 0 told to stop, 2 settings, checkpoint or machine are wrong, 3 it brok
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import socket
 from pathlib import Path
@@ -21,9 +20,9 @@ from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.lifeline import end_now, end_with_parent
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE
-from serinus.ranks.rank_processes import mesh_of, shared_settings, signed
-from serinus.ranks.rank_supervisor import RankSupervisor
-from serinus.wire.messages import WatchHello
+from serinus.ranks.handshake import hello_of
+from serinus.ranks.links import RankLink
+from serinus.ranks.rank_processes import mesh_of
 
 __all__ = ["main"]
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="serinus-rank", description="One rank of an engine of several.")
     parser.add_argument("--config", required=True, help="file with the ServeConfig as JSON")
     parser.add_argument("--rank", type=int, required=True, help="number of this rank, from 1")
-    parser.add_argument("--watch", required=True, help="zmq endpoint where ranks report to the leader")
+    parser.add_argument("--leader", required=True, help="zmq endpoint where ranks report to the leader")
     parser.add_argument("--parent", type=int, required=True, help="process id of whoever started it; it ends with it")
     arguments = parser.parse_args(argv)
     end_with_parent(arguments.parent, signal.SIGKILL)
@@ -43,20 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     config = ServeConfig.from_json(Path(arguments.config).read_text())
     rank: int = arguments.rank
     setup_logging(config.server.log_level, mesh_of(config).name(rank))
-    settings = shared_settings(config)
-    hello = WatchHello(
-        rank=rank,
-        pid=os.getpid(),
-        host=socket.gethostname()[:256],
-        settings=settings,
-        mac=signed(config.pd.cluster_secret, rank, settings),
-    )
-    supervisor = RankSupervisor(
-        arguments.watch,
-        hello,
+    link = RankLink(
+        arguments.leader,
+        hello_of(config, rank),
+        clock=clock,
         silence_s=config.parallel.watchdog_s_max,
         join_s_max=config.parallel.dist_s_max,
-        clock=clock,
+        ends_process=True,
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -65,35 +57,35 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
     try:
-        _obey(config, rank, supervisor, clock)
+        _obey(config, rank, link, clock)
     except ConfigError as error:
         _log.error("%s", error)
-        supervisor.say(str(error), CONFIG_CODE)
+        link.leave(str(error), CONFIG_CODE)
         return CONFIG_CODE
     except PeerGone as error:
         _log.warning("%s", error)
-        supervisor.say(str(error), LOST_CODE, suffers=True)
+        link.leave(str(error), LOST_CODE, suffers=True)
         return LOST_CODE
     except SystemExit:
-        supervisor.say("was told to stop (SIGTERM), which only a whole engine can", LOST_CODE)
+        link.leave("was told to stop (SIGTERM), which only a whole engine can", LOST_CODE)
         return LOST_CODE
     except Exception as error:
         _log.exception("engine: stopped by %s", type(error).__name__)
-        supervisor.say(f"broke: {type(error).__name__}: {error}", LOST_CODE)
+        link.leave(f"broke: {type(error).__name__}: {error}", LOST_CODE)
         return LOST_CODE
     finally:
-        supervisor.leave()
+        link.close()
     return 0
 
 
-def _obey(config: ServeConfig, rank: int, supervisor: RankSupervisor, clock: Clock) -> None:
+def _obey(config: ServeConfig, rank: int, link: RankLink, clock: Clock) -> None:
     """Report, join, load, obey. Raises whatever breaks the rank."""
-    supervisor.start()
+    link.start()
     from serinus.parallel.comm import TorchComm, find
     from serinus.ranks import make_rank_loop
     from serinus.ranks.devices import take_device  # the heavy imports, watched already
 
-    welcome = supervisor.welcome()
+    welcome = link.welcome()
     parallel = config.parallel
     device = take_device(config, rank)
     meeting = find(welcome.store, parallel.dist_s_max)
@@ -101,7 +93,7 @@ def _obey(config: ServeConfig, rank: int, supervisor: RankSupervisor, clock: Clo
         meeting, mesh_of(config), rank, device=device, host=_own_host(welcome.store), timeout_s=parallel.dist_s_max
     )
     try:
-        loop = make_rank_loop(config, rank=rank, comm=comm, control=welcome.control, token=welcome.token, clock=clock)
+        loop = make_rank_loop(config, rank=rank, comm=comm, link=link, clock=clock)
         try:
             loop.run()
         finally:

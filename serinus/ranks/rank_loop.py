@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-from serinus.core.errors import InvariantError
+from serinus.core.errors import FrameError, InvariantError
 from serinus.ranks.body import RankBody
-from serinus.ranks.codec import Header
+from serinus.ranks.codec import Header, decode_header, encode_answers, make_reader
 from serinus.ranks.line import LineReader
+from serinus.wire import Frame, Parts
 
 __all__ = ["LeaderLink", "RankLoop"]
 
@@ -19,37 +20,24 @@ _IDLE_S: Final = 0.5
 class LeaderLink(Protocol):
     """The end of the line at a rank that does not lead (RankLink of links.py, or a simulated one)."""
 
-    def headers(self, wait_s: float) -> list[Header]:
-        """What has come, in order; waits up to `wait_s` for the first. Raises PeerGone, InvariantError."""
+    def headers(self, wait_s: float) -> Sequence[Frame | Parts]:
+        """What has come, in order; waits up to `wait_s` for the first. Raises PeerGone: the leader is gone, and all
+        that came before its end was given out."""
         ...
 
-    def answer(self, answers: Sequence[object]) -> None:
-        """Tell the leader; nothing is sent where there is nothing to tell."""
-        ...
-
-    def fail(self, reason: str) -> None:
-        """Tell the leader that this rank cannot go on."""
-        ...
-
-    def close(self) -> None:
-        """Hang up; what was answered still leaves."""
+    def send(self, parts: Parts) -> None:
+        """Send answers to the leader."""
         ...
 
 
 class RankLoop:
     """One rank behind its leader's line."""
 
-    def __init__(
-        self,
-        body: RankBody,
-        link: LeaderLink,
-        info: dict[str, Any] | None = None,
-        ends: Sequence[Callable[[], object]] = (),
-    ) -> None:
-        """`info`: what the rank has of the model, for people; `ends`: called by `close`."""
+    def __init__(self, body: RankBody, link: LeaderLink, ends: Sequence[Callable[[], object]] = ()) -> None:
+        """`ends`: called by `close`."""
         self.body = body
-        self.info = info or {}
-        self._reader = LineReader(body.name)
+        self._line = LineReader(body.name)
+        self._reader = make_reader()
         self._link = link
         self._ends = ends
 
@@ -62,7 +50,7 @@ class RankLoop:
             while not self.body.stopped:
                 self.turn(_BUSY_S if self.body.busy else _IDLE_S)
         except InvariantError as error:
-            self._link.fail(f"{error}; commands of the rank: {self.body.command_tail()}")
+            self._link.send(encode_answers((), f"{error}; commands of the rank: {self.body.command_tail()}"))
             raise
 
     def turn(self, wait_s: float) -> None:
@@ -70,16 +58,27 @@ class RankLoop:
 
         A copy that ended in a step is told before the next step: the leader commits it meanwhile.
         """
-        for header in self._link.headers(wait_s):
-            answers = self.body.obey(self._reader.take(header))
+        for came in self._link.headers(wait_s):
+            answers = self.body.obey(self._line.take(self._header(came)))
             if self.body.stopped:
                 return
-            self._link.answer([*answers, *self.body.news()])
-        self._link.answer(self.body.news())
+            self.answer([*answers, *self.body.news()])
+        self.answer(self.body.news())
+
+    def answer(self, answers: Sequence[object]) -> None:
+        """Tell the leader; nothing is sent where there is nothing to tell."""
+        if answers:
+            self._link.send(encode_answers(answers))
 
     def close(self) -> None:
-        """Give everything back and hang up."""
+        """Give back what the rank holds."""
         self.body.close()
         for end in self._ends:
             end()
-        self._link.close()
+
+    def _header(self, came: Frame | Parts) -> Header:
+        try:
+            return decode_header(came, self._reader)
+        except FrameError as error:
+            name = self.body.name
+            raise InvariantError(f"ranks: rank {name} got what it cannot read from its leader: {error}") from None

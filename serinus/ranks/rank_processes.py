@@ -1,19 +1,15 @@
 """RankProcesses: the other ranks of an engine, as its leader starts, finds and ends them.
 
-    processes = RankProcesses(config, clock)           # ranks of this machine are started, and import what they need
-    links = LeaderLinks(processes.control_bind, ...)   # the leader's line
-    processes.start(control=links.address)             # all that report are told where everything is
-    comm = processes.join()                            # all have reported; tensors can travel
+    processes = RankProcesses(config, clock)   # ranks of this machine are started, and import what they need
+    comm = processes.join()                    # all have reported; tensors can travel
+    line = LeaderLine(..., processes.links)
 
 On one machine everything is in a private directory and on loopback; with `--nnodes` ranks of other machines report at
-`--dist-init-addr` and are told there where the rest is. Knows nothing of what ranks do.
+`--dist-init-addr` and are told there where tensors meet. Knows nothing of what ranks do.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
 import os
 import socket
 import subprocess
@@ -26,34 +22,19 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.core.ids import new_token
 from serinus.core.private_folder import PrivateFolder
 from serinus.parallel import Mesh
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRecord
-from serinus.ranks.leader_supervisor import LeaderSupervisor, RankFacts
-from serinus.wire.messages import WatchWelcome
+from serinus.ranks.handshake import shared_settings
+from serinus.ranks.leader_supervisor import LeaderSupervisor
+from serinus.ranks.links import LeaderLinks, RankFacts
+from serinus.wire.messages import RankWelcome
 
 if TYPE_CHECKING:
     from serinus.parallel.comm import Comm
 
-__all__ = ["RankProcesses", "mesh_of", "rank_env", "rank_words", "shared_settings", "signed"]
+__all__ = ["RankProcesses", "mesh_of", "rank_env", "rank_words"]
 
-_OWN_GROUPS: Final = frozenset({"server"})
-_OWN_SETTINGS: Final = frozenset(
-    {
-        "model.model_path",
-        "model.tokenizer_path",
-        "kernels.threads",
-        "parallel.node_rank",
-        "cache.hicache_storage_dir",
-        "cache.kv_events_config",
-        "pd.bootstrap_host",
-        "pd.bootstrap_port",
-        "pd.prefill_addresses",
-        "pd.cluster_secret",
-    }
-)
-"""What may differ from machine to machine, or must not travel."""
 _VERDICT_S: Final = 3.0
 """The supervisor knows within this time whose end it was that broke a line (not, that a process stands still)."""
 
@@ -63,26 +44,9 @@ def mesh_of(config: ServeConfig) -> Mesh:
     return Mesh(tp=config.parallel.tp_size, pp=config.parallel.pp_size)
 
 
-def shared_settings(config: ServeConfig) -> str:
-    """What all ranks must agree on, as JSON."""
-    tree = {
-        group: {name: value for name, value in values.items() if f"{group}.{name}" not in _OWN_SETTINGS}
-        for group, values in asdict(config).items()
-        if group not in _OWN_GROUPS
-    }
-    return json.dumps(tree, sort_keys=True)
-
-
-def signed(secret: str, rank: int, settings: str) -> bytes:
-    """Proof that a rank knows the cluster's secret; nothing where there is none."""
-    if not secret:
-        return b""
-    return hmac.new(secret.encode(), f"{rank} {settings}".encode(), hashlib.sha256).digest()
-
-
-def rank_words(config_file: Path, rank: int, watch: str) -> list[str]:
+def rank_words(config_file: Path, rank: int, leader: str) -> list[str]:
     """The command that runs a rank which ends with this process."""
-    words = ["-m", "serinus.ranks.process", "--config", str(config_file), "--rank", str(rank), "--watch", watch]
+    words = ["-m", "serinus.ranks.process", "--config", str(config_file), "--rank", str(rank), "--leader", leader]
     return [sys.executable, *words, "--parent", str(os.getpid())]
 
 
@@ -111,15 +75,18 @@ class RankProcesses:
         self._host = parallel.dist_init_addr.rpartition(":")[0]
         self._folder = PrivateFolder(self._exit_record.folder)
         home = self._folder.path
-        self.token = new_token()
-        """What only the ranks of this engine know."""
-        self.control_bind = f"tcp://{self._host}:0" if self._host else f"ipc://{home}/control"
-        """Where the leader's line may listen."""
-        self._supervisor = LeaderSupervisor(
-            f"tcp://{parallel.dist_init_addr}" if self._host else f"ipc://{home}/watch",
+        self.links = LeaderLinks(
+            f"tcp://{parallel.dist_init_addr}" if self._host else f"ipc://{home}/leader",
             mesh=self._mesh,
+            clock=clock,
             settings=shared_settings(config),
-            expected_mac=lambda rank, settings: signed(config.pd.cluster_secret, rank, settings),
+            secret=config.pd.cluster_secret,
+            silence_s=parallel.watchdog_s_max,
+        )
+        """The connections to the ranks."""
+        self.links.why = self._why
+        self._supervisor = LeaderSupervisor(
+            self.links,
             silence_s=parallel.watchdog_s_max,
             clock=clock,
             exit_record=self._exit_record,
@@ -131,18 +98,11 @@ class RankProcesses:
         config_file.write_text(self._config.to_json())
         self._supervisor.start(lambda: self._spawn(config_file))
 
-    def start(self, *, control: str) -> None:
-        """Tell the ranks that the leader's line is at `control`."""
-        from serinus.parallel.comm import listen
-
-        self._meeting = listen(f"{self._host or '127.0.0.1'}:0")
-        self._supervisor.welcome(WatchWelcome(control=control, store=self._meeting.address, token=self.token))
-
     def _spawn(self, config_file: Path) -> dict[int, subprocess.Popen[bytes]]:
         env = rank_env(self._config)
         return {
             rank: subprocess.Popen(
-                rank_words(config_file, rank, self._supervisor.address),
+                rank_words(config_file, rank, self.links.address),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C reaches the front alone, which drains first
@@ -152,34 +112,28 @@ class RankProcesses:
         }
 
     def join(self) -> Comm:
-        """Wait until all ranks are connected. Raises ConfigError, PeerGone: which rank is missing or lost, and why."""
-        from serinus.parallel.comm import TorchComm
+        """Wait until all ranks are connected. Raises ConfigError, PeerGone: see `explained`."""
+        from serinus.parallel.comm import TorchComm, listen
         from serinus.ranks.devices import comm_device
 
         s_max = self._config.parallel.dist_s_max
-        self._supervisor.gather(s_max)
-        device = comm_device(self._config, 0)
-        try:
-            self._comm = TorchComm(
-                self._meeting,
-                self._mesh,
-                0,
-                device=device,
-                host=self._host or "127.0.0.1",
-                timeout_s=s_max,
-                check=self.check,
-            )
-        except PeerGone as error:
-            raise self.explained(error) from error
+        self._meeting = listen(f"{self._host or '127.0.0.1'}:0")
+        self.links.welcome(RankWelcome(store=self._meeting.address))
+        self.links.gather(self._supervisor.check, s_max)
+        self._comm = TorchComm(
+            self._meeting,
+            self._mesh,
+            0,
+            device=comm_device(self._config, 0),
+            host=self._host or "127.0.0.1",
+            timeout_s=s_max,
+            check=self._supervisor.check,
+        )
         return self._comm
 
-    def check(self) -> None:
-        """Raise PeerGone (ConfigError where settings are at fault) once a rank is lost. Cost: an attribute."""
-        self._supervisor.check()
-
-    def why(self, s_max: float = _VERDICT_S) -> str:
-        """Which rank is lost and why; waits so long for the supervisor to decide. Empty: none is."""
-        ending = self._exit_record.wait(s_max)
+    def _why(self) -> str:
+        """Which rank is lost and why, once the supervisor has decided. Empty: none is."""
+        ending = self._exit_record.wait(_VERDICT_S)
         return "" if ending is None else ending.reason
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
@@ -197,7 +151,7 @@ class RankProcesses:
                 "tp_rank": self._mesh.tp_rank(each.rank),
                 "pp_rank": self._mesh.pp_rank(each.rank),
             }
-            for each in (leader, *self._supervisor.facts())
+            for each in (leader, *(self.links.facts[rank] for rank in sorted(self.links.facts)))
         ]
 
     def dismiss(self) -> None:
@@ -215,6 +169,7 @@ class RankProcesses:
 
     def _close(self, failure: EngineExit | None) -> None:
         self._supervisor.close(failure)
+        self.links.close(0.0)
         if self._comm is not None:
             self._comm.close()
         self._folder.close()

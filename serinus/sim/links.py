@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from serinus.core.errors import InvariantError
 from serinus.ranks import RankLoop, RunStep
-from serinus.ranks.codec import Answers, Header, decode_answers, decode_header, encode_answers, make_reader
+from serinus.ranks.codec import decode_header, make_reader
 from serinus.sim.comm import RankTensors
 from serinus.sim.process import SimProcess
-from serinus.wire import Buffer, Parts
+from serinus.wire import Buffer, Parts, ZmqChannel
 
 __all__ = ["STEP_S", "SimLink", "SimLinks"]
 
@@ -27,8 +27,6 @@ _WAITS_MAX = 200
 
 class SimLinks:
     """The leader's connections to ranks 1 to n - 1."""
-
-    channels = ()
 
     def __init__(self, process: SimProcess, tensors: RankTensors, delay: Callable[[], float]) -> None:
         """`delay`: what a header or an answer takes this time, in seconds."""
@@ -71,7 +69,7 @@ class SimLinks:
         self._sent[rank].append((at, tuple(bytes(part) for part in parts)))
         self._process.at(at, self._deliver, rank)
 
-    def answers(self, wait_s: float) -> list[tuple[int, Answers]]:
+    def answers(self, wait_s: float) -> list[tuple[int, Parts]]:
         """See RankLinks. Raises InvariantError: the leader waits for ranks that have nothing to tell."""
         if not self._told and wait_s <= 0:
             return []
@@ -85,7 +83,11 @@ class SimLinks:
                 raise InvariantError("sim: the leader waits for ranks that have nothing to tell")
         for told in found:
             self._told.remove(told)
-        return [(rank, decode_answers(parts, self._reader)) for _, rank, parts in found]
+        return [(rank, parts) for _, rank, parts in found]
+
+    def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
+        """See RankLinks. Raises InvariantError: simulated engines are woken, they never sleep."""
+        raise InvariantError("sim: an engine sleeps on its sockets, expected none")
 
     def why(self) -> str:
         """No rank is lost alone."""
@@ -137,7 +139,8 @@ class SimLinks:
         """One header; False = there is none, or the tensors that it takes are not there."""
         if not self._sent[rank]:
             return False
-        header = decode_header(self._sent[rank][0][1], self._reader)
+        parts = self._sent[rank][0][1]
+        header = decode_header(parts, self._reader)
         plans = [command.plan for command in header.commands if isinstance(command, RunStep) and command.plan.work]
         samples = sum(any(work.sample is not None for work in plan.work) for plan in plans)
         if not self._tensors.has_inputs(rank, len(plans), samples):
@@ -145,7 +148,7 @@ class SimLinks:
         self._sent[rank].popleft()
         if plans:
             self._free_at[rank] = max(self._free_at[rank], self._process.now_s) + STEP_S
-        self._ends[rank - 1].arrived.append(header)
+        self._ends[rank - 1].arrived.append(parts)
         self._loops[rank - 1].turn(0.0)
         self.obeyed[rank] = header.number
         return True
@@ -156,22 +159,14 @@ class SimLink:
 
     def __init__(self, links: SimLinks, rank: int) -> None:
         self.rank = rank
-        self.arrived: list[Header] = []
+        self.arrived: list[Parts] = []
         self._links = links
 
-    def headers(self, wait_s: float) -> list[Header]:
+    def headers(self, wait_s: float) -> list[Parts]:
         """What has come, in order."""
         found, self.arrived = self.arrived, []
         return found
 
-    def answer(self, answers: Sequence[object]) -> None:
-        """Tell the leader, where there is something to tell."""
-        if answers:
-            self._links.told(self.rank, encode_answers(answers))
-
-    def fail(self, reason: str) -> None:
-        """Tell the leader that this rank cannot go on."""
-        self._links.told(self.rank, encode_answers((), reason))
-
-    def close(self) -> None:
-        """Nothing is left to close."""
+    def send(self, parts: Parts) -> None:
+        """Answers to the leader."""
+        self._links.told(self.rank, parts)

@@ -2,7 +2,7 @@
 
     built = build_engine(config, clock, ThreadRanks(config, folder, clock))
 
-Everything is as in an engine of processes (control line over zmq, frames, one body per rank) but the processes, and the
+Everything is as in an engine of processes (connections over zmq, frames, one body per rank) but the processes, and the
 torch.distributed groups between them. Nothing watches the ranks: one that fails fails all.
 """
 
@@ -16,8 +16,10 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel.comm import Comm, ThreadComm
-from serinus.ranks import RankLoop, make_rank_loop
+from serinus.ranks import LeaderLinks, RankLink, RankLoop, make_rank_loop
+from serinus.ranks.handshake import hello_of, shared_settings
 from serinus.ranks.rank_processes import mesh_of
+from serinus.wire.messages import RankWelcome
 
 __all__ = ["ThreadRanks"]
 
@@ -28,35 +30,36 @@ class ThreadRanks:
     """RankStarter (engine/build.py) as threads."""
 
     def __init__(self, config: ServeConfig, folder: Path, clock: Clock) -> None:
-        """`folder`: a short path, for the socket of the control line."""
+        """`folder`: a short path, for the leader's socket."""
         self.mesh = mesh_of(config)
-        self.token = b"threads"
-        self.control_bind = f"ipc://{folder}/control"
+        self.links = LeaderLinks(
+            f"ipc://{folder}/leader", mesh=self.mesh, clock=clock, settings=shared_settings(config)
+        )
+        self.links.why = self._why
         self.loops: dict[int, RankLoop] = {}
         """By rank, once they are built."""
         self._config = config
+        self._dismissed = False
         self._clock = clock
         self._comms = ThreadComm.ranks_of(self.mesh)
         self._threads = ThreadPoolExecutor(max(1, self.mesh.size - 1), thread_name_prefix="rank")
         self._lives: dict[int, Future[None]] = {}
 
-    def start(self, *, control: str) -> None:
-        """Start the threads of all ranks."""
-        self._lives = {rank: self._threads.submit(self._live, rank, control) for rank in range(1, self.mesh.size)}
-
     def join(self) -> Comm:
-        """The leader's end; threads need no meeting."""
+        """Start the threads of all ranks; returns the leader's end. They need no meeting."""
+        self._lives = {rank: self._threads.submit(self._live, rank) for rank in range(1, self.mesh.size)}
+        self.links.welcome(RankWelcome(store="none"))
+        self.links.gather(self._check, _END_S)
         return self._comms[0]
 
-    def check(self) -> None:
-        """Raise what the first rank that failed raised."""
+    def _check(self) -> None:
         for life in self._lives.values():
             if life.done() and (error := life.exception()) is not None:
                 raise error
 
-    def why(self, s_max: float) -> str:
+    def _why(self) -> str:
         """What the first rank that failed raised, in words."""
-        failed = self._failed(s_max)
+        failed = self._failed(3.0)
         return "" if failed is None else f"engine: rank {self.mesh.name(failed[0])} is gone: {failed[1]}"
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
@@ -73,14 +76,17 @@ class ThreadRanks:
         self.close()
 
     def dismiss(self) -> None:
-        """Nothing to do: threads have no supervisor."""
+        """They are about to be told to stop."""
+        self._dismissed = True
 
     def facts(self) -> list[dict[str, Any]]:
         """Number and name of each rank."""
         return [{"rank": rank, "name": self.mesh.name(rank)} for rank in range(self.mesh.size)]
 
     def close(self) -> None:
-        """Wait for all lives to end; those that wait for others are failed."""
+        """Wait for all lives to end; those that wait for others are failed. May be called again."""
+        if not self._dismissed:
+            self.links.close(0.0)
         wait(self._lives.values(), timeout=_END_S)
         for comm in self._comms:
             comm.close()
@@ -98,12 +104,12 @@ class ThreadRanks:
                 return rank, error
         return None
 
-    def _live(self, rank: int, control: str) -> None:
+    def _live(self, rank: int) -> None:
         comm = self._comms[rank]
+        link = RankLink(self.links.address, hello_of(self._config, rank), clock=self._clock)
         try:
-            loop = make_rank_loop(
-                self._config, rank=rank, comm=comm, control=control, clock=self._clock, token=self.token
-            )
+            link.welcome()
+            loop = make_rank_loop(self._config, rank=rank, comm=comm, link=link, clock=self._clock)
             self.loops[rank] = loop
             try:
                 loop.run()
@@ -113,3 +119,5 @@ class ThreadRanks:
             for each in self._comms:  # no rank waits for one that failed
                 each.close()
             raise
+        finally:
+            link.close()

@@ -1,7 +1,7 @@
 """Every message between two processes, as strict msgspec structs.
 
 Four conversations: front <-> engine (one machine, zmq ipc; here), decode <-> prefill control and the pages themselves
-(handoff.py), the ranks of one engine (ranks.py, watch.py). `codec.py` frames them; only it turns them into bytes.
+(handoff.py), the ranks of one engine (ranks.py). `codec.py` frames them; only it turns them into bytes.
 Dataclasses of core travel inside them as they are, with their limits (core/bounds.py); arrays as arrays.py says.
 Unknown fields of a message are refused; msgspec skips those of a dataclass: only the frame version keeps builds apart.
 """
@@ -37,8 +37,7 @@ from serinus.wire.handoff import (
     Prepare,
     SourceLease,
 )
-from serinus.wire.ranks import RankAnswers, RankHeader, RankHello
-from serinus.wire.watch import WatchEnd, WatchExit, WatchHello, WatchWelcome
+from serinus.wire.ranks import EngineEnd, RankAnswers, RankExit, RankHeader, RankHello, RankWelcome
 
 __all__ = [
     "Abort",
@@ -53,6 +52,7 @@ __all__ = [
     "DoneOk",
     "Drained",
     "EngineCall",
+    "EngineEnd",
     "EngineReply",
     "Expired",
     "Fail",
@@ -67,16 +67,14 @@ __all__ = [
     "Message",
     "Prepare",
     "RankAnswers",
+    "RankExit",
     "RankHeader",
     "RankHello",
+    "RankWelcome",
     "Ready",
     "SourceLease",
     "StopEngine",
     "Tokens",
-    "WatchEnd",
-    "WatchExit",
-    "WatchHello",
-    "WatchWelcome",
 ]
 
 
@@ -194,9 +192,8 @@ Message = (
     | RankHello
     | RankHeader
     | RankAnswers
-    | WatchHello
-    | WatchWelcome
-    | WatchExit
-    | WatchEnd
+    | RankWelcome
+    | RankExit
+    | EngineEnd
 )
 """What a frame can carry."""

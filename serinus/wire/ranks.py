@@ -1,7 +1,8 @@
-"""Messages between the ranks of one engine: headers go down, answers come up.
+"""Messages between the leader of an engine and each other rank, over their one connection (ranks/links.py).
 
-Commands and answers travel as (name, msgpack): which type a name stands for, and what it may hold, is listed in
-ranks/codec.py. Large arrays lie in the frame's payload, one behind the other.
+A rank says hello and is welcomed; then headers go down and answers come up, until the rank says why it ends, or the
+leader that the engine ends. Commands and answers travel as (name, msgpack): which type a name stands for, and what it
+may hold, is listed in ranks/codec.py. Large arrays lie in the frame's payload, one behind the other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from serinus.core.bounds import Count, Name, Text
 from serinus.wire.fields import Mac, MessageBase
 
-__all__ = ["RankAnswers", "RankHeader", "RankHello"]
+__all__ = ["EngineEnd", "RankAnswers", "RankExit", "RankHeader", "RankHello", "RankWelcome"]
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 Item = tuple[Name, msgspec.Raw]
@@ -21,15 +22,26 @@ Item = tuple[Name, msgspec.Raw]
 
 
 class RankHello(MessageBase, frozen=True, kw_only=True):
-    """Follower -> leader, first of all."""
+    """Rank -> leader, first of all."""
 
     rank: Count
-    token: Mac
-    """A secret that only the ranks of this engine know."""
+    pid: Count
+    host: Name
+    settings: Annotated[str, msgspec.Meta(max_length=1 << 16)]
+    """What all ranks must agree on, as JSON."""
+    mac: Mac = b""
+    """Of the rank and its settings under the cluster's secret, where there is one."""
+
+
+class RankWelcome(MessageBase, frozen=True, kw_only=True):
+    """Leader -> rank, once the leader is ready for it."""
+
+    store: Name
+    """host:port of the store where tensors' groups are made."""
 
 
 class RankHeader(MessageBase, frozen=True, kw_only=True):
-    """Leader -> follower: the next commands on this rank's line."""
+    """Leader -> rank: the next commands on this rank's line."""
 
     number: Count
     digest: Digest
@@ -38,8 +50,25 @@ class RankHeader(MessageBase, frozen=True, kw_only=True):
 
 
 class RankAnswers(MessageBase, frozen=True, kw_only=True):
-    """Answers of a follower to the leader."""
+    """Answers of a rank to the leader."""
 
     answers: Annotated[tuple[Item, ...], msgspec.Meta(max_length=1 << 16)] = ()
     failure: Text = ""
     """Why this rank cannot go on; empty = it does."""
+
+
+class RankExit(MessageBase, frozen=True, kw_only=True):
+    """Rank -> leader: why its process ends."""
+
+    reason: Text
+    code: Count
+    """Exit code: 2 its settings are wrong, 3 anything else."""
+    suffers: bool = False
+    """It ends because of another rank, and does not know which."""
+
+
+class EngineEnd(MessageBase, frozen=True, kw_only=True):
+    """Leader -> rank: it is refused, or the engine ends."""
+
+    reason: Text
+    code: Count

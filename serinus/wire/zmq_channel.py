@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -252,7 +253,7 @@ class ZmqChannel:
         _send(self._router, parts)
 
 
-def wait_any(channels: list[ZmqChannel], timeout_s: float) -> None:
+def wait_any(channels: Sequence[ZmqChannel], timeout_s: float) -> None:
     """Wait until one of several channels has something to poll, or for timeout_s seconds."""
     if any(channel.wants_soon for channel in channels):
         timeout_s = min(timeout_s, _PROBE_EVERY_S)

@@ -61,3 +61,4 @@ def crew(path: Path, **settings: Any) -> Iterator[Crew]:
             yield Crew(built, ranks)
         finally:
             built.close()
+            ranks.close()

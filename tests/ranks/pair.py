@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.selftest import EngineDriver, EnginePair
 from serinus.testing.thread_ranks import ThreadRanks
-from serinus.wire import wait_any
 from tests.ranks.crew import SETTINGS
 
 __all__ = ["Pair", "count", "pair"]
@@ -35,8 +34,8 @@ class Pair(EnginePair):
         self.turn_prefill()
         wait_s = min(half.engine.wait_s for half in halves)
         if wait_s > 0:
-            channels = [c for half in halves for c in (*half.built.peers.channels, *half.line.channels)]  # type: ignore[union-attr]
-            wait_any(channels, min(wait_s, 0.001))
+            channels = [channel for half in halves for channel in half.built.peers.channels]  # type: ignore[union-attr]
+            self.decode.line.wait_any(channels, min(wait_s, 0.001))
 
     def run(self) -> None:
         """Until neither holds a request and every rank has given back what it held."""
@@ -60,15 +59,15 @@ def pair(
 ) -> Iterator[Pair]:
     """`prefill`, `decode`: settings of one of the engines; closed afterwards."""
     common = {**SETTINGS, "transfer_backend": backend, "bootstrap_port": 0, **settings}
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, ExitStack() as stack:
 
         def ranks(config: ServeConfig, clock: Clock) -> ThreadRanks:
             place = Path(folder) / config.role
             place.mkdir()
-            return ThreadRanks(config, place, clock)
+            starter = ThreadRanks(config, place, clock)
+            stack.callback(starter.close)
+            return starter
 
         engines = Pair(path, prefill_settings=prefill, decode_settings=decode, starter=ranks, **common)
-        try:
-            yield engines
-        finally:
-            engines.close()
+        stack.callback(engines.close)
+        yield engines

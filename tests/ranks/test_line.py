@@ -3,123 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from serinus.core.clock import ManualClock, WallClock
+from serinus.core.clock import ManualClock
 from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
-from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult
 from serinus.parallel import Mesh
 from serinus.ranks import (
     LeaderLine,
     LeaderLinks,
     LineReader,
     RankBody,
-    RankLink,
     RankLoop,
     RunStep,
     StepDone,
     Stop,
 )
-from serinus.ranks.codec import Answers, decode_header, encode_header, fold, pack_commands
+from serinus.ranks.codec import (
+    Answers,
+    decode_answers,
+    decode_header,
+    encode_answers,
+    encode_header,
+    fold,
+    pack_commands,
+)
 from serinus.ranks.tiers import CancelPages, CopyPages
-from serinus.wire import Parts, ZmqChannel, encode
-from serinus.wire.messages import RankHello, StopEngine
-
-CLOCK = WallClock()
-
-
-class Runner:
-    """Answers a plan with its rows, on the rank that samples."""
-
-    def __init__(self, rank: int, mesh: Mesh) -> None:
-        self.rank, self.mesh = rank, mesh
-        self.plans: list[StepPlan] = []
-
-    def run(self, plan: StepPlan) -> StepResult | None:
-        self.plans.append(plan)
-        if self.rank != self.mesh.result_rank:
-            return None
-        return StepResult(step=plan.step, seqs=tuple(SeqResult(token=work.row) for work in plan.work))
-
-
-def bodies_of(mesh: Mesh) -> tuple[list[RankBody], list[Runner]]:
-    runners = [Runner(rank, mesh) for rank in range(mesh.size)]
-    return [RankBody(rank=r.rank, mesh=mesh, runner=r, clock=CLOCK) for r in runners], runners
-
-
-class Ranks:
-    """A leader and its ranks over zmq; those that follow obey in threads once `start`ed."""
-
-    def __init__(self, folder: Path, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.reason = ""
-        self.links = LeaderLinks(f"ipc://{folder}/c", mesh=mesh, clock=CLOCK, token=b"t", why=lambda: self.reason)
-        self.bodies, self.runners = bodies_of(mesh)
-        self.alive_when_dismissed: list[bool] = []
-        self.line = LeaderLine(self.bodies[0], mesh, CLOCK, self.links, dismiss=self._dismissed)
-        self.ends = [
-            RankLink(self.links.address, mesh=mesh, rank=rank, clock=CLOCK, token=b"t") for rank in range(1, mesh.size)
-        ]
-        self.loops = [RankLoop(self.bodies[rank], end) for rank, end in enumerate(self.ends, 1)]
-        self.threads = ThreadPoolExecutor(mesh.size)
-        self.running: list[Any] = []
-        self.links.gather(lambda: None, 10.0)
-
-    def _dismissed(self) -> None:
-        self.alive_when_dismissed.append(not any(each.done() for each in self.running))
-
-    def start(self) -> None:
-        """From now on the ranks obey."""
-        self.running = [self.threads.submit(self._run, loop) for loop in self.loops]
-
-    @staticmethod
-    def _run(loop: RankLoop) -> None:
-        try:
-            loop.run()
-        finally:
-            loop.close()
-
-    def finish(self, plan: StepPlan) -> StepResult:
-        """Run a plan and wait for its result."""
-        self.line.run(plan)
-        while True:
-            self.line.pump(1.0)
-            if (finished := self.line.finished()) is not None:
-                return finished.result
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Pump until something is so."""
-        for _ in range(1000):
-            if condition():
-                return
-            self.line.pump(0.05)
-        raise AssertionError("it never came")
-
-    def close(self) -> None:
-        """End the ranks and their threads."""
-        if not self.running:
-            for loop in self.loops:
-                loop.close()
-        self.line.close()
-        for each in self.running:
-            each.exception(timeout=10)
-        self.threads.shutdown()
-
-
-def plan_of(step: int, *rids: str) -> StepPlan:
-    one, slot = np.array([7], np.int32), {Part.FULL: np.array([4], np.int64)}
-    return StepPlan(
-        step=step,
-        work=tuple(SeqWork(rid=rid, row=i + 1, start=0, tokens=one, slots=slot) for i, rid in enumerate(rids)),
-    )
+from serinus.wire import Parts
+from tests.ranks.linked import CLOCK, Ranks, Runner, bodies_of, plan_of
 
 
 @pytest.fixture
@@ -154,7 +70,7 @@ def test_one_rank_is_the_same_line_without_links() -> None:
     finished = line.finished()
     assert finished is not None
     assert [seq.token for seq in finished.result.seqs] == [1]
-    assert (line.control_bytes, line.channels) == (0, ())
+    assert line.control_bytes == 0
 
 
 def test_no_more_than_depth_steps_are_under_way(ranks: Ranks) -> None:
@@ -226,7 +142,7 @@ def test_what_a_step_waited_for_is_told_before_the_next_step_is_done() -> None:
     for commands in ([copy, RunStep(plan=plan_of(1, "a"))], [RunStep(plan=plan_of(2, "a"))]):
         lines.send(commands)
     link = Scripted(lines.sent)
-    RankLoop(body, link).turn(0.0)  # type: ignore[arg-type]
+    RankLoop(body, link).turn(0.0)
     steps = [each.step for each in link.said if isinstance(each, StepDone)]
     moved = next(index for index, each in enumerate(link.said) if isinstance(each, MoveDone))
     assert steps == [1, 2]
@@ -269,18 +185,14 @@ class Scripted:
         self.said: list[object] = []
         self.failures: list[str] = []
 
-    def headers(self, wait_s: float) -> list[Any]:
+    def headers(self, wait_s: float) -> list[Parts]:
         sent, self._sent = self._sent, []
-        return [decode_header(parts) for parts in sent]
+        return sent
 
-    def answer(self, answers: Sequence[object]) -> None:
-        self.said += answers
-
-    def fail(self, reason: str) -> None:
-        self.failures.append(reason)
-
-    def close(self) -> None:
-        """Nothing to give back."""
+    def send(self, parts: Parts) -> None:
+        came = decode_answers(parts)
+        self.said += came.answers
+        self.failures += [came.failure] if came.failure else []
 
 
 STEPS = [RunStep(plan=plan_of(step, "a")) for step in range(1, 6)]
@@ -334,7 +246,7 @@ def test_a_line_that_is_not_the_leaders_stops_the_rank_at_the_header_that_shows_
         lines.send([step])
     link = Scripted(damage(lines.sent))
     with pytest.raises(InvariantError, match="rank TP1 PP0 has another line than its leader at header"):
-        RankLoop(body, link).run()  # type: ignore[arg-type]
+        RankLoop(body, link).run()
     assert [plan.step for plan in runner.plans] == [1], "nothing of the wrong header was obeyed"
     (failure,) = link.failures
     assert "commands of the rank: RunStep 1 ['a']" in failure
@@ -394,7 +306,7 @@ def test_after_a_command_that_cannot_travel_the_line_is_broken(ranks: Ranks) -> 
 
 
 def test_a_rank_that_is_gone_ends_the_leader_with_its_name(ranks: Ranks) -> None:
-    ranks.loops[1].close()
+    ranks.ends[1].close()
     for _ in range(2):
         with pytest.raises(PeerGone, match="rank TP0 PP1 is gone"):
             ranks.until(lambda: False)
@@ -405,7 +317,7 @@ def test_a_rank_that_is_gone_ends_the_leader_with_its_name(ranks: Ranks) -> None
 
 def test_the_reason_of_a_loss_is_told_where_the_supervisor_knows_it(ranks: Ranks) -> None:
     ranks.reason = "engine: rank TP0 PP1 (pid 7) died of SIGKILL"
-    ranks.loops[1].close()
+    ranks.ends[1].close()
     with pytest.raises(PeerGone, match="died of SIGKILL"):
         ranks.until(lambda: False)
 
@@ -446,24 +358,6 @@ def test_a_result_is_due_from_the_rank_that_samples(tmp_path_factory: pytest.Tem
         line.finished()
 
 
-def test_strangers_on_the_line_are_sent_away(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A wrong token, a rank that there is not, one that is there already, or nonsense: none of them is heard."""
-    mesh = Mesh(tp=2)
-    links = LeaderLinks(f"ipc://{tmp_path_factory.mktemp('l')}/c", mesh=mesh, clock=CLOCK, token=b"right")
-    strangers = ZmqChannel(clock=CLOCK)
-    strange = [RankHello(rank=1, token=b"wrong"), RankHello(rank=9, token=b"right"), StopEngine()]
-    for index, hello in enumerate([*strange, RankHello(rank=0, token=b"right")]):
-        strangers.connect(f"s{index}", links.address)
-        strangers.send(f"s{index}", encode(hello))
-    with pytest.raises(PeerGone, match="no hello from rank TP1 PP0"):
-        links.gather(lambda: None, 0.2)
-    right = RankLink(links.address, mesh=mesh, rank=1, clock=CLOCK, token=b"right")
-    links.gather(lambda: None, 10.0)
-    assert links.missing == []
-    for end in (right, strangers, links):
-        end.close()
-
-
 def test_the_supervisor_knows_of_the_end_before_the_ranks_do(ranks: Ranks) -> None:
     """Else the first rank that ends is taken for one that is lost."""
     ranks.start()
@@ -482,8 +376,8 @@ def test_a_rank_that_is_told_to_stop_returns(ranks: Ranks) -> None:
 
 
 def test_a_failure_that_a_rank_told_says_more_than_the_end_of_its_connection(ranks: Ranks) -> None:
-    ranks.ends[0].fail("it broke")
-    ranks.loops[0].close()
+    ranks.ends[0].send(encode_answers((), "it broke"))
+    ranks.ends[0].close()
     with pytest.raises(InvariantError, match="rank TP1 PP0 stopped: it broke"):
         ranks.until(lambda: False)
     assert Answers(failure="it broke").answers == ()

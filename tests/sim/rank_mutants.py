@@ -13,12 +13,11 @@ from serinus.core.moves import MoveDone, StorageDone
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.pd import PAGE_COMMANDS
-from serinus.ranks import RankBody, RunStep
+from serinus.ranks import RankBody, RankLoop, RunStep
 from serinus.ranks.codec import encode_answers
 from serinus.ranks.tiers import RankStorage
 from serinus.sim import draw
 from serinus.sim.engine import SimEngine
-from serinus.sim.links import SimLink
 from serinus.sim.options import Cancel, EngineShape, Options, Scenario, Shape, Work
 from tests.sim.hunting import mutant, replaced
 
@@ -186,12 +185,12 @@ def page_workers_off_the_line() -> Iterator[None]:
 @mutant("a rank tells of a failed copy as a good one", world=stored)
 def failed_copy_is_good() -> Iterator[None]:
     """A report is altered on its way to the leader."""
-    original = SimLink.answer
+    original = RankLoop.answer
 
-    def answer(self: SimLink, answers: Sequence[object]) -> None:
+    def answer(self: RankLoop, answers: Sequence[object]) -> None:
         original(self, [replace(each, ok=True) if isinstance(each, MoveDone) else each for each in answers])
 
-    with replaced(SimLink, "answer", answer):
+    with replaced(RankLoop, "answer", answer):
         yield
 
 

@@ -33,6 +33,7 @@ from serinus.wire.messages import (
     DoneOk,
     Drained,
     EngineCall,
+    EngineEnd,
     Expired,
     Fail,
     Generate,
@@ -44,12 +45,11 @@ from serinus.wire.messages import (
     LayoutSignature,
     Message,
     Prepare,
+    RankExit,
+    RankHello,
+    RankWelcome,
     SourceLease,
     Tokens,
-    WatchEnd,
-    WatchExit,
-    WatchHello,
-    WatchWelcome,
 )
 
 LAYOUT = LayoutSignature(model="m", kv_dtype="bfloat16", page_size=16, layer_count=2, kv_head_count=2, head_size=8)
@@ -93,10 +93,10 @@ MESSAGES: tuple[Message, ...] = (
     ConfirmOk(xid="x.0", grant=7),
     Expired(xid="x.0", grant=7),
     Drained(xid="x.0", grant=7),
-    WatchHello(rank=3, pid=77, host="here", settings='{"memory": {}}', mac=b"m" * 16),
-    WatchWelcome(control="ipc:///tmp/c", store="127.0.0.1:4000", token=b"t" * 16),
-    WatchExit(reason="ConfigError: no model", code=2, suffers=True),
-    WatchEnd(reason="TP1 PP0 died of SIGKILL", code=3),
+    RankHello(rank=3, pid=77, host="here", settings='{"memory": {}}', mac=b"m" * 16),
+    RankWelcome(store="127.0.0.1:4000"),
+    RankExit(reason="ConfigError: no model", code=2, suffers=True),
+    EngineEnd(reason="TP1 PP0 died of SIGKILL", code=3),
 )
 
 
