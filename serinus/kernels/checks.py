@@ -68,17 +68,9 @@ def check_pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> None:
 
 
 def check_qk_rope_store(
-    qkv_TX: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    positions_T: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    slots_T: Tensor,
-    q_out_TND: Tensor,
-) -> None:
+    qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+) -> None:  # fmt: skip
     """Raise ValueError where shapes or dtypes disagree, or a tensor is strided."""
     tokens, width = qkv_TX.shape
     _, heads, size = q_out_TND.shape

@@ -296,10 +296,15 @@ def _zeros(byte_count: int, device: str) -> Tensor:
     """Zero bytes, aligned to a cache line; on the CPU from calloc (torch.zeros would touch every page)."""
     if device != "cpu":
         return torch.zeros(byte_count, dtype=torch.uint8, device=device)
-    raw = np.zeros(byte_count + _LINE_BYTES, dtype=np.uint8)
+    return torch.from_numpy(lazy_zeros(byte_count, _LINE_BYTES))
+
+
+def lazy_zeros(byte_count: int, align: int) -> NDArray[np.uint8]:
+    """Zero bytes of the host, aligned, on huge pages where there are some; mapped when they are first written."""
+    raw = np.zeros(byte_count + align, dtype=np.uint8)
     prefer_huge_pages(raw.ctypes.data, raw.nbytes)
-    skip = -raw.ctypes.data % _LINE_BYTES
-    return torch.from_numpy(raw[skip : skip + byte_count])
+    skip = -raw.ctypes.data % align
+    return raw[skip : skip + byte_count]
 
 
 def _runs(rows: NDArray[np.integer], *, merge: bool) -> Iterator[tuple[int, int, int]]:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import prefer_huge_pages
-from serinus.pool.device import PoolSpec
+from serinus.pool.device import PoolSpec, lazy_zeros
 
 __all__ = ["HostPool", "host_page_counts"]
 
@@ -44,15 +43,13 @@ class HostPool:
         """Bytes of one page: those of the device pool's; 0 where the part has no layers."""
         byte_count = page_count * spec.page_bytes
         try:
-            self._memory: NDArray[np.uint8] = np.zeros(byte_count + _LINE_BYTES, dtype=np.uint8)
+            memory = lazy_zeros(byte_count, _LINE_BYTES)
         except MemoryError as error:
             raise ConfigError(
                 f"pool: the system gives no {byte_count / _GB:.2f} GB for the host tier, expected --hicache-size "
                 f"or --hicache-ratio to fit"
             ) from error
-        prefer_huge_pages(self._memory.ctypes.data, self._memory.nbytes)
-        skip = -self._memory.ctypes.data % _LINE_BYTES
-        self.data_PY: NDArray[np.uint8] = self._memory[skip : skip + byte_count].reshape(page_count, spec.page_bytes)
+        self.data_PY: NDArray[np.uint8] = memory.reshape(page_count, spec.page_bytes)
         """The pages as numpy sees them: what storage reads and writes."""
         self.tensor_PY: Tensor = torch.from_numpy(self.data_PY)
         """The same memory as torch sees it: what copies from and to the device use."""
@@ -71,7 +68,7 @@ class HostPool:
                 f"--hicache-size or --hicache-ratio to fit what the system may lock (ulimit -l)"
             )
         # Holds the memory itself: it is unpinned before its addresses can be given away.
-        self._unpin = weakref.finalize(self, _unregister, self._memory, self.data_PY.ctypes.data)
+        self._unpin = weakref.finalize(self, _unregister, self.data_PY)
 
     def close(self) -> None:
         """Unpin. Call when no copy is under way. May be called again."""
@@ -80,8 +77,8 @@ class HostPool:
             self._unpin()
 
 
-def _unregister(memory: NDArray[np.uint8], address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+def _unregister(memory: NDArray[np.uint8]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
 
 
 def host_page_counts(

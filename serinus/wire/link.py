@@ -80,7 +80,6 @@ class ReliableLink(Generic[S, R]):
         self._look_at = math.inf
         """No frame can be due before: saves looking at every one of them in every turn."""
         self.resent_count = 0
-        self.repeated_count = 0
 
     @property
     def unacked_count(self) -> int:
@@ -113,7 +112,6 @@ class ReliableLink(Generic[S, R]):
         if not self._ack_owed:
             self._ack_owed, self._ack_at = True, math.inf
         if seq <= self._received or seq in self._ahead:
-            self.repeated_count += 1
             self._ack_at = -math.inf  # the other side does not know
             return []
         if seq != self._received + 1:

@@ -84,16 +84,9 @@ def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int |
 
 
 def attend_chunks(
-    q_TND: Tensor,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    table_RC: Tensor,
-    units_U8: NDArray[np.int64],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    out_TND: Tensor,
-) -> int:
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, units_U8: NDArray[np.int64], scale: float,
+    window: int | None, softcap: float | None, out_TND: Tensor,
+) -> int:  # fmt: skip
     """Fill the rows of `out_TND` that belong to the chunks; `units_U8` were made with this window.
 
     Returns 0, or 1 + a row with a wrong slot in its table.
@@ -101,23 +94,10 @@ def attend_chunks(
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
     arguments = _Arguments(
-        0,
-        q_TND.data_ptr(),
-        k_pool_SHD.data_ptr(),
-        v_pool_SHD.data_ptr(),
-        table_RC.data_ptr(),
-        out_TND.data_ptr(),
-        len(units_U8),
-        units_U8.ctypes.data,
-        heads,
-        kv_heads,
-        table_RC.shape[1],
-        slot_count,
-        0,
-        window or 0,
-        scale * LOG2_E if softcap is None else scale / softcap,
-        (softcap or 0.0) * LOG2_E,
-    )
+        0, q_TND.data_ptr(), k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), table_RC.data_ptr(), out_TND.data_ptr(),
+        len(units_U8), units_U8.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0, window or 0,
+        scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E,
+    )  # fmt: skip
     _body(size, heads // kv_heads, window is not None, softcap is not None, VERSION)(arguments, thread_count())
     return int(arguments.bad)
 
@@ -129,17 +109,9 @@ def warm(head_size: int, group: int) -> None:
 
 @inlined(fastmath=FAST)
 def _pack(
-    k_at: Any,
-    v_at: Any,
-    table: Any,
-    first: Any,
-    count: Any,
-    row_bytes: Any,
-    slot_count: Any,
-    keys: Any,
-    values: Any,
+    k_at: Any, v_at: Any, table: Any, first: Any, count: Any, row_bytes: Any, slot_count: Any, keys: Any, values: Any,
     size: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Pack a block of at most 64 keys and values, zero beyond `count`; returns whether all slots are in the pool."""
     half = size // 2
     for p in range(count):
@@ -276,15 +248,9 @@ def _body(size: int, group: int, windowed: bool, capped: bool, version: int) -> 
                     keys_at = keys.ctypes.data + b * block_words * 4
                     for m in range(0, rows, TILE):
                         multiply_tile(
-                            query.ctypes.data + m * size * 2,
-                            size * 2,
-                            keys_at,
-                            _KEYS * 4,
-                            score.ctypes.data + m * _KEYS * 4,
-                            _KEYS * 4,
-                            size // 2,
-                            False,
-                        )
+                            query.ctypes.data + m * size * 2, size * 2, keys_at, _KEYS * 4,
+                            score.ctypes.data + m * _KEYS * 4, _KEYS * 4, size // 2, False,
+                        )  # fmt: skip
                     if capped:
                         for i in range(rows * _KEYS):
                             score[i] = cap_score(score[i] * scale, cap)
@@ -309,15 +275,9 @@ def _body(size: int, group: int, windowed: bool, capped: bool, version: int) -> 
                     for m in range(0, rows, TILE):
                         for i in range(0, size, columns):
                             multiply_tile(
-                                share.ctypes.data + m * _KEYS * 2,
-                                _KEYS * 2,
-                                values_at + i * 4,
-                                size * 4,
-                                total.ctypes.data + (m * size + i) * 4,
-                                size * 4,
-                                _KEYS // 2,
-                                True,
-                            )
+                                share.ctypes.data + m * _KEYS * 2, _KEYS * 2, values_at + i * 4, size * 4,
+                                total.ctypes.data + (m * size + i) * 4, size * 4, _KEYS // 2, True,
+                            )  # fmt: skip
                 for m in range(rows):
                     out = carray(at(out_at + ((m // group) * heads + m % group) * size * 2), size, np.uint16)
                     inverse = np.float32(1) / mass[m]

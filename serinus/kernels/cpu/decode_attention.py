@@ -82,17 +82,10 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
                     pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
                     for h in range(head, head_end):
                         dots_16(
-                            query + h * (group * size * 2),
-                            a[2] + h * (size * 2),
-                            rows.ctypes.data + p * 8,
-                            scale,
-                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4,
-                            _BLOCK,
-                            pool + h * (size * 2),
-                            rows.ctypes.data + first * 8,
-                            size,
-                            group,
-                        )
+                            query + h * (group * size * 2), a[2] + h * (size * 2), rows.ctypes.data + p * 8, scale,
+                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK, pool + h * (size * 2),
+                            rows.ctypes.data + first * 8, size, group,
+                        )  # fmt: skip
                 if capped:
                     for i in range(head * group * _BLOCK, head_end * group * _BLOCK):
                         score[i] = cap_score(score[i], cap)
@@ -109,18 +102,11 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
                     pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
                     for h in range(head, head_end):
                         add_rows(
-                            a[3] + h * (size * 2),
-                            rows.ctypes.data + p * 8,
-                            min(_GROUP, count - p),
-                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4,
-                            _BLOCK,
-                            total.ctypes.data + h * (group * size * 4),
-                            shrink.ctypes.data + h * (group * 4),
-                            pool + h * (size * 2),
-                            rows.ctypes.data + first * 8,
-                            size,
-                            group,
-                        )
+                            a[3] + h * (size * 2), rows.ctypes.data + p * 8, min(_GROUP, count - p),
+                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
+                            total.ctypes.data + h * (group * size * 4), shrink.ctypes.data + h * (group * 4),
+                            pool + h * (size * 2), rows.ctypes.data + first * 8, size, group,
+                        )  # fmt: skip
                     shrink[:] = np.float32(1)
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]

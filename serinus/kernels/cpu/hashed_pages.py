@@ -72,18 +72,10 @@ def hashed_pages(
     if inward:
         way = _STREAM_IN if count * width >= _STREAM_BYTES and not (table_L3 % _STRIPE).any() else _IN
     arguments = _Arguments(
-        0,
-        _address(table_L3),
-        _address(pages_G),
-        0 if rows_GY is None else _address(rows_GY),
-        0 if rows_GY is None else rows_GY.strides[0],
-        len(table_L3),
-        count,
-        way,
-        _address(keys),
-        _address(sums_G8),
+        0, _address(table_L3), _address(pages_G), 0 if rows_GY is None else _address(rows_GY),
+        0 if rows_GY is None else rows_GY.strides[0], len(table_L3), count, way, _address(keys), _address(sums_G8),
         width,
-    )
+    )  # fmt: skip
     _body(VERSION)(arguments, 1 if count * width < _SERIAL_BYTES else thread_count())
     return sums_G8[:, 0]
 

@@ -78,16 +78,9 @@ class _PagedAttention:
         self._layouts: dict[int | None, _Layout] = {}
 
     def __call__(
-        self,
-        q_TND: Tensor,
-        k_pool_SHD: Tensor,
-        v_pool_SHD: Tensor,
-        req_to_token_RC: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+        self, q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
+        scale: float, window: int | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """softmax(cap(scale * q k)) v; see the reference.
 
         Raises:
@@ -180,35 +173,17 @@ def _units(singles: list[tuple[int, int, int, int]], work: int, kv_heads: int) -
 
 
 def _decode(
-    q_TND: Tensor,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    table_RC: Tensor,
-    layout: _Layout,
-    scale: float,
-    softcap: float | None,
-    out: Tensor,
-) -> None:
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, layout: _Layout, scale: float,
+    softcap: float | None, out: Tensor,
+) -> None:  # fmt: skip
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
     units = layout.units_U6
     arguments = _Arguments(
-        0,
-        q_TND.data_ptr(),
-        k_pool_SHD.data_ptr(),
-        v_pool_SHD.data_ptr(),
-        table_RC.data_ptr(),
-        out.data_ptr(),
-        len(units),
-        units.ctypes.data,
-        heads,
-        kv_heads,
-        table_RC.shape[1],
-        slot_count,
-        0,
-        scale * LOG2_E if softcap is None else scale / softcap,
-        (softcap or 0.0) * LOG2_E,
-    )
+        0, q_TND.data_ptr(), k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), table_RC.data_ptr(), out.data_ptr(),
+        len(units), units.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0,
+        scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E,
+    )  # fmt: skip
     body = _pick_body(size, heads // kv_heads, q_TND.dtype, softcap is not None)
     body(arguments, 1 if len(units) == 1 or layout.work * kv_heads < 256 else thread_count())
     _check_slots(arguments.bad, slot_count)
@@ -220,16 +195,9 @@ def _check_slots(bad: int, slot_count: int) -> None:
 
 
 def _prefill(
-    q_TND: Tensor,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    table_RC: Tensor,
-    chunk: Chunk,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    out_TND: Tensor,
-) -> None:
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, chunk: Chunk, scale: float,
+    window: int | None, softcap: float | None, out_TND: Tensor,
+) -> None:  # fmt: skip
     """One chunk through torch: its flash kernel, or where scores are capped plain products.
 
     KV heads become the batch and the group its heads, so that no KV row is copied for each query head. With a window or
@@ -372,17 +340,9 @@ def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body
                         o = h * (size * item_bytes)
                         weights = score.ctypes.data + (h * (group * _BLOCK) + p) * 4
                         add_weighted_4(
-                            v0 + o,
-                            v1 + o,
-                            v2 + o,
-                            v3 + o,
-                            weights,
-                            _BLOCK,
-                            total.ctypes.data + h * (group * size * 4),
-                            size,
-                            group,
-                            bf16,
-                        )
+                            v0 + o, v1 + o, v2 + o, v3 + o, weights, _BLOCK, total.ctypes.data + h * (group * size * 4),
+                            size, group, bf16,
+                        )  # fmt: skip
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]
                 for i in range(n * size, n * size + size):

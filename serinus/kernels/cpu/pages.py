@@ -70,17 +70,9 @@ def _move(
     # would take the cores from the step's.
     alone = rows_G is not None or bytes_RY.numel() < _SERIAL_BYTES
     arguments = _Arguments(
-        0,
-        lanes.data_ptr(),
-        pages_G.data_ptr(),
-        0 if rows_G is None else rows_G.data_ptr(),
-        bytes_RY.data_ptr(),
-        bytes_RY.stride(0),
-        lane_count,
-        count,
-        bytes_RY.shape[1] // lane_count,
-        int(outward),
-    )
+        0, lanes.data_ptr(), pages_G.data_ptr(), 0 if rows_G is None else rows_G.data_ptr(), bytes_RY.data_ptr(),
+        bytes_RY.stride(0), lane_count, count, bytes_RY.shape[1] // lane_count, int(outward),
+    )  # fmt: skip
     _body(VERSION)(arguments, 1 if alone else thread_count())
 
 

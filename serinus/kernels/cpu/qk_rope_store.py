@@ -30,18 +30,9 @@ _SERIAL_ELEMENTS = 1 << 15
 
 
 def qk_rope_store(
-    qkv_TX: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    positions_T: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    slots_T: Tensor,
-    q_out_TND: Tensor,
-) -> None:
+    qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None, eps: float, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+) -> None:  # fmt: skip
     """Split qkv; norm and rotate q and k; write q out, k and v to their slots; see the reference.
 
     Raises:
@@ -56,26 +47,11 @@ def qk_rope_store(
     slot_count, kv_heads, size = k_pool_SHD.shape
     threads = 1 if tokens * width < _SERIAL_ELEMENTS else thread_count()
     arguments = _Arguments(
-        0,
-        qkv_TX.data_ptr(),
-        cos_PF.data_ptr(),
-        sin_PF.data_ptr(),
-        positions_T.data_ptr(),
-        0 if q_norm_D is None else q_norm_D.data_ptr(),
-        0 if k_norm_D is None else k_norm_D.data_ptr(),
-        k_pool_SHD.data_ptr(),
-        v_pool_SHD.data_ptr(),
-        slots_T.data_ptr(),
-        q_out_TND.data_ptr(),
-        tokens,
-        q_out_TND.shape[1],
-        kv_heads,
-        cos_PF.shape[0],
-        slot_count,
-        max(1, tokens // (threads * 4)),
-        0,
-        eps,
-    )
+        0, qkv_TX.data_ptr(), cos_PF.data_ptr(), sin_PF.data_ptr(), positions_T.data_ptr(),
+        0 if q_norm_D is None else q_norm_D.data_ptr(), 0 if k_norm_D is None else k_norm_D.data_ptr(),
+        k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), slots_T.data_ptr(), q_out_TND.data_ptr(), tokens,
+        q_out_TND.shape[1], kv_heads, cos_PF.shape[0], slot_count, max(1, tokens // (threads * 4)), 0, eps,
+    )  # fmt: skip
     _body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION)(arguments, threads)
     if arguments.bad:
         raise ValueError(

@@ -153,17 +153,9 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks) -> Tens
     count = packed.out_size // _BLOCK
     threads = 1 if rows * packed.in_size * packed.out_size < _SERIAL_PRODUCTS else thread_count()
     arguments = _Arguments(
-        0,
-        x_TI.data_ptr(),
-        blocks.address,
-        0 if packed.bias_O is None else packed.bias_O.data_ptr(),
-        out_TO.data_ptr(),
-        rows,
-        packed.in_size // 2,
-        count,
-        max(1, min(_RUN_MAX, count // (threads * 2))),
-        blocks.part,
-    )
+        0, x_TI.data_ptr(), blocks.address, 0 if packed.bias_O is None else packed.bias_O.data_ptr(), out_TO.data_ptr(),
+        rows, packed.in_size // 2, count, max(1, min(_RUN_MAX, count // (threads * 2))), blocks.part,
+    )  # fmt: skip
     _body(VERSION)(arguments, threads)
     return out_TO
 

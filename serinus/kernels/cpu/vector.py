@@ -230,18 +230,9 @@ def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
 
 @intrinsic
 def dots_16(
-    typingctx: Any,
-    q: Any,
-    k: Any,
-    rows: Any,
-    scale: Any,
-    out: Any,
-    stride: Any,
-    following: Any,
-    next_rows: Any,
-    D: Any,
-    G: Any,
-) -> Any:
+    typingctx: Any, q: Any, k: Any, rows: Any, scale: Any, out: Any, stride: Any, following: Any, next_rows: Any,
+    D: Any, G: Any,
+) -> Any:  # fmt: skip
     """out[g * stride + p] = scale * q[g] . k_p for p < 16 and g < G; all bf16, sums in fp32 (needs AVX512-BF16).
 
     q: [G, D]. rows: 16 int64 offsets, in bytes, of the keys from `k`. following, next_rows: the same of 16
@@ -283,19 +274,9 @@ def dots_16(
 
 @intrinsic
 def add_rows(
-    typingctx: Any,
-    v: Any,
-    rows: Any,
-    count: Any,
-    w: Any,
-    stride: Any,
-    acc: Any,
-    shrink: Any,
-    following: Any,
-    next_rows: Any,
-    D: Any,
-    G: Any,
-) -> Any:
+    typingctx: Any, v: Any, rows: Any, count: Any, w: Any, stride: Any, acc: Any, shrink: Any, following: Any,
+    next_rows: Any, D: Any, G: Any,
+) -> Any:  # fmt: skip
     """acc[g] = shrink[g] * acc[g] + w[g * stride + p] * v_p, summed over p < count, for every g < G. v_p: bf16 [D].
 
     rows: int64 offsets, in bytes, of the values from `v`. following, next_rows: the same of as many rows to prefetch.

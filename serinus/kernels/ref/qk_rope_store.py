@@ -15,18 +15,9 @@ __all__ = ["qk_rope_store"]
 
 
 def qk_rope_store(
-    qkv_TX: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    positions_T: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    slots_T: Tensor,
-    q_out_TND: Tensor,
-) -> None:
+    qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None, eps: float, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+) -> None:  # fmt: skip
     """Split qkv; norm and rotate q and k; write q to `q_out`, and k and v to their slots.
 
     Rotation pairs element i with element i + D/2 (the "rotate half" form of Llama checkpoints as transformers

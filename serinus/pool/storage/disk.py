@@ -165,7 +165,7 @@ class Disk:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = self.create(path)
         try:
-            views = [memoryview(header), data.data] if data.nbytes else [memoryview(header)]
+            views = _views(header, data)
             while views:
                 views = _after(views, os.writev(fd, views))
         finally:
@@ -197,15 +197,15 @@ def _locked(path: str) -> int:
 
 def _read_all(fd: int, header: bytearray, data: NDArray[np.uint8]) -> int:
     """Fill both, as far as the file goes; bytes read."""
-    views = [memoryview(header), data.data] if data.nbytes else [memoryview(header)]
-    done = 0
-    while views:
-        count = os.readv(fd, views)
-        if not count:
-            break
+    views, done = _views(header, data), 0
+    while views and (count := os.readv(fd, views)):
         done += count
         views = _after(views, count)
     return done
+
+
+def _views(header: bytes | bytearray, data: NDArray[np.uint8]) -> list[memoryview]:
+    return [memoryview(header), data.data] if data.nbytes else [memoryview(header)]
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
