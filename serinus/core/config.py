@@ -49,18 +49,12 @@ Layer = Mapping[str, Mapping[str, Any]]
 """Values by group and field; what one source says."""
 
 _GROUPS: dict[str, type] = {
-    "ModelSettings": ModelSettings,
-    "ServerSettings": ServerSettings,
-    "MemorySettings": MemorySettings,
-    "ScheduleSettings": ScheduleSettings,
-    "CacheSettings": CacheSettings,
-    "CanarySettings": CanarySettings,
-    "PdSettings": PdSettings,
-    "ParallelSettings": ParallelSettings,
-    "KernelSettings": KernelSettings,
-    "UpSettings": UpSettings,
-    "RouteSettings": RouteSettings,
-}
+    group.__name__: group
+    for group in (
+        ModelSettings, ServerSettings, MemorySettings, ScheduleSettings, CacheSettings, CanarySettings, PdSettings,
+        ParallelSettings, KernelSettings, UpSettings, RouteSettings,
+    )
+}  # fmt: skip
 _ROUTER_PORT = 8000
 _ONE_SIDED = ("nixl", "mooncake")
 """Handoff backends with peers that read or write pools by themselves."""

@@ -3,15 +3,13 @@
 `cache` decides which page belongs to which owner and lies where; this room only keeps and moves what it is told to.
 """
 
-from serinus.pool.device import STAMP_FIELDS, STAMP_LANES, DevicePool, PoolRegion, PoolSpec
+from serinus.pool.device import DevicePool, PoolRegion, PoolSpec
 from serinus.pool.host import HostPool, host_page_counts
 from serinus.pool.mover import LayerGate, Mover
 from serinus.pool.request_table import RequestTable
 from serinus.pool.workers import Task, ThreadWorkers, Workers
 
 __all__ = [
-    "STAMP_FIELDS",
-    "STAMP_LANES",
     "DevicePool",
     "HostPool",
     "LayerGate",

@@ -16,14 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
+from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
 from serinus.kernels import Kernels, prefer_huge_pages
 
-__all__ = ["STAMP_FIELDS", "STAMP_LANES", "DevicePool", "PoolRegion", "PoolSpec"]
+__all__ = ["DevicePool", "PoolRegion", "PoolSpec", "lazy_zeros"]
 
-STAMP_LANES = 4
-"""Lanes of stamps of one part: before and after the forward pass, for k and v."""
-STAMP_FIELDS = 4
-"""int64 of one stamp."""
 _LINE_BYTES = 64
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Strips of slots, two by two: (k, v) of layers, or lanes of stamps."""

@@ -11,8 +11,9 @@ import torch
 from serinus.core.clock import WallClock
 from serinus.core.moves import Move, MoveKind
 from serinus.core.parts import Part
+from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
 from serinus.kernels import load
-from serinus.pool import STAMP_FIELDS, STAMP_LANES, DevicePool, HostPool, Mover, PoolSpec
+from serinus.pool import DevicePool, HostPool, Mover, PoolSpec
 
 SPEC = PoolSpec(
     layer_count=2, kv_head_count=2, head_size=8, page_size=4, page_count=9, dtype=torch.bfloat16, stamped=True
