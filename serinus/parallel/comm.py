@@ -1,10 +1,9 @@
 """Comm: tensors between the ranks of one engine, while they run one and the same step.
 
-Three of a kind: SoloComm (one rank), ThreadComm (ranks as threads of one process) and TorchComm (processes: NCCL on
-GPUs; on the CPU gloo, and memory that the ranks of a stage share where they are on one machine). All ranks of a stage
-call the collectives in the same order, because all run the same plans in the same order; whether a rank enters a
-collective never depends on what that rank alone sees. Needs torch, unlike the rest of the room: import it by its module
-path.
+Two of a kind: SoloComm (one rank) and TorchComm (processes: NCCL on GPUs; on the CPU gloo, and memory that the ranks of
+a stage share where they are on one machine); `testing` has one for threads. All ranks of a stage call the collectives
+in the same order, because all run the same plans in the same order; whether a rank enters a collective never depends on
+what that rank alone sees. Needs torch, unlike the rest of the room: import it by its module path.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel.mesh import Mesh
 from serinus.parallel.near import NearFile, NearStage
-from serinus.parallel.thread_comm import ThreadComm
 
-__all__ = ["Comm", "Meeting", "SoloComm", "ThreadComm", "TorchComm", "find", "listen"]
+__all__ = ["Comm", "Meeting", "SoloComm", "TorchComm", "find", "listen"]
 
 _torch: Any = dist
 """torch.distributed without types: its stores and groups have none."""

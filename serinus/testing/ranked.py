@@ -20,10 +20,11 @@ from serinus.core.plan import StepPlan, StepResult
 from serinus.kernels import load
 from serinus.models import ForwardHook, Model, load_model, load_spec
 from serinus.parallel import Mesh, Shard
-from serinus.parallel.comm import Comm, ThreadComm
+from serinus.parallel.comm import Comm
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
+from serinus.testing.thread_comm import ThreadComm
 
 __all__ = ["RankedRunner", "RunnerRank", "ranked_engine"]
 

@@ -15,10 +15,11 @@ from typing import Any
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.parallel.comm import Comm, ThreadComm
+from serinus.parallel.comm import Comm
 from serinus.ranks import LeaderLinks, RankLink, RankLoop, make_rank_loop
 from serinus.ranks.handshake import hello_of, shared_settings
 from serinus.ranks.rank_processes import mesh_of
+from serinus.testing.thread_comm import ThreadComm
 from serinus.wire.messages import RankWelcome
 
 __all__ = ["ThreadRanks"]

@@ -17,8 +17,9 @@ import torch
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel import Mesh
-from serinus.parallel.comm import Comm, Meeting, SoloComm, ThreadComm, TorchComm, find, listen
+from serinus.parallel.comm import Comm, Meeting, SoloComm, TorchComm, find, listen
 from serinus.parallel.near import NearFile, NearStage
+from serinus.testing.thread_comm import ThreadComm
 
 KINDS = ("threads", "gloo", "memory")
 T = TypeVar("T")

@@ -13,16 +13,41 @@ from serinus.core.clock import WallClock
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
 from serinus.pool import HostPool, ThreadWorkers
-from serinus.pool.storage import MemoryStorage, PageDict, QueuedStorage
+from serinus.pool.storage import QueuedStorage, ShelfCounts
 from tests.pool.storing import FULL, KEYS, only, pages, stored
 from tests.pool.writers import bytes_of
+
+
+class PageDict:
+    """A shelf in memory."""
+
+    def __init__(self) -> None:
+        self.pages: dict[tuple[Part, bytes], bytes] = {}
+
+    def has(self, part: Part, key: bytes) -> bool:
+        return (part, key) in self.pages
+
+    def load(self, part: Part, key: bytes, into: np.ndarray) -> bool:
+        data = self.pages.get((part, key))
+        if data is not None:
+            into[:] = np.frombuffer(data, np.uint8)
+        return data is not None
+
+    def save(self, part: Part, key: bytes, data: np.ndarray) -> None:
+        self.pages[part, key] = data.tobytes()
+
+    def counts(self) -> ShelfCounts:
+        return ShelfCounts(pages=len(self.pages))
+
+    def close(self) -> None:
+        pass
 
 
 class HeldShelf(PageDict):
     """A shelf of which each call waits for a permit of the test."""
 
     def __init__(self) -> None:
-        super().__init__({})
+        super().__init__()
         self.permits, self.arrived = threading.Semaphore(0), threading.Semaphore(0)
         self.calls: list[str] = []
         self.fail_with: BaseException | None = None
@@ -104,14 +129,14 @@ def test_a_medium_that_fails_while_reading_is_a_miss(host: HostPool) -> None:
 
 
 def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool) -> None:
-    kept: dict[tuple[Part, bytes], bytes] = {}
-    storage = MemoryStorage(kept, host={FULL: host}, clock=WallClock())
+    shelf = PageDict()
+    storage = QueuedStorage(shelf, host={FULL: host}, clock=WallClock())
     storage.write(1, FULL, KEYS, pages(1, 6))
     storage.close()
-    assert len(kept) == 6
-    shelf, stuck = held(host)
+    assert len(shelf.pages) == 6
+    held_shelf, stuck = held(host)
     stuck.write(1, FULL, KEYS[:1], pages(1, 1))
-    assert shelf.arrived.acquire(timeout=20)
+    assert held_shelf.arrived.acquire(timeout=20)
     stuck.write(2, FULL, KEYS[1:2], pages(2, 1))
     closing = threading.Thread(target=stuck.close, kwargs={"drain_s_max": 0.01})
     closing.start()
@@ -122,9 +147,9 @@ def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool) -> 
 
     with pytest.raises(InvariantError, match="after close"):
         ask_on()
-    shelf.permits.release()
+    held_shelf.permits.release()
     closing.join(20)
-    assert shelf.calls == ["save 0"]
+    assert held_shelf.calls == ["save 0"]
 
 
 def test_operations_that_make_no_sense_break_a_promise(host: HostPool) -> None:

@@ -1,21 +1,18 @@
 """Pages outside of the engine, by key: what a later engine, or another one, may find.
 
 `QueuedStorage` is what the cache sees (its port PageStorage): workers, queues, completions. Behind it stands a
-shelf that knows one page at a time: files, or memory.
+shelf that knows one page at a time: files.
 """
 
 from serinus.pool.storage.disk import Disk, FileEntry, FileSystem
 from serinus.pool.storage.file import FileStorage, PageFiles
 from serinus.pool.storage.io import PageShelf, QueuedStorage, ShelfCounts
-from serinus.pool.storage.memory import MemoryStorage, PageDict
 
 __all__ = [
     "Disk",
     "FileEntry",
     "FileStorage",
     "FileSystem",
-    "MemoryStorage",
-    "PageDict",
     "PageFiles",
     "PageShelf",
     "QueuedStorage",

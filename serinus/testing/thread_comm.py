@@ -1,4 +1,4 @@
-"""ThreadComm: ranks as threads of one process. For tests, which need no processes to prove that ranks add up."""
+"""ThreadComm: the Comm of ranks that are threads of one process, which is enough to prove that they add up."""
 
 from __future__ import annotations
 
