@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,48 +190,34 @@ def _chat(out: Console, client: OpenAI, max_tokens: int) -> Told:
     """One chat, streamed to the terminal."""
     question = "What do you sing about today?"
     out.print(f"[bold cyan]chat[/] [dim]system: {len(_SYSTEM)} characters about canaries[/] user: {question}")
-    clock = WallClock()
-    began = clock.now()
-    stream = client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}],
-        stream=True,
-        stream_options={"include_usage": True},
-        max_tokens=max_tokens,
-        temperature=0.7,
-        seed=1,
-        extra_body={"ignore_eos": True},
-    )
-    pieces = ((part.choices[0].delta.content if part.choices else None, part.usage) for part in stream)
-    return _stream(out, "chat", pieces, began)
+    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
+    ask = partial(client.chat.completions.create, messages=messages, temperature=0.7, seed=1)
+    return _stream(out, "chat", ask, lambda choice: choice.delta.content, max_tokens)
 
 
 def _complete(out: Console, client: OpenAI, max_tokens: int) -> Told:
     """One completion, streamed to the terminal."""
     out.print(f"[bold cyan]completion[/] {_STORY[:102].strip()}...")
+    ask = partial(client.completions.create, prompt=_STORY, temperature=0.0)
+    return _stream(out, "completion", ask, lambda choice: choice.text, max_tokens)
+
+
+def _stream(
+    out: Console, what: str, ask: Callable[..., Any], text_of: Callable[[Any], str | None], max_tokens: int
+) -> Told:
+    """Ask for a stream and print it as it comes; what was seen. Raises DemoFailed where nothing comes."""
     clock = WallClock()
-    began = clock.now()
-    stream = client.completions.create(
+    began, first = clock.now(), 0.0
+    usage: Any = None
+    for part in ask(
         model="demo",
-        prompt=_STORY,
         stream=True,
         stream_options={"include_usage": True},
         max_tokens=max_tokens,
-        temperature=0.0,
         extra_body={"ignore_eos": True},
-    )
-    pieces = ((part.choices[0].text if part.choices else None, part.usage) for part in stream)
-    return _stream(out, "completion", pieces, began)
-
-
-def _stream(out: Console, what: str, pieces: Any, began: float) -> Told:
-    """Print pieces as they come; what was seen. Raises DemoFailed where nothing comes."""
-    clock = WallClock()
-    first = 0.0
-    usage: Any = None
-    for text, used in pieces:
-        usage = used or usage
-        if text:
+    ):
+        usage = part.usage or usage
+        if part.choices and (text := text_of(part.choices[0])):
             first = first or clock.now()
             out.print(text, end="", style="green", markup=False, highlight=False, soft_wrap=True)
     out.print()

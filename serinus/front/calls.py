@@ -111,7 +111,7 @@ class Event:
 class Call:
     """The sequences of one HTTP request, submitted together and read through one queue."""
 
-    __slots__ = ("_client", "_clock", "_metrics", "_open", "_start", "queue", "request_id", "sequences")
+    __slots__ = ("_client", "_clock", "_metrics", "_open", "_start", "asks", "queue", "request_id", "sequences")
 
     def __init__(
         self,
@@ -129,7 +129,9 @@ class Call:
         self._clock = clock
         self._metrics = metrics
         self._start = start
+        self.asks = tuple(asks)
         self.sequences: list[SequenceState] = []
+        """The answers: those to the first prompt, then those to the next."""
         count = sum(ask.sampling.n for ask in asks)
         for ask in asks:
             for choice in range(ask.sampling.n):
@@ -155,26 +157,23 @@ class Call:
             raise BadRequest("priority", priority, "an integer of 32 bits, higher = kept longer")
         if len(prefill_address) > _NAME_MAX:
             raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
-        requests: list[Request] = []
-        position = 0
-        choice = 0
-        for sequence in self.sequences:
-            ask = sequence.ask
-            seed = seeds[position] if choice == 0 else splitmix64((seeds[position] + choice) & MASK64) >> 1
-            choice += 1
-            if choice == ask.sampling.n:
-                position, choice = position + 1, 0
-            requests.append(
-                Request(
-                    rid=sequence.rid,
-                    prompt=np.asarray(ask.prompt, dtype=np.int32),
-                    sampling=replace(ask.sampling, n=1, stop=()),
-                    seed=seed,
-                    cache_salt=cache_salt,
-                    priority=priority,
-                    prefill_address=prefill_address,
-                )
+        choices = [
+            (ask, seed if choice == 0 else splitmix64((seed + choice) & MASK64) >> 1)
+            for ask, seed in zip(self.asks, seeds, strict=True)
+            for choice in range(ask.sampling.n)
+        ]
+        requests = [
+            Request(
+                rid=sequence.rid,
+                prompt=np.asarray(ask.prompt, dtype=np.int32),
+                sampling=replace(ask.sampling, n=1, stop=()),
+                seed=seed,
+                cache_salt=cache_salt,
+                priority=priority,
+                prefill_address=prefill_address,
             )
+            for sequence, (ask, seed) in zip(self.sequences, choices, strict=True)
+        ]
         self.queue = self._client.submit(requests)
         return self.queue
 
@@ -238,7 +237,7 @@ class Call:
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts, each counted once however many answers it has."""
-        return sum(len(ask.prompt) for ask in {id(s.ask): s.ask for s in self.sequences}.values())
+        return sum(len(ask.prompt) for ask in self.asks)
 
     @property
     def completion_tokens(self) -> int:

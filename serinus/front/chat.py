@@ -82,8 +82,6 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     body = await front.read(exchange, ChatBody)
     front.check_model(body.model)
     params = from_chat(body)
-    if params.n > front.settings.n_max:
-        raise BadRequest("n", params.n, f"at most {front.settings.n_max}")
     tokenizer = await front.tokenizer("messages")
     text = render_chat(
         tokenizer,

@@ -26,10 +26,7 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     if body.echo and front.settings.skip_tokenizer_init:
         raise BadRequest("echo", True, "nothing: this server runs without a tokenizer")
     prompts = prompts_of("prompt", body.prompt)
-    if len(prompts) * params.n > front.settings.n_max:
-        raise BadRequest(
-            "n", params.n, f"at most {front.settings.n_max} sequences in all, n times {len(prompts)} prompts"
-        )
+    front.check_count(len(prompts) * params.n)
     special = body.add_special_tokens is not False
     encoded = await front.encode("prompt", prompts, add_special_tokens=special)
     asks = [

@@ -41,12 +41,12 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
     front.check_model(body.model)
     field, prompts, single = _prompts(body)
     count = len(prompts)
+    front.check_count(count)
     samplings = _spread("sampling_params", body.sampling_params, count, NativeSampling())
     rids = _spread("rid", body.rid, count, "") if isinstance(body.rid, list) or count == 1 else [""] * count
     request_id = body.rid if isinstance(body.rid, str) and count > 1 else rids[0] if single and rids[0] else new_rid()
     wanted = _logprob_requests(body, count)
     asks: list[Ask] = []
-    total = 0
     encoded = await front.encode(field, prompts)
     for prompt, ids, sampling, rid, want in zip(prompts, encoded, samplings, rids, wanted, strict=True):
         refuse_unsupported(sampling)
@@ -56,9 +56,6 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
             top_logprobs_num=want.top,
             prompt_logprobs=want.prompt_from >= 0,
         )
-        total += params.n
-        if total > front.settings.n_max:
-            raise BadRequest("n", params.n, f"at most {front.settings.n_max} sequences in all (n times prompts)")
         asks.append(await front.ask(field, prompt, params, limit_field="max_new_tokens", ids=ids, rid=rid))
     for ask, want in zip(asks, wanted, strict=True):
         if want.prompt_from > len(ask.prompt):
@@ -67,7 +64,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
     async with front.calling(
         exchange, asks, request_id=request_id, start=start, cache_salt=salt, priority=body.priority
     ) as call:
-        single = single and total == 1
+        single = single and len(call.sequences) == 1
         renderer = _NativeRenderer(front, call, wanted, body, await front.tokenizer_or_none(), start, single)
         if body.stream:
             await renderer.stream(exchange)
@@ -138,8 +135,8 @@ class _NativeRenderer:
         self._start = start
         self._single = single
         self._texts = bool(body.return_text_in_logprobs)
-        by_ask = {id(ask): want for ask, want in zip(_asks(call), wanted, strict=True)}
-        self._wanted = [by_ask[id(sequence.ask)] for sequence in call.sequences]
+        pairs = zip(call.asks, wanted, strict=True)
+        self._wanted = [want for ask, want in pairs for _ in range(ask.sampling.n)]
 
     def answer(self, sequence: SequenceState) -> dict[str, Any]:
         """The answer so far, whole."""
@@ -186,7 +183,3 @@ class _NativeRenderer:
                 shown["index"] = sequence.index
             chunks.append(event(shown))
         return b"".join(chunks)
-
-
-def _asks(call: Call) -> list[Ask]:
-    return list({id(sequence.ask): sequence.ask for sequence in call.sequences}.values())

@@ -164,6 +164,11 @@ class Front:
         if model is not None and model != name:
             raise UnknownModel(f"model: got {model[:200]!r}, expected {name!r}")
 
+    def check_count(self, count: int) -> None:
+        """Raise BadRequest where one request asks for so many sequences. Called before its prompts are tokenized."""
+        if count > self.settings.n_max:
+            raise BadRequest("n", count, f"at most {self.settings.n_max} sequences (n times prompts)")
+
     def seed(self, params: SamplingParams) -> int:
         """The client's seed, or one drawn for it."""
         return self._rng.getrandbits(63) if params.seed is None else params.seed
@@ -209,8 +214,7 @@ class Front:
         Raises BadRequest, EngineDown, CapacityError.
         """
         count = sum(ask.sampling.n for ask in asks)
-        if count > self.settings.n_max:
-            raise BadRequest("n", count, f"at most {self.settings.n_max} sequences (n times prompts)")
+        self.check_count(count)
         call = Call(
             asks,
             request_id=request_id,

@@ -45,6 +45,13 @@ def test_a_batch_is_answered_in_order(front: RunningFront) -> None:
     assert isinstance(front.post("/generate", {"text": ["one"], "sampling_params": GREEDY}).json(), list)
 
 
+def test_more_sequences_than_one_request_may_have_are_refused(front: RunningFront) -> None:
+    for body in ({"text": ["x"] * 129}, {"text": ["x"] * 3, "sampling_params": [{"n": 60}, {"n": 60}, {"n": 60}]}):
+        response = front.post("/generate", body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert "expected at most 128 sequences" in response.json()["error"]["message"]
+
+
 def test_several_answers_of_one_prompt_are_a_list(front: RunningFront) -> None:
     answers = front.post("/generate", {"text": "x", "sampling_params": {"n": 2, "max_new_tokens": 8}}).json()
     assert len(answers) == 2
