@@ -49,6 +49,7 @@ class Backups:
         self._policy = policy
         self._submit = submit
         self._wait = wait
+        self._parts = self._tree.parts
         size = self._tree.page_size
         self._piece_pages = -(-PIECE_TOKENS // size)
         self._window_pages = {part: -(-window // size) for part, window in pools.rules}
@@ -69,16 +70,17 @@ class Backups:
     def clean(self, node: Node) -> bool:
         """Whether the host has all that the device has of the node."""
         host = node.host
-        if not len(host[FULL]):
-            return False
-        return all(len(host[part]) or not len(node.device[part]) for part, _ in self._pools.rules)
+        for part in self._parts:
+            if not len(host[part]) and len(node.device[part]):
+                return False
+        return len(host[FULL]) > 0
 
     # The dirty queue
 
     def used(self, nodes: Iterable[Node]) -> None:
         """A request published or matched these nodes: those that the policy now wants on the host are queued."""
         for node in nodes:
-            if not node.wanted and len(node.device[FULL]) and self._policy.due(node) and not self.clean(node):
+            if not node.wanted and self._policy.due(node) and not self.clean(node) and len(node.device[FULL]):
                 node.wanted = IF_ROOM
                 self._dirty.append(node)
 

@@ -40,7 +40,8 @@ class EvictionQueue:
         """Whether a node belongs here; dead nodes never do."""
         self.bit = bit
         """Its bit in `Node.queued`."""
-        self._heap: list[tuple[tuple[int, int], int, Node]] = []
+        self._heap: list[tuple[int, int, int, Node]] = []
+        """Ranks, each with a number that makes it distinct. Flat, as most of a push or pop is comparing entries."""
         self._sequence = 0
 
     def push(self, node: Node) -> None:
@@ -48,27 +49,26 @@ class EvictionQueue:
         if not node.queued & self.bit:
             node.queued |= self.bit
             self._sequence += 1
-            heappush(self._heap, (self.rank(node), self._sequence, node))
+            heappush(self._heap, (*self.rank(node), self._sequence, node))
 
     def first(self) -> Node | None:
         """The node of lowest rank that may go, left in the queue; None if there is none."""
         heap = self._heap
         while heap:
-            rank, _, node = heap[0]
+            first, second, _, node = heap[0]
             if not self.may_go(node):
-                heappop(heap)
-                node.queued &= ~self.bit
+                self.pop()
                 continue
-            now = self.rank(node)
-            if now == rank:
+            rank = self.rank(node)
+            if rank == (first, second):
                 return node
             self._sequence += 1
-            heapreplace(heap, (now, self._sequence, node))
+            heapreplace(heap, (*rank, self._sequence, node))
         return None
 
     def pop(self) -> None:
         """Take out what `first` returned."""
-        heappop(self._heap)[2].queued &= ~self.bit
+        heappop(self._heap)[3].queued &= ~self.bit
 
     def take(self, count: int) -> list[Node]:
         """Take out the `count` lowest, lowest first; push back those that stay."""
@@ -83,13 +83,13 @@ class EvictionQueue:
 
     def clear(self) -> None:
         """Drop all entries of this queue."""
-        for _, _, node in self._heap:
-            node.queued &= ~self.bit
+        for entry in self._heap:
+            entry[3].queued &= ~self.bit
         self._heap.clear()
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int], Node]]:
         """Entries, current and old, in no order; for `sanity_check`."""
-        return ((rank, node) for rank, _, node in self._heap)
+        return (((first, second), node) for first, second, _, node in self._heap)
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NoReturn
@@ -66,17 +66,18 @@ LEGAL_MOVES: Mapping[PageState, frozenset[PageState]] = {
 """From each state, where a page may go. Out of FREE only through `take`, which reads the free stack."""
 
 FREE_OWNER: Owner = 0
+_REQUEST, _TREE, _COPY = int(PageState.REQUEST), int(PageState.TREE), int(PageState.COPY)  # members are slow to look up
 _LEGAL = [[PageState(target) in LEGAL_MOVES[PageState(source)] for target in PageState] for source in PageState]
 
 
 def tree_owner(node_id: int) -> Owner:
     """The owner code of tree node `node_id` (> 0)."""
-    return node_id << STATE_BITS | PageState.TREE
+    return node_id << STATE_BITS | _TREE
 
 
 def copy_owner(op_id: int) -> Owner:
     """The owner code of copy `op_id` (> 0)."""
-    return op_id << STATE_BITS | PageState.COPY
+    return op_id << STATE_BITS | _COPY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,8 @@ class PageLedger:
         self._iota: NDArray[np.int64] = np.arange(page_count, dtype=np.int64)
         self._mark_P: NDArray[np.int64] = np.zeros(page_count, np.int64)
         self._stack: Pages = np.arange(page_count - 1, -1, -1, dtype=np.int32)
-        self._free = page_count - 1
+        self.free_pages = page_count - 1
+        """Pages that can be handed out now; read it, never write it."""
         self._count = [0] * len(PageState)
         self._count[PageState.FREE] = page_count - 1
         self._operation = 1
@@ -127,11 +129,6 @@ class PageLedger:
         self._rid_of: dict[int, str] = {}
         self._pages_of: dict[int, int] = {}
         self._next_number = 1
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that can be handed out now."""
-        return self._free
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -147,8 +144,8 @@ class PageLedger:
         """How many pages are in each state."""
         count = self._count
         return PageCounts(
-            free=self._free,
-            parked=count[PageState.FREE] - self._free,
+            free=self.free_pages,
+            parked=count[PageState.FREE] - self.free_pages,
             request=count[PageState.REQUEST],
             tree=count[PageState.TREE],
             copy=count[PageState.COPY],
@@ -166,12 +163,12 @@ class PageLedger:
             self._number_of[rid] = number
             self._rid_of[number] = rid
             self._pages_of[number] = 0
-        return number << STATE_BITS | PageState.REQUEST
+        return number << STATE_BITS | _REQUEST
 
     def owner_rid(self, page: int) -> str:
         """The request that owns `page`. Raises InvariantError if none does."""
         owner = int(self.owner_P[page])
-        if owner & STATE_MASK != PageState.REQUEST:
+        if owner & STATE_MASK != _REQUEST:
             raise InvariantError(
                 f"cache: O1 page {page} is {self.describe(owner)}, expected a request's; {self.history(page)}"
             )
@@ -188,7 +185,7 @@ class PageLedger:
         if number is None:
             return
         if self._pages_of[number]:
-            owner = number << STATE_BITS | PageState.REQUEST
+            owner = number << STATE_BITS | _REQUEST
             lost = np.flatnonzero(self.owner_P == owner)
             raise InvariantError(
                 f"cache: O3 request {rid} ended and still owns pages {lost[:16].tolist()} ({len(lost)} of them),"
@@ -203,17 +200,20 @@ class PageLedger:
 
         Raises InvariantError if there are fewer than `count`: look at `free_pages` first.
         """
-        self._check_legal(FREE_OWNER, owner, verb)
-        left = self._free - count
+        if not _LEGAL[FREE_OWNER][owner & STATE_MASK]:
+            self._refuse(FREE_OWNER, owner, verb)
+        left = self.free_pages - count
         if left < 0 or count < 0:
-            raise InvariantError(f"cache: {count} pages to take, expected between 0 and the {self._free} free ones")
-        pages = self._stack[left : self._free][::-1].copy()
+            raise InvariantError(
+                f"cache: {count} pages to take, expected between 0 and the {self.free_pages} free ones"
+            )
+        pages = self._stack[left : self.free_pages][::-1].copy()
         index = pages.astype(np.intp)
         self._check_owner(index, FREE_OWNER, owner, verb)
         if self.held_count and np.count_nonzero(self.hold_P[index]):
             page = int(pages[np.flatnonzero(self.hold_P[index])[0]])
             raise InvariantError(f"cache: page {page} is held, expected no holds when handed out; {self.history(page)}")
-        self._free = left
+        self.free_pages = left
         self.owner_P[index] = owner
         self._record(index, FREE_OWNER, owner, verb)
         return pages
@@ -224,9 +224,9 @@ class PageLedger:
         Raises InvariantError, with nothing changed, for a page with another owner, a page listed twice, or a move
         that LEGAL_MOVES does not have. Pages that become free go onto the stack unless they are held.
         """
-        if source & STATE_MASK == PageState.FREE:
-            raise InvariantError(f"cache: {verb} moves pages out of FREE, expected that only by take")
-        self._check_legal(source, target, verb)
+        state = source & STATE_MASK
+        if state == FREE_OWNER or not _LEGAL[state][target & STATE_MASK]:
+            self._refuse(source, target, verb)
         if not len(pages):
             return
         index = self._index(pages)
@@ -237,22 +237,25 @@ class PageLedger:
         if target == FREE_OWNER:
             self._push(pages if not self.held_count else pages[self.hold_P[index] == 0])
 
-    def evict(self, pages: Pages, node_ids: list[int], lengths: list[int]) -> None:
-        """Free the pages of several tree nodes in one move: the first lengths[0] are node_ids[0]'s, and so on."""
-        if not len(pages):
+    def evict(self, taken: Sequence[tuple[int, Pages]]) -> None:
+        """Free pages of several tree nodes, each named by its id, in one move."""
+        if len(taken) == 1:
+            ((node_id, pages),) = taken
+            self.move(pages, tree_owner(node_id), FREE_OWNER, "evict")
             return
+        taken = [(node_id, pages) for node_id, pages in taken if len(pages)]
+        if not taken:
+            return
+        pages = np.concatenate([each for _, each in taken])
         index = self._index(pages)
-        if len(node_ids) == 1:
-            self._check_owner(index, tree_owner(node_ids[0]), FREE_OWNER, "evict")
-        else:
-            expected = np.repeat(np.array(node_ids, np.int64) << STATE_BITS | PageState.TREE, lengths)
-            wrong = self._owners(index) != expected
-            if np.count_nonzero(wrong):
-                first = int(wrong.argmax())
-                self._check_owner(index[first : first + 1], int(expected[first]), FREE_OWNER, "evict")
+        owners = np.repeat([tree_owner(node_id) for node_id, _ in taken], [len(each) for _, each in taken])
+        wrong = self._owners(index) != owners
+        if np.count_nonzero(wrong):
+            first = int(wrong.argmax())
+            self._wrong_owner(int(index[first]), int(owners[first]), FREE_OWNER, "evict")
         self._check_distinct(index, "evict")
         self.owner_P[index] = FREE_OWNER
-        self._record(index, PageState.TREE, FREE_OWNER, "evict")
+        self._record(index, _TREE, FREE_OWNER, "evict")
         self._push(pages if not self.held_count else pages[self.hold_P[index] == 0])
 
     # Holds
@@ -344,11 +347,11 @@ class PageLedger:
             raise InvariantError(f"cache: O4 pages by state are {actual}, expected {expected}")
         if self.owner_P[0] != PageState.PADDING:
             raise InvariantError(f"cache: O6 page 0 is {self.describe(int(self.owner_P[0]))}, expected PADDING")
-        stack = self._stack[: self._free]
+        stack = self._stack[: self.free_pages]
         ready_P = (state_P == PageState.FREE) & (self.hold_P == 0)
         listed_P = np.zeros(self.page_count, np.bool_)
         listed_P[stack] = True
-        if np.count_nonzero(ready_P) != self._free or np.count_nonzero(listed_P != ready_P):
+        if np.count_nonzero(ready_P) != self.free_pages or np.count_nonzero(listed_P != ready_P):
             stack, odd = np.sort(stack), np.flatnonzero(listed_P != ready_P)
             page = int(odd[0]) if len(odd) else int(stack[:-1][stack[1:] == stack[:-1]][0])
             raise InvariantError(
@@ -383,11 +386,9 @@ class PageLedger:
         named = page if page < 1 << 31 else page - (1 << 32)
         raise InvariantError(f"cache: O6 page {named} is named, expected 1 to {self.page_count - 1}")
 
-    def _check_legal(self, source: Owner, target: Owner, verb: str) -> None:
-        if not _LEGAL[source & STATE_MASK][target & STATE_MASK]:
-            raise InvariantError(
-                f"cache: {verb} from {self.describe(source)} to {self.describe(target)} is no legal move"
-            )
+    def _refuse(self, source: Owner, target: Owner, verb: str) -> NoReturn:
+        words = f"{verb} from {self.describe(source)} to {self.describe(target)}"
+        raise InvariantError(f"cache: {words} is no legal move (out of FREE by take alone)")
 
     def _check_owner(self, index: NDArray[np.intp], source: Owner, target: Owner, verb: str) -> None:
         wrong = self._owners(index) != source
@@ -420,9 +421,9 @@ class PageLedger:
         source_state, target_state = source & STATE_MASK, target & STATE_MASK
         self._count[source_state] -= count
         self._count[target_state] += count
-        if source_state == PageState.REQUEST:
+        if source_state == _REQUEST:
             self._pages_of[source >> STATE_BITS] -= count
-        if target_state == PageState.REQUEST:
+        if target_state == _REQUEST:
             self._pages_of[target >> STATE_BITS] += count
         operation = self._operation
         self._operation = operation + 1
@@ -431,9 +432,9 @@ class PageLedger:
 
     def _push(self, pages: Pages) -> None:
         """Put pages on the free stack, so that the next take hands them out in their present order."""
-        end = self._free + len(pages)
-        self._stack[self._free : end] = pages[::-1]
-        self._free = end
+        end = self.free_pages + len(pages)
+        self._stack[self.free_pages : end] = pages[::-1]
+        self.free_pages = end
 
 
 def _second(pair: tuple[PageState, int]) -> int:

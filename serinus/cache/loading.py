@@ -36,14 +36,14 @@ class Loads:
         """What it takes to make the path to `anchor` usable; it stays as it is until the plan is used or dropped."""
         path = Span(anchor, 0).nodes()
         lacking_nodes = lacking(path, anchor.end, self._pools.rules)
-        start = min(node.start for nodes in lacking_nodes for node in nodes)
+        starts = [nodes[-1].start for nodes in lacking_nodes if nodes]  # paths run towards the root
         for window in self._windows.all:
             first = window.start(anchor.end)
-            start = min([start, *(node.start for node in path if node.end > first)])
-        lease.plan = Span(anchor, start)
+            starts += [node.start for node in path if node.end > first][-1:]
+        lease.plan = Span(anchor, min(starts))
         self._tree.pin(anchor)
         self._tree.set_plan(lease.plan, 1)
-        return LoadPlan(end=anchor.end, pages=self._counts(lacking_nodes), tokens=anchor.end - lease.end)
+        return LoadPlan(anchor.end, self._counts(lacking_nodes), anchor.end - lease.end)
 
     def drop_plan(self, lease: Lease) -> None:
         """The lease will not load."""
@@ -60,7 +60,7 @@ class Loads:
 
     def _counts(self, lacking_nodes: list[list[Node]]) -> tuple[int, ...]:
         parts = zip(self._tree.parts, lacking_nodes, strict=True)
-        return tuple(sum(len(node.host[part]) for node in nodes) for part, nodes in parts)
+        return tuple([sum([len(node.host[part]) for node in nodes]) for part, nodes in parts])
 
     # Loads
 
@@ -73,10 +73,10 @@ class Loads:
         assert plan is not None, f"cache: {lease} has no plan to load"
         path = Span(plan.anchor, 0).nodes()[::-1]
         lacking_nodes = lacking(path, plan.anchor.end, self._pools.rules)
-        start = min((node.start for nodes in lacking_nodes for node in nodes), default=0)
-        copy = Copy(self._table.take_op(), MoveKind.LOAD, Span(plan.anchor, start))
-        if not any(lacking_nodes):
+        starts = [nodes[0].start for nodes in lacking_nodes if nodes]
+        if not starts:
             return self._grow(rid, lease, path, 0), None
+        copy = Copy(self._table.take_op(), MoveKind.LOAD, Span(plan.anchor, min(starts)))
         self._table.begin(copy)
         for part, nodes in zip(self._tree.parts, lacking_nodes, strict=True):
             if nodes:
@@ -96,13 +96,10 @@ class Loads:
 
     def _grow(self, rid: str, lease: Lease, path: list[Node], op: int) -> Loaded:
         """The lease ends where its plan does; the plan is used up."""
-        plan, old, size = lease.plan, lease.anchor, self._tree.page_size
+        plan, old = lease.plan, lease.anchor
         assert plan is not None, f"cache: {lease} has no plan to load"
         end, old_end = plan.anchor.end, old.end
-        spans = []
-        for part, pool in self._pools.device.items():
-            window = self._windows.by_part.get(part)
-            spans.append(pool.span(path, old_end if window is None else window.start(end), size))
+        spans = self._pools.read(path, old_end, end)
         self._tree.pin(plan.anchor)
         self._windows.advance(lease, end)
         lease.anchor = plan.anchor
@@ -110,7 +107,7 @@ class Loads:
         self._tree.unpin(old)
         self.drop_plan(lease)
         lease.rid = rid
-        return Loaded(length=end, spans=tuple(spans), op=op)
+        return Loaded(length=end, spans=spans, op=op)
 
     def end(self, copy: Copy, *, ok: bool) -> None:
         """A load has ended: its pages are the tree's, or its nodes leave the tree."""

@@ -28,23 +28,18 @@ class Matcher:
         path = found.path
         if found.partial is not None and found.end in (usable.device, usable.total):
             path.append(self._pools.split(found.partial, found.end).upper)
-        ends = {node.end: node for node in path}
         for node in path:
             node.uses += 1
         if self._pools.host:
             self._tiers.backups.used(path)
-        lease = self.lease(ends.get(usable.device, root), priority)
-        nodes, size, end = [node for node in path if node.end <= usable.device], self._tree.page_size, usable.device
-        spans = []
-        for part, pool in self._pools.device.items():
-            window = self._windows.by_part.get(part)
-            spans.append(pool.span(nodes, 0 if window is None else window.start(end), size))
-        self._windows.advance(lease, end)
-        self._windows.pin(lease, 0)
+        nodes = path if usable.device == found.end else [node for node in path if node.end <= usable.device]
+        lease = self.lease(nodes[-1] if nodes else root, priority)
+        spans = self._pools.read(nodes, 0, usable.device)
+        self._windows.begin(lease)  # may cut one of the nodes
         load: LoadPlan | None = None
         if usable.total > usable.device:
-            load = self._tiers.loads.plan(lease, ends[usable.total])
-        return Match(lease=lease, length=usable.device, spans=tuple(spans), load=load)
+            load = self._tiers.loads.plan(lease, next(node for node in path if node.end == usable.total))
+        return Match(lease, usable.device, spans, load)
 
     def lease(self, anchor: Node, priority: int) -> Lease:
         """A hit that ends with `anchor`."""

@@ -11,10 +11,23 @@ from numpy.typing import NDArray
 from serinus.cache.ledger import Pages
 from serinus.core.parts import Part
 
-__all__ = ["FULL", "NO_PAGES", "TOKEN_BYTES", "WHOLE", "Lease", "LeaseWindow", "Node", "Span", "Tier"]
+__all__ = [
+    "FULL",
+    "NO_PAGES",
+    "TOKEN_BYTES",
+    "WHOLE",
+    "Lease",
+    "LeaseWindow",
+    "Node",
+    "PartPages",
+    "Span",
+    "Tier",
+]
 
 TOKEN_BYTES = 4
 NO_PAGES: Pages = np.empty(0, np.int32)
+PartPages = tuple[Pages, ...]
+"""By part, with an entry for each number up to the highest part of the cache. Never empty: index FULL is there."""
 FAR = 1 << 62
 WHOLE: Final = 1 << 62
 """The window of a part that must cover the whole prefix: longer than any sequence."""
@@ -37,19 +50,20 @@ class Node:
     """A span of tokens that always comes after the same prefix, and the pages that hold its KV, by tier and part.
 
     `start` and `end` are absolute positions: they survive splits, so positions that were noted elsewhere stay right.
-    Lists by part have an entry for each number up to the highest part of the cache. A part that has nothing for this
-    span on a tier has an empty array there; FULL on the device without a part of a sliding window is a tombstone.
+    A part that has nothing for this span on a tier has an empty array there; FULL on the device without a part of a
+    sliding window is a tombstone. Tuples by part are never written, but replaced: nodes share those that say nothing.
     """
 
     __slots__ = (
         "alive", "born", "busy", "children", "device", "device_children", "end", "hashes", "held", "hit_count",
         "hits_given", "host", "id", "key", "last_use", "leases", "loading", "parent", "pins", "priority", "queued",
-        "start", "storing", "tokens", "uses", "wanted", "window_pins", "window_use",
+        "start", "storing", "tokens", "uses", "wanted", "window_pins",
+        "window_use",
     )  # fmt: skip
 
     def __init__(
-        self, *, node_id: int, parent: Node | None, tokens: memoryview, device: list[Pages], host: list[Pages],
-        start: int, key: bytes, born: int,
+        self, *, node_id: int, parent: Node | None, tokens: memoryview, device: PartPages, host: PartPages,
+        start: int, key: bytes, born: int, held: tuple[int, ...], windows: int,
     ) -> None:  # fmt: skip
         self.id = node_id
         """Its name in the ledgers. A split may give it to the other half."""
@@ -64,16 +78,16 @@ class Node:
         self.device_children = 0
         """Children with FULL on the device: without any, this node is where FULL on the device ends."""
         self.device = device
-        """By part, its pages on the device, one per page_size tokens; views of what was inserted."""
+        """Its pages on the device, one per page_size tokens; views of what was inserted."""
         self.host = host
-        """By part, its pages on the host; never without FULL there."""
+        """Its pages on the host; never without FULL there."""
         self.pins = 0
         """Leases on this node plus its pinned children; above 0 it stays."""
         self.leases = 0
         """Leases anchored here, and plans to load up to here."""
-        self.window_pins = [0] * len(device)
+        self.window_pins = [0] * windows
         """By part with a window, leases whose window reaches this node: its device pages of that part stay."""
-        self.window_use = [born] * len(device)
+        self.window_use = [born] * windows
         """By part with a window, the latest operation whose window reached this node."""
         self.busy = 0
         """Copies and load plans over this span: nothing of it goes before they end."""
@@ -81,7 +95,7 @@ class Node:
         """Storage writes that read its host pages: giving those up would free nothing."""
         self.loading = 0
         """Bit per part: its device pages are being filled, and still in state COPY."""
-        self.held = [0] * len(device)
+        self.held = held
         """By part, device pages of this node with holds: evicting the node would not make them free."""
         self.born = born
         """Operation that made it."""
@@ -144,8 +158,8 @@ class LeaseWindow:
 
     __slots__ = ("edge", "first", "want")
 
-    def __init__(self) -> None:
-        self.want = 0
+    def __init__(self, want: int) -> None:
+        self.want = want
         """First position whose KV of this part the request still reads."""
         self.first = FAR
         """Nodes of the path that start here or later carry a window pin of this lease."""
@@ -162,7 +176,7 @@ class Lease:
 
     __slots__ = ("anchor", "live", "plan", "priority", "rid", "sound_end", "windows")
 
-    def __init__(self, anchor: Node, priority: int = 0, windows: int = 0) -> None:
+    def __init__(self, anchor: Node, priority: int = 0) -> None:
         self.anchor = anchor
         """The node that ends where the lease ends."""
         self.live = True
@@ -171,7 +185,7 @@ class Lease:
         self.priority = priority
         self.sound_end: int | None = None
         """Where its KV stops being good because a load failed; None = it is all good."""
-        self.windows = [LeaseWindow() for _ in range(windows)] if windows else []
+        self.windows: tuple[LeaseWindow, ...] = ()
         """One for each part with a window, in the order of the parts."""
         self.plan: Span | None = None
         """Nodes that a load would fill: kept as they are until the plan is used or dropped."""

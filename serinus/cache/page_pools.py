@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serinus.cache.coverage import window_start
 from serinus.cache.events import EventLog
 from serinus.cache.keys import PageKeys
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, PageLedger, Pages, PageState, tree_owner
-from serinus.cache.node import FULL, NO_PAGES, Node, Tier
+from serinus.cache.node import FULL, NO_PAGES, WHOLE, Node, Tier
 from serinus.cache.results import CacheGeometry
 from serinus.cache.sweep import SweepIndex
 from serinus.cache.tree import RadixTree, Split, Victims
@@ -35,16 +36,6 @@ class PagePool:
         """What `node` has here."""
         return (node.host if self.tier else node.device)[self.part]
 
-    def span(self, nodes: Sequence[Node], position: int, page_size: int) -> PageSpan:
-        """What consecutive nodes of a path have here from the page of `position` on (none of them = nothing)."""
-        first = position // page_size
-        reached = [node for node in nodes if node.end > position] if position else nodes
-        if not reached:
-            return PageSpan(part=self.part, first=first, pages=NO_PAGES)
-        part, host = int(self.part), self.tier is Tier.HOST
-        pages = np.concatenate([(node.host if host else node.device)[part] for node in reached])
-        return PageSpan(part=self.part, first=first, pages=pages[first - reached[0].start // page_size :])
-
     def __str__(self) -> str:
         return f"{self.tier.name.lower()} {self.part.name} pages"
 
@@ -57,7 +48,7 @@ class PagePools:
         self.keys = keys
         self.events = events
         self.rules = geometry.rules
-        """Parts beside FULL, each with its window, or WHOLE."""
+        """The parts, FULL first, each with its window, or WHOLE."""
         self.read_batch_pages = geometry.read_batch_pages
         """Pages of one storage read at most."""
         self.all = {
@@ -68,6 +59,7 @@ class PagePools:
         """The device's pools by part."""
         self.host: dict[int, PagePool] = {part: pool for (tier, part), pool in self.all.items() if tier}
         """By part; empty without a host tier."""
+        self._no_spans = tuple([PageSpan(pool.part, 0, NO_PAGES) for pool in self.device.values()])
         self.full = self.device[FULL]
         """FULL on the device: the pool that the tree is built on."""
         self.plain = len(self.all) == 1
@@ -75,6 +67,21 @@ class PagePools:
 
     def __iter__(self) -> Iterator[PagePool]:
         return iter(self.all.values())
+
+    def read(self, nodes: Sequence[Node], low: int, end: int) -> tuple[PageSpan, ...]:
+        """The device pages of a path up to `end`, of each part from position `low` on; of a part with a window those
+        that computing position `end` reads."""
+        if not nodes:
+            return self._no_spans
+        spans, size = [], self.tree.page_size
+        for part, window in self.rules:
+            start = low if window == WHOLE else window_start(end, window)
+            found = [node.device[part] for node in nodes if node.end > start]
+            first, pages = start // size, np.concatenate(found) if found else NO_PAGES
+            if window != WHOLE:  # it may begin within a node
+                pages = pages[len(pages) - end // size + first :]
+            spans.append(PageSpan(self.device[part].part, first, pages))
+        return tuple(spans)
 
     def grow(self, parent: Node, tokens: memoryview, fresh: Pages, owner: Owner) -> Node:
         """A new leaf with device FULL pages that `owner` gives."""
@@ -121,8 +128,8 @@ class PagePools:
         if not len(pages):
             return pages
         self.tree.put(node, pool.tier, pool.part, NO_PAGES)
-        if pool.tier is Tier.DEVICE and node.held[pool.part]:
-            self.tree.set_held(node, pool.part, 0)
+        if pool.tier is Tier.DEVICE and any(node.held):
+            self.recount(node)
         if pool is not self.full:
             for child in node.children.values():
                 below = pool.of(child)
@@ -151,43 +158,32 @@ class PagePools:
             if len(pages) and (pool.tier or not moved.loading & 1 << pool.part):
                 pool.ledger.move(pages, source, target, "split")
         if any(node.held):
-            self._recount_split(split)
+            self.recount(split.upper)
+            self.recount(split.lower)
         if not self.plain:
             self.tree.requeue(split.upper)
         return split
 
-    def _recount_split(self, split: Split) -> None:
-        """Both halves together count as many held pages as before: no total changes."""
-        for half in (split.upper, split.lower):
-            for part, pool in self.device.items():
-                half.held[part] = int(np.count_nonzero(pool.ledger.hold_P[half.device[part]]))
-
     def recount(self, node: Node) -> None:
         """Holds on a node's device pages began or ended."""
+        held = [0] * len(node.device)
         for part, pool in self.device.items():
-            held = int(np.count_nonzero(pool.ledger.hold_P[node.device[part]]))
-            if held != node.held[part]:
-                self.tree.set_held(node, part, held)
+            held[part] = int(np.count_nonzero(pool.ledger.hold_P[node.device[part]]))
+        self.tree.set_held(node, tuple(held))
 
-    def apply(self, victims: Victims) -> int:
-        """Free what an eviction took from a cache without a host tier; returns how many FULL pages that were."""
-        for pool, gone in zip(self.device.values(), victims.parts, strict=True):
-            if gone.pages:
-                pages = gone.pages[0] if len(gone.pages) == 1 else np.concatenate(gone.pages)
-                pool.ledger.evict(pages, gone.node_ids, gone.lengths)
+    def apply(self, victims: Victims) -> None:
+        """Free what an eviction took from a cache without a host tier."""
+        for part, pool in self.device.items():
+            pool.ledger.evict([(node_id, pages[part]) for node_id, pages in victims.taken])
         if self.events is not None:
             for hashes in victims.hashes:
                 self.events.removed(hashes, Tier.DEVICE)
-        return sum(victims.parts[0].lengths)
 
     def clear(self) -> int:
         """Everything leaves the tree and is free; returns how many device FULL pages that were."""
         nodes = self.tree.clear()
         for pool in self.all.values():
-            there = [node for node in nodes if len(pool.of(node))]
-            if there:
-                pages = [pool.of(node) for node in there]
-                pool.ledger.evict(np.concatenate(pages), [n.id for n in there], [len(each) for each in pages])
+            pool.ledger.evict([(node.id, pool.of(node)) for node in nodes])
         if self.events is not None:
             self.events.cleared()
         return sum(len(node.device[FULL]) for node in nodes)

@@ -215,14 +215,12 @@ class Prefetches:
         if count and not self._host.make_room(full, count, must=True):
             self._host.evict(full, count - full.ledger.free_pages)
             count = self._usable(first, min(count, full.ledger.free_pages), done.present)
-        others = [(self._pools.host[part], self._first_needed(first, count, window)) for part, window in self._rules]
-        if count and not all(self._host.make_room(pool, first + count - low, must=True) for pool, low in others):
-            count = 0
-        if not count:
+        needed = [(self._pools.host[part], self._first_needed(first, count, window)) for part, window in self._rules]
+        if not count or not all(self._host.make_room(pool, first + count - low, must=True) for pool, low in needed):
             self._end(prefetch, PrefetchState.MISS)
             return
         prefetch.state = PrefetchState.READ
-        for pool, low in (*others, (full, first)):
+        for pool, low in reversed(needed):  # FULL last: what it brings is of use with the windows at its end alone
             if first + count > low:
                 pages = pool.ledger.take(prefetch.owner, first + count - low, "take for a prefetch")
                 self._read(prefetch, pool.part, low, pages)
@@ -245,13 +243,11 @@ class Prefetches:
     def _usable(self, first: int, count: int, present: Sequence[NDArray[np.bool_]]) -> int:
         """How many of the `count` pages found are usable: a prefix may end only where the storage also has the pages of
         each part's window before its end."""
-        if not self._rules or not count:
-            return count
-        if len(present) <= len(self._rules):
+        if not count or len(present) < len(self._rules):
             return 0
         size, index = self._tree.page_size, np.arange(count)
         usable = np.ones(count, np.bool_)
-        for (_, window), found in zip(self._rules, present[1:], strict=True):
+        for (_, window), found in zip(self._rules, present, strict=True):
             gap = np.maximum.accumulate(np.where(found[:count], -1, index))
             need = np.maximum(0, np.maximum(0, (first + index + 1) * size - window + 1) // size - first)
             usable &= (gap < need) | (need > index)
@@ -263,7 +259,8 @@ class Prefetches:
     def _graft(self, prefetch: Prefetch) -> None:
         """Add the pages that were read, up to the first gap, to the tree as nodes that only the host has."""
         size = self._tree.page_size
-        full = self._arrived(prefetch, Part.FULL)
+        spans = [self._arrived(prefetch, Part(part)) for part, _ in self._rules]
+        full = spans[0]
         first, end = prefetch.first, prefetch.first + len(full.pages)
         if not len(full.pages) or prefetch.grafted:
             return
@@ -277,7 +274,6 @@ class Prefetches:
         if at < first or at >= end:  # the prefix before it is gone, or a request computed it meanwhile
             return
         parent = found.node if found.partial is None else self._pools.split(found.partial, found.end).upper
-        spans = [full, *(self._arrived(prefetch, Part(part)) for part, _ in self._rules)]
         cuts = {min(max(cut, at), end) for span in spans for cut in (span.first, span.end)}
         for low, high in pairwise(sorted({at, end, *cuts})):
             parent = self._hang(prefetch, parent, low, high, spans)
@@ -310,7 +306,7 @@ class Prefetches:
         """Free the pages of answered reads that were not grafted."""
         for batch in prefetch.batches.values():
             if batch.good >= 0 and len(batch.pages):
-                pool = self._pools.all[Tier.HOST, batch.part]
+                pool = self._pools.host[batch.part]
                 mine: Pages = batch.pages[pool.ledger.owner_P[batch.pages] == prefetch.owner]
                 pool.ledger.move(mine, prefetch.owner, FREE_OWNER, "prefetch is over")
                 batch.pages = NO_PAGES

@@ -93,9 +93,13 @@ class PrefixCache:
         self._room = DeviceRoom(self.pools, self.tiers, clock)
         self._matcher = Matcher(self.pools, self.tiers, self._windows)
         self._publisher = Publisher(self.pools, self.tiers, self._windows, enabled=enable_prefix)
-        self._check_committed = self._publisher.check_committed
         self._checks = SanityChecks(self.tree, self.pools, self.tiers)
         self._counters = CacheCounters()
+
+    def _check_committed(self) -> None:
+        pending = self._publisher.pending
+        if pending is not None:
+            raise InvariantError(f"cache: {pending} was dropped, expected commit_row before anything else")
 
     # Counts
 
@@ -203,7 +207,7 @@ class PrefixCache:
         counters.hit_tokens += found.end
         pages = np.concatenate([node.device[FULL] for node in found.path]) if found.path else NO_PAGES
         lease = self._matcher.lease(anchor, priority)
-        return Match(lease=lease, length=found.end, spans=(PageSpan(part=Part.FULL, first=0, pages=pages),))
+        return Match(lease, found.end, (PageSpan(self.pools.full.part, 0, pages),))
 
     def load_back(self, rid: str, lease: Lease, load: LoadPlan) -> Loaded | None:
         """Load what the match found on the host, all or nothing; the lease grows to `load.end`.
@@ -217,10 +221,8 @@ class PrefixCache:
         if lease.plan is None or lease.plan.anchor.end != load.end:
             raise InvariantError(f"cache: {lease} has no plan to load up to {load.end}, expected one from its match")
         counts = self.tiers.loads.needs(lease)
-        if not self._room.fits(counts) or not lease.plan.anchor.alive:
-            return None
-        if not self._room.make(counts) or not lease.plan.anchor.alive:
-            return None  # another load failed while eviction waited for it
+        if not lease.plan.anchor.alive or not self._room.make(counts) or not lease.plan.anchor.alive:
+            return None  # the last: another load failed while eviction waited for it
         return self.tiers.load(rid, lease)
 
     def drop_load(self, lease: Lease) -> None:
@@ -314,7 +316,8 @@ class PrefixCache:
         if lease.plan is not None:
             self.tiers.loads.drop_plan(lease)
         self.tree.touch(lease.anchor, hit=False, priority=lease.priority)
-        self._windows.release(lease)
+        if lease.windows:
+            self._windows.release(lease)
         self.tree.end_lease(lease)
         self.tiers.quarantine.release()
 
@@ -340,8 +343,8 @@ class PrefixCache:
         """
         self._check_committed()
         pool = self.pools.all[tier, part]
-        freed = self.tiers.host.evict(pool, enough) if tier is Tier.HOST else self._room.evict(pool, enough)
-        return Eviction(freed=freed, shortfall=max(0, enough - freed))
+        freed = self.tiers.host.evict(pool, enough) if tier else self._room.evict(pool, enough)
+        return Eviction(freed, max(0, enough - freed))
 
     def poll(self, *, settle: Collection[int] = ()) -> CacheNews:
         """Take the completions of copies and storage, then begin what waits: once per step, first thing.
@@ -433,9 +436,9 @@ class PrefixCache:
         out pages that a lease pins. Pages that a copy still fills are not seen. No Python per token or page.
         """
         pool = self.pools.all[tier, part]
-        arena = self.tree.arena if unlocked_only else None
-        window = part if part in self.tree.windowed else None
-        return pool.sweep.walk(pool.ledger, arena, cursor, budget, window=window)
+        tree = self.tree
+        pins = (lambda node_id: tree.pins_of(tree.arena[node_id], part)) if unlocked_only else None
+        return pool.sweep.walk(pool.ledger, cursor, budget, pins)
 
     def sanity_check(self, rows: Iterable[RowView] | None = None) -> None:
         """Check every invariant that holds between operations; with `rows` also those between rows and pages.

@@ -7,16 +7,17 @@ read the page ids. `finish` does all of it at once, as no row is left that could
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import Owner, Pages
-from serinus.cache.node import FULL, NO_PAGES, Lease, Node
+from serinus.cache.node import FULL, Lease, Node
 from serinus.cache.page_pools import PagePool, PagePools
-from serinus.cache.results import Insertion
+from serinus.cache.results import InsertedPart, Insertion, join
 from serinus.cache.tiers import TierController
 from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
@@ -26,23 +27,20 @@ __all__ = ["Publisher", "token_bytes"]
 
 
 @dataclass(slots=True)
-class _Merge:
+class _Merge(InsertedPart):
     """A request's own pages of one part, on their way into the tree."""
 
     pool: PagePool
     owner: Owner
-    first: int
-    """Index of the first page."""
     pages: Pages
-    canonical: list[Pages] = field(default_factory=list)
-    duplicates: list[Pages] = field(default_factory=list)
+    """Those that the request gives, from `first` on."""
 
     def between(self, low: int, high: int) -> Pages:
         """The pages of these indices. Raises InvariantError where the request did not give them."""
         pages = self.pages[low - self.first : high - self.first]
         if len(pages) != high - low:
             raise InvariantError(
-                f"cache: {len(self.pages)} {self.pool.part.name} pages from page {self.first} on, expected them up to"
+                f"cache: {len(self.pages)} {self.part.name} pages from page {self.first} on, expected them up to"
                 f" page {high}"
             )
         return pages
@@ -57,19 +55,12 @@ class Publisher:
         self._tiers = tiers
         self._windows = windows
         self._enabled = enabled
-        self._parts = tuple(pools.device.items())
-        self._pending: Insertion | None = None
+        self.pending: Insertion | None = None
+        """The last insertion, until its `commit`: nothing else may change the cache before."""
         self.inserted_pages = 0
         """Counter: FULL pages published."""
         self.duplicate_pages = 0
         """Counter: FULL pages that the tree held already."""
-
-    def check_committed(self) -> None:
-        """Raises InvariantError where an insertion still waits for its `commit`."""
-        if self._pending is not None:
-            raise InvariantError(
-                f"cache: {_words(self._pending)} was dropped, expected commit_row before anything else"
-            )
 
     def insert(self, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> Insertion:
         """Publish; see PrefixCache.insert. Raises InvariantError: the spans are not what the lease needs."""
@@ -79,7 +70,7 @@ class Publisher:
         if lease.plan is not None:
             self._tiers.loads.drop_plan(lease)
         insertion, lacks = self._publish(lease, tokens, spans)
-        self._pending = insertion
+        self.pending = insertion
         if lacks:
             raise InvariantError(
                 f"cache: L3 {lacks}; expected own pages, got {[(span.part.name, span.first) for span in spans]}"
@@ -88,26 +79,27 @@ class Publisher:
 
     def commit(self, insertion: Insertion) -> None:
         """Free the duplicates. Raises InvariantError: it is not the insertion that waits for it."""
-        if insertion is not self._pending:
-            raise InvariantError(f"cache: {_words(insertion)} is committed, expected the pending one, {self._pending}")
-        self._pending = None
-        for (part, _), pages in zip(self._parts, insertion.duplicates, strict=True):
-            if len(pages):
-                self.free_own(insertion.rid, part, pages, "free duplicates")
+        if insertion is not self.pending:
+            raise InvariantError(f"cache: {insertion} is committed, expected the pending one, {self.pending}")
+        self.pending = None
+        for each in insertion.parts:
+            if each.duplicates:
+                self.free_own(insertion.rid, each.part, join(each.duplicates), "free duplicates")
 
     def finish(self, rid: str, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> None:
         """Publish what is complete and free the rest; see PrefixCache.finish."""
         self._check_row(rid, lease, spans[0].pages)
-        self._tiers.loads.drop_plan(lease)
+        if lease.plan is not None:
+            self._tiers.loads.drop_plan(lease)
         start, size = lease.end, self._tree.page_size
         low = start // size
-        own = tuple(_behind(span, low) for span in spans)
+        own = [_behind(span, low) for span in spans]
         insertion, _ = self._publish(lease, tokens[start:], own)
         done = insertion.end // size
-        for (part, pool), span, pages in zip(self._parts, own, insertion.duplicates, strict=True):
+        for span, inserted in zip(own, insertion.parts, strict=True):
             tail = span.pages[max(0, done - span.first) :]
-            self.free_own(rid, part, np.concatenate((pages, tail)) if len(pages) else tail, "finish")
-            pool.ledger.forget_request(rid)
+            self.free_own(rid, span.part, join([*inserted.duplicates, tail]), "finish")
+            self._pools.device[span.part].ledger.forget_request(rid)
 
     def free_own(self, rid: str, part: int, pages: Pages, verb: str) -> None:
         """A request gives up pages of its own."""
@@ -135,17 +127,16 @@ class Publisher:
 
         Also says what a window of the lease lacks on the device, if anything: then the caller broke its promise.
         """
-        size, start, given = self._tree.page_size, spans[0].first, spans[0].pages
+        size, low, given = self._tree.page_size, spans[0].first, spans[0].pages
         count = len(tokens) // size
         if len(given) < count:
             raise InvariantError(f"cache: {len(given)} pages for {len(tokens)} tokens, expected {count} or more")
-        usable = self._enabled and lease.sound_end is None
-        count = self._sound_count(spans, count) if usable else 0
+        count = self._sound_count(spans, count) if self._enabled and lease.sound_end is None else 0
         if not count:
-            return self._nothing(lease, start), ""
+            return Insertion(lease.rid, low * size, [InsertedPart(span.part, low, [], []) for span in spans], lease), ""
         if not lease.rid:
             lease.rid = self._pools.full.ledger.owner_rid(int(given[0]))
-        merges = [self._merge_of(lease.rid, span, start, start + count) for span in spans]
+        merges = [self._merge_of(lease.rid, span, low, low + count) for span in spans]
         anchor, nodes = self._place(lease, token_bytes(tokens[: count * size]), merges)
         if self._pools.host:
             self._tiers.backups.used(nodes)
@@ -155,35 +146,20 @@ class Publisher:
         lacks = self._windows.pin(lease, old.end)
         self._tree.unpin(old)
         self._tree.touch(anchor, hit=False, priority=lease.priority)
-        insertion = Insertion(
-            rid=lease.rid,
-            end=(start + count) * size,
-            spans=tuple(
-                [PageSpan(part=merge.pool.part, first=merge.first, pages=_join(merge.canonical)) for merge in merges]
-            ),
-            duplicates=tuple([_join(merge.duplicates) for merge in merges]),
-            lease=lease,
-        )
-        self.inserted_pages += count - len(insertion.duplicates[0])
-        self.duplicate_pages += len(insertion.duplicates[0])
-        return insertion, lacks
-
-    def _nothing(self, lease: Lease, first: int) -> Insertion:
-        """An insertion that published nothing."""
-        spans = tuple(PageSpan(part=pool.part, first=first, pages=NO_PAGES) for _, pool in self._parts)
-        end = first * self._tree.page_size
-        return Insertion(rid=lease.rid, end=end, spans=spans, duplicates=(NO_PAGES,) * len(spans), lease=lease)
+        duplicate_pages = sum(map(len, merges[0].duplicates))
+        self.inserted_pages += count - duplicate_pages
+        self.duplicate_pages += duplicate_pages
+        return Insertion(lease.rid, (low + count) * size, merges, lease), lacks
 
     def _merge_of(self, rid: str, span: PageSpan, low: int, high: int) -> _Merge:
         """The pages [low, high) of one part, or those of them that the request gives: it keeps its own arrays."""
-        pool = self._pools.device[span.part]
-        first = min(max(span.first, low), high)
-        if span.part in self._tree.whole and (span.first != low or span.end < high):
-            raise InvariantError(
-                f"cache: {pool.part.name} pages [{span.first}, {span.end}), expected all of [{low}, {high})"
-            )
-        skipped = first - min(span.first, first)
-        return _Merge(pool, pool.ledger.request_owner(rid), first, span.pages[skipped : skipped + high - first].copy())
+        pool, first, pages = self._pools.device[span.part], span.first, span.pages
+        if first != low or len(pages) != high - low:
+            if span.part in self._tree.whole and (first != low or len(pages) < high - low):
+                raise InvariantError(f"cache: {pool.part.name} pages [{first}, {span.end}), expected [{low}, {high})")
+            given, first = first, min(max(first, low), high)
+            pages = pages[first - min(given, first) : max(0, high - given)]
+        return _Merge(pool.part, first, [], [], pool, pool.ledger.request_owner(rid), pages.copy())
 
     def _sound_count(self, spans: Sequence[PageSpan], count: int) -> int:
         """Of `count` pages, how many come before the first with bytes that were found wrong, in any part."""
@@ -209,7 +185,7 @@ class Publisher:
             path.append(node)
         known = (found.end - start) // tree.page_size
         if not pools.plain:
-            nodes = self._merge(path, merges)
+            nodes = self._merge(path, merges) if path else []
             if known < len(full.pages):
                 nodes += self._grow(node, data, known, merges)
                 node = nodes[-1]
@@ -226,10 +202,12 @@ class Publisher:
     def _merge(self, path: list[Node], merges: list[_Merge]) -> list[Node]:
         """What the tree has of it already: gaps take the request's pages (host-only nodes, tombstones)."""
         size, pools, nodes = self._tree.page_size, self._pools, list[Node]()
+        late = [merge for merge in merges if merge.first > merges[0].first]
+        late.sort(key=attrgetter("first"))
         for node in path:
-            cuts = [m.first * size for m in merges if not len(m.pool.of(node))]
-            for cut in sorted({cut for cut in cuts if node.start < cut < node.end}):
-                nodes.append(pools.split(node, cut).upper)
+            for merge in late:
+                if node.start < merge.first * size < node.end and not len(node.device[merge.part]):
+                    nodes.append(pools.split(node, merge.first * size).upper)
             nodes.append(node)
         for node in nodes:
             node.uses += 1
@@ -239,11 +217,11 @@ class Publisher:
                 if at >= high:
                     continue
                 mine = merge.between(at, high)
-                if len(merge.pool.of(node)):
+                if len(node.device[merge.part]):
                     merge.duplicates.append(mine)
                 else:
                     pools.attach(merge.pool, node, mine, merge.owner, "publish")
-                merge.canonical.append(merge.pool.of(node)[at - low :])
+                merge.canonical.append(node.device[merge.part][at - low :])
         return nodes
 
     def _grow(self, node: Node, data: bytes, known: int, merges: list[_Merge]) -> list[Node]:
@@ -251,7 +229,7 @@ class Publisher:
         stride, pools, full = self._tree.key_bytes, self._pools, merges[0]
         first, end = full.first + known, full.first + len(full.pages)
         grown: list[Node] = []
-        for low, high in pairwise(sorted({first, end, *(min(max(m.first, first), end) for m in merges)})):
+        for low, high in pairwise(sorted({first, end, *[m.first for m in merges if first < m.first < end]})):
             tokens = memoryview(data)[(low - full.first) * stride : (high - full.first) * stride]
             node = pools.grow(node, tokens, full.between(low, high), full.owner)
             full.canonical.append(node.device[FULL])
@@ -259,7 +237,7 @@ class Publisher:
             for merge in merges[1:]:
                 if low >= merge.first:
                     pools.attach(merge.pool, node, merge.between(low, high), merge.owner, "publish")
-                    merge.canonical.append(merge.pool.of(node))
+                    merge.canonical.append(node.device[merge.part])
         return grown
 
 
@@ -274,15 +252,4 @@ def _behind(span: PageSpan, low: int) -> PageSpan:
     """The pages of a span from index `low` on."""
     if span.first >= low:
         return span
-    return PageSpan(part=span.part, first=low, pages=span.pages[low - span.first :])
-
-
-def _words(insertion: Insertion) -> str:
-    start = insertion.lease.end if not insertion.spans else insertion.spans[0].first
-    return f"insertion of {insertion.rid or 'no request'} from page {start} up to position {insertion.end}"
-
-
-def _join(arrays: list[Pages]) -> Pages:
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays) if arrays else NO_PAGES
+    return PageSpan(span.part, low, span.pages[low - span.first :])

@@ -26,20 +26,11 @@ class CutOff:
     node: Node
     pool: PagePool
     pages: Pages
-    windowed: bool
-    """Whether its part has a window."""
 
     @property
     def owner(self) -> Owner:
         """The owner of its pages meanwhile."""
         return self.node.id << STATE_BITS | PageState.QUARANTINED
-
-    @property
-    def needed(self) -> bool:
-        """Whether a copy is at it, or a lease reads it: in a part with a window only from there, on the host never."""
-        if self.node.busy or self.pool.tier is Tier.HOST:
-            return self.node.busy > 0
-        return (self.node.window_pins[self.pool.part] if self.windowed else self.node.pins) > 0
 
 
 class PageQuarantine:
@@ -53,7 +44,7 @@ class PageQuarantine:
         """Topmost nodes that left the tree while leases stand on them."""
         self.failed: list[Lease] = []
         """Leases whose KV never came, since they were last taken."""
-        self.banned: dict[Part, set[int]] = {pool.part: set() for pool in pools if pool.tier is Tier.DEVICE}
+        self.banned: dict[Part, set[int]] = {pool.part: set() for pool in pools.device.values()}
         """Device pages with wrong bytes: owned ones are not published, freed ones stay here until released."""
         self.keys: set[bytes] = set()
         """Keys of pages that may have been stored wrong: never read again by this engine."""
@@ -68,8 +59,7 @@ class PageQuarantine:
             pending.extend(node.children.values())
         for node in reversed(below):
             for pool in self._pools:
-                pages, windowed = self._pools.unlink(pool, node), pool.part in self._tree.windowed
-                record = CutOff(node, pool, pages, windowed)
+                record = CutOff(node, pool, self._pools.unlink(pool, node))
                 if len(record.pages):
                     owner = int(pool.ledger.owner_P[record.pages[0]])
                     pool.ledger.move(record.pages, owner, record.owner, "quarantine")
@@ -97,7 +87,7 @@ class PageQuarantine:
             return
         kept = []
         for record in self._records:
-            if record.needed:
+            if self._is_needed(record):
                 kept.append(record)
             else:
                 pages = record.pages
@@ -107,6 +97,11 @@ class PageQuarantine:
         self._records = kept
         self.cut_off = [top for top in self.cut_off if top.pins]
 
+    def _is_needed(self, record: CutOff) -> bool:
+        """Whether a copy is at it, or a lease reads it: in a part with a window only from there, on the host never."""
+        node, pool = record.node, record.pool
+        return node.busy > 0 or (pool.tier is Tier.DEVICE and self._tree.pins_of(node, pool.part) > 0)
+
     # Pages with wrong bytes
 
     def add(self, part: Part, pages: Pages, loading: Iterable[Node]) -> int:
@@ -114,7 +109,7 @@ class PageQuarantine:
 
         loading: nodes that a copy fills; the ledger lists their pages under the copy.
         """
-        pool = self._pools.all[Tier.DEVICE, part]
+        pool = self._pools.device[part]
         states = pool.ledger.owner_P[pages] & STATE_MASK
         bad = pages[(states != PageState.FREE) & (states != PageState.PADDING)]
         self.banned[part] |= set(bad.tolist())
@@ -135,7 +130,7 @@ class PageQuarantine:
 
     def release_quarantined(self, part: Part, pages: Pages) -> None:
         """These pages may be handed out again, once nothing owns them; other pages are left alone."""
-        pool = self._pools.all[Tier.DEVICE, part]
+        pool = self._pools.device[part]
         banned = self.banned[part]
         mine = [page for page in pages.tolist() if page in banned]
         banned -= set(mine)
@@ -161,7 +156,7 @@ class PageQuarantine:
 
     def free_own(self, part: Part, pages: Pages, owner: Owner, verb: str) -> None:
         """A request gives up pages of its own: free, or quarantined if their bytes were found wrong."""
-        ledger = self._pools.all[Tier.DEVICE, part].ledger
+        ledger = self._pools.device[part].ledger
         if self.banned[part]:
             bad = self._is_banned(part, pages)
             ledger.move(pages[bad], owner, PageState.QUARANTINED, verb)

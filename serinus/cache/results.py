@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import PageCounts, Pages
-from serinus.cache.node import WHOLE, Lease, Tier
+from serinus.cache.node import NO_PAGES, WHOLE, Lease, Tier
 from serinus.core.errors import ConfigError
 from serinus.core.parts import PageSpan, Part
 
@@ -19,6 +19,7 @@ __all__ = [
     "CacheNews",
     "CacheStats",
     "Eviction",
+    "InsertedPart",
     "Insertion",
     "LoadPlan",
     "Loaded",
@@ -31,6 +32,7 @@ __all__ = [
     "ResidentSlots",
     "RowView",
     "TreeView",
+    "join",
 ]
 
 
@@ -106,12 +108,8 @@ class CacheGeometry:
 
     @property
     def rules(self) -> tuple[tuple[int, int], ...]:
-        """The parts beside FULL, each with its window, or WHOLE."""
-        return tuple(
-            (int(part), WHOLE if shape.window is None else shape.window)
-            for part, shape in self.parts.items()
-            if part is not Part.FULL
-        )
+        """The parts, FULL first, each with its window, or WHOLE."""
+        return tuple((int(part), WHOLE if shape.window is None else shape.window) for part, shape in self.parts.items())
 
     def pools(self) -> dict[tuple[Tier, Part], int]:
         """Pages of each pool that exists."""
@@ -130,9 +128,10 @@ class Probe:
     """Tokens that device and host could give together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class LoadPlan:
-    """What the host could add to a match. Its pages stay where they are until `load_back`, or the end of the lease."""
+    """What the host could add to a match. Its pages stay where they are until `load_back`, or the end of the lease.
+    Not frozen, and made by position, as PageSpan."""
 
     end: int
     """Tokens that are usable after the load; a multiple of the page size."""
@@ -142,10 +141,10 @@ class LoadPlan:
     """Tokens that it adds to the match."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Match:
-    """A cached prefix, already pinned: the lease must be released once (`finish`, or `release`). Not frozen, as
-    PageSpan."""
+    """A cached prefix, already pinned: the lease must be released once (`finish`, or `release`). Not frozen, and made
+    by position, as PageSpan."""
 
     lease: Lease
     """Keeps the prefix in place; `lease.end == length`."""
@@ -181,37 +180,67 @@ class Loaded:
         return self.spans[0].pages
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class InsertedPart:
+    """What an insertion did with the pages of one part. Not frozen, as PageSpan."""
+
+    part: Part
+    first: int
+    """Index of the first of them."""
+    canonical: list[Pages]
+    """The pages that hold the published positions from now on, in order: the tree's."""
+    duplicates: list[Pages]
+    """The given pages that the tree did not need: still the request's, freed by `commit_row`."""
+
+
+@dataclass(slots=True)
 class Insertion:
-    """A published piece of a sequence. Write the pages of `spans` into the rows, then hand this to `commit_row`.
-    Not frozen, as PageSpan."""
+    """A published piece of a sequence. Where it `changed`, write the pages of `spans` into the rows; then hand it to
+    `commit_row`. Not frozen, as PageSpan."""
 
     rid: str
     """The request that gave its pages; empty where nothing was published."""
     end: int
     """One past the last position published; a multiple of the page size, and `lease.end` where prefixes are kept."""
-    spans: tuple[PageSpan, ...]
-    """Canonical: the pages, of each part, that hold the published positions from now on: the tree's. Of a part with a
-    window from the first page on that the request gave."""
-    duplicates: tuple[Pages, ...]
-    """Of each part, the given pages that the tree did not need: still the request's, freed by `commit_row`."""
+    parts: Sequence[InsertedPart]
+    """In the order of the parts."""
     lease: Lease
     """The request's lease, grown to `end`."""
 
     @property
-    def pages(self) -> Pages:
-        """The canonical FULL pages."""
-        return self.spans[0].pages
-
-    @property
     def changed(self) -> bool:
         """Whether a row must be rewritten (the canonical pages differ from those given)."""
-        return any(map(len, self.duplicates))
+        return any(each.duplicates for each in self.parts)
+
+    @property
+    def spans(self) -> tuple[PageSpan, ...]:
+        """The canonical pages of each part; of a part with a window from the first page on that the request gave."""
+        return tuple([PageSpan(each.part, each.first, join(each.canonical)) for each in self.parts])
+
+    @property
+    def duplicates(self) -> tuple[Pages, ...]:
+        """The duplicates of each part."""
+        return tuple([join(each.duplicates) for each in self.parts])
+
+    @property
+    def pages(self) -> Pages:
+        """The canonical FULL pages."""
+        return join(self.parts[0].canonical)
+
+    def __str__(self) -> str:
+        return f"insertion of {self.rid or 'no request'} from page {self.parts[0].first} up to position {self.end}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def join(arrays: list[Pages]) -> Pages:
+    """Some pages in one array."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else NO_PAGES
+
+
+@dataclass(slots=True)
 class Eviction:
-    """What an eviction brought."""
+    """What an eviction brought. Not frozen, and made by position, as PageSpan."""
 
     freed: int
     """Pages that became free: nothing reads or writes them any more."""

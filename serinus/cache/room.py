@@ -28,8 +28,9 @@ class DeviceRoom:
         self._tree = pools.tree
         self._tiers = tiers
         self._clock = clock
-        self._parts = tuple(pools.device.items())
-        self._whole_first = sorted(self._parts, key=lambda entry: entry[0] in self._tree.windowed)
+        self._device = tuple(pools.device.values())
+        self._ledgers = tuple([pool.ledger for pool in self._device])
+        self._whole_first = sorted(self._device, key=lambda pool: pool.part in self._tree.windowed)
         """Evicting a leaf for a part that covers whole prefixes frees what it has of the other parts too."""
         self._evicted_pages = 0
         self.eviction_seconds = 0.0
@@ -49,38 +50,32 @@ class DeviceRoom:
         """free + evictable; 0 for a part that is not there."""
         return self.free(part) + self._tree.evictable[part] if part in self._pools.device else 0
 
-    def fits(self, counts: Sequence[int]) -> bool:
-        """Whether each part has that many available; parts without a count need none."""
-        evictable = self._tree.evictable
-        for count, (part, pool) in zip(counts, self._parts, strict=False):
-            if count > pool.ledger.free_pages + evictable[part]:
-                return False
-        return True
-
     def make(self, counts: Sequence[int]) -> bool:
-        """Evict until that many pages of each part are free. False: a load failed while eviction waited for it, so that
-        there are fewer than `fits` said."""
+        """Evict until that many pages of each part are free (parts without a count need none). False: there is no room,
+        and nothing changed, or a load failed while eviction waited for it."""
         if self._has_free(counts):
             return True
         wanted = dict(zip(self._pools.device, counts, strict=False))
-        for part, pool in self._whole_first:
-            self.evict(pool, wanted.get(part, 0) - pool.ledger.free_pages)
+        if any(count > self.available(part) for part, count in wanted.items()):
+            return False
+        for pool in self._whole_first:
+            self.evict(pool, wanted.get(pool.part, 0) - pool.ledger.free_pages)
         return self._has_free(counts)
 
     def _has_free(self, counts: Sequence[int]) -> bool:
-        for count, (_, pool) in zip(counts, self._parts, strict=False):  # noqa: SIM110 (a generator costs twice that)
-            if count > pool.ledger.free_pages:
+        for count, ledger in zip(counts, self._ledgers, strict=False):  # noqa: SIM110 (a generator costs twice that)
+            if count > ledger.free_pages:
                 return False
         return True
 
     def allocate(self, rid: str, counts: Sequence[int]) -> tuple[Pages, ...] | None:
         """Pages of each part for a request, evicting as needed; None, with nothing given, where there is no room."""
-        if not self.fits(counts) or not self.make(counts):
+        if not self.make(counts):
             return None
-        given = [NO_PAGES] * len(self._parts)
+        given = [NO_PAGES] * len(self._ledgers)
         for at, count in enumerate(counts):
             if count > 0:
-                ledger = self._parts[at][1].ledger
+                ledger = self._ledgers[at]
                 given[at] = ledger.take(ledger.request_owner(rid), count, "allocate")
         return tuple(given)
 
@@ -93,7 +88,8 @@ class DeviceRoom:
             freed = self._tiers.backups.evict(pool, enough)
         else:
             victims = self._tree.evict(enough, pool.part)
-            self._evicted_pages += self._pools.apply(victims)
+            self._pools.apply(victims)
+            self._evicted_pages += victims.pages
             freed = victims.freed
         if self._clock is not None:
             self.eviction_seconds += self._clock.now() - began

@@ -192,10 +192,9 @@ class SanityChecks:
         if node.leases != claims.leases[id(node)]:
             _broken("L1", f"{node} counts {node.leases} leases and plans, expected {claims.leases[id(node)]}")
         for part in self._tree.windowed:
-            expected = claims.window_pins[id(node), part]
-            if node.window_pins[part] != expected:
-                name = Part(part).name
-                _broken("L2", f"{node} has {node.window_pins[part]} window pins of {name}, expected {expected}")
+            pins, expected = node.window_pins[part], claims.window_pins[id(node), part]
+            if pins != expected:
+                _broken("L2", f"{node} has {pins} window pins of {Part(part).name}, expected {expected}")
         if node.busy != claims.busy[id(node)]:
             _broken("C2", f"{node} counts {node.busy} copies and plans, expected {claims.busy[id(node)]}")
 
@@ -253,8 +252,7 @@ class SanityChecks:
         if pool.tier is Tier.HOST:
             loose = not (node.busy or node.storing) and (len(node.device[FULL]) or not node.pins)
             return pages if loose else 0
-        pins = node.window_pins[part] if part in self._tree.windowed else node.pins
-        return 0 if pins else pages - node.held[part]
+        return 0 if self._tree.pins_of(node, part) else pages - node.held[part]
 
     def _check_leases(self) -> None:
         for lease in self._tree.leases:

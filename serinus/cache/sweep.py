@@ -6,13 +6,12 @@ neighbour node comes to this tier or leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import STATE_BITS, STATE_MASK, PageLedger, Pages, PageState
-from serinus.cache.node import Node
 from serinus.cache.results import ResidentSlots
 
 __all__ = ["SweepIndex"]
@@ -43,25 +42,20 @@ class SweepIndex:
     def walk(
         self,
         ledger: PageLedger,
-        arena: Mapping[int, Node] | None,
         cursor: int,
         budget: int,
-        *,
-        window: int | None = None,
+        pins: Callable[[int], int] | None = None,
     ) -> ResidentSlots:
-        """The cached slots of budget / page_size pages from `cursor`.
-
-        Where `arena` is given, without those of nodes that a lease pins; `window`: the part, if its window pins count.
-        """
+        """The cached slots of budget / page_size pages from `cursor`; where `pins` of a node, by its id, is given,
+        without those of pinned nodes."""
         size = self.page_size
         start = max(cursor, 1)
         stop = min(ledger.page_count, start + max(1, budget // size))
         owner_P = ledger.owner_P[start:stop]
         pages = np.flatnonzero((owner_P & STATE_MASK) == PageState.TREE)
-        if arena is not None and len(pages):
+        if pins is not None and len(pages):
             ids, which = np.unique(owner_P[pages] >> STATE_BITS, return_inverse=True)
-            nodes = [arena[node_id] for node_id in ids.tolist()]
-            loose = np.array([(n.pins if window is None else n.window_pins[window]) == 0 for n in nodes], np.bool_)
+            loose = np.array([not pins(node_id) for node_id in ids.tolist()], np.bool_)
             pages = pages[loose[which]]
         pages += start
         offsets = np.arange(size)

@@ -14,9 +14,9 @@ import numpy as np
 
 from serinus.cache.eviction import Queues
 from serinus.cache.ledger import Pages
-from serinus.cache.node import FULL, NO_PAGES, TOKEN_BYTES, WHOLE, Lease, Node, Span, Tier
+from serinus.cache.node import FULL, NO_PAGES, TOKEN_BYTES, WHOLE, Lease, Node, PartPages, Span, Tier
 
-__all__ = ["Descent", "PartVictims", "RadixTree", "Split", "Victims"]
+__all__ = ["Descent", "RadixTree", "Split", "Victims"]
 
 NO_TOKENS = memoryview(b"")
 
@@ -49,22 +49,15 @@ class Split:
 
 
 @dataclass(slots=True)
-class PartVictims:
-    """Pages of one part that left the tree, node by node."""
-
-    pages: list[Pages]
-    node_ids: list[int]
-    lengths: list[int]
-
-
-@dataclass(slots=True)
 class Victims:
     """Effect of an eviction from the device."""
 
-    parts: list[PartVictims]
-    """In the order of the parts: FULL first."""
+    taken: list[tuple[int, PartPages]]
+    """Node by node: its id, and those of its pages that left the tree."""
     hashes: list[bytes]
     """Of the FULL pages; only of nodes that have theirs."""
+    pages: int
+    """FULL pages that left."""
     freed: int
     """Pages without holds of the part that was asked for: they become free."""
 
@@ -75,36 +68,41 @@ class RadixTree:
     Args:
         page_size: tokens per page.
         policy: eviction order, one of POLICIES.
-        rules: parts beside FULL, each with its window, or WHOLE.
+        rules: the parts, FULL first, each with its window, or WHOLE.
         tiered: whether there is a host tier.
     """
 
     def __init__(
-        self, page_size: int, policy: str, rules: Sequence[tuple[int, int]] = (), tiered: bool = False
+        self, page_size: int, policy: str, rules: Sequence[tuple[int, int]] = ((FULL, WHOLE),), tiered: bool = False
     ) -> None:
         self.page_size = page_size
         self.key_bytes = page_size * TOKEN_BYTES
-        self.parts = (FULL, *(part for part, _ in rules))
-        self.whole = (FULL, *(part for part, window in rules if window == WHOLE))
-        """Parts whose pages stay and go with those of FULL."""
+        self.parts = tuple(part for part, _ in rules)
+        self.whole = tuple(part for part, window in rules if window == WHOLE)
+        """Parts whose pages stay and go with those of FULL: a node has as many of each."""
         self.windowed = tuple(part for part, window in rules if window != WHOLE)
         """Parts of which a node may have nothing where it has FULL: a tombstone."""
-        self._width = max(self.parts) + 1
+        width = max(self.parts) + 1
+        self._windows = width if self.windowed else 0
+        self._tiered = tiered
+        self._nothing: PartPages = (NO_PAGES,) * width
+        self._unheld = (0,) * width
         self.roots: dict[str, Node] = {}
         self.arena: dict[int, Node] = {}
         """Every node but the roots, by id."""
         self.leases: dict[Lease, None] = {}
         """Every live lease, oldest first."""
         self.queues = Queues(policy, self.windowed, tiered=tiered)
+        self.requeue = self.queues.requeue
         self.queue = self.queues.device
         self.host_queue = self.queues.host
-        self.cached = [0] * self._width
+        self.cached = [0] * width
         """By part, device pages in the tree."""
-        self.evictable = [0] * self._width
+        self.evictable = [0] * width
         """By part, those that evicting everything would make free: not pinned (of a part with a window: outside every
         lease's window), not held."""
-        self.cached_host = [0] * self._width
-        self.evictable_host = [0] * self._width
+        self.cached_host = [0] * width
+        self.evictable_host = [0] * width
         """By part, host pages of nodes that no copy needs, duplicates or unpinned."""
         self.clock = 0
         """The operation counter: the tree's only time."""
@@ -114,12 +112,10 @@ class RadixTree:
         """The root of a namespace; made if it is new. It goes with its last node and last lease."""
         root = self.roots.get(namespace)
         if root is None:
-            key = namespace.encode()
-            nothing = [NO_PAGES] * self._width
-            root = Node(
-                node_id=0, parent=None, tokens=NO_TOKENS, device=nothing, host=nothing.copy(), start=0, key=key, born=0
-            )
-            self.roots[namespace] = root
+            root = self.roots[namespace] = Node(
+                node_id=0, parent=None, tokens=NO_TOKENS, device=self._nothing, host=self._nothing, start=0,
+                key=namespace.encode(), born=0, held=self._unheld, windows=self._windows,
+            )  # fmt: skip
         return root
 
     def descend(self, node: Node, data: bytes, origin: int) -> Descent:
@@ -165,12 +161,13 @@ class RadixTree:
         cut = (position - node.start) * TOKEN_BYTES
         upper = Node(
             node_id=self._take_id(), parent=parent, tokens=node.tokens[:cut],
-            device=[pages[:pages_above] for pages in node.device], host=[pages[:pages_above] for pages in node.host],
-            start=node.start, key=node.key, born=node.born,
+            device=tuple([pages[:pages_above] for pages in node.device]),
+            host=tuple([pages[:pages_above] for pages in node.host]),
+            start=node.start, key=node.key, born=node.born, held=self._unheld, windows=0,
         )  # fmt: skip
         node.tokens = node.tokens[cut:]
-        node.device = [pages[pages_above:] for pages in node.device]
-        node.host = [pages[pages_above:] for pages in node.host]
+        node.device = tuple([pages[pages_above:] for pages in node.device])
+        node.host = tuple([pages[pages_above:] for pages in node.host])
         node.start = position
         node.key = bytes(node.tokens[: self.key_bytes])
         node.parent = upper
@@ -195,15 +192,13 @@ class RadixTree:
         """A new leaf below `parent` with these FULL pages (none if it is made on the host); both stay as they are."""
         key = bytes(tokens[: self.key_bytes])
         assert key not in parent.children, f"cache: S3 {parent} already has a child for these tokens"
-        nothing = [NO_PAGES] * self._width
         leaf = Node(
-            node_id=self._take_id(), parent=parent, tokens=tokens, device=nothing, host=nothing.copy(),
-            start=parent.end, key=key, born=self.clock,
+            node_id=self._take_id(), parent=parent, tokens=tokens, device=(pages, *self._nothing[1:]),
+            host=self._nothing, start=parent.end, key=key, born=self.clock, held=self._unheld, windows=self._windows,
         )  # fmt: skip
         parent.children[key] = leaf
         self.arena[leaf.id] = leaf
         if len(pages):
-            leaf.device[FULL] = pages
             parent.device_children += 1
             self.cached[FULL] += len(pages)
             self.evictable[FULL] += len(pages)
@@ -213,7 +208,7 @@ class RadixTree:
 
     def lease(self, anchor: Node, priority: int = 0) -> Lease:
         """A new lease that ends with `anchor`. Cost: the nodes on its path that were not pinned before, plus one."""
-        lease = Lease(anchor, priority, len(self.windowed))
+        lease = Lease(anchor, priority)
         self.leases[lease] = None
         self.pin(anchor)
         return lease
@@ -228,69 +223,86 @@ class RadixTree:
     def pin(self, node: Node) -> None:
         """One more lease on `node`. Cost: the nodes on its path that were not pinned before, plus one."""
         node.leases += 1
-        above: Node | None = node
-        while above is not None:
-            above.pins += 1
-            if above.pins > 1:
-                return
-            for part in self.whole:
-                self.evictable[part] -= len(above.device[part]) - above.held[part]
-            if len(above.host[FULL]) and not (len(above.device[FULL]) or above.busy or above.storing):
-                self._count_host(above, -1)
-            above = above.parent
+        node.pins += 1
+        if node.pins == 1:
+            self._pin_path(node, 1)
 
     def unpin(self, node: Node) -> None:
         """One lease less on `node`; nodes without any become evictable."""
         assert node.leases > 0, f"cache: L5 {node} has no lease to release"
         node.leases -= 1
-        above: Node | None = node
-        while above is not None:
-            above.pins -= 1
-            if above.pins:
-                return
-            for part in self.whole:
-                self.evictable[part] += len(above.device[part]) - above.held[part]
-            if len(above.host[FULL]):
-                if not (len(above.device[FULL]) or above.busy or above.storing):
-                    self._count_host(above, 1)
-                self.requeue(above)
-            if not above.device_children:
-                self._loose_end(above)
-            above = above.parent
+        node.pins -= 1
+        if not node.pins:
+            self._pin_path(node, -1)
 
-    def pin_window(self, node: Node, part: int, change: int) -> None:
-        """The window of one more lease or plan reaches `node` in this part (1), or of one less (-1)."""
-        before, now = node.window_pins[part], node.window_pins[part] + change
-        node.window_pins[part] = now
-        if node.alive and not (before and now):
-            self.evictable[part] += (len(node.device[part]) - node.held[part]) * (-1 if now else 1)
+    def _pin_path(self, node: Node, change: int) -> None:
+        """`node` got its first pin (1) or lost its last one (-1), and so its parent has one more or less."""
+        above: Node | None = node
+        unheld, tiered, total = self._unheld, self._tiered, 0
+        while above is not None:
+            count = len(above.device[FULL])
+            total += count
+            if above.held is not unheld:
+                for part in self.whole:
+                    self.evictable[part] += change * above.held[part]
+            if tiered and not (count or above.busy or above.storing):
+                self._count_host(above, -change)
+            if change < 0:
+                if tiered and len(above.host[FULL]):
+                    self.requeue(above)
+                if not above.device_children:
+                    self._loose_end(above)
+            above = above.parent
+            if above is not None:
+                above.pins += change
+                if above.pins > (change > 0):
+                    break
+        if total:
+            for part in self.whole:
+                self.evictable[part] -= change * total
+
+    def pins_of(self, node: Node, part: int) -> int:
+        """Pins that keep the device pages that a node has of this part."""
+        return node.window_pins[part] if part in self.windowed else node.pins
+
+    def pin_window(self, node: Node, part: int) -> None:
+        """The window of one more lease or plan reaches `node`."""
+        node.window_pins[part] += 1
+        if node.window_pins[part] == 1 and node.alive:
+            self.evictable[part] -= len(node.device[part]) - node.held[part]
+
+    def unpin_window(self, node: Node, part: int) -> None:
+        """The window of one lease or plan less reaches `node`."""
+        node.window_pins[part] -= 1
+        if not node.window_pins[part] and node.alive and len(node.device[part]):
+            self.evictable[part] += len(node.device[part]) - node.held[part]
+            self.queues.window[part].push(node)
 
     def set_busy(self, span: Span, change: int) -> None:
         """A copy or a plan over `span` begins (1) or ends (-1)."""
-        for node in span.nodes():
-            loose = self._is_loose(node)
-            node.busy += change
-            self._recount_host(node, loose)
-            if not node.busy:
-                self.requeue(node)
+        self._claim(span.nodes(), change, 0)
 
     def set_storing(self, span: Span, change: int) -> None:
         """A storage write over `span` begins (1) or ends (-1)."""
-        for node in span.nodes():
-            loose = self._is_loose(node)
-            node.storing += change
-            self._recount_host(node, loose)
-            self.requeue(node)
+        self._claim(span.nodes(), 0, change)
 
     def set_plan(self, span: Span, change: int) -> None:
         """A plan to load `span` is made (1) or ended (-1): its host pages stay, and what windows have on the device."""
-        for node in span.nodes():
-            loose = self._is_loose(node)
-            node.busy += change
-            self._recount_host(node, loose)
+        nodes = span.nodes()
+        self._claim(nodes, change, 0)
+        pin = self.pin_window if change > 0 else self.unpin_window
+        for node in nodes:
             for part in self.windowed:
-                self.pin_window(node, part, change)
-            self.requeue(node)
+                pin(node, part)
+
+    def _claim(self, nodes: list[Node], busy: int, storing: int) -> None:
+        for node in nodes:
+            loose = self._is_loose(node)
+            node.busy += busy
+            node.storing += storing
+            self._recount_host(node, loose)
+            if not node.busy:
+                self.requeue(node)
 
     def touch(self, node: Node, *, hit: bool, priority: int = 0) -> None:
         """A match or a request ended at `node`. Ancestors learn of it when their descendants go."""
@@ -308,16 +320,16 @@ class RadixTree:
 
         A node that has nothing anywhere stays in the tree until the caller drops it.
         """
-        if tier is Tier.HOST:
-            old, node.host[part] = node.host[part], pages
+        if tier:
+            old, node.host = node.host[part], _with(node.host, part, pages)
             self.cached_host[part] += len(pages) - len(old)
             if self._is_loose(node):
                 self.evictable_host[part] += len(pages) - len(old)
             return old
         loose = self._is_loose(node)
-        old, node.device[part] = node.device[part], pages
+        old, node.device = node.device[part], _with(node.device, part, pages)
         self.cached[part] += len(pages) - len(old)
-        if not (node.window_pins[part] if part in self.windowed else node.pins):
+        if not self.pins_of(node, part):
             self.evictable[part] += len(pages) - len(old)
         if part == FULL:
             if node.parent is not None:
@@ -325,11 +337,13 @@ class RadixTree:
             self._recount_host(node, loose)
         return old
 
-    def set_held(self, node: Node, part: int, held: int) -> None:
-        """So many of its device pages of this part have holds."""
-        if node.alive and not (node.window_pins[part] if part in self.windowed else node.pins):
-            self.evictable[part] += node.held[part] - held
-        node.held[part] = held
+    def set_held(self, node: Node, held: tuple[int, ...]) -> None:
+        """So many of its device pages, by part, have holds."""
+        if node.alive:
+            for part in self.parts:
+                if not self.pins_of(node, part):
+                    self.evictable[part] += node.held[part] - held[part]
+        node.held = held if any(held) else self._unheld
 
     def _is_loose(self, node: Node) -> bool:
         """Whether its host pages, if any, count as evictable."""
@@ -344,10 +358,6 @@ class RadixTree:
         for part in self.parts:
             self.evictable_host[part] += sign * len(node.host[part])
 
-    def requeue(self, node: Node) -> None:
-        """Something about `node` changed: it stands in every queue where it belongs."""
-        self.queues.requeue(node)
-
     # Eviction
 
     def evict(self, enough: int, part: int = FULL) -> Victims:
@@ -356,45 +366,39 @@ class RadixTree:
         For a cache without a host tier, and a part that covers the whole prefix. The last victim gives up only as much
         of its tail as is needed. Cost: O(log nodes) a victim.
         """
-        victims = Victims([PartVictims([], [], []) for _ in self.parts], [], 0)
+        victims = Victims([], [], 0, 0)
         while victims.freed < enough:
             leaf = self.queue.first()
             if leaf is None:
                 break
             wanted, count = enough - victims.freed, len(leaf.device[part])
-            if wanted < count and not any(leaf.held):
+            if wanted < count and leaf.held is self._unheld:
                 self._trim(leaf, wanted, victims)
+                victims.pages += wanted
                 victims.freed += wanted
             else:
                 self.queue.pop()
+                victims.pages += count
                 victims.freed += count - leaf.held[part]
-                self._note(victims, leaf, 0)
+                victims.taken.append((leaf.id, leaf.device))
+                if leaf.hashes is not None:
+                    victims.hashes.append(leaf.hashes)
                 self.drop(leaf)
         return victims
-
-    def _note(self, victims: Victims, leaf: Node, keep: int) -> None:
-        """What `leaf` has behind its first `keep` pages goes."""
-        for part, gone in zip(self.parts, victims.parts, strict=True):
-            pages = leaf.device[part]
-            if len(pages):
-                gone.pages.append(pages[keep:])
-                gone.node_ids.append(leaf.id)
-                gone.lengths.append(len(pages) - keep)
-        if leaf.hashes is not None:
-            victims.hashes.append(leaf.hashes[16 * keep :])
 
     def _trim(self, leaf: Node, count: int, victims: Victims) -> None:
         """Cut the last `count` pages off an unpinned leaf without holds; it keeps at least one."""
         keep = len(leaf.device[FULL]) - count
-        self._note(victims, leaf, keep)
-        leaf.tokens = leaf.tokens[: keep * self.key_bytes]
-        leaf.end = leaf.start + keep * self.page_size
+        victims.taken.append((leaf.id, tuple([pages[keep:] for pages in leaf.device])))
         for part in self.parts:
             if len(leaf.device[part]):
-                leaf.device[part] = leaf.device[part][:keep]
                 self.cached[part] -= count
                 self.evictable[part] -= count
+        leaf.device = tuple([pages[:keep] for pages in leaf.device])
+        leaf.tokens = leaf.tokens[: keep * self.key_bytes]
+        leaf.end = leaf.start + keep * self.page_size
         if leaf.hashes is not None:
+            victims.hashes.append(leaf.hashes[16 * keep :])
             leaf.hashes = leaf.hashes[: 16 * keep]
         _release_slack(leaf)
 
@@ -404,20 +408,17 @@ class RadixTree:
         assert parent is not None, "cache: a root is no leaf"
         assert not leaf.children, f"cache: {leaf} is dropped and has children"
         assert not leaf.pins, f"cache: {leaf} is dropped and pinned"
-        device, host = leaf.device, leaf.host
         for part in self.parts:
-            if len(device[part]):
-                self.cached[part] -= len(device[part])
-                if not leaf.window_pins[part]:
-                    self.evictable[part] -= len(device[part]) - leaf.held[part]
-        if len(host[FULL]):
-            if self._is_loose(leaf):
-                self._count_host(leaf, -1)
-            for part in self.parts:
-                self.cached_host[part] -= len(host[part])
+            count = len(leaf.device[part])
+            self.cached[part] -= count
+            self.cached_host[part] -= len(leaf.host[part])
+            if not self.pins_of(leaf, part):
+                self.evictable[part] -= count - leaf.held[part]
+        if self._tiered and self._is_loose(leaf):
+            self._count_host(leaf, -1)
         leaf.alive = False
         del parent.children[leaf.key], self.arena[leaf.id]
-        if len(device[FULL]):
+        if len(leaf.device[FULL]):
             parent.device_children -= 1
         self.inherit(leaf)
         _release_slack(parent)
@@ -470,7 +471,7 @@ class RadixTree:
         self.arena.clear()
         self.roots.clear()
         for counts in (self.cached, self.evictable, self.cached_host, self.evictable_host):
-            counts[:] = [0] * self._width
+            counts[:] = [0] * len(counts)
         return nodes
 
     def nodes(self) -> Iterator[Node]:
@@ -486,9 +487,13 @@ class RadixTree:
         return self._next_id - 1
 
 
+def _with(parts: PartPages, part: int, pages: Pages) -> PartPages:
+    return (*parts[:part], pages, *parts[part + 1 :])
+
+
 def _release_slack(node: Node) -> None:
     """Copy what is left of a node when it is less than half of the memory its views keep alive: amortised O(1)."""
-    pages = node.device[FULL]
-    if isinstance(pages.base, np.ndarray) and pages.base.size > 2 * pages.size:
-        node.device[FULL] = pages.copy()
+    base = node.device[FULL].base
+    if isinstance(base, np.ndarray) and base.size > 2 * len(node.device[FULL]):
+        node.device = tuple([pages.copy() for pages in node.device])
         node.tokens = memoryview(bytes(node.tokens))

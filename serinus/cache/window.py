@@ -6,7 +6,7 @@ Nodes keep or lose such a part as a whole, so a node that reaches far out of the
 from __future__ import annotations
 
 from serinus.cache.coverage import window_start
-from serinus.cache.node import FAR, Lease, LeaseWindow, Node
+from serinus.cache.node import FAR, WHOLE, Lease, LeaseWindow, Node
 from serinus.cache.page_pools import PagePools
 
 __all__ = ["PartWindow", "Windows"]
@@ -16,9 +16,15 @@ class Windows:
     """The windows of all parts that have one; a loop over nothing in a model without."""
 
     def __init__(self, pools: PagePools) -> None:
-        windowed = [(part, window) for part, window in pools.rules if part in pools.tree.windowed]
+        windowed = [(part, window) for part, window in pools.rules if window != WHOLE]
         self.all = tuple(PartWindow(pools, part, window, place) for place, (part, window) in enumerate(windowed))
         self.by_part = {window.part: window for window in self.all}
+
+    def begin(self, lease: Lease) -> None:
+        """A new lease: pin what computing the position behind it reads."""
+        for window in self.all:
+            lease.windows += (LeaseWindow(window.start(lease.anchor.end)),)
+            window.pin(lease, 0)
 
     def pin(self, lease: Lease, old_end: int) -> str:
         """The lease grew from `old_end` to its anchor: pin the new nodes that its windows reach.
@@ -68,9 +74,7 @@ class PartWindow:
         node, lacks = lease.anchor, ""
         first, edge = node.end, FAR
         while node.parent is not None and node.start >= old_end and node.end > mine.want:
-            if not node.window_pins[part]:
-                tree.evictable[part] -= len(node.device[part]) - node.held[part]
-            node.window_pins[part] += 1
+            tree.pin_window(node, part)
             node.window_use[part] = tree.clock
             if not len(node.device[part]):
                 name = self._pools.device[part].part.name
@@ -105,10 +109,8 @@ class PartWindow:
             if node.end > want:
                 first, edge = node.start, node.end
             else:
-                tree.pin_window(node, part, -1)
                 node.window_use[part] = tree.clock
-                if not node.window_pins[part] and len(node.device[part]):
-                    tree.queues.window[part].push(node)
+                tree.unpin_window(node, part)
             node = node.parent
         mine.first, mine.edge = first, edge
 

@@ -24,10 +24,10 @@ class Part(IntEnum):
     prefix, or a window) is data of the cache: serinus.cache.PartGeometry."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PageSpan:
-    """Consecutive pages of one sequence in one part. Not frozen for its cost alone (several are made for each request
-    and step); nothing changes one."""
+    """Consecutive pages of one sequence in one part. Not frozen, and made by position in hot paths, for its cost alone
+    (several are made for each request and step); nothing changes one."""
 
     part: Part
     first: int

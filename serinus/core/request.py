@@ -104,9 +104,9 @@ class Usage:
     """From arrival to its first token, as the engine saw it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenDelta:
-    """What one step brought to one request."""
+    """What one step brought to one request. Not frozen for its cost alone, as SeqWork; nothing changes one."""
 
     rid: Name
     token_ids: Ids = ()

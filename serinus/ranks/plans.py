@@ -7,8 +7,7 @@ that a plan is read without checking the same parameters in every step. Memory o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Final
 
@@ -95,31 +94,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _SET_DECODER: Final = msgspec.msgpack.Decoder(_Set)
 
 
-def _setter(kind: type, name: str) -> Callable[[object, object], None]:
-    """What fills a field of a fresh instance of a frozen dataclass with slots: half the time of its constructor, which
-    matters for hundreds of them in every step. These three have no check at birth that it would go around."""
-    setter: Callable[[object, object], None] = kind.__dict__[name].__set__
-    return setter
-
-
-_new: Final = object.__new__
 _PARTS: Final = {part.value: part for part in Part}
-_set_rid, _set_row, _set_start = (_setter(SeqWork, name) for name in ("rid", "row", "start"))
-_set_tokens, _set_slots = (_setter(SeqWork, name) for name in ("tokens", "slots"))
-_set_sample, _set_prompt_logprobs, _set_next_ids = (
-    _setter(SeqWork, name) for name in ("sample", "prompt_logprobs", "next_ids")
-)
-_set_params, _set_seed, _set_position, _set_generated = (
-    _setter(SampleSpec, name) for name in ("params", "seed", "position", "generated")
-)
-_set_stop_ids, _set_prompt_ids, _set_output_ids = (
-    _setter(SampleSpec, name) for name in ("stop_ids", "prompt_ids", "output_ids")
-)
-_set_token, _set_logprobs, _set_all_logprobs = (
-    _setter(SeqResult, name) for name in ("token", "logprobs", "prompt_logprobs")
-)
-_ALL_FIELDS: Final = tuple(len(fields(kind)) for kind in (SeqWork, SampleSpec, SeqResult))
-assert _ALL_FIELDS == (8, 7, 3), "engine: SeqWork, SampleSpec or SeqResult has other fields than plans.py fills"
 
 
 class _Sets:
@@ -228,16 +203,18 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
     for index, rid in enumerate(rids):
         begin, end = cuts[index], cuts[index + 1]
         wanted = asked.get(index)
-        one = _new(SeqWork)
-        _set_rid(one, rid)
-        _set_row(one, rows[index])
-        _set_start(one, starts[index])
-        _set_tokens(one, tokens_T[begin:end])
-        _set_slots(one, {part: slots_T[begin:end] for part, slots_T in slots_P})
-        _set_sample(one, specs.get(index))
-        _set_prompt_logprobs(one, None if wanted is None else wanted.count)
-        _set_next_ids(one, None if wanted is None else wanted.next_ids)
-        work.append(one)
+        work.append(
+            SeqWork(
+                rid=rid,
+                row=rows[index],
+                start=starts[index],
+                tokens=tokens_T[begin:end],
+                slots={part: slots_T[begin:end] for part, slots_T in slots_P},
+                sample=specs.get(index),
+                prompt_logprobs=None if wanted is None else wanted.count,
+                next_ids=None if wanted is None else wanted.next_ids,
+            )
+        )
     return StepPlan(step=columns.step, work=tuple(work), table_writes=_writes(columns))
 
 
@@ -254,15 +231,15 @@ def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
     for index, place in enumerate(places):
         params, stop_ids = known[sets[index]]
         looks = back.get(place)
-        one = _new(SampleSpec)
-        _set_params(one, params)
-        _set_seed(one, seeds[index])
-        _set_position(one, positions[index])
-        _set_generated(one, generated[index])
-        _set_stop_ids(one, stop_ids)
-        _set_prompt_ids(one, None if looks is None else looks.prompt_ids)
-        _set_output_ids(one, None if looks is None else looks.output_ids)
-        specs[place] = one
+        specs[place] = SampleSpec(
+            params=params,
+            seed=seeds[index],
+            position=positions[index],
+            generated=generated[index],
+            stop_ids=stop_ids,
+            prompt_ids=None if looks is None else looks.prompt_ids,
+            output_ids=None if looks is None else looks.output_ids,
+        )
     return specs
 
 
@@ -320,9 +297,9 @@ def unpack_result(columns: ResultColumns) -> StepResult:
     seqs = []
     for index, token in enumerate(columns.tokens):
         more = with_logprobs.get(index)
-        one = _new(SeqResult)
-        _set_token(one, token)
-        _set_logprobs(one, None if more is None else more.logprobs)
-        _set_all_logprobs(one, () if more is None else more.prompt_logprobs)
-        seqs.append(one)
+        seqs.append(
+            SeqResult(token=token)
+            if more is None
+            else SeqResult(token=token, logprobs=more.logprobs, prompt_logprobs=more.prompt_logprobs)
+        )
     return StepResult(step=columns.step, seqs=tuple(seqs))

@@ -39,12 +39,12 @@ class PageRow:
 
     def span(self) -> PageSpan:
         """Its pages; a view, good until it changes."""
-        return PageSpan(part=self.part, first=self.first, pages=self.pages[self.first : self.end])
+        return PageSpan(self.part, self.first, self.pages[self.first : self.end])
 
     def cut(self, first: int, end: int) -> PageSpan:
         """Those of its pages [first, end) that it has from its own first one on; a view, as `span`."""
         first = min(max(first, self.first), end)
-        return PageSpan(part=self.part, first=first, pages=self.pages[first:end])
+        return PageSpan(self.part, first, self.pages[first:end])
 
     def named(self) -> NDArray[np.int32]:
         """Its pages, in order; a view."""

@@ -119,11 +119,11 @@ def _poll_attaches(real: Wrong, self: PrefixCache, **kwargs: Any) -> Any:
 
 
 def _blind_on_device(real: Wrong, found: Any, rules: Any) -> Any:
-    return coverage.Coverage(real(found, ()).device, real(found, rules).total)
+    return coverage.Coverage(real(found, rules[:1]).device, real(found, rules).total)
 
 
 def _blind_on_host(real: Wrong, found: Any, rules: Any) -> Any:
-    return coverage.Coverage(real(found, rules).device, real(found, ()).total)
+    return coverage.Coverage(real(found, rules).device, real(found, rules[:1]).total)
 
 
 def _abort_forgotten_in(state: PrefetchState) -> Wrong:
@@ -156,19 +156,19 @@ def _after_split(change: Callable[[Split], None]) -> Wrong:
 
 
 def _overlap(split: Split) -> None:
-    split.lower.device[FULL] = np.concatenate((split.upper.device[FULL][-1:], split.lower.device[FULL]))
+    whole = np.concatenate((split.upper.device[FULL][-1:], split.lower.device[FULL]))
+    split.lower.device = (whole, *split.lower.device[1:])
 
 
 def _all_below(split: Split) -> None:
-    whole = [np.concatenate(pair) for pair in zip(split.upper.device, split.lower.device, strict=True)]
-    split.lower.device = whole
+    split.lower.device = tuple(map(np.concatenate, zip(split.upper.device, split.lower.device, strict=True)))
 
 
 def _windows_swapped(split: Split) -> None:
     upper, lower = split.upper, split.lower
-    for part in range(FULL + 1, len(upper.device)):
-        whole, count = np.concatenate((upper.device[part], lower.device[part])), len(lower.device[part])
-        upper.device[part], lower.device[part] = whole[count:], whole[:count]
+    pairs = list(zip(map(np.concatenate, zip(upper.device, lower.device, strict=True)), lower.device, strict=True))[1:]
+    upper.device = (upper.device[FULL], *(whole[len(below) :] for whole, below in pairs))
+    lower.device = (lower.device[FULL], *(whole[: len(below)] for whole, below in pairs))
 
 
 def _set(what: str, value: Callable[[Split], Any]) -> Callable[[Split], None]:
@@ -244,10 +244,9 @@ def _short_descent(real: Wrong, self: RadixTree, *args: Any) -> Any:
     return found
 
 
-def _heads_alone(real: Wrong, self: PagePools, victims: Any) -> int:
-    for gone in victims.parts[1:]:
-        gone.pages.clear()
-    return int(real(self, victims))
+def _heads_alone(real: Wrong, self: PagePools, victims: Any) -> None:
+    victims.taken = [(name, (pages[FULL], *(each[:0] for each in pages[1:]))) for name, pages in victims.taken]
+    real(self, victims)
 
 
 def _unchained(real: Wrong, self: PageKeys, before: bytes, data: Any) -> bytes:
@@ -256,13 +255,13 @@ def _unchained(real: Wrong, self: PageKeys, before: bytes, data: Any) -> bytes:
     return b"".join(real(self, b"", data[at : at + stride]) for at in range(0, len(data), stride or 1))
 
 
-def _held_uncounted(real: Wrong, self: RadixTree, node: Any, part: int, held: int) -> None:
-    node.held[part] = held
+def _held_uncounted(real: Wrong, self: RadixTree, node: Any, held: Any) -> None:
+    node.held = held
 
 
 def _whole_not_lacking(real: Wrong, nodes: Any, end: int, rules: Any) -> Any:
     found = real(nodes, end, rules)
-    return [found[0], *([] if window == WHOLE else each for (_, window), each in zip(rules, found[1:], strict=True))]
+    return [[] if part != FULL and window == WHOLE else each for (part, window), each in zip(rules, found, strict=True)]
 
 
 def _not_for_storage(real: Wrong, self: PageLedger, name: str, pages: Any) -> Any:
@@ -290,15 +289,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _m("eviction does not wait for the write-back", CopyTable, "over", _evict_without_waiting),
     _m("a backed-up parent is required", Backups, "start", _start_needs_parent),
     # Publication and the life of a request
-    _m("an uncommitted insertion goes unnoticed", Publisher, "check_committed", _nothing),
+    _m("an uncommitted insertion goes unnoticed", PrefixCache, "_check_committed", _nothing),
     _m("duplicates are not freed", Publisher, "free_own", _verbs("free_own", "free duplicates")),
     _m("a finished request keeps its tail", Publisher, "free_own", _verbs("free_own", "finish")),
     _m("a ragged last page is published", PrefixCache, "insert", _ragged),
     _m("the lease does not grow", PrefixCache, "insert", _insert_keeps_anchor),
     _m("the old anchor stays pinned", PrefixCache, "insert", _insert_pins_anchor),
     _m("a lease is not released", RadixTree, "end_lease", _nothing),
-    _m("a match is not pinned", RadixTree, "lease",
-       lambda real, self, anchor, priority=0: Lease(anchor, priority, len(self.windowed))),
+    _m("a match is not pinned", RadixTree, "lease", lambda real, self, *args: Lease(*args)),
     _m("a match ignores max_len", PrefixCache, "match_prefix",
        lambda real, self, ns, tokens, max_len, **more: real(self, ns, tokens, len(tokens), **more)),
     _m("namespaces are mixed", RadixTree, "root", lambda real, self, ns: real(self, "")),
@@ -352,7 +350,7 @@ MUTANTS: tuple[Mutant, ...] = (
        _after_split(_set("pins", lambda split: split.lower.pins))),
     _m("a split keeps the ledger in the dark", PageLedger, "move", _verbs("move", "split")),
     _m("a split forgets the holds of the first half", PagePools, "split",
-       _after_split(_set("held", lambda split: [0] * len(split.lower.held)))),
+       _after_split(_set("held", lambda split: (0,) * len(split.lower.held)))),
     _m("publishing forgets the holds of its pages", PagePools, "recount", _nothing),
     _m("holds do not lower what is evictable", RadixTree, "set_held", _held_uncounted),
     _m("an orphaned parent is not queued", RadixTree, "inherit", _nothing),
