@@ -43,6 +43,7 @@ def follow(address: str, rank: int, tp: int, pp: int) -> None:
     mesh = Mesh(tp=tp, pp=pp)
     link = RankLink(address, RankHello(rank=rank, pid=0, host="", settings=""), clock=CLOCK, silence_s=5.0)
     link.start()
+    link.welcome()
     loop = RankLoop(RankBody(rank=rank, mesh=mesh, runner=Nothing(rank, mesh), clock=CLOCK), link)
     loop.run()
     link.close()

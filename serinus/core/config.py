@@ -56,8 +56,6 @@ _GROUPS: dict[str, type] = {
     )
 }  # fmt: skip
 _ROUTER_PORT = 8000
-_ONE_SIDED = ("nixl", "mooncake")
-"""Handoff backends with peers that read or write pools by themselves."""
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
 
 
@@ -133,7 +131,7 @@ class ServeConfig(EngineConfig):
     """`serinus serve`: one engine and its front."""
 
     def __post_init__(self) -> None:
-        if self.parallel.size > 1 and self.pd.transfer_backend in _ONE_SIDED:
+        if self.parallel.size > 1 and self.pd.is_one_sided:
             raise ConfigError(
                 f"config: --disaggregation-transfer-backend is {self.pd.transfer_backend!r} with"
                 f" {self.parallel.size} ranks, whose pages peers would write past the leader's commands; expected shm"

@@ -286,6 +286,11 @@ class PdSettings:
                 f" expected more than --disaggregation-heartbeat-interval = {self.keepalive_s}"
             )
 
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether peers read or write pools by themselves."""
+        return self.transfer_backend in ("nixl", "mooncake")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySettings:

@@ -55,15 +55,9 @@ def layout_of(rank: HasPools) -> LayoutSignature:
 def data_backends(config: ServeConfig, tag: str) -> tuple[AnyBackend, ...]:
     """How KV of this engine may travel, best first; `tag` differs between any two processes.
 
-    Raises ConfigError: a backend that is not known or not installed, or a one-sided one with several ranks: their pages
-    are touched in one order alone, and no peer stands in it.
+    Raises ConfigError: a backend that is not known or not installed, or that does not reach the engine's other hosts.
     """
     choice, parallel = config.pd.transfer_backend, config.parallel
-    ranks = parallel.tp_size * parallel.pp_size
-    if choice in ("nixl", "mooncake") and ranks > 1:
-        raise ConfigError(
-            f"engine: disaggregation_transfer_backend is {choice!r} with {ranks} ranks, expected auto, shm or tcp there"
-        )
     if parallel.nnodes > 1 and choice in ("auto", "shm"):
         if choice == "shm":
             raise ConfigError(

@@ -25,8 +25,6 @@ from serinus.ranks.layouts import HasPools, data_backends, layout_of
 
 __all__ = ["STAGING_PIECES", "attach_page_worker"]
 
-_ONE_SIDED = ("nixl", "mooncake")
-"""Backends that reach into pools from outside; no page is staged for them."""
 STAGING_PIECES = 8
 """Pieces of one rank that may be asked to be staged and not be reported yet: a rank hears of them between two steps and
 should find enough to do then."""
@@ -48,7 +46,7 @@ def attach_page_worker(
     if config.role == "unified":
         return
     movers: Sequence[Backend] = ()
-    if config.pd.transfer_backend not in _ONE_SIDED:
+    if not config.pd.is_one_sided:  # else no page is staged
         movers = frame_backends(backends or data_backends(config, f"{config.engine_name}-{body.rank}"))
     layout = RankLayout(layout_of(parts))
     worker = PageWorker(body.rank, layout=layout, stores=stores or parts.pools, backends=movers, clock=clock)

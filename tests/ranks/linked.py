@@ -68,6 +68,8 @@ class Ranks:
         self.threads = ThreadPoolExecutor(mesh.size)
         self.running: list[Any] = []
         self.links.gather(lambda: None, 10.0)
+        for end in self.ends:
+            end.welcome()
 
     def _dismissed(self) -> None:
         self.alive_when_dismissed.append(not any(each.done() for each in self.running))

@@ -37,7 +37,7 @@ def fault_plan(config: ServeConfig, spec: ModelSpec) -> PerturbPlan | None:
         warmup_steps=config.canary.kv_canary_perturb_warmup_steps,
         seed=config.canary.kv_canary_perturb_seed,
     )
-    if probabilities.get("transfer_bytes") and config.pd.transfer_backend in ("nixl", "mooncake"):
+    if probabilities.get("transfer_bytes") and config.pd.is_one_sided:
         raise ConfigError(
             f"canary: perturbation transfer_bytes with --disaggregation-transfer-backend {config.pd.transfer_backend},"
             f" which reads pages by itself; expected shm, tcp or auto"
