@@ -182,12 +182,12 @@ class SimOneSided:
         if not op.moves and self._engine.life == self._life:
             self._engine.process.wake()
 
-    def _stands(self, tie: _Tie) -> bool:
+    def stands(self, tie: _Tie) -> bool:
         return not tie.cut and tie.target.alive and tie.target.life == tie.target_life
 
     def _write_page(self, op: _Op, own: int, other: int, captured: NDArray[np.uint8] | None) -> None:
         fabric, tie = self._fabric, op.tie
-        if not self._stands(tie):
+        if not self.stands(tie):
             self._over(op, "the peer is gone")
             return
         alive = self._engine.alive and self._engine.life == self._life
@@ -218,7 +218,7 @@ class SimOneSided:
         if self._engine.life != self._life or not self._engine.alive:
             self._over(op)
             return
-        if not self._stands(tie):
+        if not self.stands(tie):
             self._over(op, "the peer is gone")
             return
         if op.cancelled and self._fabric.rng.random() < 0.5:

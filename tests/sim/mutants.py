@@ -20,16 +20,17 @@ import msgspec
 import numpy as np
 
 from serinus.core.clock import WallClock
-from serinus.pd import ForgetPrefill, PrefillSide
+from serinus.pd import ForgetPrefill, PrefillSide, decode_table
+from serinus.pd.actions import Quarantine, QuarantineOver
 from serinus.pd.arrival_account import ArrivalAccount
+from serinus.pd.backends import OpState
 from serinus.pd.clients import Client
 from serinus.pd.decode import DecodeSide
 from serinus.pd.decode_table import DecodeTable
 from serinus.pd.events import CancelHandoff
 from serinus.pd.modes import Mode
 from serinus.pd.one_sided_ops import OneSidedOps
-from serinus.pd.piece_queue import PieceQueue
-from serinus.pd.port import HandoffPort
+from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.prefill_table import PrefillTable
 from serinus.sched import Scheduler
 from serinus.sched.page_allocator import PageAllocator
@@ -50,43 +51,42 @@ __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]
 @mutant("free at once on abort", "push", "pull")
 def free_at_once() -> Iterator[None]:
     """A closed grant's pages are not put into quarantine."""
-    with replaced(DecodeTable, "_quarantine", lambda self, handoff, now, out: False):
+    with replaced(decode_table, "entry_of", lambda handoff, now: None):
         yield
 
 
-def _release(side: DecodeSide, now: float, out: list[Any], *, older_than_s: float = -1.0) -> None:
-    for entry in side._table.quarantines:
-        if entry.writers and now - entry.since > older_than_s:
-            entry.writers.clear()
-            side._table.quarantines._free_if_over(entry, now, out)
+def _impatient(patience_s: float) -> Iterator[None]:
+    """Pages leave quarantine after so long, whatever was acknowledged."""
+    original = DecodeSide.handle
+    held: dict[tuple[int, int], tuple[float, Quarantine]] = {}
+
+    def handle(self: DecodeSide, event: Any, now: float) -> list[Any]:
+        out: list[Any] = []
+        for action in original(self, event, now):
+            if isinstance(action, Quarantine):
+                held[id(self), action.grant] = now, action
+            if not isinstance(action, QuarantineOver) or held.pop((id(self), action.grant), None):
+                out.append(action)
+        for (side, grant), (since, action) in list(held.items()):
+            if side == id(self) and now - since >= patience_s:
+                del held[side, grant]
+                out.append(QuarantineOver(grant=grant, spans=action.spans))
+        return out
+
+    with replaced(DecodeSide, "handle", handle):
+        yield
 
 
 @mutant("notify only", "push")
 def notify_only() -> Iterator[None]:
     """ABORT is sent, and the pages are free without waiting for the acknowledgement."""
-    original = DecodeSide.handle
-
-    def handle(self: DecodeSide, event: Any, now: float) -> list[Any]:
-        out = original(self, event, now)
-        _release(self, now, out)
-        return out
-
-    with replaced(DecodeSide, "handle", handle):
-        yield
+    yield from _impatient(0.0)
 
 
 @mutant("ack or timeout", "push")
 def ack_or_timeout() -> Iterator[None]:
     """Pages leave quarantine when the acknowledgement comes, or when it has not come for a second."""
-    original = DecodeSide.handle
-
-    def handle(self: DecodeSide, event: Any, now: float) -> list[Any]:
-        out = original(self, event, now)
-        _release(self, now, out, older_than_s=1.0)
-        return out
-
-    with replaced(DecodeSide, "handle", handle):
-        yield
+    yield from _impatient(1.0)
 
 
 @mutant("no tombstone", "push")
@@ -98,22 +98,8 @@ def no_tombstone() -> Iterator[None]:
 
 @mutant("check before count", "push")
 def check_before_count() -> Iterator[None]:
-    """A write counts as outstanding only when it is reported, not when it is begun."""
-    move, answered = PieceQueue._move, PrefillSide._moved
-
-    def moved(self: PieceQueue, order: Any, *rest: Any) -> None:
-        before = order.outstanding
-        move(self, order, *rest)
-        order.outstanding = before
-
-    def reported(self: PrefillSide, event: Any, now: float, out: list[Any]) -> None:
-        order = self._table.under_way.get(event.xid)
-        if order is None:
-            return  # the handoff is over, as far as it knows
-        order.outstanding += 1
-        answered(self, event, now, out)
-
-    with replaced(PieceQueue, "_move", moved), replaced(PrefillSide, "_moved", reported):
+    """Whether writes are outstanding is asked before they are counted: none ever is."""
+    with replaced(PrefillHandoff, "outstanding", property(lambda self: 0, lambda self, count: None)):
         yield
 
 
@@ -141,7 +127,7 @@ def no_incarnation() -> Iterator[None]:
     """A restarted engine is taken for the one that was there before: its memory is reached over old connections."""
     with (
         replaced(Shared, "incarnation", lambda self, name, life: sum(name.encode()) + 1),
-        replaced(SimOneSided, "_stands", lambda self, tie: not tie.cut and tie.target.alive),
+        replaced(SimOneSided, "stands", lambda self, tie: not tie.cut and tie.target.alive),
         replaced(SimOneSided, "close", lambda self: None),
     ):
         yield
@@ -192,14 +178,14 @@ def sources_freed() -> Iterator[None]:
 @mutant("snapshot before dedup", "local", "push")
 def snapshot_before_dedup() -> Iterator[None]:
     """Page ids for the transfer are those from before publication: duplicates that went back."""
-    insert, spans = PageAllocator._insert, PageAllocator.spans
+    publish, spans = PageAllocator.publish, PageAllocator.spans
     before: dict[str, dict[int, int]] = {}
 
-    def inserting(self: PageAllocator, state: Any, end: int) -> None:
+    def publishing(self: PageAllocator, state: Any) -> None:
         own = before.setdefault(state.rid, {}) if state.handoff is not None else {}
-        for index in range(state.published // self.page_size, end // self.page_size):
-            own[index] = int(state.rows[0].pages[index])
-        insert(self, state, end)
+        for index in range(state.published // self.page_size, state.computed // self.page_size):
+            own[index] = int(state.full.pages[index])
+        publish(self, state)
 
     def snapped(self: PageAllocator, state: Any, first: int, end: int) -> Any:
         full = spans(self, state, first, end)[0]
@@ -207,7 +193,7 @@ def snapshot_before_dedup() -> Iterator[None]:
         pages = [own.get(first + index, page) for index, page in enumerate(full.pages.tolist())]
         return (replace(full, pages=np.array(pages, np.int32)),)
 
-    with replaced(PageAllocator, "_insert", inserting), replaced(PageAllocator, "spans", snapped):
+    with replaced(PageAllocator, "publish", publishing), replaced(PageAllocator, "spans", snapped):
         yield
 
 
@@ -273,7 +259,7 @@ def frames_delivered_again() -> Iterator[None]:
     original = ReliableLink.receive
 
     def receive(self: Any, seq: int, ack: int, item: Any, byte_count: int = 0) -> list[Any]:
-        repeated = 0 < seq <= self._received
+        repeated = 0 < seq <= self.received
         out = original(self, seq, ack, item, byte_count)
         return [item] if repeated else out
 
@@ -284,7 +270,12 @@ def frames_delivered_again() -> Iterator[None]:
 @mutant("nothing is sent again")
 def nothing_sent_again() -> Iterator[None]:
     """A lost frame is lost."""
-    with replaced(ReliableLink, "_overdue", lambda self, now, limit: []):
+    original = ReliableLink.due
+
+    def due(self: Any, now: float, limit: int = 64) -> list[Any]:
+        return [frame for frame in original(self, now, limit) if frame.item is None]
+
+    with replaced(ReliableLink, "due", due):
         yield
 
 
@@ -311,7 +302,17 @@ def pages_kept() -> Iterator[None]:
 @mutant("a lost operation is a failed one", "push", "pull")
 def lost_is_failed() -> Iterator[None]:
     """No peer is given up or fenced for it: its pages are free while it may still move bytes."""
-    with replaced(HandoffPort, "_lost", lambda self, item, now, out: None):
+    original = OneSidedOps.poll
+
+    def poll(self: Any) -> list[Any]:
+        return [
+            replace(item, result=replace(item.result, state=OpState.FAILED))
+            if item.result.state is OpState.LOST
+            else item
+            for item in original(self)
+        ]
+
+    with replaced(OneSidedOps, "poll", poll):
         yield
 
 

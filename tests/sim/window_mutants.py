@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from serinus.core.parts import Part
+from serinus.core.plan import TableWrite
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sim import Scenario, draw
 from tests.sim.hunting import mutant, replaced
@@ -44,13 +44,18 @@ def windows_not_quarantined() -> Iterator[None]:
 @mutant("the row of part SWA is not rewritten", world=sliding)
 def window_row_not_rewritten() -> Iterator[None]:
     """After publication it names duplicates that went back."""
-    original = PageAllocator._write
+    publish, take = PageAllocator.publish, PageAllocator.take_writes
+    kept: dict[int, tuple[TableWrite, ...]] = {}
 
-    def write(self: PageAllocator, table_row: int, row: Any, start: int, end: int) -> None:
-        if row.part is Part.FULL or sys._getframe(1).f_code.co_name != "_insert":
-            original(self, table_row, row, start, end)
+    def publishing(self: PageAllocator, state: Any) -> None:
+        before = take_kept(self)
+        publish(self, state)
+        kept[id(self)] = before + tuple(write for write in take(self) if write.part is Part.FULL)
 
-    with replaced(PageAllocator, "_write", write):
+    def take_kept(self: PageAllocator) -> tuple[TableWrite, ...]:
+        return kept.pop(id(self), ()) + take(self)
+
+    with replaced(PageAllocator, "publish", publishing), replaced(PageAllocator, "take_writes", take_kept):
         yield
 
 
