@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from serinus.sim.network import SimChannel
 from serinus.sim.one_sided import CAPABILITIES
 from serinus.wire import Gone, Mailbox, PeerMessage
-from serinus.wire.messages import AbortGrant, Data, DataOk, Fail, Grant, Prepare
+from serinus.wire.messages import AbortGrant, Data, DataOk, Fail, Grant, Keepalive, Prepare
 
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
@@ -40,6 +40,8 @@ class SimMailbox(Mailbox):
             if isinstance(item, PeerMessage):
                 if isinstance(item.message, Data) and self._loses(item.peer, item.message):
                     continue
+                if isinstance(item.message, Keepalive):
+                    out.extend(self._ends_before(item.peer))
                 if late and self._waits(item, late):
                     at = now + engine.rng.random() * max(engine.options.late_s, 0.3)
                     self._held.append((at, item))
@@ -51,6 +53,12 @@ class SimMailbox(Mailbox):
             self._held = [(at, item) for at, item in self._held if at > now and late]
             out.extend(due)
         return out
+
+    def _ends_before(self, peer: str) -> list[PeerMessage]:
+        """Ends that wait: the floor of a KEEPALIVE says that they have come, so the real link too brings them first."""
+        ends = [item for _, item in self._held if item.peer == peer and isinstance(item.message, Fail)]
+        self._held = [(at, item) for at, item in self._held if item.peer != peer or not isinstance(item.message, Fail)]
+        return ends
 
     def _waits(self, letter: PeerMessage, chance: float) -> bool:
         """Whether a message is overtaken; the GRANT often together with its PREPARE."""
