@@ -107,10 +107,12 @@ def prefill_process(words: Sequence[str]) -> None:
     pool, incarnation, channel = shape.pool(pages), new_incarnation(), ZmqChannel("tcp://127.0.0.1:0")
     backends = backends_of(backend, incarnation)
     peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
-    port = make_port(PrefillSide, shape.settings("prefill", incarnation, backends[0]), pool, backends)
+    port, line = make_port(PrefillSide, shape.settings("prefill", incarnation, backends[0]), pool, backends)
     print(f"\nADDRESS {channel.address}", flush=True)
     while True:
-        for result in port.turn(CLOCK.now(), peers.receive(min(0.1, port.wait_s))):
+        messages = peers.receive(min(0.1, port.wait_s))
+        line.pump()
+        for result in port.turn(CLOCK.now(), messages):
             if isinstance(result, AddPrefill):
                 count = -(-len(result.request.prompt) // page_size)
                 ids = np.arange(1, count + 1, dtype=np.int32)
@@ -120,12 +122,13 @@ def prefill_process(words: Sequence[str]) -> None:
 
 def make_port(
     machine: type[Any], settings: HandoffSettings, pool: DevicePool, backends: Sequence[Backend | OneSided]
-) -> HandoffPort[Any]:  # fmt: skip
-    """The port of an engine of one rank."""
+) -> tuple[HandoffPort[Any], AnsweringLine]:  # fmt: skip
+    """The port of an engine of one rank, and its line: to be pumped before each turn."""
     worker = PageWorker(
         0, layout=RankLayout(settings.layout), stores={Part.FULL: pool}, backends=frame_backends(backends), clock=CLOCK
     )  # fmt: skip
-    return HandoffPort(machine, settings, line=AnsweringLine([worker]), backends=backends, stores=pool)
+    line = AnsweringLine([worker])
+    return HandoffPort(machine, settings, line=line, backends=backends, stores=pool), line
 
 
 class CountingChannel(ZmqChannel):
@@ -160,7 +163,7 @@ class Pair:
         backends = backends_of(backend, incarnation)
         self.peers = Peers(Mailbox(self.channel, incarnation=incarnation, clock=CLOCK))
         settings = shape.settings("decode", incarnation, backends[0])
-        self.port = make_port(DecodeSide, settings, shape.pool(pages), backends)
+        self.port, self.line = make_port(DecodeSide, settings, shape.pool(pages), backends)
         self.copy_seconds = 0.0
 
     def start(self, rid: str, pages: NDArray[np.int32]) -> None:
@@ -173,7 +176,9 @@ class Pair:
 
     def turn(self, timeout_s: float) -> list[DecodeResult]:
         """One turn of the loop, which waits so long for a message."""
-        results = self.port.turn(CLOCK.now(), self.peers.receive(min(timeout_s, self.port.wait_s)))
+        messages = self.peers.receive(min(timeout_s, self.port.wait_s))
+        self.line.pump()
+        results = self.port.turn(CLOCK.now(), messages)
         self.peers.deliver(self.port.take_outgoing())
         return results
 

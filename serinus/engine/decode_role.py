@@ -45,6 +45,8 @@ _BEFORE_GRANT = ("refused", "peer_slow")
 class DecodeRole:
     """Handoffs (roles.py) of a decode engine."""
 
+    is_staging = False
+
     def __init__(
         self,
         *,

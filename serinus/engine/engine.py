@@ -113,7 +113,7 @@ class Engine:
             self._answer(delta)
         if finished is not None:
             self._commit(finished, verdicts, now)
-        planned = self._plan(now)
+        planned = not self.handoffs.is_staging and self._plan(now)
         self._worked = finished is not None or planned
         if not self._worked and not self._open:
             self._worked = self._look_around()

@@ -55,7 +55,8 @@ class PrefillRole:
 
     def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
         running, waiting = self._scheduler.running_count, self._scheduler.waiting_count
-        self._stuck_turns = self._stuck_turns + 1 if waiting and not running else 0
+        is_stuck = waiting and not running and not self.is_staging  # a turn that ends so has planned nothing
+        self._stuck_turns = self._stuck_turns + 1 if is_stuck else 0
         if self._stuck_turns > 1:  # a request that came during the last turn has been tried by now
             self._act(self.port.handle(ReclaimParked(), now), now)
         self._act(self.port.turn(now, messages, load=running + waiting, turn=turns), now)
@@ -67,7 +68,11 @@ class PrefillRole:
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         for chunk in chunks:
             self._act(self.port.handle(chunk, now), now)
-        self._act(self.port.settle(now), now)  # pages are staged and announced before the next step begins
+        self._act(self.port.settle(now), now)
+
+    @property
+    def is_staging(self) -> bool:
+        return self.port.is_staging
 
     def aborted(self, rid: str, now: float) -> None:
         if rid in self._xids:

@@ -37,6 +37,11 @@ class Handoffs(Protocol):
         """A step computed pages for decode engines."""
         ...
 
+    @property
+    def is_staging(self) -> bool:
+        """Pages of a step that was committed are still to be read here: end the turn, and plan the next step later."""
+        ...
+
     def aborted(self, rid: str, now: float) -> None:
         """A request is about to be aborted: no peer may write its pages when this returns."""
         ...
@@ -72,6 +77,8 @@ class Handoffs(Protocol):
 
 class NoHandoffs:
     """The role of a unified engine, which hands nothing over."""
+
+    is_staging = False
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -10,8 +10,10 @@ How a driver uses it. The port owns no socket and no clock: messages come in and
 
 Every turn of the engine, on either side (engine/peers.py moves messages between a Mailbox and a port):
 
+    line.pump()
     act(port.turn(now, messages, load=load, turn=turn))        # messages: PeerMessage | Gone
-    outgoing = port.take_outgoing()                            # Send | OpenPeer | ClosePeer, in order
+    outgoing = port.take_outgoing()                            # Send | OpenPeer | ClosePeer, in order: deliver them,
+    line.flush()                                               # then let the ranks obey
 
 A decode engine:
 

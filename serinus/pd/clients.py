@@ -61,6 +61,8 @@ class Lane:
     """To be moved, in order."""
     moving: deque[Piece] = field(default_factory=deque)
     """Asked to be staged, offered or written, and not yet reported; a rank reports in the order it was asked in."""
+    moving_bytes: int = 0
+    """What all of them have together."""
     again: deque[Piece] = field(default_factory=deque)
     """One found no room, the others were asked for after it: all again, once nothing is moving."""
     is_full: bool = False

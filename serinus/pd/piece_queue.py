@@ -66,13 +66,25 @@ class PieceQueue:
                 lane.outbox.extendleft(reversed(lane.again))
                 lane.again.clear()
                 lane.is_full = any(rank == lane.rank for _, _, rank in client.staged)
-            depth = self._settings.staging_pieces if client.mode is Mode.RECEIVER_CHECKED else 1
-            while lane.outbox and len(lane.moving) < depth and not lane.is_full and not lane.again:
+            while lane.outbox and not lane.is_full and not lane.again and self._has_room(lane, client.mode):
                 piece = lane.outbox.popleft()
                 handoff = self._handoffs.get(piece.xid)
                 if handoff is not None:  # else it ended meanwhile
                     lane.moving.append(piece)
+                    lane.moving_bytes += self._bytes(piece, lane)
                     self._move(handoff, piece, lane, client, out)
+
+    def _has_room(self, lane: Lane, mode: Mode) -> bool:
+        """Whether the next piece may be asked for already. The leader's own rank stages in the leader's thread, before
+        any of it is announced: it is asked for as many bytes as one piece has at most."""
+        if mode is not Mode.RECEIVER_CHECKED or not lane.moving:
+            return not lane.moving
+        if lane.rank:
+            return len(lane.moving) < self._settings.staging_pieces
+        return lane.moving_bytes + self._bytes(lane.outbox[0], lane) <= self._settings.piece_bytes_max
+
+    def _bytes(self, piece: Piece, lane: Lane) -> int:
+        return len(piece.pages) * self._layout.page_bytes(lane.rank, piece.part)
 
     def _move(
         self, handoff: PrefillHandoff, piece: Piece, lane: Lane, client: Client, out: list[PrefillAction]
@@ -96,6 +108,7 @@ class PieceQueue:
         if client is None or lane is None or piece is None or (piece.xid, piece.number) != (xid, number):
             return None
         lane.moving.popleft()
+        lane.moving_bytes -= self._bytes(piece, lane)
         return client, lane, piece
 
     def announce(

@@ -138,11 +138,12 @@ class HandoffPort(Generic[M]):
         self.settings = replace(settings, endpoints={**settings.endpoints, **self._ops.endpoints})
         self.machine = machine(self.settings, mint=mint)
         self._line = line
-        self._answers: list[PageAnswer] = []
+        self._answers: list[tuple[int, PageAnswer]] = []
+        """Of ranks, not yet reported to the machine."""
         self._unsent = False
         """Commands were given since the last pump."""
-        self._own_due = 0
-        """Answers of the leader's own rank that have not come: it obeys in this thread, no socket tells of them."""
+        self._own_pieces = 0
+        """Pieces that the leader's own rank is to stage and that were not reported: it obeys in this thread."""
         for answer_type in (PieceMoved, TakenIn):
             line.subscribe(answer_type, self._take)
         self._outgoing: list[PeerAction] = []
@@ -158,13 +159,13 @@ class HandoffPort(Generic[M]):
     ) -> list[Any]:  # fmt: skip
         """Deal with what peers said and ranks answered; returns what the engine must act on, in order.
 
-        `load`, `turn`: see events.Tick. Pages that came are copied in here on the leader's own rank: that is the time
-        it takes. Raises what the line's `pump` raises.
+        Pump the line before, and flush it after `take_outgoing` was delivered. `load`, `turn`: see events.Tick. Pages
+        that came are copied in here on the leader's own rank: that is the time it takes. Raises what the line's `pump`
+        raises.
         """
         out: list[Any] = []
         self._pace.look(now)
-        self._unsent = True  # look at least once
-        self._settle(now, out)
+        self._report(now, out)
         for message in messages:
             if isinstance(message, Gone):
                 self._detach(message.peer)
@@ -177,7 +178,7 @@ class HandoffPort(Generic[M]):
         if self._ticked_at is None or now - self._ticked_at >= TICK_S / 2:
             self._ticked_at = now
             self._run(Tick(load=load, turn=turn, step_s=self._pace.longest_s), now, out)
-        self._settle(now, out)
+        out.extend(self.settle(now))
         return out
 
     def handle(self, event: Any, now: float) -> list[Any]:
@@ -187,13 +188,21 @@ class HandoffPort(Generic[M]):
         return out
 
     def settle(self, now: float) -> list[Any]:
-        """Have the commands given since the last turn obeyed, and take in what is answered at once.
+        """Have commands leave before those of a step, and deal with what is answered at once. Not where the own rank
+        has pieces to stage and peers are to be told something: they hear of one piece while the next is staged, which
+        is done when the caller flushes the line.
 
         Returns what the engine must act on. Raises as CommandLine.pump.
         """
         out: list[Any] = []
-        self._settle(now, out)
+        if self._unsent and not (self._own_pieces and self._outgoing):
+            self._pump(now, out)
         return out
+
+    @property
+    def is_staging(self) -> bool:
+        """The own rank has pieces to stage before the next step: end the turn without one, deliver, flush the line."""
+        return self._own_pieces > 0
 
     def take_outgoing(self) -> list[PeerAction]:
         """What is to be told to peers, or done about connections to them, since the last call, in order."""
@@ -203,7 +212,7 @@ class HandoffPort(Generic[M]):
     @property
     def wait_s(self) -> float:
         """Take the next turn within this: TICK_S, or less where something is under way whose end wakes no one."""
-        if self._unsent or self._own_due or self._answers:
+        if self._unsent or self._own_pieces or self._answers:
             return 0.0
         return MOVING_S if self._ops.is_busy else TICK_S
 
@@ -216,23 +225,24 @@ class HandoffPort(Generic[M]):
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
     def _command(self, command: object, rank: int | None) -> None:
-        self._own_due += not rank and isinstance(command, (MovePiece, TakeIn))
+        self._own_pieces += not rank and isinstance(command, MovePiece)
         self._unsent = True
         self._line.command(command, rank)
 
     def _take(self, rank: int, answer: PageAnswer) -> None:
-        self._own_due -= not rank
-        self._answers.append(answer)
+        self._answers.append((rank, answer))
 
-    def _settle(self, now: float, out: list[Any]) -> None:
-        """Have commands leave, as peers wait for what comes of them, and report what was answered."""
-        while self._unsent or self._answers:
-            if self._unsent:
-                self._unsent = False
-                self._line.pump()
-            answers, self._answers = self._answers, []
-            for answer in answers:
-                self._run(answer, now, out)
+    def _pump(self, now: float, out: list[Any]) -> None:
+        """Have commands leave, and report what was answered."""
+        self._unsent = False
+        self._line.pump()
+        self._report(now, out)
+
+    def _report(self, now: float, out: list[Any]) -> None:
+        answers, self._answers = self._answers, []
+        for rank, answer in answers:
+            self._own_pieces -= not rank and isinstance(answer, PieceMoved)
+            self._run(answer, now, out)
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class HandoffSettings:
     piece_bytes_max: int = 8 << 20
     """A Data message brings about so many bytes of one rank at most (always at least one page)."""
     staging_pieces: int = 1
-    """Receiver-checked: so many pieces of one rank may be asked to be staged and not be reported yet. 1 where asking is
-    doing; more where a rank that is busy with a step hears of it later."""
+    """Receiver-checked: so many pieces of a rank that does not lead may be asked to be staged and not be reported yet,
+    as it hears of them between two steps. The leader's own rank stages up to piece_bytes_max at once."""
     park_tokens: int = 1 << 16
     """Prefill: finished prompts without a grant may keep pages for so many tokens; beyond it they are forgotten (their
     KV stays in the cache) and computed again when the grant comes."""

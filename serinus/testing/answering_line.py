@@ -1,7 +1,7 @@
 """AnsweringLine: a line to ranks of this thread, for whatever is driven without an engine and its own line.
 
-A command is obeyed at once, or as late as the test likes; its answers are handed out by the next `pump`, or taken out,
-held back or put in another order in `answers` before.
+A command is obeyed at the next `pump`, or as late as the test likes; its answers are handed out by a `pump`, or taken
+out, held back or put in another order in `answers` before.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class AnsweringLine:
         return len(self.ranks)
 
     def command(self, command: Any, rank: int | None = None) -> None:
-        """See CommandLine; done before it returns, if it is not a late one."""
+        """See CommandLine: it waits for a `pump`, or for `work`."""
         for number in range(self.size) if rank is None else (rank,):
             self.waiting[number].append(command)
-        if not self._late:
-            self.work(rank)
 
     def subscribe(self, answer_type: type, take: Callable[[int, Any], None]) -> None:
         """See CommandLine: `take` gets answers of this type."""
         self._takers[answer_type] = take
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """Hand out the answers, the oldest first; never waits."""
+        """Have the ranks obey, if they are not late; hand out the answers, the oldest first; never waits."""
+        if not self._late:
+            self.work()
         now, self.answers = self.answers[: self._answers_max], self.answers[self._answers_max :]
         for rank, answer in now:
             self._takers[type(answer)](rank, answer)

@@ -78,6 +78,7 @@ def test_ranks_are_started_once_and_swept_before_every_step_that_is_due(engine: 
     lead = lead_over(line, engine, kv_canary_sweep_interval=3)
     for _ in range(7):
         lead.begin(PLAN)
+    line.pump()
     commands = line.ranks[0].commands
     assert [type(command) for command in commands] == [StartCanary, SweepSlots, SweepSlots]
     assert commands[1].ends_pass, "33 pages are one walk"

@@ -12,9 +12,11 @@ import pytest
 from serinus.core.request import FinishReason
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
+from serinus.pd import Send
 from serinus.selftest import EnginePair
 from serinus.testing.builders import make_request
 from serinus.testing.oracle import toy_continue
+from serinus.wire.messages import Data
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,29 @@ def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
             staged_while_computing += both.port_of(both.prefill).machine.staged_count
     assert staged_while_computing == 3  # of four chunks: each is staged before the next step, the last ends the prompt
     both.run_until_idle()
+
+
+@pytest.mark.slow
+def test_peers_hear_of_a_piece_before_the_next_is_staged_and_no_step_begins_before_the_last(tmp_path: Path) -> None:
+    wide = make_toy(tmp_path, vocab=64, context=256, kv_heads=64, head_size=128, tokenizer=False)  # 84 tokens a piece
+    both = pair(wide, chunked_prefill_size=100)
+    both.add("a", list(range(1, 61)) * 2, 6)
+    engine, built = both.prefill.engine, both.prefill.built
+    assert built.peers is not None
+    turns: list[tuple[int, bool]] = []
+    while not both.tokens("a"):
+        both.turn_decode()
+        both.clock.advance(0.01)
+        output = engine.turn(both.clock.now(), (), built.peers.receive())
+        sent = sum(isinstance(action, Send) and isinstance(action.message, Data) for action in output.peers)
+        if sent:
+            turns.append((sent, engine.line.under_way > 0))
+        built.deliver(output)
+        engine.line.flush()
+    assert turns == [(1, False), (1, True), (1, False)], "pieces of 84 and 16 tokens and, after a step, of 20"
+    assert both.tokens("a")[:1] == toy_continue(load_spec(wide), list(range(1, 61)) * 2, 1)
+    both.run_until_idle()
+    both.check()
 
 
 def test_a_prefill_engine_in_a_long_step_is_waited_for(toy: Path) -> None:

@@ -92,6 +92,7 @@ class Peer:
     """What both roles have."""
 
     port: HandoffPort[Any]
+    line: AnsweringLine
     peers: Peers
 
     def until(self, happened: Callable[[], bool], seconds: float = 20.0) -> float:
@@ -105,11 +106,13 @@ class Peer:
     def turn(self, timeout_s: float) -> None:
         """One turn of its loop; waits so long for a message."""
         messages = self.peers.receive(min(timeout_s, self.port.wait_s))
+        self.line.pump()
         self._act(self.port.turn(CLOCK.now(), messages))
         self.peers.deliver(self.port.take_outgoing())
 
     def close(self) -> None:
-        """Close the port and end all connections."""
+        """End the rank, close the port and end all connections."""
+        self.line.ranks[0].close()
         self.port.close()
         self.peers.close()
 
@@ -132,9 +135,10 @@ class PrefillPeer(Peer):
         """Pages that must stay as they are, by handoff."""
         self.ended: list[PrefillDrained | AbortPrefill] = []
         self.peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
+        self.line = line_to(self.store, backends)
         self.port = HandoffPort(
             PrefillSide, settings_of("p", incarnation, tuple(b.name for b in backends)),
-            line=line_to(self.store, backends), backends=backends,
+            line=self.line, backends=backends,
         )  # fmt: skip
 
     def _act(self, results: Sequence[object]) -> None:
@@ -182,9 +186,10 @@ class DecodePeer(Peer):
         self.asked: dict[str, StartHandoff] = {}
         self.results: list[Landed | Recompute] = []
         self.peers = Peers(Mailbox(ZmqChannel(), incarnation=incarnation, clock=CLOCK))
+        self.line = line_to(self.store, backends)
         self.port = HandoffPort(
             DecodeSide, settings_of("d", incarnation, tuple(b.name for b in backends)),
-            line=line_to(self.store, backends), backends=backends,
+            line=self.line, backends=backends,
         )  # fmt: skip
 
     def ask(self, rid: str, address: str, length: int, *, held_pages: int = 0) -> None:

@@ -130,7 +130,10 @@ class Pair:
 
     def turn(self) -> None:
         self.clock.advance(0.1)
-        for port, peers in ((self.decode, self.decode_peers), (self.prefill, self.prefill_peers)):
+        for line, port, peers in (
+            (self.d, self.decode, self.decode_peers), (self.p, self.prefill, self.prefill_peers),
+        ):  # fmt: skip
+            line.pump()
             self._act(port.turn(self.clock.now(), peers.receive()))
             peers.deliver(port.take_outgoing())
 
@@ -175,6 +178,21 @@ def test_a_prompt_lands_when_all_ranks_have_done_their_part() -> None:
     assert pair.ended(ReleaseChunk) == [], "rank 1 has not read its pages"
     pair.settle()
     assert len(pair.ended(Landed)) == len(pair.ended(PrefillDrained)) == 1
+    pair.check_empty()
+
+
+def test_the_own_rank_is_asked_for_one_piece_at_a_time_and_other_ranks_for_several() -> None:
+    """Its pieces are staged in the leader's thread: peers are told of one before the next."""
+    pair = Pair(*TWO, depth=3)
+    pair.start()
+    for staged in range(1, 4):
+        assert [sum(isinstance(command, MovePiece) for command in waiting) for waiting in pair.p.waiting] == [1, 3]
+        assert pair.prefill.is_staging
+        pair.p.work(0)
+        pair.turn()
+        assert pair.prefill.machine.staged_count == staged
+    pair.settle()
+    assert not pair.prefill.is_staging
     pair.check_empty()
 
 
@@ -308,10 +326,10 @@ def test_a_full_area_keeps_pieces_in_order_however_many_are_asked_for(depth: int
 
 
 def test_no_room_when_it_was_asked_for_is_room_when_the_answer_comes() -> None:
-    """Rank 0 was full; before the leader hears of it the peer has taken everything: it is asked again, not given up."""
+    """Rank 1 was full; before the leader hears of it the peer has taken everything: it is asked again, not given up."""
     pair = Pair(layout_of(pp=2), layout_of(tp=2), staging=64, depth=2)
     pair.start()
-    pair.p.work(0)  # the first is staged, the second finds no room; the leader has not looked
+    pair.p.work(1)  # the first is staged, the second finds no room; the leader has not looked
     answers, pair.p.answers = pair.p.answers, []
     assert [answer.status for _rank, answer in answers] == [PieceStatus.DONE, PieceStatus.FULL]
     pair.p.answers.append(answers[0])

@@ -104,12 +104,13 @@ class Pair:
             PageWorker(0, layout=RankLayout(LAYOUT), stores={Part.FULL: store}, backends=backends, clock=self.clock)
             for store in self.stores
         )
+        self.lines = tuple(AnsweringLine([worker]) for worker in self.workers)
         self.decode = HandoffPort(
-            DecodeSide, make_settings("d", 1, backends=names, **PATIENT), line=AnsweringLine(self.workers[:1]),
+            DecodeSide, make_settings("d", 1, backends=names, **PATIENT), line=self.lines[0],
             backends=backends,
         )  # fmt: skip
         self.prefill = HandoffPort(
-            PrefillSide, make_settings("p", 2, backends=names, **PATIENT), line=AnsweringLine(self.workers[1:]),
+            PrefillSide, make_settings("p", 2, backends=names, **PATIENT), line=self.lines[1],
             backends=backends,
         )  # fmt: skip
         self.decode_peers, self.prefill_peers = (
@@ -130,12 +131,14 @@ class Pair:
         self.decode_peers.deliver(self.decode.take_outgoing())
 
     def close(self) -> None:
+        self.workers[0].close()
         self.decode.close()
         self.decode_peers.close()
         self.close_prefill()
 
     def close_prefill(self) -> None:
         """The process of the prefill engine ends."""
+        self.workers[1].close()
         self.prefill.close()
         self.prefill_peers.close()
 
@@ -147,11 +150,13 @@ class Pair:
 
     def turn_decode(self) -> None:
         """The decode engine's loop, once."""
+        self.lines[0].pump()
         self.act_decode(self.decode.turn(self.clock.now(), self.decode_peers.receive()))
         self.decode_peers.deliver(self.decode.take_outgoing())
 
     def turn_prefill(self) -> None:
         """The prefill engine's loop, once."""
+        self.lines[1].pump()
         self.act_prefill(self.prefill.turn(self.clock.now(), self.prefill_peers.receive()))
         self.prefill_peers.deliver(self.prefill.take_outgoing())
 
