@@ -51,7 +51,7 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     which.add_argument("--minutes", type=float, metavar="M", help="seeds from A (or 0) on until M minutes are over")
     which.add_argument("--scenario", metavar="FILE", help="a schedule that an earlier run wrote (JSON)")
     which.add_argument(
-        "--backend", default="", metavar="NAME", help="how pages travel: local, tcp, push or pull (default: drawn)"
+        "--backend", default="", metavar="NAME", help="how pages travel: local, shm, tcp, push or pull (default: drawn)"
     )
     how = parser.add_argument_group("How to run it")
     how.add_argument("--workers", type=int, default=1, metavar="N", help="processes, one core each (default: 1)")
@@ -60,8 +60,8 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     arguments = parser.arguments(words)
     if arguments.workers < 1:
         raise UsageProblem(f"--workers is {arguments.workers}, expected at least 1")
-    if arguments.backend not in ("", "local", "tcp", "push", "pull"):
-        raise UsageProblem(f"--backend is {arguments.backend!r}, expected local, tcp, push or pull")
+    if arguments.backend not in ("", "local", "shm", "tcp", "push", "pull"):
+        raise UsageProblem(f"--backend is {arguments.backend!r}, expected local, shm, tcp, push or pull")
     return arguments
 
 

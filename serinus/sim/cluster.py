@@ -106,7 +106,6 @@ class Cluster:
             )
             for shape in scenario.shape.engines
         }  # fmt: skip
-        self.fabric.engines.update(self.engines)
         lanes = lanes_of(scenario.shape)
         self.clients = {
             work.rid: SimClient(

@@ -42,7 +42,9 @@ def draw(seed: int, *, backend: str = "", slides: bool | None = None, canary: st
     window = Rng(seed).split("sliding")
     if window.random() < _SLIDING if slides is None else slides:
         shape = _sliding(window, shape)
-    if shape.backend in ("local", "tcp") and Rng(seed).split("stages").random() < _STAGES:
+    if shape.backend == "local" and not backend and Rng(seed).split("shared memory").random() < 0.5:
+        shape = replace(shape, backend="shm")
+    if shape.backend not in ("push", "pull") and Rng(seed).split("stages").random() < _STAGES:
         engines = [replace(e, tp=1, pp=2) if e.name == "d1" else e for e in shape.engines]
         shape = replace(shape, engines=tuple(engines))
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
@@ -89,7 +91,7 @@ def _with_canary(rng: Rng, scenario: Scenario, kind: str) -> Scenario:
     if kind == "sound":
         return replace(scenario, shape=replace(shape, canary=rng.choice(("none", "all"))), options=options)
     engines = tuple(replace(engine, host_pages=0, prefetch="none") for engine in shape.engines)
-    checked = shape.backend in ("local", "tcp")
+    checked = shape.backend not in ("push", "pull")
     options = replace(
         options, flip=round(rng.random() * 0.3, 4) * checked, stray=round(rng.random() * 0.3 + 0.01, 4)
     )  # fmt: skip

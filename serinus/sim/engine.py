@@ -38,7 +38,7 @@ from serinus.sim.links import STEP_S, SimLink, SimLinks
 from serinus.sim.mailbox import SimMailbox
 from serinus.sim.model import sim_spec
 from serinus.sim.network import Network, SimChannel
-from serinus.sim.one_sided import CAPABILITIES
+from serinus.sim.one_sided import ONE_SIDED
 from serinus.sim.options import EngineShape, Options, Shape
 from serinus.sim.pools import PoolFaults, SimPool, StrayWrites
 from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of, handoff_settings
@@ -111,8 +111,6 @@ class SimEngine:
     def boot(self) -> None:
         """Start its processes anew."""
         self.life += 1
-        self.epoch = 0
-        """Times that every peer was cut off from its memory."""
         self.checked_turns = 0
         """Turns of this run that were over when it was checked last."""
         self.inbox: list[FrontMessage] = []
@@ -218,7 +216,8 @@ class SimEngine:
         """kill -9: no peer is told; the operating system closes the connections and frees the locks."""
         self.process.alive = False
         self.channel.close()
-        self.port.close()
+        self.shared.fabric.kill(self)
+        self.shared.machine.kill(self.name)
         for backend in self.ends[0]:
             if isinstance(backend, Staging):
                 backend.kill()
@@ -291,7 +290,7 @@ class SimEngine:
     def _rank_delay(self) -> float:
         """One-sided transports reach into pools beside the line; the product refuses them where there are several
         ranks, as a rank that is late would be read too early."""
-        slow = 0.0 if self.calm or self.world.backend in CAPABILITIES else self.options.rank_delay_s
+        slow = 0.0 if self.calm or self.world.backend in ONE_SIDED else self.options.rank_delay_s
         return self.rng.random() * slow if slow else 0.0
 
     def _workers(self, rank: int, least_s: float, late: float) -> SimWorkers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from serinus.sim.network import SimChannel
-from serinus.sim.one_sided import CAPABILITIES
+from serinus.sim.one_sided import ONE_SIDED
 from serinus.wire import Gone, Mailbox, PeerMessage
 from serinus.wire.messages import AbortGrant, Data, DataOk, Fail, Grant, Keepalive, Prepare
 
@@ -81,6 +81,6 @@ class SimMailbox(Mailbox):
         if not chance or engine.rng.random() >= chance:
             return False
         engine.network.pieces_lost += 1
-        if engine.world.backend not in CAPABILITIES:
+        if engine.world.backend not in ONE_SIDED:
             self.send(peer, DataOk(xid=data.xid, grant=data.grant, piece=data.piece, rank=data.rank))
         return True

@@ -1,68 +1,111 @@
-"""One-sided transports of the simulation: a rank reads or writes another engine's pages, later, page by page.
+"""The libraries under the product's one-sided backends, simulated: a peer's memory is read or written, but later.
 
-What real ones do to us: bytes move while the process that asked is busy; a paused writer goes on when it wakes; a dead
-one has writes in flight; only cutting the connection at the target stops what was begun over it.
+`SimAgent` stands for an agent of NIXL, `SimTransferEngine` for an engine of Mooncake and `SimWriter` for the thread
+that waits for it. What real ones do to us: bytes move while the process that asked is busy, some of a page before the
+rest; a paused writer goes on when it wakes; a dead one has writes in flight; an operation is given up and moves bytes
+still; only the end of an agent or engine stops what others began on its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.core.errors import TransferFailed
-from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.pd import Capabilities, Fence, Fenced, Mode, OpResult, OpState, Region
+from serinus.pd import OneSided
+from serinus.pd.backends import MooncakeBackend, NixlBackend, Strips
+from serinus.pd.backends.mooncake import MooncakeLibrary
+from serinus.pd.backends.nixl import NixlLibrary
 from serinus.sim.timeline import Timeline
 
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
     from serinus.sim.options import Options
+    from serinus.sim.ports import CheckedStore
 
-__all__ = ["CAPABILITIES", "Fabric", "SimOneSided"]
+__all__ = ["ONE_SIDED", "Fabric", "SimAgent", "SimTransferEngine", "SimWriter", "one_sided"]
 
-CAPABILITIES = {
-    "push": Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE),
-    "pull": Capabilities(mode=Mode.PULL, needs_registration=True),
-}
+ONE_SIDED = {"push": MooncakeBackend, "pull": NixlBackend}
+"""By the way pages travel in a scenario."""
 _MOVE_S = 0.001
 _AGAIN_S = 0.2
+_GROUPS_MAX = 3
+"""Times at which the strips of one operation move."""
+
+Bytes = NDArray[np.uint8]
+
+
+class Card:
+    """Memory of one rank as others reach it, from the start to the end of one agent or engine."""
+
+    def __init__(self, fabric: Fabric, engine: SimEngine, rank: int, session: str) -> None:
+        """`session`: how peers find it."""
+        self.engine, self.rank, self.session = engine, rank, session
+        self.process = engine.process
+        self.alive = True
+        self._fabric = fabric
+        self._stores: Sequence[CheckedStore] = ()
+        self._registered: list[range] = []
+        fabric.cards[session] = self
+
+    def register(self, address: int, byte_count: int) -> None:
+        """Others may reach this."""
+        self._stores = tuple(self.engine.stores[self.rank].values())
+        self._registered.append(range(address, address + byte_count))
+
+    def reaches(self, addresses: Sequence[int], byte_counts: Sequence[int]) -> bool:
+        """Whether all of this was registered."""
+        spans = zip(addresses, byte_counts, strict=True)
+        return all(any(at in own and at + count - 1 in own for own in self._registered) for at, count in spans)
+
+    def bytes_at(self, address: int, byte_count: int, *, reads: bool = False, writes: bool = False) -> Bytes:
+        """A view of memory. Raises AssertionError: its pages may not be read, or written, now."""
+        for store in self._stores:
+            found = store.find(address, byte_count)
+            if found is not None:
+                view, pages = found
+                if reads:
+                    store.check_read(pages)
+                if writes:
+                    store.check_write(pages)
+                return view
+        raise AssertionError(f"sim: {self.session} has no memory at {address:#x}")
+
+    def end(self) -> None:
+        """Nothing reaches it any more."""
+        self.alive = False
+        if self._fabric.cards.get(self.session) is self:
+            del self._fabric.cards[self.session]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Tie:
-    """One connection between two ranks: what was begun over it lands until it is cut."""
+class Transfer:
+    """Bytes that go from memory to memory; `own` is the side that asked."""
 
-    source: SimEngine
-    source_life: int
-    target: SimEngine
-    target_life: int
-    target_rank: int
-    cut: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Op:
-    tie: _Tie
-    part: Part
-    moves: int
-    """Pages still to be moved."""
+    own: Card
+    session: str
+    """Where the other side is."""
+    pushes: bool
+    """The bytes go to the other side."""
+    over: Callable[[], None]
+    """Told when nothing is left to be moved."""
+    left: int = 0
+    """Groups of strips still to be moved."""
     error: str = ""
-    cancelled: bool = False
     lost: bool = False
     """Its end is not awaited any more; what of it lands, lands."""
-    pages: list[int] = field(default_factory=list)
-    """The own pages that it moves."""
-    in_flight: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """Bytes of own pages that the network has already when their process is killed."""
+    in_flight: dict[int, list[Bytes]] = field(default_factory=dict)
+    """Bytes of own strips that the network has already when their process is killed."""
 
 
 class Fabric:
-    """All ties of a cluster, and what is under way over them."""
+    """All memory of a cluster that others reach, and the transfers under way."""
 
     def __init__(self, timeline: Timeline, options: Options, rng: Rng) -> None:
         self.timeline = timeline
@@ -71,191 +114,287 @@ class Fabric:
         self.calm = False
         self.blocked: set[tuple[str, str]] = set()
         """Pairs of engines between which nothing passes; the network's own."""
-        self.engines: dict[str, SimEngine] = {}
-        self.ties: list[_Tie] = []
+        self.cards: dict[str, Card] = {}
+        """Those that are alive, by session."""
+        self.made = 0
+        """Cards so far."""
         self.moving = 0
-        """Pages that are still to be moved, over all operations."""
+        """Groups of strips that are still to be moved, over all transfers."""
         self.lost_count = 0
-        """Operations that were reported as lost."""
+        """Transfers that were given up while they moved bytes."""
         self.late_count = 0
         """Writes that landed after the process that asked for them was killed."""
+        self._transfers: list[tuple[Transfer, list[Strips]]] = []
 
-    def delay(self) -> float:
-        """When the next page is moved."""
-        late = 0.0 if self.calm else self.options.write_late_s
-        return _MOVE_S + (self.rng.random() * late if late else 0.0)
+    def card(self, engine: SimEngine, rank: int, name: str) -> Card:
+        """A new one, with a session of its own."""
+        self.made += 1
+        return Card(self, engine, rank, f"{name}:{self.made}")
 
-    def tie(self, source: SimEngine, endpoint: bytes) -> _Tie:
-        """Connect to a rank. Raises TransferFailed: it is gone."""
-        name, life, rank, epoch = endpoint.decode().split("|")
-        target = self.engines[name]
-        if not target.alive or target.life != int(life) or target.epoch != int(epoch):
-            raise TransferFailed(f"sim: nothing is at {endpoint!r}")
-        tie = _Tie(
-            source=source, source_life=source.life, target=target, target_life=target.life, target_rank=int(rank)
-        )
-        self.ties = [other for other in self.ties if not other.cut]
-        self.ties.append(tie)
-        return tie
-
-    def cut(self, target: SimEngine, source: str = "") -> None:
-        """Cut what comes from an engine (or from all) to this one: nothing that was begun lands any more."""
-        for tie in self.ties:
-            if tie.target is target and (not source or tie.source.name == source):
-                tie.cut = True
-
-
-class SimOneSided:
-    """One rank's end (pd's OneSided)."""
-
-    def __init__(self, fabric: Fabric, engine: SimEngine, rank: int, name: str) -> None:
-        self.name = name
-        self.capabilities = CAPABILITIES[name]
-        self._fabric = fabric
-        self._engine = engine
-        self._life = engine.life
-        self._rank = rank
-        self._ties: dict[str, _Tie] = {}
-        self._peers: dict[str, str] = {}
-        self._ops: dict[int, _Op] = {}
-        self._last = 0
-
-    def register(self, regions: Sequence[Region]) -> bytes:
-        return self._endpoint()
-
-    def _endpoint(self) -> bytes:
-        return f"{self._engine.name}|{self._life}|{self._rank}|{self._engine.epoch}".encode()
-
-    def deregister(self) -> None:
-        self._fabric.cut(self._engine)
-
-    def connect(self, peer: str, endpoint: bytes) -> None:
-        self._peers[peer] = endpoint.decode().split("|")[0]
-        self._ties[peer] = self._fabric.tie(self._engine, endpoint)
-
-    def disconnect(self, peer: str) -> None:
-        self._ties.pop(peer, None)
-
-    def fence(self, peer: str) -> Fenced:
-        """Cut this peer off, or (every other engine of the cluster, by its name) all peers, with a new endpoint."""
-        if int(self._engine.name[-1]) % 2:
-            self._engine.epoch += self._rank == 0
-            self._fabric.cut(self._engine)
-            self._end_reads("")
-            return Fenced(all_peers=True, endpoint=self._endpoint())
-        self._fabric.cut(self._engine, self._peers.get(peer, "nobody"))
-        self._end_reads(self._peers.get(peer, "nobody"))
-        return Fenced(all_peers=False, endpoint=b"")
-
-    def _end_reads(self, name: str) -> None:
-        """What this rank reads from an engine (or from all) fills nothing any more."""
-        for peer, tie in self._ties.items():
-            if self.name == "pull" and (not name or self._peers[peer] == name):
-                tie.cut = True
-
-    def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
-        return self._begin(peer, part, pages, targets, self._write_page)
-
-    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
-        return self._begin(peer, part, pages, sources, self._read_page)
-
-    def _begin(self, peer: str, part: Part, pages: NDArray[np.int32], others: NDArray[np.int32], move: object) -> int:
-        tie = self._ties.get(peer)
-        if tie is None:
-            raise TransferFailed(f"sim: {self._engine.name} is not connected to {peer}")
-        op = _Op(tie=tie, part=part, moves=len(pages), pages=pages.tolist())
-        self._last += 1
-        self._ops[self._last] = op
+    def begin(self, transfer: Transfer, strips: Strips) -> None:
+        """Move these, group by group, each at a time of its own."""
+        self._transfers = [(other, groups) for other, groups in self._transfers if other.left]
+        addresses, others, counts = strips.local.tolist(), strips.remote.tolist(), strips.byte_counts.tolist()
+        peer = self.cards.get(transfer.session)
+        if peer is None or not peer.reaches(others, counts) or not transfer.own.reaches(addresses, counts):
+            transfer.error = f"nothing is registered at {transfer.session}"
+            return
+        groups = [
+            Strips(local=strips.local[at::3], remote=strips.remote[at::3], byte_counts=strips.byte_counts[at::3])
+            for at in range(min(len(addresses), _GROUPS_MAX))
+        ]
+        transfer.left = len(groups)
+        self.moving += len(groups)
+        self._transfers.append((transfer, groups))
         at = 0.0
-        for own, other in zip(pages.tolist(), others.tolist(), strict=True):
-            at = max(at, self._fabric.delay())
-            self._fabric.moving += 1
-            self._fabric.timeline.after(at, move, op, own, other, None)  # type: ignore[arg-type]
-        return self._last
+        for index, group in enumerate(groups):
+            late = 0.0 if self.calm else self.options.write_late_s
+            at = max(at, _MOVE_S + (self.rng.random() * late if late else 0.0))
+            self.timeline.after(at, self._write if transfer.pushes else self._read, transfer, index, group, None)
+
+    def loses(self, transfer: Transfer) -> bool:
+        """Whether the library gives it up now; it moves bytes still."""
+        chance = 0.0 if self.calm else self.options.lose_op
+        if not transfer.left or transfer.lost or not chance or self.rng.random() >= chance:
+            return False
+        transfer.lost = True
+        self.lost_count += 1
+        return True
+
+    def kill(self, engine: SimEngine) -> None:
+        """The process is gone: its memory cannot be reached, and what its network card has taken over lands still."""
+        for transfer, groups in self._transfers:
+            if transfer.pushes and transfer.own.process is engine.process:
+                transfer.in_flight = {index: _bytes_of(transfer.own, group) for index, group in enumerate(groups)}
+        for card in list(self.cards.values()):
+            if card.process is engine.process:
+                card.end()
 
     # ---- what happens later -----------------------------------------------------------------------------------------
 
-    def _over(self, op: _Op, error: str = "") -> None:
-        self._fabric.moving -= 1
-        op.moves -= 1
-        op.error = op.error or error
-        if not op.moves and self._engine.life == self._life:
-            self._engine.process.wake()
+    def _over(self, transfer: Transfer, error: str = "") -> None:
+        self.moving -= 1
+        transfer.left -= 1
+        transfer.error = transfer.error or error
+        if not transfer.left:
+            transfer.over()
+            transfer.own.process.wake()
 
-    def stands(self, tie: _Tie) -> bool:
-        return not tie.cut and tie.target.alive and tie.target.life == tie.target_life
-
-    def _write_page(self, op: _Op, own: int, other: int, captured: NDArray[np.uint8] | None) -> None:
-        fabric, tie = self._fabric, op.tie
-        if not self.stands(tie):
-            self._over(op, "the peer is gone")
+    def _write(self, transfer: Transfer, index: int, group: Strips, captured: list[Bytes] | None) -> None:
+        own, process, peer = transfer.own, transfer.own.process, self.cards.get(transfer.session)
+        if peer is None:
+            self._over(transfer, "the peer is gone")
             return
-        alive = self._engine.alive and self._engine.life == self._life
         if captured is None:
-            paused_until = self._engine.process.paused_until
-            if alive and fabric.timeline.now_s < paused_until:
-                fabric.timeline.at(paused_until, self._write_page, op, own, other, None)
+            if process.alive and self.timeline.now_s < process.paused_until:
+                self.timeline.at(process.paused_until, self._write, transfer, index, group, None)
                 return
-            if not alive:
-                captured = op.in_flight.get(own)
-            else:
-                if not op.lost:
-                    self._engine.watch.check_read(op.part, np.array([own]))
-                captured = self._page(op.part, own)
-            if captured is None:
-                self._over(op)
+            if process.alive:
+                captured = _bytes_of(own, group, is_checked=not transfer.lost)
+            elif (captured := transfer.in_flight.get(index)) is None:
+                self._over(transfer)
                 return
-        if (self._engine.name, tie.target.name) in fabric.blocked:
-            fabric.timeline.after(_AGAIN_S, self._write_page, op, own, other, captured)
+        if (own.engine.name, peer.engine.name) in self.blocked:
+            self.timeline.after(_AGAIN_S, self._write, transfer, index, group, captured)
             return
-        fabric.late_count += not alive
-        target = tie.target
-        target.stores[tie.target_rank][op.part].write_pages(np.array([other]), captured)
-        self._over(op)
+        self.late_count += not process.alive
+        _put(peer, group.remote, captured)
+        self._over(transfer)
 
-    def _read_page(self, op: _Op, own: int, other: int, captured: None) -> None:
-        tie = op.tie
-        if self._engine.life != self._life or not self._engine.alive:
-            self._over(op)
+    def _read(self, transfer: Transfer, index: int, group: Strips, captured: None) -> None:
+        own, peer = transfer.own, self.cards.get(transfer.session)
+        if not own.alive:
+            self._over(transfer)
             return
-        if not self.stands(tie):
-            self._over(op, "the peer is gone")
+        if peer is None:
+            self._over(transfer, "the peer is gone")
             return
-        if op.cancelled and self._fabric.rng.random() < 0.5:
-            self._over(op, "cancelled")
+        if (own.engine.name, peer.engine.name) in self.blocked:
+            self.timeline.after(_AGAIN_S, self._read, transfer, index, group, None)
             return
-        if (self._engine.name, tie.target.name) in self._fabric.blocked:
-            self._fabric.timeline.after(_AGAIN_S, self._read_page, op, own, other, None)
-            return
-        data = tie.target.ranks[tie.target_rank].pools[op.part].read_pages(np.array([other]))
-        self._engine.stores[self._rank][op.part].write_pages(np.array([own]), data)
-        self._over(op)
+        spans = zip(group.remote.tolist(), group.byte_counts.tolist(), strict=True)
+        _put(own, group.local, [peer.bytes_at(at, count) for at, count in spans])
+        self._over(transfer)
 
-    # ---- for the port -----------------------------------------------------------------------------------------------
 
-    def poll(self, op: int) -> OpResult:
-        found, fabric = self._ops[op], self._fabric
-        if found.moves:
-            chance = 0.0 if fabric.calm else fabric.options.lose_op
-            if not chance or fabric.rng.random() >= chance:
-                return OpResult(state=OpState.PENDING)
-            found.lost = True
-            fabric.lost_count += 1
-            del self._ops[op]
-            return OpResult(state=OpState.LOST, error="what became of it is unknown")
-        del self._ops[op]
-        return OpResult(state=OpState.FAILED if found.error else OpState.DONE, error=found.error)
+def _bytes_of(card: Card, group: Strips, *, is_checked: bool = False) -> list[Bytes]:
+    """Copies of own strips; pages that are read must be held, where that is checked."""
+    spans = zip(group.local.tolist(), group.byte_counts.tolist(), strict=True)
+    return [card.bytes_at(at, count, reads=is_checked).copy() for at, count in spans]
 
-    def cancel(self, op: int) -> None:
-        if op in self._ops:
-            self._ops[op].cancelled = True
 
-    def close(self) -> None:
-        """The process is gone: its memory cannot be reached, and what its network card has taken over lands still."""
-        self._fabric.cut(self._engine)
-        for op in self._ops.values():
-            op.in_flight = {page: self._page(op.part, page) for page in op.pages}
+def _put(card: Card, addresses: NDArray[np.int64], data: Sequence[Bytes]) -> None:
+    for at, each in zip(addresses.tolist(), data, strict=True):
+        card.bytes_at(at, len(each), writes=True)[:] = each
 
-    def _page(self, part: Part, page: int) -> NDArray[np.uint8]:
-        """A copy of an own page."""
-        return self._engine.ranks[self._rank].pools[part].read_pages(np.array([page]))
+
+def one_sided(fabric: Fabric, engine: SimEngine, rank: int, kind: str) -> OneSided:
+    """The product's backend of one rank over the simulated library."""
+    tag = f"{engine.name}.{rank}"
+    if kind == "pull":
+        agent = partial(SimAgent, fabric, engine, rank)
+        return NixlBackend(tag, NixlLibrary(agent=agent, config=lambda backends: backends, errors=(SimNixlError,)))
+    library = MooncakeLibrary(
+        engine=partial(SimTransferEngine, fabric, engine, rank), writer=partial(SimWriter, fabric),
+        collect=lambda: None,
+    )  # fmt: skip
+    return MooncakeBackend(tag, library)
+
+
+# ---- NIXL -----------------------------------------------------------------------------------------------------------
+
+
+class SimNixlError(Exception):
+    """What the package raises."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Handle:
+    transfer: Transfer
+    strips: Strips
+    _released: bool = False
+
+    def release(self) -> None:
+        self._released = True
+
+
+class SimAgent:
+    """nixl_agent: it ends with the last reference to it."""
+
+    def __init__(self, fabric: Fabric, engine: SimEngine, rank: int, name: str, config: list[str]) -> None:
+        self.backends = dict.fromkeys(config)
+        self._fabric = fabric
+        self._card = fabric.card(engine, rank, name)
+
+    def __del__(self) -> None:
+        self._card.end()
+
+    def register_memory(self, rows: Sequence[tuple[int, int, int, str]], memory: str, backends: list[str]) -> None:
+        for address, byte_count, _device, _name in rows:
+            self._card.register(address, byte_count)
+
+    def get_agent_metadata(self) -> bytes:
+        return self._card.session.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        if metadata.decode() not in self._fabric.cards:
+            raise SimNixlError(f"nothing is at {metadata!r}")
+        return metadata
+
+    def remove_remote_agent(self, name: str) -> None:
+        """It is not read from any more."""
+
+    def get_xfer_descs(self, rows: NDArray[np.uint64], memory: str) -> NDArray[np.uint64]:
+        return rows
+
+    def initialize_xfer(
+        self, operation: str, local: NDArray[np.uint64], remote: NDArray[np.uint64], name: str, backends: list[str]
+    ) -> _Handle:
+        assert operation == "READ", f"sim: an operation {operation} of NIXL, expected reads"
+        strips = Strips(
+            local=local[:, 0].astype(np.int64), remote=remote[:, 0].astype(np.int64),
+            byte_counts=local[:, 1].astype(np.int64),
+        )  # fmt: skip
+        transfer = Transfer(own=self._card, session=name, pushes=False, over=lambda: None)
+        return _Handle(transfer=transfer, strips=strips)
+
+    def transfer(self, handle: _Handle) -> str:
+        self._fabric.begin(handle.transfer, handle.strips)
+        return self._state(handle.transfer)
+
+    def check_xfer_state(self, handle: _Handle) -> str:
+        if self._fabric.loses(handle.transfer):
+            return "ERR"
+        return self._state(handle.transfer)
+
+    def _state(self, transfer: Transfer) -> str:
+        if transfer.left:
+            return "PROC"
+        return "ERR" if transfer.error else "DONE"
+
+
+# ---- Mooncake -------------------------------------------------------------------------------------------------------
+
+
+class SimTransferEngine:
+    """TransferEngine: it ends with the last reference to it."""
+
+    def __init__(self, fabric: Fabric, engine: SimEngine, rank: int) -> None:
+        self._fabric, self._engine, self._rank = fabric, engine, rank
+        self.card: Card | None = None
+
+    def __del__(self) -> None:
+        if self.card is not None:
+            self.card.end()
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
+        self.card = self._fabric.card(self._engine, self._rank, host)
+        return 0
+
+    def register_memory(self, address: int, byte_count: int) -> int:
+        assert self.card is not None, "sim: memory is registered before the engine is initialized"
+        self.card.register(address, byte_count)
+        return 0
+
+    def get_rpc_port(self) -> int:
+        assert self.card is not None, "sim: the engine is not initialized"
+        return int(self.card.session.rpartition(":")[2])
+
+
+class SimWrite:
+    """One call of a transfer engine that writes and waits."""
+
+    def __init__(self, fabric: Fabric, transfer: Transfer, strips: Strips) -> None:
+        self.transfer, self.strips = transfer, strips
+        self.begun = False
+        self._fabric = fabric
+        self._cancelled = False
+
+    def done(self) -> bool:
+        if self.begun and self._fabric.loses(self.transfer):
+            self.transfer.over()  # the call returns: the next one may be made
+        return self._cancelled or self.returned
+
+    @property
+    def returned(self) -> bool:
+        """The call was made and has returned."""
+        return self.begun and (self.transfer.lost or not self.transfer.left)
+
+    def cancel(self) -> bool:
+        self._cancelled |= not self.begun
+        return self._cancelled
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def result(self) -> int:
+        return -1 if self.transfer.lost or self.transfer.error else 0
+
+
+class SimWriter:
+    """Writes to one peer, one after the other (pd.backends.mooncake.Writer)."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._writes: deque[SimWrite] = deque()
+
+    def submit(self, engine: SimTransferEngine, session: str, strips: Strips) -> SimWrite:
+        assert engine.card is not None, "sim: the engine is not initialized"
+        transfer = Transfer(own=engine.card, session=session, pushes=True, over=self._go_on)
+        self._writes.append(SimWrite(self._fabric, transfer, strips))
+        written = self._writes[-1]
+        self._go_on()
+        return written
+
+    def end(self, *, wait: bool) -> None:
+        """Those that were submitted are written still: no engine that writes is ever fenced."""
+
+    def _go_on(self) -> None:
+        while self._writes and self._writes[0].transfer.own.process.alive:
+            first = self._writes[0]
+            if not first.begun and not first.cancelled():
+                first.begun = True
+                self._fabric.begin(first.transfer, first.strips)
+            if not first.cancelled() and not first.returned:
+                return
+            self._writes.popleft()

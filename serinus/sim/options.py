@@ -45,7 +45,7 @@ class Shape:
 
     engines: tuple[EngineShape, ...]
     backend: str = "local"
-    """How pages travel: local, tcp (receiver-checked), push, pull."""
+    """How pages travel: local, shm, tcp (receiver-checked), push (Mooncake), pull (NIXL)."""
     layers: int = 2
     heads: int = 2
     vocab_size: int = 16

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from serinus.core.config import ServeConfig
@@ -37,12 +38,13 @@ from serinus.pd import (
     Region,
     TcpBackend,
 )
-from serinus.pd.backends import Receiver, Sender
+from serinus.pd.backends import Receiver, Sender, ShmBackend
 from serinus.ranks.layouts import layout_of
 from serinus.sim.disk import Folders
-from serinus.sim.one_sided import CAPABILITIES, Fabric, SimOneSided
+from serinus.sim.one_sided import ONE_SIDED, Fabric, one_sided
 from serinus.sim.options import EngineShape, Shape
 from serinus.sim.pools import SimPool
+from serinus.sim.segments import Machine
 from serinus.sim.timeline import Timeline
 from serinus.sim.watched import PageWatch
 from serinus.wire import Gone, PeerMessage
@@ -89,6 +91,7 @@ class Shared:
         self.backend = backend
         self.fabric = fabric
         self.local = LocalBackend(_STAGING_BYTES)
+        self.machine = Machine()
         self._minted = 0
         self.folders = Folders(timeline.now, rng)
 
@@ -107,9 +110,13 @@ class Shared:
     def ends(self, engine: SimEngine) -> list[list[AnyBackend]]:
         """How pages travel to and from one run of an engine, by rank."""
         count = engine.shape.tp * engine.shape.pp
-        if self.backend in CAPABILITIES:
-            return [[SimOneSided(self.fabric, engine, rank, self.backend)] for rank in range(count)]
-        backend = Staging(self.local) if self.backend == "local" else TcpBackend(_STAGING_BYTES)
+        if self.backend in ONE_SIDED:
+            return [[one_sided(self.fabric, engine, rank, self.backend)] for rank in range(count)]
+        backend: AnyBackend = TcpBackend(_STAGING_BYTES)
+        if self.backend == "local":
+            backend = Staging(self.local)
+        elif self.backend == "shm":
+            backend = ShmBackend(_STAGING_BYTES, self.machine.process(engine.name))
         return [[backend] for _ in range(count)]
 
     @property
@@ -124,12 +131,12 @@ class Shared:
 
 def handoff_settings(engine: SimEngine) -> HandoffSettings:
     """Timeouts short enough for a run of some virtual seconds."""
-    name, ranks = engine.world.backend, engine.ranks
+    backend, ranks = engine.ends[0][0], engine.ranks
     page_bytes = max(pool.page_bytes for rank in ranks for pool in rank.pools.values())
     return HandoffSettings(
         engine=engine.name, incarnation=engine.incarnation, layout=layout_of(ranks[0].parts),
-        vocab_size=engine.world.vocab_size, backends=(name,),
-        capabilities={name: CAPABILITIES[name]} if name in CAPABILITIES else {}, host="here",
+        vocab_size=engine.world.vocab_size, backends=(backend.name,),
+        capabilities={backend.name: backend.capabilities}, host="here",
         piece_bytes_max=2 * page_bytes, park_tokens=24, lease_s=12.0, abort_s_max=9.0,
         connect_s_max=10.0, handoff_s_max=30.0, keepalive_s=1.0, silence_s_max=5.0, retry_s_min=0.2, retry_s_max=1.0,
         cluster_secret=engine.world.secret, staging_pieces=1 if len(ranks) == 1 else 3,
@@ -162,45 +169,55 @@ class Staging:
 
 
 class CheckedStore:
-    """The pages of one part of one rank, for one-sided backends (pd's PageStore); every access is checked."""
+    """The pages of one part of one rank, as one-sided transports reach them; every access is checked."""
 
     def __init__(self, pool: SimPool, part: Part, watch: PageWatch, *, is_source: bool) -> None:
         self._pool, self._part, self._watch, self._is_source = pool, part, watch, is_source
-
-    @property
-    def page_bytes(self) -> int:
+        self.page_bytes = pool.page_bytes
         """Bytes of one page."""
-        return self._pool.page_bytes
-
-    @property
-    def region(self) -> Region:
-        """Where it lies, in the shape that backends expect; those of the simulation need no addresses."""
-        lanes = max(1, 2 * self._pool.spec.layer_count)
-        strip = self.page_bytes // lanes
-        return Region(
-            part=self._part, address=4096, lane_count=lanes, lane_stride=strip * 1024, strip_bytes=strip,
-            page_count=self._pool.spec.page_count,
+        self.regions = tuple(
+            Region(
+                part=part, address=(2 * part + index + 1) << 40, lane_count=own.lane_count, lane_stride=own.lane_stride,
+                strip_bytes=own.strip_bytes, page_count=own.page_count,
+            )
+            for index, own in enumerate(pool.regions)
         )  # fmt: skip
+        """Where it lies: at the same addresses in every run of its engine."""
+        self._memory = [(pool.k[0]), *([] if pool.stamps_LS4 is None else [pool.stamps_LS4])]
+
+    def find(self, address: int, byte_count: int) -> tuple[NDArray[np.uint8], NDArray[np.intp]] | None:
+        """A view of the bytes there, and the pages that they belong to; None = they lie elsewhere."""
+        for region, tensor in zip(self.regions, self._memory, strict=True):
+            at = address - region.address
+            if 0 <= at < region.byte_count:
+                first = at % region.lane_stride // region.strip_bytes
+                pages = np.arange(first, first + byte_count // region.strip_bytes)
+                memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+                return memory[at : at + byte_count], pages
+        return None
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        """Copy pages into out[G, page_bytes]."""
-        if self._is_source:
-            self._watch.check_read(self._part, pages)
+        """Copy pages into out[G, page_bytes]: what is sent is digested first."""
+        self.check_read(pages)
         self._pool.read_pages(pages, out)
 
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        """Fill pages from data[G, page_bytes]."""
+    def check_read(self, pages: NDArray[np.integer]) -> None:
+        """Raises AssertionError: a peer reads pages of this engine, and nothing holds them for that."""
+        if self._is_source:
+            self._watch.check_read(self._part, pages)
+
+    def check_write(self, pages: NDArray[np.integer]) -> None:
+        """Raises AssertionError: these pages may not be written now."""
         self._watch.check_write(self._part, pages)
-        self._pool.write_pages(pages, data)
 
 
 class WatchedPort(HandoffPort[Any]):
     """The port of an engine of the simulation, which counts what it asks for."""
 
     def __init__(self, machine: Callable[..., Any], settings: HandoffSettings, engine: SimEngine) -> None:
-        ends, one_sided = engine.ends, engine.world.backend in CAPABILITIES
+        ends, one_sided = engine.ends, engine.world.backend in ONE_SIDED
         super().__init__(
-            machine, settings, line=engine.line, backends=ends[0], stores=engine.stores if one_sided else None,
+            machine, settings, line=engine.line, backends=ends[0], stores=engine.stores if one_sided else None,  # type: ignore[arg-type]
             follower_backends=ends[1:] if one_sided else (), mint=engine.shared.mint,  # type: ignore[arg-type]
         )  # fmt: skip
         self._network = engine.network

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -35,11 +36,12 @@ from serinus.pd.prefill_table import PrefillTable
 from serinus.sched import Scheduler
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sim.mailbox import SimMailbox
-from serinus.sim.one_sided import SimOneSided
+from serinus.sim.one_sided import Card, Fabric
 from serinus.sim.ports import Shared
+from serinus.sim.process import SimProcess
 from serinus.wire import PeerMessage, ReliableLink
 from serinus.wire.messages import AbortGrant, DataOk, Done, DoneOk, Fail
-from tests.sim import canary_mutants, line_mutants, rank_mutants, window_mutants  # noqa: F401
+from tests.sim import backend_mutants, canary_mutants, line_mutants, rank_mutants, window_mutants  # noqa: F401
 from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
 __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]
@@ -125,10 +127,15 @@ def abort_sent_once() -> Iterator[None]:
 @mutant("no incarnation", "push")
 def no_incarnation() -> Iterator[None]:
     """A restarted engine is taken for the one that was there before: its memory is reached over old connections."""
+    made: Counter[SimProcess] = Counter()
+
+    def card(self: Fabric, engine: Any, rank: int, name: str) -> Card:
+        made[engine.process] += 1
+        return Card(self, engine, rank, f"{name}:{made[engine.process]}")
+
     with (
         replaced(Shared, "incarnation", lambda self, name, life: sum(name.encode()) + 1),
-        replaced(SimOneSided, "stands", lambda self, tie: not tie.cut and tie.target.alive),
-        replaced(SimOneSided, "close", lambda self: None),
+        replaced(Fabric, "card", card),
     ):
         yield
 
@@ -299,7 +306,7 @@ def pages_kept() -> Iterator[None]:
         yield
 
 
-@mutant("a lost operation is a failed one", "push", "pull")
+@mutant("a lost operation is a failed one", "push")
 def lost_is_failed() -> Iterator[None]:
     """No peer is given up or fenced for it: its pages are free while it may still move bytes."""
     original = OneSidedOps.poll

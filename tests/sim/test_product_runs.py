@@ -79,10 +79,6 @@ REASONS: dict[str, str] = {
     # transports
     "pd/__init__.py": "names that are imported late",
     "pd/backends/__init__.py": "start of a process",
-    "pd/backends/mooncake.py": "an optional wheel",
-    "pd/backends/nixl.py": "an optional wheel",
-    "pd/backends/one_sided.py": "memory of optional wheels",
-    "pd/backends/shm.py": "memory of the operating system",
     # what no scenario asks for
     "cache/events.py": "events for subscribers of a socket",
     "canary/perturb/": "faults that the settings ask for; the adversary plants its own",

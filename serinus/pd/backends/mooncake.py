@@ -9,10 +9,10 @@ that failed may still have bytes on their way: it is LOST, never reported as ove
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +32,59 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Fence, Mode
 
-__all__ = ["MooncakeBackend"]
+__all__ = ["MooncakeBackend", "MooncakeLibrary", "Write", "Writer"]
 
 _PENDING = OpResult(state=OpState.PENDING)
+
+
+class Write(Protocol):
+    """A write that was handed to a writer, as concurrent.futures.Future says it."""
+
+    def done(self) -> bool:
+        """Whether the call of the engine has returned, or will never be made."""
+        ...
+
+    def cancel(self) -> bool:
+        """Take it back, if it has not begun."""
+        ...
+
+    def cancelled(self) -> bool:
+        """Whether it was taken back."""
+        ...
+
+    def result(self) -> int:
+        """The code that the engine returned; 0 = all bytes are there."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes to one peer, one after the other. The engine's calls wait: a peer that does not take its bytes does not
+    hold up those of others."""
+
+    def submit(self, engine: Any, session: str, strips: Strips) -> Write:
+        """Write these as soon as those before them are written."""
+        ...
+
+    def end(self, *, wait: bool) -> None:
+        """Take no more; `wait` until those that were submitted are over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeLibrary:
+    """What is used of the package, and what calls it."""
+
+    engine: Callable[[], Any]
+    writer: Callable[[], Writer]
+    collect: Callable[[], object] = gc.collect
+    """Finds what only garbage refers to."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Peer:
     session: str
     endpoint: Endpoint
-    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mooncake"))
-    """The engine's calls wait; a peer that does not take its bytes does not hold up those of others."""
+    writer: Writer
 
 
 class MooncakeBackend:
@@ -51,29 +93,23 @@ class MooncakeBackend:
     name = "mooncake"
     capabilities = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """`host`: where peers reach this process. The engine listens on all interfaces, whatever this says.
+    def __init__(self, host: str = "127.0.0.1", library: MooncakeLibrary | None = None) -> None:
+        """`host`: where peers reach this process. The engine listens on all interfaces, whatever this says. `library`:
+        None = the package.
 
         Raises ConfigError where the package or a library of its is missing.
         """
-        try:
-            from mooncake.engine import TransferEngine
-        except ImportError as error:
-            raise ConfigError(
-                f"pd: data backend mooncake does not load ({error}), expected: pip install 'serinus[mooncake]', and"
-                " the library libibverbs (Debian: apt-get install libibverbs1)"
-            ) from None
-        self._make = TransferEngine
+        self._library = _installed() if library is None else library
         self._host = host
         self._regions: tuple[Region, ...] = ()
         self._peers: dict[str, _Peer] = {}
-        self._ops: dict[int, tuple[str, Future[int]]] = {}
+        self._ops: dict[int, tuple[str, Write]] = {}
         self._last_op = 0
         self._engine: Any = None
         self._start()
 
     def _start(self) -> None:
-        self._engine = self._make()
+        self._engine = self._library.engine()
         code = self._engine.initialize(self._host, "P2PHANDSHAKE", "tcp", "")
         if code:
             raise ConfigError(f"pd: Mooncake does not start at {self._host} (code {code}), expected an address of ours")
@@ -113,13 +149,13 @@ class MooncakeBackend:
             session = found.session.decode("ascii")
         except UnicodeDecodeError as error:
             raise TransferFailed(f"pd: {peer} is at no address of Mooncake: {error}") from None
-        self._peers[peer] = _Peer(session=session, endpoint=found)
+        self._peers[peer] = _Peer(session=session, endpoint=found, writer=self._library.writer())
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer, known or not; its writes under way, and those that wait for their turn, go on."""
         known = self._peers.pop(peer, None)
         if known is not None:
-            known.writer.shutdown(wait=False, cancel_futures=False)
+            known.writer.end(wait=False)
 
     def fence(self, peer: str) -> Fenced:
         """Cut all peers off from our memory: the engine is destroyed and made anew. Cost: most of a second.
@@ -135,17 +171,17 @@ class MooncakeBackend:
     def _end(self) -> None:
         """Destroy the engine. No other reference may be kept: its sockets are closed when the last reference goes."""
         for known in self._peers.values():
-            known.writer.shutdown(wait=True)
-        for _peer, future in self._ops.values():
-            future.cancel()
+            known.writer.end(wait=True)
+        for _peer, write in self._ops.values():
+            write.cancel()
         self._peers.clear()
         self._engine = None
-        gc.collect()
+        self._library.collect()
 
     # ---- operations ---------------------------------------------------------------------------------------------
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
-        """Begin to write own pages into the peer's, in a thread of the peer's; returns the operation's number.
+        """Begin to write own pages into the peer's, by the peer's writer; returns the operation's number.
 
         Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
         """
@@ -154,7 +190,7 @@ class MooncakeBackend:
             raise TransferFailed(f"pd: {peer} is not connected")
         strips = strips_of_part(self._regions, known.endpoint.regions, part, pages, targets)
         self._last_op += 1
-        self._ops[self._last_op] = (peer, known.writer.submit(_write, self._engine, known.session, strips))
+        self._ops[self._last_op] = (peer, known.writer.submit(self._engine, known.session, strips))
         return self._last_op
 
     def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
@@ -165,13 +201,13 @@ class MooncakeBackend:
         """How a write is, without waiting; one that Mooncake failed is LOST. Raises InvariantError: unknown number."""
         if op not in self._ops:
             raise InvariantError(f"pd: operation {op} is not under way, expected one that is")
-        peer, future = self._ops[op]
-        if not future.done():
+        peer, write = self._ops[op]
+        if not write.done():
             return _PENDING
         del self._ops[op]
-        if future.cancelled():
+        if write.cancelled():
             return OpResult(state=OpState.FAILED, error=f"pd: the write to {peer} was not begun")
-        code = future.result()
+        code = write.result()
         if code:
             return OpResult(state=OpState.LOST, error=f"pd: Mooncake failed to write to {peer} (code {code})")
         return OpResult(state=OpState.DONE)
@@ -187,7 +223,32 @@ class MooncakeBackend:
         self._ops.clear()
 
 
+class _Thread:
+    """A Writer in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
+
+    def submit(self, engine: Any, session: str, strips: Strips) -> Future[int]:
+        return self._pool.submit(_write, engine, session, strips)
+
+    def end(self, *, wait: bool) -> None:
+        self._pool.shutdown(wait=wait)
+
+
+def _installed() -> MooncakeLibrary:
+    """The package. Raises ConfigError: it is missing, or a library of its."""
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"pd: data backend mooncake does not load ({error}), expected: pip install 'serinus[mooncake]', and"
+            " the library libibverbs (Debian: apt-get install libibverbs1)"
+        ) from None
+    return MooncakeLibrary(engine=TransferEngine, writer=_Thread)
+
+
 def _write(engine: Any, session: str, strips: Strips) -> int:
-    """Write and wait; 0 = all bytes are there. In a thread of the peer's."""
+    """Write and wait; 0 = all bytes are there."""
     addresses = strips.local.tolist(), strips.remote.tolist(), strips.byte_counts.tolist()
     return int(engine.batch_transfer_sync_write(session, *addresses))

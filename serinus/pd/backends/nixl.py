@@ -8,7 +8,7 @@ before the failure is known to either side. Peers exchange plain addresses: NIXL
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,10 +29,20 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Mode
 
-__all__ = ["NixlBackend"]
+__all__ = ["NixlBackend", "NixlLibrary"]
 
 _MEMORY: Final = "DRAM"
 _PENDING: Final = OpResult(state=OpState.PENDING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlLibrary:
+    """What is used of the package."""
+
+    agent: Callable[[str, Any], Any]
+    config: Callable[..., Any]
+    errors: tuple[type[Exception], ...]
+    """All that it raises."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,24 +57,13 @@ class NixlBackend:
     name = "nixl"
     capabilities = Capabilities(mode=Mode.PULL, needs_registration=True)
 
-    def __init__(self, agent_name: str) -> None:
-        """`agent_name`: differs between any two processes, restarts included.
+    def __init__(self, agent_name: str, library: NixlLibrary | None = None) -> None:
+        """`agent_name`: differs between any two processes, restarts included; `library`: None = the package.
 
         Raises ConfigError where the package is missing or has no UCX.
         """
-        try:
-            from nixl import _bindings as bindings
-            from nixl._api import nixl_agent, nixl_agent_config
-        except ImportError as error:
-            raise ConfigError(
-                f"pd: data backend nixl needs the package nixl ({error}), expected: pip install 'serinus[nixl]'"
-            ) from None
-        self._make: Any = nixl_agent
-        self._config: Any = nixl_agent_config
-        self._errors: tuple[type[Exception], ...] = tuple(
-            value for name, value in vars(bindings).items()
-            if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
-        )  # fmt: skip
+        self._library = _installed() if library is None else library
+        self._errors = self._library.errors
         self._agent_name = agent_name
         self._lives = 0
         self._agent: Any = None
@@ -81,7 +80,7 @@ class NixlBackend:
         self._lives += 1
         name = f"{self._agent_name}.{self._lives}"
         try:
-            self._agent = self._make(name, self._config(backends=["UCX"]))
+            self._agent = self._library.agent(name, self._library.config(backends=["UCX"]))
         except self._errors as error:
             raise ConfigError(f"pd: NIXL does not start: {error!r}, expected a working UCX") from None
         if "UCX" not in self._agent.backends:
@@ -237,3 +236,19 @@ class NixlBackend:
         self._peers.clear()
         self._endpoints.clear()
         self._agent = None
+
+
+def _installed() -> NixlLibrary:
+    """The package. Raises ConfigError: it is missing."""
+    try:
+        from nixl import _bindings as bindings
+        from nixl._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise ConfigError(
+            f"pd: data backend nixl needs the package nixl ({error}), expected: pip install 'serinus[nixl]'"
+        ) from None
+    errors = tuple(
+        value for name, value in vars(bindings).items()
+        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
+    )  # fmt: skip
+    return NixlLibrary(agent=nixl_agent, config=nixl_agent_config, errors=errors)

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ from serinus.pd.backends.base import Located, SpanAllocator, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 
-__all__ = ["ShmBackend", "host_identity", "shm_works"]
+__all__ = ["Opened", "Segments", "ShmBackend", "host_identity", "shm_works"]
 
 _MEMFD: Final = "serinus-kv"
 _MAPPED_MAX: Final = 64
@@ -50,39 +51,86 @@ def host_identity() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}/{os.geteuid()}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A segment as one process has it."""
+
+    fd: int
+    inode: int
+    area: NDArray[np.uint8]
+    sealed: bool = True
+    """It cannot shrink."""
+
+
+class Segments:
+    """The segments of this machine, as one process sees them."""
+
+    @property
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def create(self, byte_count: int) -> Opened:
+        """An own segment, sealed. Raises OSError."""
+        fd = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, byte_count)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        area = np.frombuffer(mmap.mmap(fd, byte_count), dtype=np.uint8)
+        return Opened(fd=fd, inode=os.fstat(fd).st_ino, area=area)
+
+    def close(self, fd: int) -> None:
+        """Give an own segment back; those that mapped it keep it."""
+        os.close(fd)
+
+    def open(self, pid: int, fd: int) -> Opened:
+        """Map a segment of another process, read only. Raises OSError, ValueError: it is none."""
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        if not str(path.readlink()).startswith(f"/memfd:{_MEMFD}"):
+            raise ValueError(f"{path} is no segment of ours")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(opened)
+            sealed = bool(fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+            area = np.frombuffer(mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ), dtype=np.uint8)
+        finally:
+            os.close(opened)
+        return Opened(fd=fd, inode=status.st_ino, area=area, sealed=sealed)
+
+
 class ShmBackend:
     """Bytes lie in a segment of the sender."""
 
     name = "shm"
     capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True, same_host=True)
 
-    def __init__(self, staging_bytes: int = 256 << 20) -> None:
-        """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched.
+    def __init__(self, staging_bytes: int = 256 << 20, segments: Segments | None = None) -> None:
+        """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched. `segments`:
+        None = those of the operating system.
 
         Raises ConfigError where shm does not work.
         """
         if not shm_works():
             raise ConfigError(f"pd: backend shm does not work on {sys.platform}, expected Linux with /proc; use tcp")
         self._staging_bytes = staging_bytes
+        self._segments = Segments() if segments is None else segments
 
     def sender(self) -> _ShmSender:
-        return _ShmSender(self._staging_bytes)
+        return _ShmSender(self._staging_bytes, self._segments)
 
     def receiver(self) -> _ShmReceiver:
-        return _ShmReceiver()
+        return _ShmReceiver(self._segments)
 
 
 class _ShmSender:
-    def __init__(self, staging_bytes: int) -> None:
+    def __init__(self, staging_bytes: int, segments: Segments) -> None:
         self._spans = SpanAllocator(staging_bytes)
+        self._segments = segments
         try:
-            self._fd = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self._fd, staging_bytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._area = np.frombuffer(mmap.mmap(self._fd, staging_bytes), dtype=np.uint8)
+            own = segments.create(staging_bytes)
         except OSError as error:
             raise TransferFailed(f"pd: no segment of {staging_bytes} bytes for a peer: {error}") from None
-        self._name = f"{os.getpid()}:{self._fd}:{os.fstat(self._fd).st_ino}"
+        self._fd, self._area = own.fd, own.area
+        self._name = f"{segments.pid}:{own.fd}:{own.inode}"
 
     def stage(self, byte_count: int) -> Staged | None:
         taken = self._spans.take(byte_count)
@@ -96,7 +144,7 @@ class _ShmSender:
 
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            self._segments.close(self._fd)
             self._fd = -1
         self._area = np.empty(0, dtype=np.uint8)  # unmapped with the last view of it
 
@@ -104,13 +152,14 @@ class _ShmSender:
 class _ShmReceiver:
     """Each rank of the peer stages in a segment of its own; the ones used last stay mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
         self._areas: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
 
     def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
         area = self._areas.get(data.shm_name)
         if area is None:
-            area = self._areas[data.shm_name] = _attach(data.shm_name)
+            area = self._areas[data.shm_name] = _attach(self._segments, data.shm_name)
             if len(self._areas) > _MAPPED_MAX:
                 self._areas.popitem(last=False)
         self._areas.move_to_end(data.shm_name)
@@ -123,26 +172,16 @@ class _ShmReceiver:
         self._areas.clear()
 
 
-def _attach(name: str) -> NDArray[np.uint8]:
+def _attach(segments: Segments, name: str) -> NDArray[np.uint8]:
     """Map a sender's segment read only. Raises TransferFailed where it is not what it should be."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise TransferFailed(f"pd: segment name {name[:80]!r}, expected pid:fd:inode")
-    pid, fd, inode = match.groups()
-    path = Path(f"/proc/{pid}/fd/{fd}")
+    pid, fd, inode = map(int, match.groups())
     try:
-        if not str(path.readlink()).startswith(f"/memfd:{_MEMFD}"):
-            raise TransferFailed(f"pd: {path} is no segment of ours")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise TransferFailed(f"pd: cannot open segment {name}: {error}") from None
-    try:
-        status = os.fstat(opened)
-        if status.st_ino != int(inode) or not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransferFailed(f"pd: segment {name} is another one, or not sealed against shrinking")
-        area = mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ)
+        found = segments.open(pid, fd)
     except (OSError, ValueError) as error:
-        raise TransferFailed(f"pd: cannot map segment {name}: {error}") from None
-    finally:
-        os.close(opened)
-    return np.frombuffer(area, dtype=np.uint8)
+        raise TransferFailed(f"pd: cannot open segment {name}: {error}") from None
+    if found.inode != inode or not found.sealed:
+        raise TransferFailed(f"pd: segment {name} is another one, or not sealed against shrinking")
+    return found.area
