@@ -5,8 +5,8 @@ Knows no setting itself (`core/settings.py` has them), nor where values come fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from serinus.core.errors import ConfigError
@@ -98,10 +98,14 @@ def _described(item: Field[Any]) -> Setting:
     return Setting(name=item.name, kind=str(item.type), default=item.default, flag=flag, **meta)
 
 
-def settings_of(group: type) -> Iterator[Setting]:
+@cache
+def _settings_of(group: type) -> tuple[Setting, ...]:
+    return tuple(map(_described, fields(group)))
+
+
+def settings_of(group: type) -> tuple[Setting, ...]:
     """The settings of one group (a dataclass of this file), in order."""
-    for item in fields(group):
-        yield _described(item)
+    return _settings_of(group)
 
 
 def check_value(setting: Setting, value: Any) -> None:

@@ -51,7 +51,7 @@ from serinus.ranks.tier_parts import Tiers, host_counts, pause
 from serinus.ranks.tiers import TierPorts, lead_tiers
 from serinus.sched import SchedSettings, Scheduler
 
-__all__ = ["Built", "KvSizes", "RankStarter", "build_engine", "kv_sizes"]
+__all__ = ["Built", "KvSizes", "LeadKinds", "RankStarter", "build_engine", "kv_sizes", "lead"]
 
 _CHUNK: Final = 2048
 """Prompt tokens of a step where the settings do not say."""
@@ -205,6 +205,16 @@ class RankStarter(Protocol):
 HandoffsOf = Callable[[HandoffParts, Clock], MadeHandoffs]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeadKinds:
+    """What makes the parts of a leader; a simulation gives some that it watches."""
+
+    cache: Callable[..., PrefixCache] = PrefixCache
+    scheduler: Callable[[SchedSettings, PrefixCache], Scheduler] = Scheduler
+    metrics: Callable[..., Metrics] = Metrics
+    incarnation: Callable[[], int] = new_incarnation
+
+
 def build_engine(
     config: ServeConfig,
     clock: Clock,
@@ -226,7 +236,8 @@ def build_engine(
     if mesh.size == 1:
         parts = build_rank(config, mesh, 0, SoloComm(), clock)
         line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
-        return _lead(parts, line, None, clock, handoffs_of, backends)
+        _first_steps(parts, line, clock)
+        return lead(parts, line, clock, handoffs_of, backends=backends)
     starter = RankProcesses(config, clock) if starter is None else starter
     with ExitStack() as undo:
         try:
@@ -236,7 +247,8 @@ def build_engine(
                 make_body(parts, clock, backends), mesh, clock, starter.links,
                 whole=parts.canary is not None, dismiss=starter.dismiss, ends=(starter.close,),
             )  # fmt: skip
-            built = _lead(parts, line, starter, clock, handoffs_of, backends)
+            _first_steps(parts, line, clock)
+            built = lead(parts, line, clock, handoffs_of, starter=starter, backends=backends)
         except PeerGone as error:
             reason = starter.explained(error)
             starter.fail(reason)
@@ -248,27 +260,23 @@ def build_engine(
     return built
 
 
-def _lead(
-    parts: RankParts, line: LeaderLine, starter: RankStarter | None, clock: Clock, handoffs_of: HandoffsOf,
-    backends: Sequence[AnyBackend],
+def lead(
+    parts: RankParts, line: LeaderLine, clock: Clock, handoffs_of: HandoffsOf, *, starter: RankStarter | None = None,
+    backends: Sequence[AnyBackend] = (), kinds: LeadKinds = LeadKinds(),
 ) -> Built:  # fmt: skip
-    """The leader's engine on top of its rank."""
-    config, spec, specs = parts.config, parts.spec, parts.pool_specs
-    settings = _sched_settings(config, spec, specs[Part.FULL], parts.context, line.depth)
-    with torch.inference_mode():
-        full = specs[Part.FULL]
-        room = min(settings.context_length, (full.page_count - 1) * full.page_size)
-        _first_steps(line, _scheduler(settings, specs, spec.window), clock, room)
-    parts.phases.mark("warm-up")
+    """The leader's engine on top of its rank, from the settings. `starter`: where other ranks were started by one."""
+    config, spec = parts.config, parts.spec
+    settings = _sched_settings(parts, line.depth)
     events = _events(config, clock)
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
-    cache = _cache(parts, ports, clock, events=events is not None)
-    scheduler = Scheduler(settings, cache)
+    cache = _cache(kinds.cache, parts, ports, clock, events=events is not None)
+    scheduler = kinds.scheduler(settings, cache)
     shards = spec.shards(parts.mesh, config.parallel.partition)
     canary = make_canary_lead(config, spec, shards, line, cache, scheduler.users_of)
-    metrics = Metrics(engine=config.engine_name, role=config.role, rank="TP0" if starter is None else names[0])
-    incarnation = new_incarnation()
+    rank = "TP0" if starter is None else names[0]
+    metrics = kinds.metrics(engine=config.engine_name, role=config.role, rank=rank)
+    incarnation = kinds.incarnation()
     made = handoffs_of(
         HandoffParts(
             config=config, spec=spec, pools=parts.pools, scheduler=scheduler, line=line, metrics=metrics,
@@ -336,9 +344,11 @@ def _events(config: ServeConfig, clock: Clock) -> KvEventPublisher | None:
     return KvEventPublisher(settings, clock) if settings.enabled else None
 
 
-def _cache(parts: RankParts, ports: TierPorts, clock: Clock, *, events: bool) -> PrefixCache:
+def _cache(
+    make: Callable[..., PrefixCache], parts: RankParts, ports: TierPorts, clock: Clock, *, events: bool
+) -> PrefixCache:
     config = parts.config
-    return PrefixCache(
+    return make(
         _geometry(parts.pool_specs, parts.spec.window, parts.tiers),
         enable_prefix=not config.sched.disable_radix_cache,
         policy=config.sched.radix_eviction_policy,
@@ -361,17 +371,22 @@ def _geometry(specs: Mapping[Part, PoolSpec], window: int | None, tiers: Tiers |
     return CacheGeometry(page_size=specs[Part.FULL].page_size, parts=parts)
 
 
-def _scheduler(settings: SchedSettings, specs: Mapping[Part, PoolSpec], window: int | None) -> Scheduler:
-    """One on a cache of its own, without tiers: for the first steps."""
-    alone = replace(settings, prefetch_policy="none")
-    return Scheduler(alone, PrefixCache(_geometry(specs, window, None)))
-
-
-def _first_steps(line: LeaderLine, scheduler: Scheduler, clock: Clock, room: int) -> None:
-    """Answer two short requests, greedy and sampled, with a scheduler of their own that is thrown away: whatever is
-    compiled, loaded or allocated at first use is there before the first client comes, on every rank. The KV it leaves
-    behind lies on pages that the real ledger calls free. `room`: tokens that a request may have.
+def _first_steps(parts: RankParts, line: LeaderLine, clock: Clock) -> None:
+    """Answer two short requests, greedy and sampled, with a scheduler and a cache of their own, without tiers, that are
+    thrown away: whatever is compiled, loaded or allocated at first use is there before the first client comes, on every
+    rank. The KV it leaves behind lies on pages that the real ledger calls free.
     """
+    settings, pool = _sched_settings(parts, line.depth), parts.pool_specs[Part.FULL]
+    settings = replace(settings, prefetch_policy="none")
+    room = min(settings.context_length, (pool.page_count - 1) * pool.page_size)
+    scheduler = Scheduler(settings, PrefixCache(_geometry(parts.pool_specs, parts.spec.window, None)))
+    with torch.inference_mode():
+        _run_out(line, scheduler, clock, room)
+    parts.phases.mark("warm-up")
+
+
+def _run_out(line: LeaderLine, scheduler: Scheduler, clock: Clock, room: int) -> None:
+    """`room`: tokens that a request may have."""
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(max_new_tokens=2, temperature=temperature, top_p=0.9, ignore_eos=True)
         prompt = np.zeros(max(1, min(_FIRST_TOKENS, room - 2)), np.int32)
@@ -397,11 +412,12 @@ def _chunk_of(config: ServeConfig, device: str) -> int:
     return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
 
 
-def _sched_settings(config: ServeConfig, spec: ModelSpec, pool: PoolSpec, context: int, depth: int) -> SchedSettings:
+def _sched_settings(parts: RankParts, depth: int) -> SchedSettings:
+    config, spec, pool = parts.config, parts.spec, parts.pool_specs[Part.FULL]
     running = config.sched.max_running_requests
     return SchedSettings(
         page_size=pool.page_size,
-        context_length=context,
+        context_length=parts.context,
         rows=rows_of(config),
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_ids,

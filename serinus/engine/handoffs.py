@@ -88,9 +88,11 @@ def make_handoffs(parts: HandoffParts, clock: Clock) -> MadeHandoffs:
 
 
 def make_role(
-    parts: HandoffParts, backends: Sequence[AnyBackend], now: float, addresses: Sequence[str] | None = None
-) -> DecodeRole | PrefillRole:
-    """The role of a decode or prefill engine over its port. `addresses`: of prefill engines, None = as configured."""
+    parts: HandoffParts, backends: Sequence[AnyBackend], now: float, addresses: Sequence[str] | None = None,
+    *, port: Callable[..., HandoffPort[Any]] = HandoffPort,
+) -> DecodeRole | PrefillRole:  # fmt: skip
+    """The role of a decode or prefill engine over its port. `addresses`: of prefill engines, None = as configured;
+    `port`: makes the port."""
     config = parts.config
     is_prefill = config.role == "prefill"
     stores = None
@@ -99,11 +101,11 @@ def make_role(
     settings = handoff_settings(parts, backends)
     common: dict[str, Any] = {"line": parts.line, "backends": backends, "stores": stores}
     if is_prefill:
-        prefill = HandoffPort(PrefillSide, settings, **common)
+        prefill = port(PrefillSide, settings, **common)
         return PrefillRole(scheduler=parts.scheduler, port=prefill, metrics=parts.metrics)
     return DecodeRole(
         scheduler=parts.scheduler,
-        port=HandoffPort(DecodeSide, settings, **common),
+        port=port(DecodeSide, settings, **common),
         metrics=parts.metrics,
         now=now,
         addresses=config.pd.prefill_addresses if addresses is None else addresses,

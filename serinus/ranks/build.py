@@ -7,7 +7,7 @@ room for least. Times each phase, so that start-up can say where the time went.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
 from serinus.kernels import Kernels, load, warm
-from serinus.models import ForwardHook, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
+from serinus.models import ForwardHook, Model, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
 from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
@@ -32,7 +32,7 @@ from serinus.ranks.sizes import part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
 from serinus.runner import Runner, oracle_token
 
-__all__ = ["Phases", "RankParts", "build_rank", "choose_device", "context_of", "overrides_of", "rows_of"]
+__all__ = ["Phases", "RankParts", "assemble", "build_rank", "choose_device", "context_of", "overrides_of", "rows_of"]
 
 _log = get_logger("engine")
 
@@ -117,8 +117,7 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     folder = resolve(config.model.model_path, config.model.revision)
     seed = config.model.random_seed or 0
     spec = load_spec(folder, overrides=overrides_of(config), load_format=config.model.load_format, seed=seed)
-    shards = spec.shards(mesh, config.parallel.partition)
-    shard = shards[rank]
+    shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)
     dtype = choose_dtype(spec, config.model.dtype, device)
     context = context_of(config, spec)
@@ -140,38 +139,40 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         specs = _agreed(part_specs(config, own, dtype, device, context), comm)
         host = _agreed_host(config, specs, comm)
         pools = {part: DevicePool(part_spec, kernels) for part, part_spec in specs.items()}
-        tables = {part: RequestTable(rows_of(config), context, device) for part in specs}
         some = shard if mesh.size > 1 else None
         namespace = namespace_of(config, spec, specs[Part.FULL], dtype, some)
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
-        memory = {} if tiers is None else tiers.host
-        oracle = config.kernels.sampling_backend == "token_oracle"
-        token = partial(oracle_token, vocab_size=spec.vocab_size) if oracle else None
-        canary = make_canary_rank(
-            config, spec, shards, rank, pools, tables, memory, device=device, oracle=token
+        return assemble(
+            config, comm, spec, model, pools, tiers, kernels, context=context, namespace=namespace, phases=phases
         )  # fmt: skip
-        hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
-        hooks += [] if canary is None else [canary.hook]
-        runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm)
+
+
+def assemble(
+    config: ServeConfig, comm: Comm, spec: ModelSpec, model: Model, pools: Mapping[Part, DevicePool],
+    tiers: Tiers | None, kernels: Kernels, *, context: int, namespace: str, phases: Phases,
+    before_canary: Sequence[ForwardHook] = (),
+) -> RankParts:  # fmt: skip
+    """One rank over its share of the model, its pools and its tiers: row tables, canary, runner.
+
+    `spec`: of the whole model; `context`: tokens of one sequence at most; `before_canary`: hooks that stand between the
+    gate of loads and the canary.
+    """
+    mesh, rank, full = comm.mesh, comm.rank, pools[Part.FULL].spec
+    shards = spec.shards(mesh, config.parallel.partition)
+    tables = {part: RequestTable(rows_of(config), context, full.device) for part in pools}
+    oracle = config.kernels.sampling_backend == "token_oracle"
+    token = partial(oracle_token, vocab_size=spec.vocab_size) if oracle else None
+    host = {} if tiers is None else tiers.host
+    canary = make_canary_rank(config, spec, shards, rank, pools, tables, host, device=full.device, oracle=token)
+    hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
+    hooks += [*before_canary, *([] if canary is None else [canary.hook])]
+    runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm)
     return RankParts(
-        config=config,
-        mesh=mesh,
-        comm=comm,
-        spec=spec,
-        shard=shard,
-        context=context,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        pools=pools,
-        tables=tables,
-        namespace=namespace,
-        tiers=tiers,
-        canary=canary,
-        runner=runner,
-        phases=phases,
-    )
+        config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=full.dtype,
+        device=full.device, kernels=kernels, pools=pools, tables=tables, namespace=namespace, tiers=tiers,
+        canary=canary, runner=runner, phases=phases,
+    )  # fmt: skip
 
 
 def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from serinus.cache import CacheGeometry, PartGeometry
+from serinus.cache import CacheGeometry, PrefixCache
 from serinus.cache.keys import HASH_BYTES, PageKeys
-from serinus.canary import CanaryLead, make_canary_lead
+from serinus.core.clock import Clock
 from serinus.core.handoff import Reservation
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request, TokenDelta
 from serinus.core.rng import Rng
-from serinus.engine import Engine
-from serinus.engine.decode_role import DecodeRole
+from serinus.engine.build import LeadKinds, lead
+from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_role
 from serinus.engine.messages import FrontMessage
 from serinus.engine.peers import Peers
-from serinus.engine.prefill_role import PrefillRole
-from serinus.engine.step_metrics import StepMetrics
 from serinus.parallel import Mesh
-from serinus.pd import DecodeSide, PrefillSide
+from serinus.pd import HandoffPort
 from serinus.pool.storage import PageFiles
 from serinus.ranks import RankLoop
-from serinus.ranks.tiers import lead_tiers
 from serinus.sched import SchedSettings
 from serinus.sim.comm import RankTensors
 from serinus.sim.disk import SimDisk
@@ -41,20 +41,17 @@ from serinus.sim.network import Network, SimChannel
 from serinus.sim.one_sided import ONE_SIDED
 from serinus.sim.options import EngineShape, Options, Shape
 from serinus.sim.pools import PoolFaults, SimPool, StrayWrites
-from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of, handoff_settings
+from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of
 from serinus.sim.process import SimProcess
-from serinus.sim.rank import RankSeams, SimRank, build_sim_rank
+from serinus.sim.rank import build_sim_rank
 from serinus.sim.timeline import Timeline
 from serinus.sim.toy import Lanes, expected_kv
 from serinus.sim.watched import FlakyCache, PageWatch, WatchedLine, WatchedScheduler
 from serinus.sim.workers import SimWorkers
 from serinus.wire.messages import Abort
 
-__all__ = ["ROWS", "CountingMetrics", "SimEngine", "lanes_of"]
+__all__ = ["CountingMetrics", "SimEngine", "lanes_of"]
 
-ROWS = 5
-_COPY_S = 0.001
-_FILE_S = 0.002
 _IDLE_S = 0.5
 """An idle engine looks around this often."""
 _FRONT = "clients"
@@ -122,95 +119,60 @@ class SimEngine:
         self.process.wake()
 
     def _build_ranks(self) -> None:
-        shape, world, process = self.shape, self.world, self.process
-        mesh = Mesh(tp=shape.tp, pp=shape.pp)
+        world, mesh = self.world, Mesh(tp=self.shape.tp, pp=self.shape.pp)
         self.lanes = lanes_of(world)
-        self._spec = sim_spec(self.lanes, world.vocab_size, world.context_length)
-        self._shards = self._spec.shards(mesh)
-        tensors = RankTensors(mesh, wait=lambda holds: self.links.wait(holds), came=lambda rank: self.links.came(rank))
-        self.links = SimLinks(process, tensors, self._rank_delay)
-        self.disk = SimDisk(self.shared.folders, self._fails) if self._stores_files else None
-        self.ends = self.shared.ends(self)
-        seams = RankSeams(
-            clock=self.timeline, tensors=tensors, faults=PoolFaults(self._fails, self._flips, self.rng),
-            stray=self._stray if world.canary and self.options.stray else None,
-            mover_workers=lambda rank: self._workers(rank, _COPY_S, 0.1),
-            storage_workers=lambda rank: self._workers(rank, _FILE_S, 0.5),
-            disk=self.disk, folder=self.folder, backends=self.ends[0],
+        self.spec = sim_spec(self.lanes, world.vocab_size, world.context_length)
+        self.tensors = RankTensors(
+            mesh, wait=lambda holds: self.links.wait(holds), came=lambda rank: self.links.came(rank)
         )  # fmt: skip
-        self.ranks: list[SimRank] = [
-            build_sim_rank(
-                self.config, self._spec, self._shards, rank, lanes=self.lanes, pages=self.pages,
-                host_pages=shape.host_pages, rows=ROWS, mesh=mesh, seams=seams,
-            )
-            for rank in range(mesh.size)
-        ]  # fmt: skip
+        self.links = SimLinks(self.process, self.tensors, self._rank_delay)
+        self.disk = SimDisk(self.shared.folders, self._fails) if self._stores_files else None
+        self.faults = PoolFaults(self._fails, self._flips, self.rng)
+        self.ends = self.shared.ends(self)
+        self.ranks = [build_sim_rank(self, rank) for rank in range(mesh.size)]
         ends = [SimLink(self.links, rank) for rank in range(1, mesh.size)]
         self.loops = [RankLoop(rank.body, end) for rank, end in zip(self.ranks[1:], ends, strict=True)]
         self.links.attach(self.loops, ends)
 
     def _build_leader(self) -> None:
-        shape, world, first = self.shape, self.world, self.ranks[0]
-        mesh = first.parts.mesh
+        shape, parts = self.shape, self.ranks[0].parts
+        links = self.links if parts.mesh.size > 1 else None
         self.line = WatchedLine(
-            first.body, mesh, self.timeline, self.links if mesh.size > 1 else None, whole=bool(world.canary)
-        )
-        tiers = lead_tiers(self.line, [mesh.name(rank) for rank in range(mesh.size)], first.parts.tiers)
-        windows = {Part.FULL: None, Part.SWA: world.window}
-        parts = {
-            part: PartGeometry(pages=pages, host_pages=shape.host_pages, window=windows[part])
-            for part, pages in self.pages.items()
-        }
-        self.cache = FlakyCache(
-            CacheGeometry(page_size=shape.page_size, parts=parts, read_batch_pages=2),
-            mover=tiers.mover, storage=tiers.storage, write_policy=shape.write_policy,
+            self.ranks[0].body, parts.mesh, self.timeline, links, whole=bool(self.world.canary)
         )  # fmt: skip
+        listens = self.address if shape.role == "prefill" else ""
+        self.channel = SimChannel(self.network, self.name, listens, self.process.wake)
+        self.mailbox = SimMailbox(self, self.channel, self.incarnation)
+        kinds = LeadKinds(
+            cache=self._make_cache, scheduler=self._make_scheduler, metrics=lambda **labels: self.metrics,
+            incarnation=lambda: self.incarnation,
+        )  # fmt: skip
+        self.built = lead(parts, self.line, self.timeline, self._make_handoffs, backends=self.ends[0], kinds=kinds)
+        self.engine, self.canary = self.built.engine, self.built.engine.canary
+
+    def _make_cache(self, geometry: CacheGeometry, **more: Any) -> FlakyCache:
+        self.cache = FlakyCache(replace(geometry, read_batch_pages=2), **more)
         self.cache.refuse = self._refuses
-        self.scheduler = WatchedScheduler(
-            SchedSettings(
-                page_size=shape.page_size, context_length=world.context_length, rows=ROWS, vocab_size=world.vocab_size,
-                max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, growth_tokens=4,
-                min_remote_tokens=2, eos_ids=(0,), prefetch_policy=shape.prefetch, prefetch_s_max=0.05,
-                depth=self.line.depth,
-            ),
-            self.cache,
-        )  # fmt: skip
+        return self.cache
+
+    def _make_scheduler(self, settings: SchedSettings, cache: PrefixCache) -> WatchedScheduler:
+        self.scheduler = WatchedScheduler(replace(settings, growth_tokens=4), cache)
         self.scheduler.watch(self._check_landed)
-        self.watch = PageWatch(self.name, self.cache, self.scheduler)
-        self.line.watch = self.watch
+        self.watch = self.line.watch = PageWatch(self.name, cache, self.scheduler)
         self.stores = [
             {
-                part: CheckedStore(pool, part, self.watch, is_source=shape.role == "prefill")
+                part: CheckedStore(pool, part, self.watch, is_source=self.shape.role == "prefill")
                 for part, pool in rank.stores.items()
             }
             for rank in self.ranks
         ]
         """For one-sided backends, by rank."""
-        self.canary: CanaryLead | None = make_canary_lead(
-            self.config, self._spec, self._shards, self.line, self.cache, self.scheduler.users_of
-        )
-        listens = self.address if shape.role == "prefill" else ""
-        self.channel = SimChannel(self.network, self.name, listens, self.process.wake)
-        self.mailbox = SimMailbox(self, self.channel, self.incarnation)
-        self.peers = Peers(self.mailbox)
-        self.role = self._role()
-        self.engine = Engine(
-            scheduler=self.scheduler, cache=self.cache, line=self.line, handoffs=self.role,
-            metrics=StepMetrics(self.metrics, self.timeline.now_s, every_steps=0), canary=self.canary,
-        )  # fmt: skip
+        return self.scheduler
 
-    def _role(self) -> DecodeRole | PrefillRole:
-        settings = handoff_settings(self)
-        if self.shape.role == "prefill":
-            self.prefill = WatchedPort(PrefillSide, settings, self)
-            self.port: WatchedPort = self.prefill
-            return PrefillRole(scheduler=self.scheduler, port=self.prefill, metrics=self.metrics)
-        self.port = WatchedPort(DecodeSide, settings, self)
-        return DecodeRole(
-            scheduler=self.scheduler, port=self.port, metrics=self.metrics, now=self.timeline.now_s, addresses=(),
-            on_failure=self.world.on_failure, optimistic=self.world.optimistic,
-            arrived=None if self.canary is None else self.canary.arrived,
-        )  # fmt: skip
+    def _make_handoffs(self, parts: HandoffParts, clock: Clock) -> MadeHandoffs:
+        role = make_role(parts, parts.backends, clock.now(), port=partial(WatchedPort, self))
+        self.port: HandoffPort[Any] = role.port
+        return MadeHandoffs(role=role, peers=Peers(self.mailbox))
 
     def kill(self) -> None:
         """kill -9: no peer is told; the operating system closes the connections and frees the locks."""
@@ -244,7 +206,7 @@ class SimEngine:
         tokens = np.array(prompt[: len(prompt) // size * size], np.int32)
         if not self._stores_files or self.world.canary or not len(tokens):
             return
-        names = PageKeys("", size)
+        names = PageKeys(self.ranks[0].parts.namespace, size)
         chained = names.chain(names.seed(salt.encode()), tokens.tobytes())
         keys = [chained[at : at + HASH_BYTES] for at in range(0, len(chained), HASH_BYTES)]
         for number, rank in enumerate(self.ranks):
@@ -281,11 +243,15 @@ class SimEngine:
         self.network.damaged += flips
         return flips
 
-    def _stray(self, pools: Mapping[Part, SimPool]) -> StrayWrites:
+    def stray_writes(self, pools: Mapping[Part, SimPool]) -> tuple[StrayWrites, ...]:
+        """The hook that lets writes land late in these pools, where there is one."""
+        if not self.world.canary or not self.options.stray:
+            return ()
+
         def struck() -> None:
             self.network.damaged += 1
 
-        return StrayWrites(pools, lambda: 0.0 if self.calm else self.options.stray, self.rng, struck)
+        return (StrayWrites(pools, lambda: 0.0 if self.calm else self.options.stray, self.rng, struck),)
 
     def _rank_delay(self) -> float:
         """One-sided transports reach into pools beside the line; the product refuses them where there are several
@@ -293,7 +259,7 @@ class SimEngine:
         slow = 0.0 if self.calm or self.world.backend in ONE_SIDED else self.options.rank_delay_s
         return self.rng.random() * slow if slow else 0.0
 
-    def _workers(self, rank: int, least_s: float, late: float) -> SimWorkers:
+    def workers(self, rank: int, least_s: float, late: float) -> SimWorkers:
         """What copies pages of a rank, beside its steps."""
         process = self.process
 
@@ -320,8 +286,7 @@ class SimEngine:
         events, self.inbox = self.inbox, []
         body = self.ranks[0].body
         steps = body.steps
-        output = engine.turn(now, events, self.peers.receive())
-        self.peers.deliver(output.peers)
+        output = self.built.turn(events)
         for _, deltas in output.deltas:
             for delta in deltas:
                 self._answer(delta)

@@ -51,11 +51,6 @@ class SimLinks:
         self._loops, self._ends = list(loops), list(ends)
 
     @property
-    def rank_count(self) -> int:
-        """Ranks of the engine, the leader's included."""
-        return len(self._sent)
-
-    @property
     def idle(self) -> bool:
         """Nothing is on its way."""
         return not self._told and not any(self._sent)

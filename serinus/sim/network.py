@@ -172,11 +172,6 @@ class SimChannel:
             self._events.append(event)
             self._wake()
 
-    @property
-    def waiting(self) -> bool:
-        """Something came that was not polled yet."""
-        return bool(self._events)
-
     def connect(self, peer: str, address: str) -> None:
         self._network.connect(self, peer, address)
 

@@ -117,7 +117,7 @@ class Fabric:
         self.cards: dict[str, Card] = {}
         """Those that are alive, by session."""
         self.made = 0
-        """Cards so far."""
+        """Number of cards so far."""
         self.moving = 0
         """Groups of strips that are still to be moved, over all transfers."""
         self.lost_count = 0
@@ -140,8 +140,8 @@ class Fabric:
             transfer.error = f"nothing is registered at {transfer.session}"
             return
         groups = [
-            Strips(local=strips.local[at::3], remote=strips.remote[at::3], byte_counts=strips.byte_counts[at::3])
-            for at in range(min(len(addresses), _GROUPS_MAX))
+            Strips(local=strips.local[turn], remote=strips.remote[turn], byte_counts=strips.byte_counts[turn])
+            for turn in (slice(at, None, _GROUPS_MAX) for at in range(min(len(addresses), _GROUPS_MAX)))
         ]
         transfer.left = len(groups)
         self.moving += len(groups)
@@ -277,6 +277,7 @@ class SimAgent:
         return self._card.session.encode()
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
+        """Raises SimNixlError: that agent has ended."""
         if metadata.decode() not in self._fabric.cards:
             raise SimNixlError(f"nothing is at {metadata!r}")
         return metadata

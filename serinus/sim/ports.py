@@ -8,6 +8,7 @@ protocol (the product refuses that).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,17 @@ import torch
 from numpy.typing import NDArray
 
 from serinus.core.config import ServeConfig
+from serinus.core.line import CommandLine
 from serinus.core.parts import Part
 from serinus.core.rng import MASK64, Rng, splitmix64
 from serinus.core.settings import (
+    CacheSettings,
     CanarySettings,
     MemorySettings,
     ModelSettings,
     ParallelSettings,
     PdSettings,
+    ScheduleSettings,
     ServerSettings,
 )
 from serinus.pd import (
@@ -39,12 +43,11 @@ from serinus.pd import (
     TcpBackend,
 )
 from serinus.pd.backends import Receiver, Sender, ShmBackend
-from serinus.ranks.layouts import layout_of
 from serinus.sim.disk import Folders
 from serinus.sim.one_sided import ONE_SIDED, Fabric, one_sided
 from serinus.sim.options import EngineShape, Shape
 from serinus.sim.pools import SimPool
-from serinus.sim.segments import Machine
+from serinus.sim.segments import SharedMemory
 from serinus.sim.timeline import Timeline
 from serinus.sim.watched import PageWatch
 from serinus.wire import Gone, PeerMessage
@@ -52,33 +55,49 @@ from serinus.wire import Gone, PeerMessage
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
-__all__ = ["CheckedStore", "Shared", "Staging", "WatchedPort", "config_of", "handoff_settings"]
+__all__ = ["ROWS", "CheckedStore", "Shared", "Staging", "WatchedPort", "config_of"]
 
+ROWS = 5
+"""Of req_to_token, the padding row included."""
 _STAGING_BYTES = 1 << 12
 _SWEEP_EVERY = 3
 """Steps between two sweeps of a canary."""
 
 
-def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
-    """The settings of an engine, as far as the product's own parts read them."""
-    return _config(shape.name, shape.role, shape.page_size, shape.tp, shape.pp, world.canary, world.context_length)
-
-
 @lru_cache(maxsize=1024)
-def _config(name: str, role: str, page_size: int, tp: int, pp: int, real_data: str, context: int) -> ServeConfig:
-    """Cost: half a millisecond, so they are made once."""
-    canary = CanarySettings()
-    if real_data:
+def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
+    """The settings of an engine. Cost: half a millisecond, so they are kept."""
+    canary, cache = CanarySettings(), CacheSettings()
+    if world.canary:
         canary = CanarySettings(
-            kv_canary="raise", kv_canary_real_data=real_data, kv_canary_coverage="full",
+            kv_canary="raise", kv_canary_real_data=world.canary, kv_canary_coverage="full",
             kv_canary_sweep_interval=_SWEEP_EVERY, kv_canary_stats_interval=0,
         )  # fmt: skip
+    if shape.host_pages:
+        stored = shape.prefetch != "none"
+        cache = CacheSettings(
+            enable_hierarchical_cache=True, hicache_write_policy=shape.write_policy,
+            hicache_storage_backend="file" if stored else "none", hicache_storage_dir="/pages" if stored else "",
+            hicache_storage_prefetch_policy=shape.prefetch if stored else "timeout", hicache_prefetch_s_max=0.05,
+        )  # fmt: skip
     return ServeConfig(
-        model=ModelSettings(model_path="simulated", context_length=context),
-        server=ServerSettings(name=name),
-        memory=MemorySettings(page_size=page_size),
-        pd=PdSettings(mode=role),
-        parallel=ParallelSettings(tp_size=tp, pp_size=pp),
+        model=ModelSettings(model_path="simulated", context_length=world.context_length),
+        server=ServerSettings(name=shape.name),
+        memory=MemorySettings(page_size=shape.page_size),
+        sched=ScheduleSettings(max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, decode_log_interval=0),
+        cache=cache,
+        pd=PdSettings(
+            mode=shape.role,
+            min_remote_tokens=2,
+            on_failure=world.on_failure,
+            handoff_s_max=30.0,
+            keepalive_s=1.0,
+            peer_s_max=5.0,
+            optimistic_prefill=world.optimistic and shape.role == "decode",
+            park_tokens=24,
+            cluster_secret=world.secret,
+        ),
+        parallel=ParallelSettings(tp_size=shape.tp, pp_size=shape.pp),
         canary=canary,
     )
 
@@ -91,7 +110,7 @@ class Shared:
         self.backend = backend
         self.fabric = fabric
         self.local = LocalBackend(_STAGING_BYTES)
-        self.machine = Machine()
+        self.machine = SharedMemory()
         self._minted = 0
         self.folders = Folders(timeline.now, rng)
 
@@ -127,20 +146,6 @@ class Shared:
     def unrest(self) -> str:
         """What is, in words."""
         return f"{self.local.staged_count} pieces are staged, {self.fabric.moving} pages are being moved"
-
-
-def handoff_settings(engine: SimEngine) -> HandoffSettings:
-    """Timeouts short enough for a run of some virtual seconds."""
-    backend, ranks = engine.ends[0][0], engine.ranks
-    page_bytes = max(pool.page_bytes for rank in ranks for pool in rank.pools.values())
-    return HandoffSettings(
-        engine=engine.name, incarnation=engine.incarnation, layout=layout_of(ranks[0].parts),
-        vocab_size=engine.world.vocab_size, backends=(backend.name,),
-        capabilities={backend.name: backend.capabilities}, host="here",
-        piece_bytes_max=2 * page_bytes, park_tokens=24, lease_s=12.0, abort_s_max=9.0,
-        connect_s_max=10.0, handoff_s_max=30.0, keepalive_s=1.0, silence_s_max=5.0, retry_s_min=0.2, retry_s_max=1.0,
-        cluster_secret=engine.world.secret, staging_pieces=1 if len(ranks) == 1 else 3,
-    )  # fmt: skip
 
 
 class Staging:
@@ -212,13 +217,23 @@ class CheckedStore:
 
 
 class WatchedPort(HandoffPort[Any]):
-    """The port of an engine of the simulation, which counts what it asks for."""
+    """The port of an engine of the simulation, which counts what it asks for. Its timeouts are short enough for a run
+    of some virtual seconds."""
 
-    def __init__(self, machine: Callable[..., Any], settings: HandoffSettings, engine: SimEngine) -> None:
-        ends, one_sided = engine.ends, engine.world.backend in ONE_SIDED
+    def __init__(
+        self, engine: SimEngine, machine: Callable[..., Any], settings: HandoffSettings, *, line: CommandLine,
+        backends: Sequence[AnyBackend], stores: object,
+    ) -> None:  # fmt: skip
+        ranks, is_one_sided = engine.ranks, engine.world.backend in ONE_SIDED
+        page_bytes = max(pool.page_bytes for rank in ranks for pool in rank.pools.values())
+        settings = replace(
+            settings, host="here", piece_bytes_max=2 * page_bytes, lease_s=12.0, abort_s_max=9.0, retry_s_min=0.2,
+            retry_s_max=1.0, staging_pieces=1 if len(ranks) == 1 else 3,
+        )  # fmt: skip
         super().__init__(
-            machine, settings, line=engine.line, backends=ends[0], stores=engine.stores if one_sided else None,  # type: ignore[arg-type]
-            follower_backends=ends[1:] if one_sided else (), mint=engine.shared.mint,  # type: ignore[arg-type]
+            machine, settings, line=line, backends=backends, mint=engine.shared.mint,
+            stores=engine.stores if is_one_sided else None,  # type: ignore[arg-type]
+            follower_backends=engine.ends[1:] if is_one_sided else (),  # type: ignore[arg-type]
         )  # fmt: skip
         self._network = engine.network
 

@@ -5,60 +5,34 @@ Simulated are the model's arithmetic, the tensors between ranks, the file system
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from serinus.canary import make_canary_rank
-from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.kernels import Kernels, load
-from serinus.models import ForwardHook, ModelSpec, compose_hooks
-from serinus.parallel import Mesh, Shard
-from serinus.pd import AnyBackend
-from serinus.pool import HostPool, LayerGate, Mover, PoolSpec, RequestTable
+from serinus.models import ModelSpec
+from serinus.pool import HostPool, Mover, PoolSpec
 from serinus.pool.storage import FileStorage
 from serinus.ranks import RankBody, make_body
-from serinus.ranks.build import Phases, RankParts
+from serinus.ranks.build import Phases, RankParts, assemble
 from serinus.ranks.tier_parts import Tiers
-from serinus.runner import Runner
-from serinus.sim.comm import RankTensors, SimComm
-from serinus.sim.disk import SimDisk
+from serinus.sim.comm import SimComm
 from serinus.sim.model import HEAD_SIZE, SimModel
-from serinus.sim.pools import PoolFaults, SimPool, StrayWrites
-from serinus.sim.toy import Lanes
-from serinus.sim.workers import SimWorkers
+from serinus.sim.pools import SimPool
 
 if TYPE_CHECKING:
-    from serinus.core.clock import Clock
+    from serinus.sim.engine import SimEngine
 
-__all__ = ["RankSeams", "SimRank", "build_sim_rank"]
+__all__ = ["SimRank", "build_sim_rank"]
 
 _FILES_MAX = 64
 """Pages that a rank keeps in files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSeams:
-    """What the simulation puts in the place of the world, for all ranks of one engine."""
-
-    clock: Clock
-    tensors: RankTensors
-    faults: PoolFaults
-    stray: Callable[[Mapping[Part, SimPool]], StrayWrites] | None
-    """Makes the hook that lets late writes land; None = none do."""
-    mover_workers: Callable[[int], SimWorkers]
-    """Makes what copies pages of a rank."""
-    storage_workers: Callable[[int], SimWorkers]
-    disk: SimDisk | None
-    """Where pages are kept in files; None = nowhere."""
-    folder: str
-    """Of this engine's files; each rank has one of its own in it."""
-    backends: Sequence[AnyBackend]
-    """How pages travel between engines."""
+_COPY_S = 0.001
+_FILE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +49,6 @@ class SimRank:
         """The pools of the parts that have layers here."""
         return {part: pool for part, pool in self.pools.items() if pool.page_bytes}
 
-    @property
-    def folder(self) -> str:
-        """Where its files are."""
-        return f"rank{self.body.rank}"
-
 
 @cache
 def _kernels() -> Kernels:
@@ -87,17 +56,12 @@ def _kernels() -> Kernels:
     return load("cpu")
 
 
-def build_sim_rank(
-    config: ServeConfig, spec: ModelSpec, shards: Sequence[Shard], rank: int, *, lanes: Lanes,
-    pages: Mapping[Part, int], host_pages: int, rows: int, mesh: Mesh, seams: RankSeams,
-) -> SimRank:  # fmt: skip
-    """One rank of an engine with these settings.
-
-    `pages`: of the device pool of each part; `host_pages`: of each host pool, 0 = there are no tiers.
-    """
-    shard, kernels, context = shards[rank], _kernels(), spec.context_length
+def build_sim_rank(engine: SimEngine, rank: int) -> SimRank:
+    """A rank of an engine that starts."""
+    config, spec, kernels = engine.config, engine.spec, _kernels()
+    comm = SimComm(engine.tensors, rank)
+    shard = spec.shards(comm.mesh)[rank]
     own = spec.on(shard)
-    comm = SimComm(seams.tensors, rank)
     pools = {
         part: SimPool(
             PoolSpec(
@@ -105,39 +69,30 @@ def build_sim_rank(
                 page_size=config.memory.page_size, page_count=count, dtype=torch.float32,
                 stamped=config.canary.kv_canary != "none",
             ),
-            kernels, seams.faults,
+            kernels, engine.faults,
         )
-        for part, count in pages.items()
+        for part, count in engine.pages.items()
     }  # fmt: skip
-    tables = {part: RequestTable(rows, context) for part in pools}
-    model = SimModel(spec, shard, lanes, pools, comm)
-    tiers = _tiers(config, own, pools, rank, host_pages, seams) if host_pages else None
-    host = {} if tiers is None else tiers.host
-    canary = make_canary_rank(config, spec, shards, rank, pools, tables, host, device="cpu")
-    hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
-    if seams.stray is not None:
-        hooks.append(seams.stray(pools))
-    if canary is not None:
-        hooks.append(canary.hook)
-    runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), comm=comm)
-    parts = RankParts(
-        config=config, mesh=mesh, comm=comm, spec=spec, shard=shard, context=context, dtype=torch.float32,
-        device="cpu", kernels=kernels, pools=pools, tables=tables, namespace="simulated", tiers=tiers, canary=canary,
-        runner=runner, phases=Phases(seams.clock),
+    model = SimModel(spec, shard, engine.lanes, pools, comm)
+    parts = assemble(
+        config, comm, spec, model, pools, _tiers(engine, own, pools, rank), kernels, context=spec.context_length,
+        namespace="simulated", phases=Phases(engine.timeline), before_canary=engine.stray_writes(pools),
     )  # fmt: skip
-    return SimRank(model=model, pools=pools, parts=parts, body=make_body(parts, seams.clock, seams.backends))
+    return SimRank(
+        model=model, pools=pools, parts=parts, body=make_body(parts, engine.timeline, engine.ends[0])
+    )  # fmt: skip
 
 
-def _tiers(
-    config: ServeConfig, own: ModelSpec, pools: Mapping[Part, SimPool], rank: int, host_pages: int, seams: RankSeams
-) -> Tiers:
-    host = {part: HostPool(pool.spec, host_pages) for part, pool in pools.items()}
-    mover = Mover(pools, host, own.layer_parts, seams.clock, seams.mover_workers(rank))
-    storage = None
-    if seams.disk is not None:
+def _tiers(engine: SimEngine, own: ModelSpec, pools: Mapping[Part, SimPool], rank: int) -> Tiers | None:
+    if not engine.shape.host_pages:
+        return None
+    clock, storage = engine.timeline, None
+    host = {part: HostPool(pool.spec, engine.shape.host_pages) for part, pool in pools.items()}
+    mover = Mover(pools, host, own.layer_parts, clock, engine.workers(rank, _COPY_S, 0.1))
+    if engine.disk is not None:
         bytes_max = _FILES_MAX * max(pool.page_bytes + 256 for pool in host.values())
         storage = FileStorage(
-            f"{seams.folder}/rank{rank}", host=host, namespace="simulated", byte_max=bytes_max, clock=seams.clock,
-            disk=seams.disk, workers=seams.storage_workers(rank),
+            f"{engine.folder}/rank{rank}", host=host, namespace="simulated", byte_max=bytes_max, clock=clock,
+            disk=engine.disk, workers=engine.workers(rank, _FILE_S, 0.5),
         )  # fmt: skip
     return Tiers(host=host, mover=mover, storage=storage)

@@ -8,10 +8,10 @@ import numpy as np
 
 from serinus.pd.backends.shm import Opened, Segments
 
-__all__ = ["Machine", "SimSegments"]
+__all__ = ["SharedMemory", "SimSegments"]
 
 
-class Machine:
+class SharedMemory:
     """All processes of a cluster, which share one machine."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ def _pid(name: str) -> int:
 class SimSegments(Segments):
     """What one process sees of them."""
 
-    def __init__(self, machine: Machine, pid: int) -> None:
+    def __init__(self, machine: SharedMemory, pid: int) -> None:
         self._machine, self._pid = machine, pid
         self._own: dict[int, Opened] = {}
 
@@ -55,6 +55,7 @@ class SimSegments(Segments):
         del self._own[fd]
 
     def open(self, pid: int, fd: int) -> Opened:
+        """See Segments. Raises FileNotFoundError: the process is gone, or has closed it."""
         process = self._machine.processes.get(pid)
         if process is None or fd not in process._own:
             raise FileNotFoundError(f"sim: process {pid} has no segment {fd}")

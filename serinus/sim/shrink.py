@@ -29,7 +29,7 @@ def shrink(
         for smaller in _steps(best):
             if runs >= runs_max:
                 return best
-            if _is_stale(smaller, best):
+            if smaller == best:
                 continue
             runs += 1
             if attempt(smaller).finding is not None:
@@ -38,10 +38,6 @@ def shrink(
                 break
         if best is before:
             return best
-
-
-def _is_stale(smaller: Scenario, best: Scenario) -> bool:
-    return smaller == best
 
 
 def _steps(scenario: Scenario) -> Iterator[Scenario]:

@@ -42,8 +42,3 @@ class Timeline:
         self.step += 1
         act(*args)
         return True
-
-    @property
-    def next_at(self) -> float:
-        """When the next event happens; infinity = never."""
-        return self._heap[0][0] if self._heap else float("inf")

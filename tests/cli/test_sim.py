@@ -34,7 +34,7 @@ def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pyt
     ("words", "said"),
     [
         (["--seeds", "5"], "--seeds is '5', expected A..B"),
-        (["--backend", "pigeon"], "expected local, tcp, push or pull"),
+        (["--backend", "pigeon"], "expected local, shm, tcp, push or pull"),
         (["--workers", "0"], "--workers is 0, expected at least 1"),
         (["--sedes", "1..2"], "did you mean --seeds?"),
         (["--scenario", "/nowhere/at/all"], "cannot read the scenario"),

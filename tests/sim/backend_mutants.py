@@ -1,12 +1,15 @@
-"""Mutants of the data backends: when is an operation over, what does a fence end, whose are staged bytes."""
+"""Mutants of the data backends (when is an operation over, what does a fence end, when are staged bytes given up), and
+of what makes an engine from its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from serinus.pd.backends import MooncakeBackend, NixlBackend, OpResult, OpState, Staged
 from serinus.pd.backends.shm import _ShmSender
+from tests.sim.canary_mutants import damaged
 from tests.sim.hunting import mutant, replaced
 
 
@@ -100,4 +103,24 @@ def staged_given_up() -> Iterator[None]:
         replaced(_TcpSender, "stage", stage(_TcpSender.stage)),
         replaced(_TcpSender, "release", lambda self, key: None),
     ):
+        yield
+
+
+@mutant("an engine is made without the end of an answer")
+def no_end() -> Iterator[None]:
+    """What the model says of its last token does not reach the scheduler."""
+    import serinus.engine.build as build
+
+    settings = build._sched_settings
+    with replaced(build, "_sched_settings", lambda parts, depth: replace(settings(parts, depth), eos_ids=())):
+        yield
+
+
+@mutant("an engine is made without the check of arrivals", world=damaged)
+def no_check_of_arrivals() -> Iterator[None]:
+    """The canary is there, and its role does not know."""
+    import serinus.engine.build as build
+
+    parts = build.HandoffParts
+    with replaced(build, "HandoffParts", lambda **more: parts(**{**more, "arrived": None})):
         yield

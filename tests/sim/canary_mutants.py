@@ -69,7 +69,7 @@ def none_failed() -> Iterator[None]:
 @mutant("a digest that differs is no violation", world=damaged)
 def digest_not_compared() -> Iterator[None]:
     """KV is taken for what its stamp says."""
-    import serinus.sim.rank as ranks
+    import serinus.ranks.build as ranks
 
     make = ranks.make_canary_rank
 

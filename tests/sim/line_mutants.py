@@ -32,7 +32,7 @@ def _sending(change: Callable[[list[Parts], Parts], None]) -> Iterator[None]:
 
     def send(self: SimLinks, rank: int, parts: Parts) -> None:
         out = [parts]
-        if rank == self.rank_count - 1 and decode_header(parts).number > _AFTER:
+        if rank == len(self._sent) - 1 and decode_header(parts).number > _AFTER:
             out.clear()
             change(out, parts)
         for each in out:

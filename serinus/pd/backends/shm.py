@@ -59,7 +59,7 @@ class Opened:
     inode: int
     area: NDArray[np.uint8]
     sealed: bool = True
-    """It cannot shrink."""
+    """Whether it can never shrink."""
 
 
 class Segments:
@@ -67,7 +67,7 @@ class Segments:
 
     @property
     def pid(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return os.getpid()
 
     def create(self, byte_count: int) -> Opened:
