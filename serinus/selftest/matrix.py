@@ -80,7 +80,7 @@ def plan_matrix(subject: Subject) -> list[Cell]:
     spec = load_spec(subject.checkpoint)
     parts = sorted(part for part in spec.parts if spec.layers_of(part))
     stride = coverage_stride(str(subject.settings.get("kv_canary_coverage", "full")))
-    cells = [Cell(model=subject.name, part="all", mode=CLEAN, side="both", expected="nobody", promise=None)]
+    cells = [Cell(model=subject.name, part="all", mode=CLEAN, side="both", expected="neither", promise=None)]
     for mode, facts in MODES.items():
         for part in parts if facts.has_part else parts[:1]:
             for side in _sides(mode):

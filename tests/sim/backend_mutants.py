@@ -4,56 +4,51 @@ of what makes an engine from its settings."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from serinus.pd.backends import MooncakeBackend, NixlBackend, OpResult, OpState, Staged
 from serinus.pd.backends.shm import _ShmSender
+from serinus.sim.one_sided import SimAgent, SimTransferEngine
 from tests.sim.canary_mutants import damaged
 from tests.sim.hunting import mutant, replaced
 
 
-@mutant("a read is over when it has begun", "pull")
-def read_over_at_once() -> Iterator[None]:
+def _over_at_once(backend: type[NixlBackend] | type[MooncakeBackend]) -> Iterator[None]:
     """Completion is reported before the bytes have moved."""
-    settle = NixlBackend._settle
+    poll = backend.poll
 
-    def settled(self: NixlBackend, op: int, state: str) -> None:
-        settle(self, op, "DONE" if state == "PROC" else state)
+    def polled(self: Any, op: int) -> OpResult:
+        result = poll(self, op)
+        return OpResult(state=OpState.DONE) if result.state is OpState.PENDING else result
 
-    with replaced(NixlBackend, "_settle", settled):
+    with replaced(backend, "poll", polled):
         yield
+
+
+mutant("a read is over when it has begun", "pull")(partial(_over_at_once, NixlBackend))
+mutant("a write is over when it was handed on", "push")(partial(_over_at_once, MooncakeBackend))
 
 
 @mutant("a read that failed is over", "pull")
 def failed_read_over() -> Iterator[None]:
     """The agent lives on, and with it the pieces of the read that are still under way."""
-    settle = NixlBackend._settle
+    check, poll = SimAgent.check_xfer_state, NixlBackend.poll
+    failed: list[str] = []
 
-    def settled(self: NixlBackend, op: int, state: str) -> None:
-        if state in ("PROC", "DONE"):
-            settle(self, op, state)
-            return
-        self._ops.pop(op).handle.release()
-        self._ended[op] = OpResult(state=OpState.FAILED, error=state)
+    def checked(self: SimAgent, handle: Any) -> str:
+        state = check(self, handle)
+        if state == "ERR":
+            failed.append(state)
+            return "PROC"
+        return state
 
-    with replaced(NixlBackend, "_settle", settled):
-        yield
-
-
-@mutant("a write is over when it was handed on", "push")
-def write_over_at_once() -> Iterator[None]:
-    """Completion is reported before the bytes have moved."""
-    poll = MooncakeBackend.poll
-
-    def polled(self: MooncakeBackend, op: int) -> OpResult:
+    def polled(self: NixlBackend, op: int) -> OpResult:
+        failed.clear()
         result = poll(self, op)
-        if result.state is not OpState.PENDING:
-            return result
-        del self._ops[op]
-        return OpResult(state=OpState.DONE)
+        return OpResult(state=OpState.FAILED, error=failed[0]) if failed else result
 
-    with replaced(MooncakeBackend, "poll", polled):
+    with replaced(SimAgent, "check_xfer_state", checked), replaced(NixlBackend, "poll", polled):
         yield
 
 
@@ -73,13 +68,13 @@ def failed_write_over() -> Iterator[None]:
 @mutant("a fence that keeps the old engine", "push")
 def engine_kept() -> Iterator[None]:
     """Something still refers to it, so its connections are not closed."""
-    end, kept = MooncakeBackend._end, []
+    initialize, kept = SimTransferEngine.initialize, []
 
-    def ended(self: MooncakeBackend) -> None:
-        kept.append(self._engine)
-        end(self)
+    def initialized(self: SimTransferEngine, *settings: str) -> int:
+        kept.append(self)
+        return initialize(self, *settings)
 
-    with replaced(MooncakeBackend, "_end", ended):
+    with replaced(SimTransferEngine, "initialize", initialized):
         yield
 
 
@@ -88,19 +83,21 @@ def staged_given_up() -> Iterator[None]:
     """The place of a piece in the sender's area is handed out again at once."""
     from serinus.pd.backends.tcp import _TcpSender
 
-    def stage(of: Any) -> Any:
+    def stage(sender: Any) -> Any:
+        stage, release = sender.stage, sender.release
+
         def staged(self: Any, byte_count: int) -> Staged | None:
-            found: Staged | None = of(self, byte_count)
+            found: Staged | None = stage(self, byte_count)
             if found is not None:
-                self._spans.give(found.key)
+                release(self, found.key)
             return found
 
         return staged
 
     with (
-        replaced(_ShmSender, "stage", stage(_ShmSender.stage)),
+        replaced(_ShmSender, "stage", stage(_ShmSender)),
         replaced(_ShmSender, "release", lambda self, key: None),
-        replaced(_TcpSender, "stage", stage(_TcpSender.stage)),
+        replaced(_TcpSender, "stage", stage(_TcpSender)),
         replaced(_TcpSender, "release", lambda self, key: None),
     ):
         yield
@@ -111,8 +108,8 @@ def no_end() -> Iterator[None]:
     """What the model says of its last token does not reach the scheduler."""
     import serinus.engine.build as build
 
-    settings = build._sched_settings
-    with replaced(build, "_sched_settings", lambda parts, depth: replace(settings(parts, depth), eos_ids=())):
+    settings = build.SchedSettings
+    with replaced(build, "SchedSettings", lambda **more: settings(**{**more, "eos_ids": ()})):
         yield
 
 
