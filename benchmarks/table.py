@@ -304,7 +304,7 @@ def main() -> int:
     if arguments.run is not None:
         for name, file in scripts().items():
             # Unnamed, those for a GPU stay away: most machines have none.
-            if name not in arguments.run and (arguments.run or name.endswith("_gpu")):
+            if name not in arguments.run and (arguments.run or "_gpu" in name):
                 continue
             print(f"... {name}", file=sys.stderr, flush=True)
             try:
