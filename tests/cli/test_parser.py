@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import subprocess
 import sys
 from importlib.metadata import version
@@ -26,25 +25,20 @@ def parse(*words: str) -> ServeConfig:
     return read_config(ServeConfig, parser, words)[0]
 
 
-def cpu_seconds_of_children() -> float:
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
-def test_help_takes_less_than_300_ms_of_a_core_and_loads_nothing_heavy(words: list[str]) -> None:
+def test_help_loads_little_and_nothing_heavy(words: list[str]) -> None:
+    """280 modules take a core 0.2 s; any of the heavy ones alone brings more than what is left."""
     script = (
         "import sys\nfrom serinus.cli import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'transformers', 'numba', 'numpy', 'uvicorn', 'starlette', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert len(sys.modules) < 320, sorted(sys.modules)\n"
     )
-    before = cpu_seconds_of_children()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: serinus" in done.stdout
-    assert cpu_seconds_of_children() - before < 0.3
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
