@@ -54,7 +54,7 @@ def test_a_second_sigterm_stops_now(checkpoint: Path) -> None:
 def test_a_cluster_starts_with_a_word_on_where_the_time_went_and_stops_whole(checkpoint: Path) -> None:
     with Server("up", str(checkpoint), *small()) as server:
         line = server.wait_line(r"decode-0 .*ready in")
-        assert re.search(r"imports [\d.]+ s, weights [\d.]+ s, pool [\d.]+ s, warm-up [\d.]+ s", line)
+        assert re.search(r"imports [\d.]+ s, kernels [\d.]+ s, weights [\d.]+ s, pool [\d.]+ s, warm-up [\d.]+ s", line)
         assert generate(server.url, list(range(40)), 3)["meta_info"]["prefill_engine"] == "prefill-0"
         assert server.stop() == 0
         with pytest.raises(httpx.ConnectError):

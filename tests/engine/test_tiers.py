@@ -130,7 +130,7 @@ def test_prompts_on_tiny_pools_never_see_a_byte_of_another_prefix(
               "hicache_storage_prefetch_policy": "wait_complete"}  # fmt: skip
     small = tiered(max_total_tokens=80, hicache_ratio=1.5, hicache_write_policy=policy)
     with LLM(str(toys[kind]), **{**small, **stored}) as llm:
-        for _ in range(60):
+        for _ in range(60 if policy == "write_back" else 150):  # what is copied at its second hit fills tiers slowly
             prompt = rng.choice(trunks) + rng.choice(tails)
             (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
             assert list(output.outputs[0].token_ids) == toy_continue(spec, prompt, 5)
