@@ -38,8 +38,6 @@ from serinus.wire import Gone, PeerMessage
 __all__ = ["DecodeRole"]
 
 _log = get_logger("engine")
-_BEFORE_GRANT = ("refused", "peer_slow")
-"""Recompute codes of handoffs that never began."""
 
 
 class DecodeRole:
@@ -197,7 +195,7 @@ class DecodeRole:
         arrived = self._arrived
         wrong = "" if arrived is None else arrived(result.rid, self._scheduler.pages_of(result.rid))
         if wrong:
-            self._failed(Recompute(rid=result.rid, code="kv_canary", reason=wrong), now)
+            self._failed(Recompute(rid=result.rid, code="kv_canary", reason=wrong, had_grant=True), now)
             return
         delta = self._scheduler.landed(
             result.rid,
@@ -228,7 +226,7 @@ class DecodeRole:
             metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)
 
     def _failed(self, result: Recompute, now: float) -> None:
-        name = "num_bootstrap_failed_reqs" if result.code in _BEFORE_GRANT else "num_transfer_failed_reqs"
+        name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
         self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
             _log.warning("handoff of %s failed (%s): %s", result.rid, result.code, result.reason)

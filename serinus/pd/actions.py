@@ -181,6 +181,8 @@ class Recompute:
     """peer_gone | peer_slow | refused | deadline | digest | transfer | mismatch | rejected | aborted | error |
     expired | shutdown"""
     reason: str
+    had_grant: bool = False
+    """Whether the prefill engine had been given permission to fill pages: the transfer failed, not what precedes it."""
 
 
 DecodeAction: TypeAlias = (

@@ -8,7 +8,7 @@ from typing import Final
 
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
-from serinus.pd.actions import Landed
+from serinus.pd.actions import Landed, Recompute
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.modes import Mode
 from serinus.wire.messages import Done, Grant, Prepare
@@ -57,6 +57,10 @@ class DecodeHandoff:
         """The permission to fill our pages."""
         self.account = account
         return Grant(xid=self.xid, grant=self.grant, spans=tuple(account.spans.values()), digest_seed=self.seed)
+
+    def recompute(self, code: str, reason: str) -> Recompute:
+        """The result for the engine: it failed."""
+        return Recompute(rid=self.rid, code=code, reason=reason, had_grant=self.account is not None)
 
     def landed(self, done: Done, account: ArrivalAccount, engine: str, now: float) -> Landed:
         """The result for the engine: all pages are here."""

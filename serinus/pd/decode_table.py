@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from serinus.core.ids import GrantCounter
-from serinus.pd.actions import CancelReads, DecodeAction, Quarantine, Recompute, Send
+from serinus.pd.actions import CancelReads, DecodeAction, Quarantine, Send
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.decode_handoff import DecodeHandoff
 from serinus.pd.layout import RankLayout
@@ -87,7 +87,7 @@ class DecodeTable:
     def fail(self, handoff: DecodeHandoff, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
         """Close it, and have the prompt computed here."""
         self.close(handoff, code, reason, now, out)
-        out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
+        out.append(handoff.recompute(code, reason))
 
     def _remove(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> None:
         del self._by_rid[handoff.rid]
@@ -145,7 +145,7 @@ class DecodeTable:
         self._ask_to_stop(handoff, out)
         if handoff.mode is Mode.PULL and not reading:
             out.append(Send(peer=handoff.peer, message=Drained(xid=handoff.xid, grant=handoff.grant)))
-        out.append(Recompute(rid=handoff.rid, code=code, reason=reason))
+        out.append(handoff.recompute(code, reason))
 
     def give_back(self, peer: str, data: Data, out: list[DecodeAction]) -> None:
         """The sender may have its staging bytes back: they will not be read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
 
 
-def pair(toy: Path, **settings: int | str) -> EnginePair:
+def pair(toy: Path, **settings: Any) -> EnginePair:
     return EnginePair(toy, **{"page_size": 4, "max_total_tokens": 256, "chunked_prefill_size": 16, **settings})
 
 
@@ -163,6 +164,30 @@ def test_a_prompt_for_which_no_prefill_engine_is_known_says_so(toy: Path) -> Non
     assert usage is not None
     assert (usage.prefill_engine, usage.local_reason) == ("", "no_prefill_engine")
     assert both.decode.built.metrics.get("num_local_prompts", "no_prefill_engine") == 1
+
+
+@pytest.mark.parametrize(
+    ("optimistic", "counter"), [(True, "num_bootstrap_failed_reqs"), (False, "num_transfer_failed_reqs")]
+)
+def test_decode_counts_a_failure_by_whether_it_had_granted_its_pages(toy: Path, optimistic: bool, counter: str) -> None:
+    both = pair(toy, decode_settings={"max_total_tokens": 64, "optimistic_prefill": optimistic}, park_tokens=4096)
+    long = list(range(1, 41))
+    if optimistic:  # it asks at once, and has no page to grant while this one runs
+        both.add("stays", [1] * 30, 30)
+        while not both.tokens("stays"):
+            both.turn_decode()
+            both.turn_prefill()
+    both.add("a", long, 4)
+    while not both.prefill.engine.handoffs.asked_by_peers():
+        both.turn_decode()
+        both.turn_prefill()
+    for xid in both.prefill.engine.handoffs.asked_by_peers():
+        both.prefill.abort(xid)
+    both.run_until_idle()
+    assert both.tokens("a") == toy_continue(load_spec(toy), long, 4)
+    names = ("num_bootstrap_failed_reqs", "num_transfer_failed_reqs")
+    counts = {name: both.decode.built.metrics.get(name, "aborted") for name in names}
+    assert counts == {name: float(name == counter) for name in names}
 
 
 def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:
