@@ -67,8 +67,6 @@ class DecodeRole:
         self._fails = on_failure == "error"
         self._optimistic = optimistic
         self._arrived = arrived
-        self._waiting: set[str] = set()
-        """Remote requests without pages, as far as the scheduler has not decided otherwise."""
         self._deltas: list[TokenDelta] = []
         self._rejects = BadFrames()
         self._rarely = Rarely()
@@ -88,11 +86,9 @@ class DecodeRole:
             self._go_local(request.rid, code)
         elif not self._scheduler.is_remote(request.rid):
             self._metrics.add("num_local_prompts", 1, "prompt_logprobs")
-        else:
-            self._waiting.add(request.rid)
-            if self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
-                event = PrepareHandoff(rid=request.rid, request=request, address=address)
-                self._act(self.port.handle(event, now), now)
+        elif self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
+            event = PrepareHandoff(rid=request.rid, request=request, address=address)
+            self._act(self.port.handle(event, now), now)
 
     def _known_address(self) -> str:
         """The least loaded of the configured prefill engines that is up."""
@@ -100,21 +96,22 @@ class DecodeRole:
         return min(up, key=lambda peer: peer.load).address if up else ""
 
     def _go_local(self, rid: str, code: str) -> None:
-        self._waiting.discard(rid)
         if self._scheduler.recompute(rid, code):
             self._metrics.add("num_recomputed_requests", 1, code)
 
     def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
         for reservation in self._scheduler.take_reservations(now):
             request = reservation.request
-            self._waiting.discard(reservation.rid)
             self._metrics.observe("kv_transfer_alloc_ms", 1e3 * (now - request.arrival))
             start = StartHandoff(
                 rid=reservation.rid, request=request, address=request.prefill_address, held=reservation.held,
                 spans=reservation.spans,
             )  # fmt: skip
             self._act(self.port.handle(start, now), now)
-        self._let_go_of_short_ones(now)
+        for rid in self._scheduler.take_short():  # the prefill engine hears of it, if it was asked
+            self._metrics.add("num_local_prompts", 1, "short")
+            event = CancelHandoff(rid=rid, reason="computed by decode itself: too short")
+            self._act(self.port.handle(event, now), now)
         load = self._scheduler.running_count + self._scheduler.waiting_count
         self._act(self.port.turn(now, messages, load=load, turn=turns), now)
         deltas, self._deltas = self._deltas, []
@@ -123,19 +120,10 @@ class DecodeRole:
     def take_outgoing(self) -> list[PeerAction]:
         return self.port.take_outgoing()
 
-    def _let_go_of_short_ones(self, now: float) -> None:
-        """Prompts of which too little was lacking went local: the prefill engine hears of it, if it was asked."""
-        for rid in [rid for rid in self._waiting if not self._scheduler.is_remote(rid)]:
-            self._waiting.discard(rid)
-            self._metrics.add("num_local_prompts", 1, "short")
-            event = CancelHandoff(rid=rid, reason="computed by decode itself: too short")
-            self._act(self.port.handle(event, now), now)
-
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"
 
     def aborted(self, rid: str, now: float) -> None:
-        self._waiting.discard(rid)
         self._act(self.port.handle(CancelHandoff(rid=rid), now), now)
 
     def asked_by_peers(self) -> list[str]:

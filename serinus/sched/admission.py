@@ -14,6 +14,9 @@ from serinus.sched.settings import SchedSettings
 
 __all__ = ["Admission"]
 
+_COMING = (Phase.PREFILL, Phase.TRANSFER)
+"""Phases of requests that publish what they lack."""
+
 
 class Admission:
     """Places a request on pages, or says no and changes nothing."""
@@ -100,9 +103,15 @@ class Admission:
 
         Waiting for it costs less than computing (or fetching) the same pages twice: `n` answers to one prompt, or
         many questions about one document. It ends: the other publishes chunk by chunk, or ends, or goes.
+        Cost: a look at the other while it has published nothing more; else one comparison with each request that
+        computes, or awaits, a prompt with the same first token.
         """
         if not self._allocator.shares:
             return False
+        twin, state.twin = state.twin, None
+        if twin is not None and twin.phase in _COMING and twin.published == state.twin_published:
+            state.twin = twin
+            return True
         cached: int | None = None
         for other in chain(self._batch.prefilling, self._batch.transfer.values()):
             if other.request.cache_salt != state.request.cache_salt or other.tokens[0] != state.tokens[0]:
@@ -114,6 +123,7 @@ class Admission:
                 cached = self._allocator.cached(state)
             gain = shared - cached
             if gain >= self._page_size and 2 * gain >= state.known - cached:
+                state.twin, state.twin_published = other, other.published
                 return True
         return False
 

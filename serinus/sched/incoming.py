@@ -14,6 +14,9 @@ from serinus.sched.settings import SchedSettings
 
 __all__ = ["Incoming"]
 
+_LOOK_REQUESTS = 32
+"""Of the oldest requests without pages, and of the others, as many are looked at in one turn."""
+
 
 class Incoming:
     """Requests whose prompt a prefill engine is to compute."""
@@ -25,6 +28,9 @@ class Incoming:
         self._admission = admission
         self.prealloc = ReqQueue()
         self._blocked: ReqState | None = None
+        self._looked_seq = 0
+        """`seq` of the last request beyond the oldest that was looked at; the next turn goes on behind it."""
+        self._short: list[str] = []
 
     @property
     def blocked_seq(self) -> int | None:
@@ -37,29 +43,50 @@ class Incoming:
     ) -> list[Reservation]:
         """Reserve pages for as many requests as there is room for, oldest first. `older_seq` is the age of a local
         request that waits for room and must not be overtaken. A request that lacks less than `min_remote_tokens` is
-        passed to `go_local`."""
+        passed to `go_local`. Cost: a bounded number of requests is looked at, however many wait: the oldest, and behind
+        them some in turn, so that requests that wait for their twins do not keep others from being seen."""
         reservations = self._granted(now)
         self._blocked = None
-        for state in list(self.prealloc):
-            if self._batch.rows_needed >= self._settings.max_running_requests:
+        oldest = self.prealloc.first(_LOOK_REQUESTS)
+        younger = self.prealloc.behind(max(oldest[-1].seq, self._looked_seq), _LOOK_REQUESTS) if oldest else []
+        looked_seq = younger[-1].seq if len(younger) == _LOOK_REQUESTS else 0
+        for state in (*oldest, *younger):
+            if not self._try(state, now, older_seq, go_local):
+                looked_seq = state.seq - 1 if state.seq > oldest[-1].seq else self._looked_seq
                 break
-            if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
-                continue
-            if state.prompt_len - self._allocator.cached(state) < self._settings.min_remote_tokens:
-                go_local(state, "short")
-                continue
-            if older_seq is not None and older_seq < state.seq:
-                break
-            if not self._admission.place(state):
-                self._blocked = state
-                break
-            self.prealloc.remove(state)
-            state.move(Phase.TRANSFER)
-            self._batch.transfer[state.rid] = state
-            state.awaited = frozenset(self._allocator.open_loads)
-            if not state.awaited:
+            if state.phase is Phase.TRANSFER and not state.awaited:
                 reservations.append(self._grant(state, now))
+        self._looked_seq = looked_seq
         return reservations
+
+    def _try(
+        self, state: ReqState, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None]
+    ) -> bool:
+        """Reserve pages for one request, unless it waits for its prefix or goes local; False = there is no room, for
+        younger ones neither."""
+        if self._batch.rows_needed >= self._settings.max_running_requests:
+            return False
+        if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
+            return True
+        if state.prompt_len - self._allocator.cached(state) < self._settings.min_remote_tokens:
+            go_local(state, "short")
+            self._short.append(state.rid)
+            return True
+        if older_seq is not None and older_seq < state.seq:
+            return False
+        if not self._admission.place(state):
+            self._blocked = state
+            return False
+        self.prealloc.remove(state)
+        state.move(Phase.TRANSFER)
+        self._batch.transfer[state.rid] = state
+        state.awaited = frozenset(self._allocator.open_loads)
+        return True
+
+    def take_short(self) -> list[str]:
+        """Requests that went local since the last call, as they lack too little."""
+        short, self._short = self._short, []
+        return short
 
     def _granted(self, now: float) -> list[Reservation]:
         """Reservations of requests whose loads have ended by now: tokens that the host had count as held only then."""

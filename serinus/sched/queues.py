@@ -55,6 +55,11 @@ class ReqQueue:
         """The oldest, at most `count` of them."""
         return self._states[:count]
 
+    def behind(self, seq: int, count: int) -> list[ReqState]:
+        """The oldest of those that are younger than `seq`, at most `count` of them."""
+        at = bisect_left(self._states, seq + 1, key=_seq)
+        return self._states[at : at + count]
+
 
 def admission_order(
     queue: ReqQueue, settings: SchedSettings, cached: Callable[[ReqState], int], count: int

@@ -131,6 +131,10 @@ class ReqState:
     """Number of its last turn to decode, counted over all requests; only where several plans can be under way."""
     skips: int = 0
     """Times lpm let others pass it."""
+    twin: ReqState | None = None
+    """The request that it was found to wait for (Admission.has_twin)..."""
+    twin_published: int = 0
+    """...and what that one had published by then."""
     retracted: bool = False
     """Gave its pages back at least once since it last ran."""
 

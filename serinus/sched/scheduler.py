@@ -235,6 +235,11 @@ class Scheduler:
         """
         return tuple(self._incoming.reserve(now, self._planner.blocked_seq, self._requests.go_local))
 
+    def take_short(self) -> list[str]:
+        """Remote requests that `take_reservations` decided to compute here since the last call, as they lack too little
+        to be sent away."""
+        return self._incoming.take_short()
+
     def landed(
         self, rid: str, token: int, logprobs: TokenLogprobs | None, now: float, *, prefill_engine: str = "",
         handoff_bytes: int = 0, handoff_seconds: float = 0.0, cached_tokens: Mapping[str, int] | None = None,

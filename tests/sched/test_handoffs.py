@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -274,3 +276,62 @@ def test_a_first_token_that_ends_the_answer_ends_it_as_it_lands(new_tokens: int)
     assert pair.decode.answers["a"].tokens == [stop]
     assert pair.decode.answers["a"].finish is FinishReason.STOP
     pair.check_drained()
+
+
+def _opcodes_of_a_turn(queued: int, *, run_short: bool = False) -> int:
+    """What one turn costs a decode engine while so many requests with one prompt wait: instructions of the interpreter,
+    the same on any machine."""
+    engine = TinyEngine(page_count=129, max_running_requests=8, max_queued_requests=8192, min_remote_tokens=8)
+    for i in range(queued):
+        engine.scheduler.add(make_request(f"r{i}", PROMPT), remote=True)
+    (first,) = engine.scheduler.take_reservations(0.0)
+    if run_short:
+        assert engine.scheduler.landed(first.rid, 5, None, 0.0) is not None
+    count = 0
+
+    def counted(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return counted
+
+    before = sys.gettrace()
+    sys.settrace(counted)
+    try:
+        reserved = engine.scheduler.take_reservations(0.0)
+        engine.scheduler.take_short()
+        engine.scheduler.plan(0.0)
+    finally:
+        sys.settrace(before)
+    assert reserved == (), "they wait for the first one, or are computed here"
+    return count
+
+
+@pytest.mark.parametrize("run_short", [False, True])
+def test_a_turn_costs_the_same_however_many_requests_with_one_prompt_wait(run_short: bool) -> None:
+    few, many = (_opcodes_of_a_turn(queued, run_short=run_short) for queued in (300, 4000))
+    assert many < few * 1.1, f"{few} instructions with 300 that wait, {many} with 4,000"
+
+
+def test_a_request_behind_thousands_that_wait_for_one_prompt_is_looked_at_in_turn() -> None:
+    engine = TinyEngine(page_count=129, max_running_requests=8, max_queued_requests=8192)
+    for i in range(1000):
+        engine.scheduler.add(make_request(f"r{i}", PROMPT), remote=True)
+    engine.scheduler.add(make_request("other", [7] * 20), remote=True)
+    reserved = [each.rid for _ in range(1000 // 32 + 1) for each in engine.scheduler.take_reservations(0.0)]
+    assert reserved == ["r0", "other"]
+
+
+def test_no_request_overtakes_one_without_room_behind_many_that_wait_for_one_prompt() -> None:
+    engine = TinyEngine(page_count=17, max_running_requests=8, max_queued_requests=8192, context_length=64)
+    for i in range(100):
+        engine.scheduler.add(make_request(f"r{i}", PROMPT), remote=True)
+    engine.scheduler.add(make_request("large", [7] * 60, max_new_tokens=1), remote=True)
+    for i in range(40):
+        engine.scheduler.add(make_request(f"small-{i}", [9, i], max_new_tokens=1), remote=True)
+    reserved = [each.rid for _ in range(20) for each in engine.scheduler.take_reservations(0.0)]
+    assert reserved == ["r0"]
+    engine.scheduler.abort("r0", "client gone")
+    for i in range(1, 100):
+        engine.scheduler.abort(f"r{i}", "client gone")
+    assert [each.rid for each in engine.scheduler.take_reservations(0.0)] == ["large"]
