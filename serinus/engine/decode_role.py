@@ -123,8 +123,9 @@ class DecodeRole:
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"
 
-    def aborted(self, rid: str, now: float) -> None:
-        self._act(self.port.handle(CancelHandoff(rid=rid), now), now)
+    def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
+        event = CancelHandoff(rid=rid, code=code, reason=reason or "aborted by the client")
+        self._act(self.port.handle(event, now), now)
 
     def asked_by_peers(self) -> list[str]:
         return []

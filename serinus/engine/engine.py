@@ -192,7 +192,8 @@ class Engine:
         """End these requests before anything that was computed on their KV leaves; their last deltas."""
         ended: list[TokenDelta] = []
         for verdict in verdicts:
-            self.handoffs.aborted(verdict.rid, now)  # its grants are closed while its pages are still its own
+            # its grants are closed while its pages are still its own
+            self.handoffs.aborted(verdict.rid, now, code="kv_canary", reason=verdict.reason)
             delta = self.scheduler.abort(verdict.rid, verdict.reason, FinishReason.ERROR, untrusted=True)
             if delta is not None:
                 ended.append(replace(delta, error_status=500))

@@ -74,9 +74,9 @@ class PrefillRole:
     def is_staging(self) -> bool:
         return self.port.is_staging
 
-    def aborted(self, rid: str, now: float) -> None:
+    def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         if rid in self._xids:
-            event = EndPrefill(xid=rid, code="aborted", reason="aborted by an operator")
+            event = EndPrefill(xid=rid, code=code, reason=reason or "aborted by an operator")
             self._act(self.port.handle(event, now), now)
 
     def asked_by_peers(self) -> list[str]:

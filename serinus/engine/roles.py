@@ -42,8 +42,10 @@ class Handoffs(Protocol):
         """Pages of a step that was committed are still to be read here: end the turn, and plan the next step later."""
         ...
 
-    def aborted(self, rid: str, now: float) -> None:
-        """A request is about to be aborted: no peer may write its pages when this returns."""
+    def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
+        """A request is about to be ended: no peer may write its pages when this returns.
+
+        `code`, `reason`: what its peer is told: aborted, or kv_canary with the violation in words."""
         ...
 
     def asked_by_peers(self) -> list[str]:
@@ -95,7 +97,7 @@ class NoHandoffs:
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a unified engine"
 
-    def aborted(self, rid: str, now: float) -> None:
+    def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         """No peer writes its pages."""
 
     def asked_by_peers(self) -> list[str]:

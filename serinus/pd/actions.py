@@ -179,7 +179,7 @@ class Recompute:
     rid: str
     code: str
     """peer_gone | peer_slow | refused | deadline | digest | transfer | mismatch | rejected | aborted | error |
-    expired | shutdown"""
+    expired | shutdown | kv_canary"""
     reason: str
     had_grant: bool = False
     """Whether the prefill engine had been given permission to fill pages: the transfer failed, not what precedes it."""

@@ -63,8 +63,9 @@ from serinus.wire.messages import (
 __all__ = ["DecodeSide"]
 
 _CODES: Final = frozenset(
-    {"aborted", "deadline", "error", "expired", "mismatch", "peer_gone", "rejected", "shutdown", "transfer"}
-)
+    {"aborted", "deadline", "error", "expired", "kv_canary", "mismatch", "peer_gone", "rejected", "shutdown",
+     "transfer"}
+)  # fmt: skip
 """Reasons a prefill engine may give; they become labels of a metric, so a peer does not invent new ones."""
 
 _About = Data | Done | Fail | Expired | ConfirmOk | SourceLease
@@ -158,7 +159,7 @@ class DecodeSide:
             case CancelHandoff():
                 handoff = self._table.get(event.rid)
                 if handoff is not None:
-                    self._table.close(handoff, "aborted", event.reason, now, out)
+                    self._table.close(handoff, event.code, event.reason, now, out)
             case Gone():
                 self._peer_lost(event, now, out)
             case PeerFenced():

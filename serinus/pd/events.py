@@ -95,6 +95,8 @@ class CancelHandoff:
     be quarantined. Unknown id: no effect."""
 
     rid: str
+    code: str = "aborted"
+    """What the peer is told: aborted, or kv_canary."""
     reason: str = "aborted by the client"
 
 
@@ -131,7 +133,7 @@ class EndPrefill:
 
     xid: str
     code: str
-    """rejected | aborted | error"""
+    """rejected | aborted | error | kv_canary"""
     reason: str = ""
 
 

@@ -49,8 +49,8 @@ from serinus.wire.messages import (
 __all__ = ["PrefillSide"]
 
 _CODES: Final = frozenset(
-    {"aborted", "deadline", "digest", "error", "expired", "mismatch", "peer_gone", "peer_slow", "rejected", "refused",
-     "shutdown", "transfer"}
+    {"aborted", "deadline", "digest", "error", "expired", "kv_canary", "mismatch", "peer_gone", "peer_slow", "rejected",
+     "refused", "shutdown", "transfer"}
 )  # fmt: skip
 """Reasons a decode engine may give; they become labels of a metric."""
 

@@ -208,7 +208,8 @@ class Fail(MessageBase, frozen=True, kw_only=True):
     grant: Count = 0
     """Number of its grant, where the sender knows it."""
     code: Name
-    """aborted | deadline | rejected | error | peer_gone | digest | transfer | mismatch | expired | shutdown"""
+    """aborted | deadline | rejected | error | peer_gone | digest | transfer | mismatch | expired | shutdown |
+    kv_canary"""
     reason: Text = ""
     reading: bool = False
     """D -> P, pull: reads of the source pages are still under way; Drained follows when they are not."""

@@ -77,6 +77,26 @@ def test_in_mode_raise_a_damaged_handoff_is_computed_again_and_the_answer_is_rig
         assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
 
 
+def test_a_prompt_that_the_canary_of_prefill_ends_is_told_to_decode_as_kv_canary_and_computed_there(
+    toys: dict[str, Path],
+) -> None:
+    """Damaged between its first chunk and its second, which reads it: prefill itself finds that."""
+    pair = CanaryPDFixture(
+        toys["full"], perturb_prefill="real_kv_used=1.0", kv_canary="raise", chunked_prefill_size=8
+    )  # fmt: skip
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    pair.assert_violation_reported(fail_reason="verify_real_kv_hash", part=Part.FULL, side="prefill")
+    pair.assert_no_violation(side="decode")
+    assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
+    usage = pair.pair.deltas[rid][-1].usage
+    assert usage is not None
+    assert usage.local_reason == "kv_canary"
+    for side in ("prefill", "decode"):
+        causes = pair.built(side).metrics.by_labels("num_transfer_failed_reqs")
+        assert list(causes) == [("kv_canary",)], side
+
+
 @pytest.mark.parametrize(("shape", "part"), CASES)
 @pytest.mark.parametrize("mode", MINE)
 def test_what_is_damaged_in_decode_is_reported_there_by_its_detector_and_by_no_other(

@@ -42,7 +42,7 @@ class Handoffs(NoHandoffs):
     def drain(self, now: float) -> None:
         self.drains += 1
 
-    def aborted(self, rid: str, now: float) -> None:
+    def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         own = self.scheduler.pages_of(rid)
         self.told.append((rid, own is not None and any(len(span.pages) for span in own.spans)))
 
