@@ -1,5 +1,7 @@
 """What people's side costs: CPU of HTTP, detokenizer and router per streamed token, of tokenizer per prompt token.
 
+And time: what HTTP adds to one token of an engine that answers at once, on a connection that is kept.
+
     python benchmarks/front.py [--fast]
 
 A fake engine (own process) makes one token for each of 16 streams every 10 ms; a front (own process) streams them; a
@@ -28,12 +30,13 @@ from pathlib import Path
 STREAMS = 16
 GOAL_US = 60.0
 ROUTER_GOAL_US = 100.0
+ANSWER_GOAL_MS = 2.0
 RATE = 450.0
 VOCAB = 267
 STEP_S = 0.01
 
 
-def run_engine(endpoint: str) -> None:
+def run_engine(endpoint: str, step_s: str) -> None:
     """Role `engine`: a fake one, until stdin closes."""
     from serinus.testing.fake_engine import FakeEngine
 
@@ -45,7 +48,7 @@ def run_engine(endpoint: str) -> None:
         vocab_size=VOCAB,
         context_length=1 << 20,
         max_total_tokens=1 << 24,
-        step_s=STEP_S,
+        step_s=float(step_s),
         token=ascii_token,
     ):
         print("up", flush=True)
@@ -130,6 +133,80 @@ def cost(pids: list[int], port: int, path: str, body: dict, tokens: int) -> list
     return [us / (STREAMS * tokens) for us in spent]
 
 
+def median_ms(work: object, runs: int) -> float:
+    """Milliseconds of a call: the median of `runs`, after a few to warm up."""
+    times = []
+    for turn in range(runs + 10):
+        at = time.perf_counter()
+        work()
+        if turn >= 10:
+            times.append(time.perf_counter() - at)
+    return statistics.median(times) * 1e3
+
+
+def answer_ms(port: int, body: dict, status: int, runs: int) -> float:
+    """One POST after the other on one connection, each from its first byte to the last of its answer."""
+    raw = json.dumps(body).encode()
+    request = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
+    with socket.create_connection(("127.0.0.1", port), 30) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def ask() -> None:
+            sock.sendall(request)
+            answer = sock.recv(1 << 16)
+            head, _, rest = answer.partition(b"\r\n\r\n")
+            assert head.split()[1] == str(status).encode(), f"benchmark: {answer!r}, expected status {status}"
+            missing = int(head.lower().split(b"content-length: ")[1].split()[0]) - len(rest)
+            while missing > 0:
+                missing -= len(sock.recv(1 << 16))
+
+        return median_ms(ask, runs)
+
+
+def engine_answer_ms(endpoint: str, runs: int) -> float:
+    """The same token asked of the engine itself, without HTTP and text."""
+    import asyncio
+
+    import numpy as np
+
+    from serinus.core.ids import new_rid
+    from serinus.core.request import Request
+    from serinus.core.sampling import SamplingParams
+    from serinus.front import EngineClient
+
+    with asyncio.Runner() as runner:
+        client = EngineClient(endpoint)
+        runner.run(client.start())
+        prompt, params = np.arange(16, dtype=np.int32), SamplingParams(max_new_tokens=1)
+
+        async def ask() -> None:
+            queue = client.submit([Request(rid=new_rid(), prompt=prompt, sampling=params, seed=0)])
+            while not any(delta.finish for delta in await queue.take()):
+                pass
+
+        spent = median_ms(lambda: runner.run(ask()), runs)
+        client.stop()
+    return spent
+
+
+def answers(home: str, folder: str, runs: int) -> dict[str, float]:
+    """Milliseconds of whole answers on kept connections, by front and by router, and of the engine alone."""
+    endpoint = f"ipc://{home}/quick"
+    one, wrong = {"prompt": "hello the world", "max_tokens": 1}, {"prompt": "x", "max_tokens": -1}
+    with (
+        role("engine", endpoint, "0"),
+        role("front", endpoint, folder) as (_, port),
+        role("router", f"http://127.0.0.1:{port}") as (_, router_port),
+    ):
+        time.sleep(2.5)
+        return {
+            "engine_answer_ms": engine_answer_ms(endpoint, runs),
+            "answer_ms": answer_ms(int(port), one, 200, runs),
+            "refusal_ms": answer_ms(int(port), wrong, 400, runs),
+            "router_answer_ms": answer_ms(int(router_port), one, 200, runs),
+        }
+
+
 def send_floor_us(runs: int) -> float:
     """One send() of a chunk over loopback TCP."""
     chunk = b"x" * 240
@@ -204,7 +281,7 @@ def main() -> None:
         folder = str(make_byte_tokenizer(Path(home) / "tokenizer"))
         endpoint = f"ipc://{home}/engine"
         with (
-            role("engine", endpoint),
+            role("engine", endpoint, str(STEP_S)),
             role("front", endpoint, folder) as (front, port),
             role("router", f"http://127.0.0.1:{port}") as (router, router_port),
         ):
@@ -214,11 +291,18 @@ def main() -> None:
                 found[f"front_{name}_us"] = cost([front], int(port), path, body, tokens)[0]
             found["router_us"] = cost([front, router], int(router_port), *loads["chat"], tokens)[1]
         found |= text_costs(folder, 50)
+        found |= answers(home, folder, 2 * tokens)
+    found["kept_connection_ms"] = found["answer_ms"] - found["engine_answer_ms"]
     floor = send_floor_us(20_000)
-    goals = {"front_completions_us": GOAL_US, "front_chat_us": GOAL_US, "router_us": ROUTER_GOAL_US}
+    goals = {
+        "front_completions_us": GOAL_US,
+        "front_chat_us": GOAL_US,
+        "router_us": ROUTER_GOAL_US,
+        "kept_connection_ms": ANSWER_GOAL_MS,
+    }
     print(f"{'':28}{'here':>10}{'goal':>10}{'floor':>10}")
     for name, value in found.items():
-        low = floor if name.startswith(("front", "router")) else float("nan")
+        low = floor if name in goals and name.endswith("_us") else float("nan")
         print(f"{name:28}{value:10.2f}{goals.get(name, float('nan')):10.1f}{low:10.2f}")
     share = found["front_chat_us"] * RATE / 2e6
     print(f"{'share_of_two_cores':28}{share:10.4f}{0.05:10.2f}")

@@ -219,6 +219,14 @@ ROWS = (
         goal="<= {figures[front_chat_us][goal]:.0f} us",
     ),
     Row(
+        benchmark="front",
+        what="HTTP answer on a kept connection, one token",
+        here="{figures[answer_ms][value]:.1f} ms",
+        beside="the engine's own {figures[engine_answer_ms][value]:.1f} ms; a refused POST "
+        "{figures[refusal_ms][value]:.1f} ms; by the router {figures[router_answer_ms][value]:.1f} ms",
+        goal="<= {figures[kept_connection_ms][goal]:.0f} ms more: {figures[kept_connection_ms][value]:.1f} ms",
+    ),
+    Row(
         benchmark="client",
         what="`bench serve`, CPU per streamed token",
         here="{client_us_per_token:.1f} us",
