@@ -3,6 +3,7 @@
 CanaryLead    the leader's half: commands sweeps and arrival checks, judges what ranks found, reports (lead.py)
 CanaryRank    one rank's half: checks its KV around each step and by command (rank.py)
 make_*        both from the settings (make.py); an engine without a canary has None
+Incident      violations of one slot, reason and owner, as one record (incidents.py)
 Violation     one broken promise, with its evidence (violation.py)
 perturb/      faults on purpose: data with a seed, each with the detector that must find it
 """
@@ -10,6 +11,7 @@ perturb/      faults on purpose: data with a seed, each with the detector that m
 from __future__ import annotations
 
 from serinus.canary.commands import CANARY_COMMANDS, CanaryAnswer, CheckArrival, Finding, StartCanary, SweepSlots
+from serinus.canary.incidents import Incident, IncidentLog
 from serinus.canary.lead import CanaryLead, Verdict
 from serinus.canary.make import make_canary_lead, make_canary_rank
 from serinus.canary.rank import CanaryRank, TokenOracle
@@ -24,6 +26,8 @@ __all__ = [
     "CheckArrival",
     "CheckSettings",
     "Finding",
+    "Incident",
+    "IncidentLog",
     "StartCanary",
     "SweepSlots",
     "TokenOracle",

@@ -25,8 +25,9 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
 )
+from serinus.canary.incidents import IncidentLog
 from serinus.canary.perturb import Injection
-from serinus.canary.violation import Violation, ViolationLog, reason_names
+from serinus.canary.violation import Violation, ViolationLog, possible_counts, reason_names
 from serinus.core.errors import KvViolation
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
@@ -41,6 +42,7 @@ __all__ = ["CanaryLead", "HostFault", "Verdict"]
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
 _LOOK_S: Final = 0.05
+_INJECTIONS_KEPT: Final = 1024
 _log = get_logger("canary")
 
 
@@ -82,8 +84,12 @@ class CanaryLead:
             names: of the ranks, as reports have them; one rank alone has the name "".
         """
         self.violations = ViolationLog()
+        self.incidents = IncidentLog()
+        """The violations, those of one slot, reason and owner as one."""
         self.injections: list[Injection] = []
-        """Faults that ranks planted on purpose."""
+        """The latest faults that ranks planted on purpose."""
+        self._injected: Counter[str] = Counter()
+        """How many there ever were, by mode."""
         self.steps = 0
         """Steps begun; the warm-up is not counted."""
         self._settings = settings
@@ -94,6 +100,7 @@ class CanaryLead:
         self._names = names
         self._host_fault = host_fault
         self._cursor = dict.fromkeys(parts, 0)
+        self._possible = possible_counts(parts)
         self._sweep_passes = 0
         self._outside: list[Verdict] = []
         """What follows from findings outside of a step; given out with the next one."""
@@ -118,8 +125,8 @@ class CanaryLead:
     def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
         """What follows from what ranks found in a step, before it is committed: (rank, Violation or Injection).
 
-        All violations are logged. In mode raise, pages whose bytes are wrong are quarantined, and the requests that
-        they touch are named. Raises KvViolation: nothing can be named.
+        A line is logged for each new incident. In mode raise, pages whose bytes are wrong are quarantined, and the
+        requests that they touch are named. Raises KvViolation: nothing can be named.
         """
         verdicts = (*self._outside, *self._classify(self._filed(findings)))
         self._outside.clear()
@@ -155,7 +162,9 @@ class CanaryLead:
             "counts": [
                 {"reason": reason, "tag": tag, "count": count} for (reason, tag), count in sorted(log.counts.items())
             ],
-            "latest": [violation.as_json() for violation in log],
+            "incidents_total": self.incidents.total,
+            "incidents": [incident.as_json() for incident in self.incidents],
+            "injected_total": self._injected.total(),
             "injected": [injection.as_json() for injection in self.injections],
         }
         if self._line.size > 1:
@@ -169,12 +178,13 @@ class CanaryLead:
     def refresh(self, metrics: Metrics) -> None:
         """Bring the canary's counters up to now, for a scrape. Waits for all ranks."""
         answers = self._counts()
-        for (reason, tag), number in self.violations.counts.items():
-            metrics.set("kv_canary_violations", number, reason, tag)
+        for reason, tag in self._possible | self.violations.counts.keys():
+            metrics.set("kv_canary_violations", self.violations.counts[reason, tag], reason, tag)
+        metrics.set("kv_canary_incidents", self.incidents.total)
         metrics.set("kv_canary_slots", sum(each.slots_due for _, each in answers), "due")
         metrics.set("kv_canary_slots", sum(each.slots_checked for _, each in answers), "checked")
         metrics.set("kv_canary_sweep_passes", self._sweep_passes)
-        for name, number in Counter(injection.mode for injection in self.injections).items():
+        for name, number in self._injected.items():
             metrics.set("kv_faults_injected", number, name)
 
     # ---- inside -------------------------------------------------------------------------------------------------
@@ -196,10 +206,7 @@ class CanaryLead:
     def _classify(self, violations: Sequence[Violation]) -> list[Verdict]:
         """Wrong bytes touch every request that uses the page, a wrong row only its own request."""
         verdicts: dict[str, Verdict] = {}
-        for violation in violations:
-            _log.error("%s", violation.line())
-            if not self._raises:
-                continue
+        for violation in violations if self._raises else ():
             users: tuple[str, ...] = ()
             if Reason.VERIFY_REAL_KV_HASH in violation.reasons:
                 users = violation.users
@@ -215,23 +222,34 @@ class CanaryLead:
         """The violations, with what the leader knows of their pages. They and the injections are kept for reports."""
         violations = []
         for rank, finding in findings:
-            name = self._names[rank]
             if isinstance(finding, Injection):
-                self.injections.append(replace(finding, rank=name))
+                self._planted(rank, finding)
                 continue
-            assert isinstance(finding, Violation), f"canary: rank {name} found {finding!r}, expected a Violation"
-            part, page = finding.part, finding.page
-            ledger = self._cache.ledgers[Tier.DEVICE, part]
-            known = replace(
-                finding,
-                rank=name,
-                owner=ledger.describe(int(ledger.owner_P[page])),
-                users=self._users_of(part, page),
-                history=ledger.history(page),
-            )
-            self.violations.add(known)
-            violations.append(known)
+            assert isinstance(finding, Violation), f"canary: rank {rank} found {finding!r}, expected a Violation"
+            violations.append(self._known(rank, finding))
+            self.violations.add(violations[-1])
         return violations
+
+    def _known(self, rank: int, finding: Violation) -> Violation:
+        """A violation with what the leader knows of its page; a line is logged where it begins an incident. The history
+        of the page is that of the incident's beginning."""
+        part, page = finding.part, finding.page
+        ledger = self._cache.ledgers[Tier.DEVICE, part]
+        owner = ledger.describe(int(ledger.owner_P[page]))
+        known = replace(finding, rank=self._names[rank], owner=owner, users=self._users_of(part, page))
+        incident = self.incidents.same(known)
+        if incident is not None:
+            incident.again(known)
+            return replace(known, history=incident.first.history)
+        known = replace(known, history=ledger.history(page))
+        self.incidents.begin(known)
+        _log.error("%s", known.line())
+        return known
+
+    def _planted(self, rank: int, injection: Injection) -> None:
+        self._injected[injection.mode] += 1
+        self.injections.append(replace(injection, rank=self._names[rank]))
+        del self.injections[:-_INJECTIONS_KEPT]
 
     def _counts(self) -> list[tuple[int, CanaryAnswer]]:
         return self._ask(TellCounts(number=self._number()))
@@ -251,7 +269,8 @@ class CanaryLead:
 
     def _take(self, rank: int, answer: CanaryAnswer) -> None:
         """Keep an answer; nothing is judged here, as it may come in the middle of another pump."""
-        self.injections += (replace(each, rank=self._names[rank]) for each in answer.injections)
+        for injection in answer.injections:
+            self._planted(rank, injection)
         self._answers[answer.number][rank] = answer
 
 

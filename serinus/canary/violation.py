@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from serinus.core.parts import Part
 from serinus.kernels import Reason, StampLane
 
-__all__ = ["Violation", "ViolationLog", "launch_tag", "reason_names"]
+__all__ = ["Violation", "ViolationLog", "launch_tag", "possible_counts", "reason_names"]
 
 
 def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
@@ -22,6 +22,19 @@ def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
 def reason_names(reasons: Reason) -> tuple[str, ...]:
     """Names of the reasons in lower case, as in logs and metrics."""
     return tuple(str(reason.name).lower() for reason in Reason if reason in reasons)
+
+
+def possible_counts(parts: Iterable[Part]) -> frozenset[tuple[str, str]]:
+    """Reason and tag of every violation that can be, of these parts: the series that exist at 0 before there is one."""
+    written = Reason.WRITE_TOKEN | Reason.WRITE_POSITION
+    return frozenset(
+        (reason, launch_tag(lane, part, sweep=sweep))
+        for part in parts
+        for lane in StampLane
+        for sweep in (False, True)
+        for reason in reason_names(~written if lane >= StampLane.TAIL_K else ~Reason(0))
+        if lane >= StampLane.TAIL_K or not sweep
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,11 @@
-"""`serinus canary selftest`: does the canary of this machine find what it promises? `serinus canary show`: has one?"""
+"""`serinus canary selftest`: does the canary of this machine find what it promises?"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serinus.cli.ask import ask_arguments, ask_server
 from serinus.cli.parser import Command, UsageProblem, make_parser
 from serinus.core.errors import ConfigError, SerinusError
 from serinus.core.private_folder import PrivateFolder
@@ -15,7 +13,7 @@ from serinus.core.private_folder import PrivateFolder
 if TYPE_CHECKING:
     from serinus.selftest import Cell, Subject
 
-__all__ = ["canary_lines", "selftest", "show"]
+__all__ = ["selftest"]
 
 _ALARMS_SHOWN = 5
 
@@ -171,58 +169,3 @@ def _reporters(cell: Cell) -> str:
         when, half, part = tag.split("_")
         halves[side, when, part] = halves.get((side, when, part), "") + half
     return ", ".join(f"{side} {when}_{half}_{part}" for (side, when, part), half in halves.items())
-
-
-# ---- show -----------------------------------------------------------------------------------------------------------
-
-
-def show(command: Command, words: Sequence[str]) -> int:
-    """Print what the canaries of running engines have found. 0 = nothing, 1 = something, or no answer."""
-    arguments = ask_arguments(command, words, path="/canary", limit=20, of="violations")
-    view = ask_server(arguments, "/canary", mark="mode")
-    if arguments.json:
-        print(json.dumps(view, indent=2))
-    members = view.get("engines", [{"canary": view, "url": arguments.url}])
-    found = False
-    for member in members:
-        canary = member.get("canary")
-        found |= canary is None or bool(canary.get("violations"))
-        if not arguments.json:
-            for line in canary_lines(member, arguments.limit):
-                print(line)
-    return 1 if found else 0
-
-
-def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
-    """The JSON of one engine's /canary for people, `limit` violations at most. Names that clients chose are quoted."""
-    where, view = member.get("url", ""), member.get("canary")
-    if view is None:
-        return [f"{where} did not answer: {member.get('error', '')!a}"]
-    if view["mode"] == "none":
-        return [f"{where}: no canary (start it with --kv-canary log or raise)"]
-    lines = [
-        f"{where}: mode {view['mode']}, real data {view['real_data']}, each slot once in {view['stride']} steps; "
-        f"{view['steps']:,} steps, {view['slots_checked']:,} of {view['slots_due']:,} slots checked, "
-        f"{view['sweep_passes']:,} sweeps, {view['violations']:,} violations"
-    ]
-    lines += [
-        f"  {each['violations']:>8,}  of rank {each['rank']}; {each['slots_checked']:,} of {each['slots_due']:,} slots"
-        f" checked"
-        for each in view.get("ranks", ())
-    ]
-    lines += [f"  {item['count']:>8,}  {item['reason']} by {item['tag']}" for item in view["counts"]]
-    if view["injected"]:
-        lines.append(f"  {len(view['injected']):>8,}  faults planted on purpose (--kv-canary-perturb)")
-    for item in view["latest"][-limit:]:
-        users = ",".join(item["users"])
-        lines.append(
-            f"  step {item['step']}: {'|'.join(item['reasons'])} by {item['tag']}: slot {item['slot']}, page"
-            f" {item['page']}{_of_rank(item)}, position {item['position']}, request {item['rid'] or '-'!a},"
-            f" owner {item['owner']!a}, users {users!a}, history {item['history']!a}"
-        )
-    return lines
-
-
-def _of_rank(item: dict[str, Any]) -> str:
-    """The rank with the damaged pool, where an engine has several ranks."""
-    return f" of rank {item['rank']}" if item.get("rank") else ""

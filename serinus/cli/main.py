@@ -97,13 +97,13 @@ Exit code 1 = a fault was missed, found late, or something sound was accused. Se
     Command(
         name="canary show",
         summary="what the canaries of running engines have found",
-        about="""Print the latest violations of a running engine, or of every engine behind a router: what was wrong
-where, who owns the page, who uses it. Exit code 1 = there are some.""",
+        about="""Print the incidents of a running engine, or of every engine behind a router: what was wrong where, from
+which step to which, who owns the page, who uses it. Exit code 1 = there are some.""",
         examples=(
             ("serinus canary show http://127.0.0.1:30000", "one engine"),
             ("serinus canary show http://127.0.0.1:8000 --json", "every engine behind a router, as JSON"),
         ),
-        target="serinus.cli.canary:show",
+        target="serinus.cli.canary_show:show",
     ),
     Command(
         name="doctor",

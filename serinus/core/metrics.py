@@ -117,6 +117,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_transfer_forgotten", "Prefill: finished prompts that gave their pages up before a grant came"),
     _counter("kv_transfer_late_frames", "Data frames for closed grants, dropped"),
     _counter("kv_canary_violations", "Broken promises about KV, by reason and check", "reason", "tag"),
+    _counter("kv_canary_incidents", "Places found wrong: one for each slot, reason and owner of the page"),
     _counter("kv_canary_slots", "Slots the canary had to verify, and did", "state"),
     _counter("kv_canary_sweep_passes", "Complete walks over the cached pages"),
     _counter("kv_faults_injected", "Faults planted by --kv-canary-perturb", "kind"),

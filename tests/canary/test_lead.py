@@ -10,6 +10,7 @@ import pytest
 
 from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Violation
 from serinus.canary.perturb import Injection
+from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings
@@ -104,6 +105,52 @@ def test_a_wrong_row_fails_its_own_request_alone_and_quarantines_nothing(engine:
     assert engine.cache.stats().pages.quarantined == 0
 
 
+def test_a_fault_that_is_found_in_every_step_is_one_incident_and_one_line(
+    engine: TinyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    lead, page = lead_over(line_to(), engine, kv_canary="log"), page_of(engine, "runs")
+    damaged = violation("runs", page)
+    with caplog.at_level("ERROR", "serinus.canary"):
+        for step in range(3, 10):
+            lead.judge([(0, replace(damaged, step=step)), (0, replace(damaged, step=step, tag="TAIL_V_FULL"))])
+        lead.judge([(0, replace(damaged, step=10, slot=4 * page + 1))])
+        lead.judge([(0, replace(damaged, step=10, reasons=Reason.VERIFY_POSITION))])
+    lines = [record.message for record in caplog.records]
+    assert [line.split(" step=")[1].split()[0] for line in lines] == ["3", "10", "10"]
+    view = lead.view()
+    assert view["incidents_total"] == len(view["incidents"]) == 3
+    first = view["incidents"][0]
+    assert (first["first_step"], first["last_step"], first["count"]) == (3, 9, 14)
+    assert first["tags"] == ["TAIL_K_FULL", "TAIL_V_FULL"]
+    assert "allocate" in first["history"]
+
+
+def test_the_first_incidents_are_kept_and_the_latest(engine: TinyEngine) -> None:
+    lead, page = lead_over(line_to(), engine, kv_canary="log"), page_of(engine, "runs")
+    for position in range(300):
+        found = replace(violation("runs", page), slot=position, position=position)
+        lead.judge([(0, found), (0, found)])
+    view = lead.view()
+    assert view["incidents_total"] == 300
+    assert [each["slot"] for each in view["incidents"]] == [*range(128), *range(172, 300)]
+
+
+def test_every_count_of_the_canary_exists_from_the_start_at_zero(engine: TinyEngine) -> None:
+    lead, metrics = lead_over(line_to(), engine, kv_canary="log"), Metrics("unified-0", "unified")
+    lead.refresh(metrics)
+    zeros = metrics.by_labels("kv_canary_violations")
+    assert set(zeros.values()) == {0.0}
+    assert ("verify_real_kv_hash", "SWEEP_K_FULL") in zeros
+    assert ("write_token", "HEAD_V_FULL") in zeros
+    assert not [label for label in zeros if "SWA" in label[1] or label == ("write_token", "TAIL_K_FULL")]
+    assert b"serinus:kv_canary_incidents_total{" in metrics.render()
+    lead.judge([(0, violation("runs", page_of(engine, "runs")))] * 2)
+    lead.refresh(metrics)
+    assert metrics.by_labels("kv_canary_violations").keys() == zeros.keys()
+    assert metrics.get("kv_canary_violations", "verify_real_kv_hash", "TAIL_K_FULL") == 2
+    assert metrics.get("kv_canary_incidents") == 1
+
+
 def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
     line = line_to()
     lead = lead_over(line, engine, kv_canary="log")
@@ -111,7 +158,7 @@ def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
     assert lead.arrived("comes", OWN) == ""
     assert lead.judge([(0, violation("runs", 1))]) == ()
     assert engine.cache.stats().pages.quarantined == 0
-    assert [each["rid"] for each in lead.view()["latest"]] == ["comes", "runs"]
+    assert [each["rid"] for each in lead.view()["incidents"]] == ["comes", "runs"]
 
 
 def test_an_arrival_is_refused_for_its_own_damage_and_another_request_fails_with_the_next_step(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serinus.canary.perturb import MODES
-from serinus.cli.canary import canary_lines
+from serinus.cli.canary_show import canary_lines
 from serinus.cli.main import main
 from serinus.core.parts import Part
 from serinus.front import FrontSettings
@@ -130,6 +130,11 @@ def test_violations_are_shown_with_the_requests_concerned(tmp_path: Path) -> Non
     assert "verify_real_kv_hash by TAIL_K_FULL" in lines[1]
     assert "1  faults planted on purpose" in lines[2]
     assert f"request '{rid}'" in lines[3]
+    (incident,) = view["incidents"]
+    assert incident["count"] > 1
+    assert lines[3].startswith(
+        f"  steps {incident['first_step']} to {incident['last_step']}, {incident['count']} times"
+    )
     assert len(lines) == 4
     ranks = [{"rank": "TP0 PP0", "slots_due": 9, "slots_checked": 9, "violations": 0}]
     told = canary_lines({"url": "http://there", "canary": {**view, "ranks": ranks}}, limit=1)

@@ -116,10 +116,10 @@ def test_in_mode_log_every_request_goes_on_and_the_view_names_the_one_concerned(
     slot = engine.flip("mine")
     engine.run()
     assert len(engine.tokens("mine")) == 20
-    latest = engine.lead.view()["latest"][0]
-    assert (latest["slot"], latest["rid"], latest["users"]) == (slot, "mine", ["mine"])
-    assert latest["reasons"] == ["verify_real_kv_hash"]
-    assert "mine" in latest["owner"] or "TREE" in latest["owner"].upper()
+    first = engine.lead.view()["incidents"][0]
+    assert (first["slot"], first["rid"], first["users"]) == (slot, "mine", ["mine"])
+    assert first["reasons"] == ["verify_real_kv_hash"]
+    assert "mine" in first["owner"] or "TREE" in first["owner"].upper()
     engine.lead.refresh(engine.built.metrics)
     counted = engine.built.metrics.get("kv_canary_violations", "verify_real_kv_hash", f"TAIL_K_{engine.part.name}")
     assert counted >= 1

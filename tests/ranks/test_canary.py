@@ -84,7 +84,7 @@ def test_in_mode_raise_nothing_leaves_that_a_rank_computed_on_damaged_bytes(
         assert {injection.rid for injection in lead.injections} <= set(failed)
         for rid in failed:
             assert f"of rank {name} (TAIL_K_FULL" in engine.deltas[rid][-1].error
-        for violation in lead.view()["latest"]:
+        for violation in lead.view()["incidents"]:
             assert violation["rank"] == name
             assert violation["owner"]
             assert violation["history"]
@@ -115,7 +115,7 @@ def test_every_fault_on_a_rank_that_does_not_lead_is_found_by_its_check(
         lead = lead_of(engine)
         lead.view()
         assert {injection.mode for injection in lead.injections} == {fault}
-        found = {(each["rank"], each["tag"]) for each in lead.view()["latest"]}
+        found = {(each["rank"], each["tag"]) for each in lead.view()["incidents"]}
         ranks = {"TP0 PP0", "TP1 PP0"} if fault == "next_token_swap" else {"TP1 PP0"}
         assert {rank for rank, _ in found} == ranks
         assert {(rank, tag) for rank in ranks} <= found
@@ -128,7 +128,7 @@ def test_what_the_last_sweep_found_is_quarantined_when_the_engine_is_idle(toy: P
         assert not any(served(engine, toy).values())
         for _ in range(100):
             engine.turn()  # no step runs: the engine does its idle work
-        pages = {each["page"] for each in lead_of(engine).view()["latest"]}
+        pages = {each["page"] for each in lead_of(engine).view()["incidents"]}
         assert engine.built.cache.stats().pages.quarantined >= len(pages) > 0
 
 
@@ -148,7 +148,7 @@ def test_a_fault_without_a_named_rank_lands_on_one_that_has_the_part(tmp_path: P
         fault = {"kv_canary_perturb": "real_kv_used=0.3", "kv_canary_perturb_target": target}
         with crew(halves, pp_size=2, **WATCHED, **fault, kv_canary_perturb_seed=seed) as engine:
             served(engine, halves)
-            found = {(each["rank"], each["part"]) for each in lead_of(engine).view()["latest"]}
+            found = {(each["rank"], each["part"]) for each in lead_of(engine).view()["incidents"]}
             assert found == {(name, target.upper())}
 
 
@@ -171,6 +171,6 @@ def test_what_one_rank_damages_on_its_way_out_is_found_by_its_like_and_computed_
         (sent, arrived) = (lead_of(half).view() for half in (engines.prefill, engines.decode))
         assert {injection["rank"] for injection in sent["injected"]} == {name}
         assert sent["violations"] == 0
-        assert {(each["rank"], each["tag"]) for each in arrived["latest"]} == {(name, "TAIL_K_FULL")}
-        assert {each["rid"] for each in arrived["latest"]} <= {f"r{i}" for i in range(len(PROMPTS))}
+        assert {(each["rank"], each["tag"]) for each in arrived["incidents"]} == {(name, "TAIL_K_FULL")}
+        assert {each["rid"] for each in arrived["incidents"]} <= {f"r{i}" for i in range(len(PROMPTS))}
         assert arrived["slots_due"] == arrived["slots_checked"]
