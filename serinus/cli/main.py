@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from serinus.cli.parser import Command, UsageProblem
+from serinus.core.descriptors import raise_descriptor_limit
 from serinus.core.errors import ConfigError
 
 __all__ = ["COMMANDS", "main"]
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command, rest = find_command(words)
         name = f"serinus {command.name}"
+        raise_descriptor_limit()  # servers hold many connections, `bench serve` makes them
         module, function = command.target.split(":")
         code: int = getattr(import_module(module), function)(command, rest)
         return code

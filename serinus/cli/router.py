@@ -42,7 +42,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     if not config.route.decode_urls:
         raise UsageProblem("no engine is named, expected at least one: --decode http://HOST:PORT")
     setup_logging(config.server.log_level, "router")
-    from serinus.front import HttpServer, bind, create_router_app
+    from serinus.front import HttpServer, bind, create_router_app, router_limits
 
     settings = router_settings(config.server, config.route.decode_urls, config.route.prefill_urls, config.route.poll_s)
     with bind(config.server.host, config.server.port) as sock:
@@ -50,6 +50,7 @@ def run(command: Command, words: Sequence[str]) -> int:
             create_router_app(settings),
             sock,
             on_drain=lambda: drain_within(server, config.server.drain_s_max),
+            limits=router_limits(),
         )
         get_logger("cli").info("serinus: router on http://%s:%s", config.server.host, server.port)
         server.run_here()

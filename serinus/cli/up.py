@@ -115,13 +115,13 @@ class _Group:
         """Start everything, route, stop everything; the exit code."""
         for member in self._members:
             await self._spawn(member)
-        from serinus.front import HttpServer, create_router_app
+        from serinus.front import HttpServer, create_router_app, router_limits
 
         prefill = [member.url for member in self._members if member.config.role == "prefill"]
         decode = [member.url for member in self._members if member.config.role != "prefill"]
         app = create_router_app(router_settings(self._config.server, decode, prefill, 0.5))
         self._fleet: Fleet = app.state.router.fleet
-        self._server: HttpServer = HttpServer(app, self._sock, on_drain=self._drain)
+        self._server: HttpServer = HttpServer(app, self._sock, on_drain=self._drain, limits=router_limits())
         rising = asyncio.create_task(self._rise())
         try:
             await self._server.serve(sockets=[self._sock])

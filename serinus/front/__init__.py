@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from serinus.front.client import EngineClient, EngineDown
     from serinus.front.fleet import Fleet
     from serinus.front.router import create_router_app
-    from serinus.front.server import HttpServer, bind, serve
+    from serinus.front.server import HttpServer, bind, router_limits, serve
     from serinus.front.settings import FrontSettings, RouterSettings
     from serinus.front.upstream import Upstream, UpstreamBroken
 
@@ -29,6 +29,7 @@ __all__ = [
     "bind",
     "create_app",
     "create_router_app",
+    "router_limits",
     "serve",
 ]
 
@@ -40,6 +41,7 @@ _HOMES = {
     "create_router_app": "router",
     "HttpServer": "server",
     "bind": "server",
+    "router_limits": "server",
     "serve": "server",
     "FrontSettings": "settings",
     "RouterSettings": "settings",

@@ -1,4 +1,7 @@
-"""Runs an app under uvicorn. A port in use is an error before the start; SIGTERM drains, a second one stops now."""
+"""Runs an app under uvicorn. A port in use is an error before the start; SIGTERM drains, a second one stops now.
+
+Connections are bounded by the descriptors that the process may have.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,29 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from serinus.core.descriptors import descriptor_limit
 from serinus.core.errors import ConfigError
-from serinus.front.connection import HttpConnection
+from serinus.core.log import get_logger
+from serinus.front.connection import SAID_EVERY_S, ConnectionLimits, ConnectionTable, HttpConnection
 
-__all__ = ["HttpServer", "bind", "serve"]
+__all__ = ["HttpServer", "bind", "engine_limits", "router_limits", "serve"]
+
+_log = get_logger("front")
 
 _BACKLOG = 2048
+"""Connections that the kernel keeps for the server to accept."""
+_ACCEPTED_MAX = 32
+"""Connections accepted in one turn of the loop; it takes some turns until one can be refused."""
+_CONNECTIONS_MAX = 16_384
+_DESCRIPTORS_KEPT = 256
+"""Descriptors that are not for connections: files, sockets to the engine, what is accepted to be refused."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,6 +53,18 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def engine_limits() -> ConnectionLimits:
+    """As many connections as this process has descriptors for."""
+    limit = descriptor_limit()
+    return ConnectionLimits(count_max=max(1, min(_CONNECTIONS_MAX, max(limit - _DESCRIPTORS_KEPT, limit // 2))))
+
+
+def router_limits() -> ConnectionLimits:
+    """Half as many: each may need another one, to an engine."""
+    limits = engine_limits()
+    return replace(limits, count_max=max(1, limits.count_max // 2))
+
+
 class HttpServer(uvicorn.Server):
     """One HTTP server. `stop()` drains (no new connections, running answers end first), `stop(now=True)` does not."""
 
@@ -48,8 +75,9 @@ class HttpServer(uvicorn.Server):
         *,
         on_drain: Callable[[], None] | None = None,
         log_level: str = "warning",
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        """`on_drain` is called once, when draining begins (in the loop's thread)."""
+        """`on_drain` is called once, when draining begins, in the loop's thread; `limits`: default engine_limits()."""
         config = uvicorn.Config(
             app,
             lifespan="on",
@@ -60,9 +88,12 @@ class HttpServer(uvicorn.Server):
             log_level=log_level,
             server_header=False,
             timeout_keep_alive=75,
-            backlog=_BACKLOG,
+            backlog=_ACCEPTED_MAX,
         )
         super().__init__(config)
+        self.connections = ConnectionTable(limits or engine_limits())
+        self.server_state = self.connections
+        self._accept_failed_at = -SAID_EVERY_S
         self._sock = sock
         self._on_drain = on_drain
 
@@ -97,7 +128,25 @@ class HttpServer(uvicorn.Server):
             for one in taken:
                 loop.remove_signal_handler(one)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._loop_error)
+        await super().startup(sockets)
+        self._sock.listen(_BACKLOG)  # asyncio took the number that it accepts at a time
+
+    def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log what no task is told; that there is no descriptor left for a connection, once a minute."""
+        if not str(context.get("message")).startswith("socket.accept()"):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._accept_failed_at >= SAID_EVERY_S:
+            self._accept_failed_at = loop.time()
+            _log.error("front: cannot accept connections for now: %s", context.get("exception"))
+
+    async def on_tick(self, counter: int) -> bool:
+        self.connections.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.connections.end_leaving()
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn skips this then, but the engine client must let go of its socket
             await self.lifespan.shutdown()

@@ -1,20 +1,23 @@
-"""HTTP connections: what leaves in one write, without waiting for the other side."""
+"""HTTP connections: what leaves in one write, how many there may be, how long each may keep the server waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
-from serinus.front import bind
-from serinus.front.connection import HttpConnection
-from serinus.front.exchange import HttpExchange
+from serinus.core import descriptors
+from serinus.front import bind, router_limits
+from serinus.front.connection import ConnectionLimits, ConnectionTable, HttpConnection
+from serinus.front.exchange import ClientGone, HttpExchange
+from serinus.front.server import engine_limits
 from serinus.testing.running_front import RunningFront
 
 POST = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
@@ -27,7 +30,7 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.writes: list[bytes] = []
         self.written = asyncio.Event()
-        self.closed = False
+        self.closed = self.aborted = self.eof = False
 
     def write(self, data: Any) -> None:
         if data:
@@ -37,6 +40,15 @@ class Wire(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
+    def abort(self) -> None:
+        self.closed = self.aborted = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.eof = True
+
     def is_closing(self) -> bool:
         return self.closed
 
@@ -45,16 +57,32 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-def connected(handler: Callable[[HttpExchange], Coroutine[Any, Any, None]]) -> tuple[HttpConnection, Wire]:
-    """A connection before an app of one handler."""
+Handler = Callable[[HttpExchange], Coroutine[Any, Any, None]]
+LIMITS = ConnectionLimits(count_max=100, idle_s_max=75, head_s_max=20, body_s_max=60, unread_s_max=300)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await handler(HttpExchange(scope, receive, send, body_bytes_max=1 << 20))
 
-    config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False)
-    connection, wire = HttpConnection(config, ServerState(), {}), Wire()
-    connection.connection_made(wire)
-    return connection, wire
+class Listener:
+    """Connections before an app of one handler."""
+
+    def __init__(self, handler: Handler, limits: ConnectionLimits = LIMITS) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await handler(HttpExchange(scope, receive, send, body_bytes_max=1 << 20))
+
+        self.config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False)
+        self.table = ConnectionTable(limits)
+
+    def accept(self) -> tuple[HttpConnection, Wire]:
+        connection, wire = HttpConnection(self.config, self.table, {}), Wire()
+        connection.connection_made(wire)
+        return connection, wire
+
+    def sweep(self, seconds: float) -> None:
+        """Look at all connections as if `seconds` had passed."""
+        self.table.sweep(asyncio.get_running_loop().time() + seconds)
+
+
+def connected(handler: Handler) -> tuple[HttpConnection, Wire]:
+    return Listener(handler).accept()
 
 
 async def until_idle(connection: HttpConnection) -> None:
@@ -130,3 +158,180 @@ def test_no_answer_waits_for_the_acknowledgement_of_the_one_before(front: Runnin
 def test_a_listening_socket_names_its_protocol() -> None:
     with bind("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+async def answer_body(exchange: HttpExchange) -> None:
+    await exchange.json(await exchange.body())
+
+
+def test_a_connection_without_a_request_is_closed() -> None:
+    async def story() -> None:
+        listener = Listener(answer_body)
+        (_, silent), (kept, asked) = listener.accept(), listener.accept()
+        kept.data_received(POST)
+        await until_idle(kept)
+        listener.sweep(74)
+        assert not silent.closed
+        assert not asked.closed
+        listener.sweep(76)
+        assert silent.closed
+        assert silent.writes == []
+        assert asked.closed
+        assert listener.table.timed_out == 2
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("sent", "limit"), [(POST[:20], 20), (POST[:-1], 60)])
+def test_a_request_that_does_not_arrive_is_answered_408(sent: bytes, limit: int) -> None:
+    async def story() -> None:
+        seen = []
+
+        async def handler(exchange: HttpExchange) -> None:
+            try:
+                await exchange.body()
+            except ClientGone as err:
+                seen.append(err)
+
+        listener = Listener(handler)
+        connection, wire = listener.accept()
+        connection.data_received(sent)
+        listener.sweep(limit - 1)
+        assert not wire.closed
+        listener.sweep(limit + 1)
+        assert wire.closed
+        assert b"".join(wire.writes).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        connection.connection_lost(None)
+        await until_idle(connection)
+        assert len(seen) == (limit == 60)
+
+    asyncio.run(story())
+
+
+def test_bytes_of_a_head_that_come_one_by_one_win_no_time() -> None:
+    async def story() -> None:
+        listener = Listener(answer_body)
+        connection, wire = listener.accept()
+        began = connection._since
+        for byte in POST[:20]:
+            connection.data_received(bytes([byte]))
+        listener.table.sweep(began + 21)
+        assert wire.closed
+
+    asyncio.run(story())
+
+
+def test_a_request_that_is_being_answered_has_all_the_time_it_takes() -> None:
+    async def story() -> None:
+        go = asyncio.Event()
+
+        async def handler(exchange: HttpExchange) -> None:
+            await exchange.body()
+            await go.wait()
+            await exchange.text("at last")
+
+        listener = Listener(handler)
+        connection, wire = listener.accept()
+        connection.data_received(POST)
+        listener.sweep(1e6)
+        assert not wire.closed
+        go.set()
+        await until_idle(connection)
+        assert wire.writes[0].endswith(b"at last")
+
+    asyncio.run(story())
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_cut_off() -> None:
+    async def story() -> None:
+        paused = asyncio.Event()
+
+        async def handler(exchange: HttpExchange) -> None:
+            await exchange.body()
+            await exchange.open_stream()
+            await paused.wait()
+            await exchange.push(b"data: x\n\n")
+            await exchange.end()
+
+        listener = Listener(handler)
+        connection, wire = listener.accept()
+        connection.data_received(POST)
+        await wire.written.wait()
+        connection.pause_writing()
+        paused.set()
+        listener.sweep(299)
+        assert not wire.aborted
+        listener.sweep(301)
+        assert wire.aborted
+        connection.connection_lost(None)
+        await until_idle(connection)
+
+    asyncio.run(story())
+
+
+def test_the_connection_that_is_one_too_many_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        go = asyncio.Event()
+
+        async def handler(exchange: HttpExchange) -> None:
+            await exchange.body()
+            await go.wait()
+            await exchange.text("")
+
+        listener = Listener(handler, replace(LIMITS, count_max=2))
+        busy = [listener.accept() for _ in range(2)]
+        for connection, _ in busy:
+            connection.data_received(POST)
+        refused = [listener.accept() for _ in range(100)]
+        for connection, wire in refused:
+            head, _, body = b"".join(wire.writes).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert json.loads(body)["error"]["type"] == "overloaded_error"
+            connection.data_received(POST)
+        assert [wire.closed for _, wire in refused] == [False] * 64 + [True] * 36, "some get time to read it"
+        listener.sweep(1.5)
+        assert all(wire.closed for _, wire in refused)
+        for connection, _ in refused:
+            connection.connection_lost(None)
+        assert not listener.table.leaving
+        assert listener.table.refused == 100
+        go.set()
+        for connection, wire in busy:
+            await until_idle(connection)
+            assert wire.writes[0].startswith(b"HTTP/1.1 200")
+
+    with caplog.at_level("WARNING", logger="serinus"):
+        asyncio.run(story())
+    assert len(caplog.records) == 1, caplog.text
+
+
+def test_idle_connections_give_way_to_new_ones() -> None:
+    async def story() -> None:
+        listener = Listener(answer_body, replace(LIMITS, count_max=16))
+        idle = [listener.accept() for _ in range(16)]
+        for connection, _ in idle:
+            connection._since -= 10
+        _, wire = listener.accept()
+        assert wire.writes == []
+        assert sum(old.closed for _, old in idle) == 2
+        assert listener.table.refused == 0
+
+    asyncio.run(story())
+
+
+def test_the_soft_limit_of_descriptors_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, pair: limits.update(now=pair))
+    assert descriptors.raise_descriptor_limit() == 4096
+    assert limits["now"] == (4096, 4096)
+    limits["now"] = (100_000, 200_000)
+    assert descriptors.raise_descriptor_limit() == 100_000
+    limits["now"] = (1024, descriptors.resource.RLIM_INFINITY)
+    assert descriptors.raise_descriptor_limit() == 65_536
+    limits["now"] = (1024, 1024)
+    assert engine_limits().count_max == 768
+    assert router_limits().count_max == 384
