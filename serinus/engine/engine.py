@@ -150,10 +150,9 @@ class Engine:
         return self._output()
 
     def fail(self, reason: str) -> TurnOutput:
-        """The engine broke: what every front that waits is told. Asks nothing of ranks or peers."""
-        for front in list(self._fronts):
-            for rid in self._outbox.owned_by(front):
-                self._outbox.put(failed_delta(rid, f"the engine stopped: {reason}", 500))
+        """The engine broke: what its fronts are told. Asks nothing of ranks or peers."""
+        broke = EngineReply(call=0, ok=False, body=f"the engine stopped: {reason}".encode())
+        self._replies += [(front, broke) for front in self._fronts]
         return self._output()
 
     # ---- steps ------------------------------------------------------------------------------------------------------

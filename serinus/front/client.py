@@ -19,16 +19,24 @@ from serinus.core.request import Request, TokenDelta
 from serinus.wire import codec
 from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, Message, Ready, Tokens
 
-__all__ = ["AnswerLost", "DeltaQueue", "EngineClient", "EngineDown"]
+__all__ = ["BROKE_HEADER", "AnswerLost", "DeltaQueue", "EngineBroke", "EngineClient", "EngineDown"]
 
 _log = get_logger("front")
 
+BROKE_HEADER = "x-serinus-broke"
+"""In a 503: the engine had the request and broke; the router sends it to one other engine, and to no third."""
 _SEND_QUEUE_MAX = 100_000
 """Frames zmq keeps for an engine that does not read."""
 
 
 class EngineDown(PeerGone):
     """The engine behind this front ended, or is not ready yet."""
+
+
+class EngineBroke(EngineDown):
+    """The engine ended while it had this request, which may be why it did."""
+
+    headers = ((BROKE_HEADER.encode(), b"1"),)
 
 
 class AnswerLost(SerinusError):
@@ -162,7 +170,7 @@ class EngineClient:
             return
         self.down = reason or "the engine is gone"
         for queue in set(self._queues.values()):
-            queue.fail(EngineDown(self.down))
+            queue.fail(EngineBroke(self.down))
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineDown(self.down))
@@ -302,6 +310,8 @@ class EngineClient:
                 queue = queues.pop(out.rid, None) if out.finish else queues.get(out.rid)
                 if queue is not None:
                     queue.put(out)
+        elif isinstance(message, EngineReply) and not message.call:
+            self.engine_gone(message.body.decode(errors="replace"))
         elif isinstance(message, EngineReply):
             call = self._calls.get(message.call)
             if call is not None and not call.done():

@@ -167,6 +167,7 @@ class HttpExchange:
         if not self.started:
             if status == 401:
                 self.headers.append((b"www-authenticate", b"Bearer"))
+            self.headers.extend(getattr(err, "headers", ()))
             await self.reply(status, body, b"application/json")
         else:
             self.status = status

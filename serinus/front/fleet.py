@@ -15,9 +15,19 @@ from serinus.front.metrics import RouterMetrics
 from serinus.front.settings import RouterSettings
 from serinus.front.upstream import Upstream, UpstreamBroken, fetch
 
-__all__ = ["Fleet", "FleetEngine", "NoEngineAlive"]
+__all__ = ["Fleet", "FleetEngine", "NoEngineAlive", "reason_of"]
 
 _PROMPT_KEYS = (b'"messages"', b'"prompt"', b'"text"', b'"input_ids"')
+
+
+def reason_of(body: bytes) -> str:
+    """The words of an answer that is an error, 400 characters at most."""
+    try:
+        said = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body[:400].decode(errors="replace")
+    error = said.get("error", said) if isinstance(said, dict) else said
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:400]
 
 
 class NoEngineAlive(CapacityError):
@@ -108,7 +118,7 @@ class Fleet:
             status, body = await fetch(
                 member.url, "GET", "/server_info", headers=self._headers, s_max=self._settings.poll_s_max
             )
-            info = msgspec.json.decode(body)
+            info = msgspec.json.decode(body) if status == 200 else {"error": reason_of(body)}
         except (UpstreamBroken, msgspec.DecodeError) as err:
             self.lost(member, str(err))
             if self._clock.now() - member.seen_at > self._settings.hang_s_max:
@@ -116,9 +126,8 @@ class Fleet:
             return
         member.seen_at = self._clock.now()
         if status != 200 or not isinstance(info, dict) or info.get("draining"):
-            error = info.get("error", "draining") if isinstance(info, dict) else "no JSON object"
-            said = error.get("message", error) if isinstance(error, dict) else error
-            self.lost(member, f"{member.url} answered {status}: {str(said)[:400]}")
+            said = info.get("error", "draining") if isinstance(info, dict) else "no JSON object"
+            self.lost(member, f"{member.url} answered {status}: {said}")
             return
         member.info = info
         member.alive, member.why = True, ""

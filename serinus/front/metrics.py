@@ -105,6 +105,7 @@ class RouterMetrics(HttpMetrics):
         self._routed = self._counter("router_requests", "Requests sent to an engine", "to")
         self._retries = self._counter("router_retries", "Requests sent again because an engine failed")
         self._broken = self._counter("router_broken_streams", "Streams an engine broke midway")
+        self._given_up = self._counter("router_given_up_requests", "Requests under which two engines broke")
         self._up = Gauge(
             "serinus:router_engine_up", "1 while an engine answers the router", (*_LABELS, "to"), registry=self.registry
         )
@@ -120,6 +121,10 @@ class RouterMetrics(HttpMetrics):
     def broken(self) -> None:
         """An engine failed in the middle of a stream."""
         self._broken.inc()
+
+    def given_up(self) -> None:
+        """A second engine broke while it had the request, which goes to no third."""
+        self._given_up.inc()
 
     def engine_up(self, to: str, up: bool) -> None:
         """The last look at an engine."""

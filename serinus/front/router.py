@@ -1,13 +1,15 @@
 """The router: one address before several engines. A request goes to a decode engine, with a prefill engine suggested.
 
-A request that has not begun to stream is sent again to another decode engine when its own fails; a stream that breaks
-midway ends with an error event. Knows nothing of tokens: it passes bytes on.
+A request that has not begun to stream is sent to another decode engine when its own breaks, once: a request under which
+two engines broke may be what breaks them, and is answered 500. An engine that cannot be reached, or has no room, never
+had the request: it may go on to all others. A stream that breaks midway ends with an error event. Knows nothing of
+tokens: it passes bytes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
@@ -16,11 +18,14 @@ import msgspec
 from starlette.applications import Starlette
 
 from serinus.core.clock import Clock, WallClock
-from serinus.core.errors import RequestError
+from serinus.core.errors import RequestError, SerinusError
+from serinus.core.ids import new_rid
+from serinus.core.log import get_logger
 from serinus.core.version import package_version
 from serinus.front.app import error_handlers
+from serinus.front.client import BROKE_HEADER
 from serinus.front.exchange import ClientGone, HttpExchange
-from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive
+from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, reason_of
 from serinus.front.info import cache_limit
 from serinus.front.keys import Keys
 from serinus.front.metrics import RouterMetrics, merge_expositions
@@ -28,20 +33,29 @@ from serinus.front.openapi import openapi
 from serinus.front.routes import ENDPOINTS, Handler, routes_of
 from serinus.front.settings import RouterSettings
 from serinus.front.state import IGNORED_HEADER, KEY_HEADER, PREFILL_HEADER
-from serinus.front.upstream import Upstream, UpstreamBroken
+from serinus.front.upstream import NotConnected, Upstream, UpstreamBroken
 
 __all__ = ["Router", "create_router_app"]
 
 _ALL_S_MAX = 10.0
 """Seconds a request to all engines may take."""
-_PASSED_ON = ("content-type", "accept", "user-agent", "x-request-id", "traceparent")
+_BREAKS_MAX = 2
+"""Engines that may break under one request."""
+_PASSED_ON = ("content-type", "accept", "user-agent", "traceparent")
 """Request headers the engines get to see; never a client's own `x-serinus-*`."""
+_ID_HEADER = "x-request-id"
+"""Names a request in logs of router and engines: the client's own, or one that the router draws."""
+_log = get_logger("front")
 
 
 class FanOutFailed(RequestError):
     """Some engines did not do what all were told."""
 
     status = 400
+
+
+class BrokeTwice(SerinusError):
+    """Two engines broke while they had this request: it is sent to no third (500)."""
 
 
 class Router:
@@ -58,7 +72,7 @@ class Router:
     async def route(self, exchange: HttpExchange) -> None:
         """Pass one request to an engine, and to another where that one fails before it has begun to answer.
 
-        Raises ClientGone, NoEngineAlive, UpstreamBroken (an engine failed midway).
+        Raises ClientGone, NoEngineAlive, BrokeTwice, UpstreamBroken (an engine failed midway).
         """
         body = await exchange.body()
         gone = asyncio.Event()
@@ -78,6 +92,8 @@ class Router:
 
     async def _forward(self, exchange: HttpExchange, body: bytes) -> None:
         tried: list[FleetEngine] = []
+        broke: list[str] = []
+        request_id = exchange.header(_ID_HEADER) or new_rid()
         last = ""
         while True:
             try:
@@ -88,18 +104,34 @@ class Router:
                 self.metrics.retried()
             tried.append(member)
             try:
-                if await self._try(exchange, member, body):
+                if await self._try(exchange, request_id, member, body):
                     return
                 last = f"{member.url} has no room or is going"
+            except NotConnected as err:
+                self.fleet.lost(member, str(err))
+                last = str(err)
             except UpstreamBroken as err:
                 self.fleet.lost(member, str(err))
                 if exchange.started:
                     self.metrics.broken()
                     raise
                 last = str(err)
+                broke.append(member.url)
+                if len(broke) == _BREAKS_MAX:
+                    raise self._given_up(request_id, broke, last) from err
 
-    def _headers(self, exchange: HttpExchange, prefill: FleetEngine | None) -> list[tuple[str, str]]:
+    def _given_up(self, request_id: str, broke: Sequence[str], last: str) -> BrokeTwice:
+        self.metrics.given_up()
+        said = (
+            f"front: request {request_id} was under way at {' and '.join(broke)} when they broke, so it is"
+            f" sent to no other engine; the last one: {last}"
+        )
+        _log.error("%s", said)
+        return BrokeTwice(said)
+
+    def _headers(self, exchange: HttpExchange, request_id: str, prefill: FleetEngine | None) -> list[tuple[str, str]]:
         headers = [(name, value) for name in _PASSED_ON if (value := exchange.header(name))]
+        headers.append((_ID_HEADER, request_id))
         if self.settings.api_key:
             headers.append(("authorization", f"Bearer {self.settings.api_key}"))
         if prefill is not None:
@@ -108,7 +140,7 @@ class Router:
                 headers.append((KEY_HEADER, self.keys.operator))
         return headers
 
-    async def _try(self, exchange: HttpExchange, member: FleetEngine, body: bytes) -> bool:
+    async def _try(self, exchange: HttpExchange, request_id: str, member: FleetEngine, body: bytes) -> bool:
         """Let one engine answer; False where it has no room and others may. Raises UpstreamBroken."""
         prefill = self.fleet.pick_prefill()
         waiting = len(body) if prefill is not None else 0
@@ -120,10 +152,12 @@ class Router:
             try:
                 path = quote(exchange.path) + (f"?{exchange.query}" if exchange.query else "")  # it came unquoted
                 method: str = exchange.scope["method"]
-                await upstream.send(method, path, self._headers(exchange, prefill), body)
+                await upstream.send(method, path, self._headers(exchange, request_id, prefill), body)
                 if prefill is not None:
                     prefill.waiting_bytes -= waiting
                     waiting = 0
+                if upstream.status == 503 and BROKE_HEADER in upstream.headers and len(self.fleet.decode) > 1:
+                    raise UpstreamBroken(f"front: {member.url} broke ({reason_of(await upstream.body())})")
                 if upstream.status == 503 and len(self.fleet.decode) > 1:
                     return False
                 await self._answer(exchange, upstream)

@@ -14,7 +14,7 @@ import h11
 
 from serinus.core.errors import PeerGone
 
-__all__ = ["Upstream", "UpstreamBroken", "fetch"]
+__all__ = ["NotConnected", "Upstream", "UpstreamBroken", "fetch"]
 
 _HEAD_BYTES_MAX = 64 << 10
 _READ_BYTES = 256 << 10
@@ -23,6 +23,10 @@ _Headers = Sequence[tuple[str, str]]
 
 class UpstreamBroken(PeerGone):
     """The server could not be reached, or ended the connection before its answer was complete."""
+
+
+class NotConnected(UpstreamBroken):
+    """No connection came about: the server never saw the request."""
 
 
 class Upstream:
@@ -60,16 +64,16 @@ class Upstream:
             self._writer.transport.abort()
 
     async def send(self, method: str, path: str, headers: _Headers, body: bytes) -> None:
-        """Send the request and read the head of the answer. Raises UpstreamBroken."""
+        """Send the request and read the head of the answer. Raises NotConnected, UpstreamBroken."""
         own = [("host", f"{self._host}:{self._port}"), ("connection", "close"), ("content-length", str(len(body)))]
         request = h11.Request(method=method, target=path, headers=[*own, *headers])
         events: list[h11.Event] = [request, h11.Data(data=body), h11.EndOfMessage()]
         try:
             async with asyncio.timeout(self._connect_s_max):
                 self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-            self._writer.write(b"".join(self._connection.send(event) or b"" for event in events))
         except (OSError, TimeoutError) as err:
-            raise UpstreamBroken(f"front: {self.url} does not answer ({err or type(err).__name__})") from err
+            raise NotConnected(f"front: {self.url} does not answer ({err or type(err).__name__})") from err
+        self._writer.write(b"".join(self._connection.send(event) or b"" for event in events))
         while True:
             event = self._next()
             if isinstance(event, h11.Response):

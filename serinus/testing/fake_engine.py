@@ -78,6 +78,8 @@ class FakeEngine:
     """The rule: prompt, seed, position, vocab_size -> token."""
     refuse: str = ""
     """Refuse every request with this text (status 400)."""
+    breaks: str = ""
+    """Say, when a request comes, that the engine has broken, with this text."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
     received: list[Message] = field(default_factory=list)
@@ -172,6 +174,9 @@ class FakeEngine:
     def _take(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Generate):
             request = message.request
+            if self.breaks:
+                self._send(peer, EngineReply(call=0, ok=False, body=self.breaks.encode()))
+                return
             if self.refuse:
                 out = TokenDelta(rid=request.rid, finish=FinishReason.ERROR, error=self.refuse, error_status=400)
                 self._send(peer, Tokens(deltas=(out,)))

@@ -143,6 +143,7 @@ class EngineReply(MessageBase, frozen=True, kw_only=True):
     """Engine -> front: the answer to an EngineCall."""
 
     call: Count
+    """That of the EngineCall; 0 = none: the engine has broken, and answers nothing more."""
     ok: bool = True
     body: bytes = b""
     """JSON, or the Prometheus text of `metrics`; with ok=False the reason in words."""

@@ -212,3 +212,10 @@ def test_handoffs_are_told_of_a_request_that_the_canary_fails_before_its_pages_a
     assert world.handoffs.told == [("guest", True)]
     assert world.of("guest")[-1].error_status == 500
     assert world.built.engine.scheduler.idle
+
+
+def test_an_engine_that_breaks_tells_its_fronts_why(world: World) -> None:
+    world.ask("a", 40)
+    world.loop.tell_failure("ValueError: broken")
+    world.until(lambda: bool(world.replies))
+    assert world.replies == [EngineReply(call=0, ok=False, body=b"the engine stopped: ValueError: broken")]

@@ -162,6 +162,16 @@ def test_when_the_engine_dies_all_clients_are_told(settings: FrontSettings, new_
         assert front.http.get("/metrics").status_code == 200
 
 
+def test_an_engine_that_says_that_it_broke_is_gone(settings: FrontSettings, new_endpoint: Callable[[], str]) -> None:
+    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, breaks="the engine stopped: ValueError: broken")
+    with running_front(settings, engine) as front:
+        under_way, later = front.post("/v1/completions", ASK), front.post("/v1/completions", ASK)
+        for answer in (under_way, later):
+            assert (answer.status_code, "ValueError" in answer.json()["error"]["message"]) == (503, True)
+        assert "x-serinus-broke" in under_way.headers
+        assert "x-serinus-broke" not in later.headers, "the engine never had it"
+
+
 def test_a_stream_whose_engine_dies_ends_with_an_error_event(
     settings: FrontSettings, new_endpoint: Callable[[], str]
 ) -> None:

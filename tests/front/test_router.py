@@ -228,6 +228,52 @@ def test_a_request_is_sent_again_when_the_whole_server_vanishes(route: Any) -> N
         assert box[0].json()["output_ids"] == EXPECTED
 
 
+@pytest.mark.parametrize("how", ["the engine", "the whole server"])
+def test_a_request_under_which_two_engines_broke_goes_to_no_third(route: Any, how: str) -> None:
+    with route(4, 0, stall=(True,) * 4) as running:
+        box: list[httpx.Response] = []
+        url, name = f"{running.http.base_url}/generate", {"x-request-id": "poison-7"}
+        thread = threading.Thread(target=lambda: box.append(httpx.post(url, json=GREEDY, headers=name, timeout=60)))
+        thread.start()
+        broken: list[str] = []
+        for count in (1, 2):
+            running.until(lambda count=count: sum(bool(requests_of(front)) for front in running.decode) == count)
+            front = next(each for each in running.decode if requests_of(each) and not each.client.down)
+            broken.append(front.url)
+            if how == "the engine":
+                front.client.engine_gone("died of SIGSEGV")
+            else:
+                front.server.stop(now=True)
+                running.until(lambda front=front: bool(front.client.down))
+        thread.join(60)
+        assert box[0].status_code == 500
+        said = box[0].json()["error"]["message"]
+        assert said.startswith(f"front: request poison-7 was under way at {broken[0]} and {broken[1]} when they broke")
+        assert ("SIGSEGV" in said) == (how == "the engine")
+        assert sum(bool(requests_of(front)) for front in running.decode) == 2
+        families = {f.name: f for f in text_string_to_metric_families(running.http.get("/metrics").text)}
+        counts = [families[f"serinus:router_{name}"].samples[0].value for name in ("retries", "given_up_requests")]
+        assert counts == [1, 1]
+
+
+def test_engines_that_cannot_be_reached_or_have_no_room_never_had_the_request(route: Any) -> None:
+    with route(2, 0) as running:
+        full, free = running.decode
+        full.client.drain()
+        urls = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3", full.url, free.url)
+        app = create_router_app(RouterSettings(decode_urls=urls, poll_s=1000.0))
+        with serving(app) as server:
+            second = RunningRouter(server, app.state.router, running.decode, [])
+            members = second.router.fleet.members
+            second.until(lambda: all(member.why != "not looked at yet" for member in members))
+            for member in members:
+                member.alive = True  # as where they went since the last look
+            with second.http:
+                answer = second.http.post("/generate", json=GREEDY)
+        assert answer.json()["output_ids"] == EXPECTED
+        assert [member.alive for member in members] == [False, False, False, True, True]
+
+
 def test_a_stream_that_breaks_midway_ends_with_an_error_event(route: Any) -> None:
     with route(1, 0) as running:
         body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 90_000}}
