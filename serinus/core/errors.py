@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from serinus.core.shown import shown
+
 __all__ = [
     "BadRequest",
     "BadSampling",
@@ -68,10 +70,7 @@ class BadRequest(RequestError):
     """A field of a request is wrong: which field, which value, what was expected."""
 
     def __init__(self, field: str, value: Any, expected: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = f"{shown[:117]}..."
-        super().__init__(f"{field}: got {shown}, expected {expected}")
+        super().__init__(f"{field}: got {shown(value)}, expected {expected}")
         self.field = field
         self.value = value
         self.expected = expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["MASK64", "Rng", "splitmix64"]
+__all__ = ["MASK64", "Rng", "choice_seed", "splitmix64"]
 
 MASK64 = (1 << 64) - 1
 
@@ -15,6 +15,14 @@ def splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
     return x ^ (x >> 31)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of the `n` answers to a prompt: the request's own for the first, others made of it.
+
+    One rule for HTTP and for `LLM`, so that the same seed gives the same answers.
+    """
+    return seed if choice == 0 else splitmix64((seed + choice) & MASK64) >> 1
 
 
 class Rng(random.Random):

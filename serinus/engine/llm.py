@@ -15,7 +15,7 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import BadRequest, InvariantError
 from serinus.core.ids import new_incarnation, new_rid
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
-from serinus.core.rng import Rng
+from serinus.core.rng import Rng, choice_seed
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import build_engine
 from serinus.engine.interrupt import Interrupt
@@ -200,13 +200,13 @@ class LLM:
         requests: list[tuple[Request, _Answer]] = []
         for prompt, wanted in zip(ids, params, strict=True):
             group: list[_Answer] = []
+            seed = self._rng.getrandbits(63) if wanted.seed is None else wanted.seed
             for index in range(wanted.n):
-                seed = self._rng.getrandbits(63) if wanted.seed is None else wanted.seed + index
                 request = Request(
                     rid=new_rid("llm"),
                     prompt=np.asarray(prompt, np.int32),
                     sampling=replace(wanted, n=1),
-                    seed=seed,
+                    seed=choice_seed(seed, index),
                     arrival=self._clock.now(),
                 )
                 self._engine.check(request)

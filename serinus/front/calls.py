@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, RequestError
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
-from serinus.core.rng import MASK64, splitmix64
+from serinus.core.rng import choice_seed
 from serinus.core.sampling import SamplingParams
 from serinus.front.client import DeltaQueue, EngineClient
 from serinus.front.exchange import ClientGone
@@ -24,6 +25,8 @@ __all__ = ["Ask", "Call", "Event", "RequestFailed", "SequenceState"]
 
 _NAME_MAX = 256
 _PRIORITY_END = 1 << 31
+_TAIL_TOKENS = 16
+"""Tokens of a prompt that a detokenizer may look at: the last ones."""
 
 
 class RequestFailed(RequestError):
@@ -40,7 +43,7 @@ class RequestFailed(RequestError):
 class Ask:
     """One prompt and what is asked for it; `sampling.n` sequences come of it."""
 
-    prompt: list[int]
+    prompt: NDArray[np.int32]
     """Token ids, checked against the engine's limits."""
     text: str | None
     """The prompt's text, where it came as text."""
@@ -140,7 +143,7 @@ class Call:
                 rid = base if not (ask.rid and ask.sampling.n > 1) else f"{base}-{choice}"
                 if len(rid) > _NAME_MAX or client.has(rid):
                     raise BadRequest("rid", rid, f"an id of at most {_NAME_MAX} characters that is not in use")
-                output = OutputProcessor(tokenizer, ask.sampling, ask.prompt)
+                output = OutputProcessor(tokenizer, ask.sampling, ask.prompt[-_TAIL_TOKENS:].tolist())
                 self.sequences.append(SequenceState(index, rid, ask, output))
         self._open = {sequence.rid: sequence for sequence in self.sequences}
         if len(self._open) != count:
@@ -158,14 +161,14 @@ class Call:
         if len(prefill_address) > _NAME_MAX:
             raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
         choices = [
-            (ask, seed if choice == 0 else splitmix64((seed + choice) & MASK64) >> 1)
+            (ask, choice_seed(seed, choice))
             for ask, seed in zip(self.asks, seeds, strict=True)
             for choice in range(ask.sampling.n)
         ]
         requests = [
             Request(
                 rid=sequence.rid,
-                prompt=np.asarray(ask.prompt, dtype=np.int32),
+                prompt=ask.prompt,
                 sampling=replace(ask.sampling, n=1, stop=()),
                 seed=seed,
                 cache_salt=cache_salt,

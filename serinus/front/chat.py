@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serinus.core.errors import BadRequest
+from serinus.core.errors import BadRequest, PromptTooLong
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
 from serinus.front.render import ChoiceRenderer, chat_logprobs, encode
-from serinus.front.sampling import from_chat
+from serinus.front.sampling import check_chars, from_chat
 from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
 from serinus.text import Tokenizer
@@ -18,6 +18,8 @@ from serinus.text import Tokenizer
 __all__ = ["chat_completions", "checked_messages", "render_chat"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MESSAGE_CHARS = 64
+"""A message costs as much as so many characters, however short it is."""
 
 
 def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,23 +59,44 @@ def _joined(where: str, parts: list[Any]) -> str:
     return "".join(texts)
 
 
-def render_chat(
-    tokenizer: Tokenizer,
+async def render_chat(
+    front: Front,
     messages: Sequence[dict[str, Any]],
     *,
+    tokens_max: int,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation. Raises BadRequest."""
-    if tokenizer.template is None:
+    """The text of a conversation that may have so many tokens; a long one is rendered in a thread.
+
+    Raises BadRequest, PromptTooLong (more messages than tokens, or more characters than these can have).
+    """
+    tokenizer = await front.tokenizer("messages")
+    template = tokenizer.template
+    if template is None:
         raise BadRequest("messages", "a chat", "a prompt at /v1/completions: this checkpoint has no chat template")
-    return tokenizer.template.render(
-        checked_messages(messages),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        extra=extra,
-    )
+    if len(messages) > tokens_max:
+        expected = f"at most {tokens_max}, as each is at least one token of the context"
+        raise PromptTooLong("messages", f"{len(messages)} messages", expected)
+
+    def work() -> str:
+        checked = checked_messages(messages)
+        check_chars("messages", sum(len(message["content"]) for message in checked), tokenizer, tokens_max)
+        return template.render(
+            checked,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            extra=extra,
+        )
+
+    return await front.threads.run(sum(map(_weight, messages)), work)
+
+
+def _weight(message: dict[str, Any]) -> int:
+    """Characters that take about as long to tokenize as this message takes to check and render."""
+    content = message.get("content")
+    return _MESSAGE_CHARS + (len(content) if isinstance(content, (str, list)) else 0)
 
 
 async def chat_completions(front: Front, exchange: HttpExchange) -> None:
@@ -82,22 +105,22 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     body = await front.read(exchange, ChatBody)
     front.check_model(body.model)
     params = from_chat(body)
-    tokenizer = await front.tokenizer("messages")
-    text = render_chat(
-        tokenizer,
+    text = await render_chat(
+        front,
         body.messages,
+        tokens_max=front.ready.context_length,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         extra=body.chat_template_kwargs,
     )
     limit_field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     special = bool(body.add_special_tokens)  # templates write their own
-    ask = await front.ask("messages", text, params, limit_field=limit_field, add_special_tokens=special)
+    asks = await front.asks("messages", [text], [params], limit_field=limit_field, add_special_tokens=special)
     request_id = body.rid or new_rid("chatcmpl")
     async with front.calling(
-        exchange, [ask], request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
+        exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
     ) as call:
-        renderer = _ChatRenderer(front, call, body, tokenizer, start)
+        renderer = _ChatRenderer(front, call, body, await front.tokenizer("messages"), start)
         await renderer.answer(exchange, streamed=bool(body.stream))
 
 

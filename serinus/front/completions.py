@@ -28,11 +28,9 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     prompts = prompts_of("prompt", body.prompt)
     front.check_count(len(prompts) * params.n)
     special = body.add_special_tokens is not False
-    encoded = await front.encode("prompt", prompts, add_special_tokens=special)
-    asks = [
-        await front.ask("prompt", prompt, params, limit_field="max_tokens", ids=ids)
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
+    asks = await front.asks(
+        "prompt", prompts, [params] * len(prompts), limit_field="max_tokens", add_special_tokens=special
+    )
     request_id = body.rid or new_rid("cmpl")
     async with front.calling(
         exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
@@ -58,7 +56,7 @@ class _CompletionRenderer(ChoiceRenderer):
         if sequence.ask.text is not None:
             return sequence.ask.text
         assert self._tokenizer is not None, "front: echo without a tokenizer"
-        return self._tokenizer.decode(sequence.ask.prompt)
+        return self._tokenizer.decode(sequence.ask.prompt.tolist())
 
     def content(self, sequence: SequenceState) -> dict[str, Any]:
         return {"text": (self._prompt_text(sequence) if self._echo else "") + sequence.output.text}
@@ -68,7 +66,7 @@ class _CompletionRenderer(ChoiceRenderer):
             return None
         ids, places = self._fresh(sequence)
         if first and self._echo:
-            ids = [*sequence.ask.prompt, *ids]
+            ids = [*sequence.ask.prompt.tolist(), *ids]
             places = [*sequence.prompt_logprobs, *places]
         index = sequence.index
         shown, self._offsets[index] = completion_logprobs(self._tokenizer, ids, places, self._offsets[index])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 import msgspec
@@ -48,6 +49,10 @@ _CACHE_NODES = 100
 """Nodes that /cache shows without `limit`."""
 CACHE_NODES_MAX = 10_000
 """The highest number that `limit` may be."""
+_TOKENIZED_MAX = 1 << 19
+"""A text or chat that surely has more tokens is not tokenized by /tokenize."""
+_TEXTS_MAX = 4096
+"""Texts of one request to /tokenize."""
 
 
 class NotFlushed(RequestError):
@@ -68,8 +73,8 @@ async def health_generate(front: Front, exchange: HttpExchange) -> None:
     await exchange.body()
     start = front.clock.now()
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    ask = await front.ask("prompt", [0], params, limit_field="max_tokens")
-    async with front.calling(exchange, [ask], request_id=new_rid("health"), cache_salt="health", start=start) as call:
+    asks = await front.asks("prompt", [[0]], [params], limit_field="max_tokens")
+    async with front.calling(exchange, asks, request_id=new_rid("health"), cache_salt="health", start=start) as call:
         assert call.queue is not None, "front: a call without a queue"
         late = front.client.fail_later(call.queue, front.settings.health_generate_s_max, "no token in time")
         try:
@@ -231,23 +236,22 @@ async def tokenize(front: Front, exchange: HttpExchange) -> None:
     if len(given) != 1:
         raise BadRequest("prompt", given, "one of prompt, text and messages")
     field = given[0]
-    tokenizer = await front.tokenizer(field)
     special = body.add_special_tokens
+    tokens_max = _TOKENIZED_MAX
     if body.messages is not None:
         generation = body.add_generation_prompt is not False
-        prompt = render_chat(tokenizer, body.messages, add_generation_prompt=generation)
-        prompts: list[str] = [prompt]
+        texts = [await render_chat(front, body.messages, tokens_max=tokens_max, add_generation_prompt=generation)]
         special = bool(special)
         single = True
     else:
         value = body.prompt if body.prompt is not None else body.text
         assert value is not None, "front: a field that was given is missing"
-        prompts = [value] if isinstance(value, str) else list(value)
+        texts = [value] if isinstance(value, str) else list(value)
         special = special is not False
         single = isinstance(value, str)
-        if not prompts:
-            raise BadRequest(field, value, "at least one text")
-    lists = await front.encode(field, prompts, add_special_tokens=special)
+        if not 0 < len(texts) <= _TEXTS_MAX:
+            raise BadRequest(field, f"{len(texts)} texts", f"at least one text, at most {_TEXTS_MAX}")
+    lists = await front.encode(field, texts, tokens_max=tokens_max, add_special_tokens=special)
     context = front.client.ready.context_length if front.client.ready is not None else None
     counts = [len(ids) for ids in lists]
     await exchange.json(
@@ -260,15 +264,16 @@ async def detokenize(front: Front, exchange: HttpExchange) -> None:
     body = await front.read(exchange, DetokenizeBody)
     front.check_model(body.model)
     tokenizer = await front.tokenizer("tokens")
-    prompts = prompts_of("tokens", body.tokens) if body.tokens else [[]]
+    lists = cast(list[list[int]], prompts_of("tokens", body.tokens) if body.tokens else [[]])
     skip = body.skip_special_tokens is True
-    texts: list[str] = []
-    for ids in prompts:
-        assert not isinstance(ids, str), "front: texts among token ids"
-        for token_id in ids:
+
+    def work() -> list[str]:
+        for token_id in chain.from_iterable(lists):
             if not 0 <= token_id < tokenizer.vocab_size:
                 raise BadRequest("tokens", token_id, f"token ids from 0 to {tokenizer.vocab_size - 1}")
-        texts.append(tokenizer.decode(ids, skip_special_tokens=skip))
+        return tokenizer.decode_many(lists, skip_special_tokens=skip)
+
+    texts = await front.threads.run(sum(map(len, lists)), work)
     single = not body.tokens or isinstance(body.tokens[0], int)
     text = texts[0] if single else texts
     await exchange.json({"text": text, "prompt": text})

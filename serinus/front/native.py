@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.core.request import TokenLogprobs
-from serinus.front.calls import Ask, Call, Event, SequenceState
+from serinus.core.sampling import SamplingParams
+from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
 from serinus.front.render import event, meta_info, stream
 from serinus.front.sampling import from_native
@@ -46,17 +47,18 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
     rids = _spread("rid", body.rid, count, "") if isinstance(body.rid, list) or count == 1 else [""] * count
     request_id = body.rid if isinstance(body.rid, str) and count > 1 else rids[0] if single and rids[0] else new_rid()
     wanted = _logprob_requests(body, count)
-    asks: list[Ask] = []
-    encoded = await front.encode(field, prompts)
-    for prompt, ids, sampling, rid, want in zip(prompts, encoded, samplings, rids, wanted, strict=True):
+    params: list[SamplingParams] = []
+    for sampling, want in zip(samplings, wanted, strict=True):
         refuse_unsupported(sampling)
-        params = from_native(
-            sampling,
-            return_logprob=want.logprobs,
-            top_logprobs_num=want.top,
-            prompt_logprobs=want.prompt_from >= 0,
+        params.append(
+            from_native(
+                sampling,
+                return_logprob=want.logprobs,
+                top_logprobs_num=want.top,
+                prompt_logprobs=want.prompt_from >= 0,
+            )
         )
-        asks.append(await front.ask(field, prompt, params, limit_field="max_new_tokens", ids=ids, rid=rid))
+    asks = await front.asks(field, prompts, params, limit_field="max_new_tokens", rids=rids)
     for ask, want in zip(asks, wanted, strict=True):
         if want.prompt_from > len(ask.prompt):
             raise BadRequest("logprob_start_len", want.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")
@@ -148,7 +150,7 @@ class _NativeRenderer:
 
     def _add_logprobs(self, info: dict[str, Any], sequence: SequenceState, want: _LogprobRequest) -> None:
         first = want.prompt_from
-        prompt = sequence.ask.prompt[first:] if first >= 0 else []
+        prompt = sequence.ask.prompt[first:].tolist() if first >= 0 else []
         prompt_places = sequence.prompt_logprobs[first:] if first >= 0 else []
         ids = sequence.output.token_ids
         info["input_token_logprobs"] = self._chosen(prompt, prompt_places)

@@ -9,9 +9,10 @@ from typing import TypeVar
 from serinus.core.errors import BadRequest, BadSampling, PromptTooLong
 from serinus.core.sampling import SamplingParams
 from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, OpenAiBody, SamplingFields
+from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["check_limits", "from_chat", "from_completion", "from_native"]
+__all__ = ["check_chars", "check_limits", "check_text", "from_chat", "from_completion", "from_native"]
 
 _T = TypeVar("_T")
 _STOP_COUNT_MAX = 64
@@ -129,6 +130,28 @@ def from_native(
     if not return_logprob:
         return params
     return replace(params, logprobs=top_logprobs_num, prompt_logprobs=top_logprobs_num if prompt_logprobs else None)
+
+
+def check_text(field: str, text: str, tokenizer: Tokenizer, tokens_max: int) -> None:
+    """Raise PromptTooLong where a text surely has more than `tokens_max` tokens.
+
+    Cost: see Tokenizer.holds_far_more. One that passes has about twice as many at most.
+    """
+    check_chars(field, len(text), tokenizer, tokens_max)
+    if tokenizer.holds_far_more(text, tokens_max):
+        raise PromptTooLong(field, f"{len(text)} characters, more than {2 * tokens_max} tokens", _at_most(tokens_max))
+
+
+def check_chars(field: str, char_count: int, tokenizer: Tokenizer, tokens_max: int) -> None:
+    """Raise PromptTooLong where so many characters cannot be `tokens_max` tokens, however long each."""
+    most = tokens_max * tokenizer.token_chars_max
+    if char_count > most:
+        expected = f"{_at_most(tokens_max)}, none of which has more than {tokenizer.token_chars_max} characters"
+        raise PromptTooLong(field, f"{char_count} characters", expected)
+
+
+def _at_most(tokens_max: int) -> str:
+    return f"at most {tokens_max} tokens"
 
 
 def check_limits(field: str, prompt: Sequence[int], params: SamplingParams, ready: Ready, *, limit_field: str) -> None:

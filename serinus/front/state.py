@@ -6,10 +6,11 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, ConfigError, UnknownModel
@@ -22,10 +23,11 @@ from serinus.front.client import EngineClient, EngineDown
 from serinus.front.exchange import HttpExchange
 from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
-from serinus.front.parse import parse_body, unknown_fields
-from serinus.front.sampling import check_limits
+from serinus.front.parse import VALUES_MAX, parse_body, unknown_fields
+from serinus.front.sampling import check_limits, check_text
 from serinus.front.schemas import refuse_unsupported
 from serinus.front.settings import FrontSettings
+from serinus.front.threads import TextThreads
 from serinus.text import Tokenizer, load_tokenizer
 from serinus.wire.messages import Ready
 
@@ -42,8 +44,8 @@ IGNORED_HEADER = "x-serinus-ignored"
 """In an answer: the fields of its request that this server does not know."""
 _WARNED_MAX = 100
 """Unknown fields that the log names in the life of a front, each once."""
-_THREAD_CHARS = 8192
-"""Longer texts, and more texts together, are tokenized in a thread, so that streams go on meanwhile."""
+_PARSED_PER_CHAR = 8
+"""Bytes of a body that are parsed in the time that one character takes to tokenize."""
 
 Prompt = str | list[int]
 
@@ -78,6 +80,8 @@ class Front:
         self._rng = Rng(new_incarnation() if seed is None else seed)
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
         self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
+        self.threads = TextThreads()
+        """Where long texts are parsed, rendered and tokenized."""
         self._warned_of_suggestion = False
         self._warned_of: set[str] = set()
         client.on_bad_frame = self.metrics.bad_frame
@@ -122,21 +126,19 @@ class Front:
         return None if self.settings.skip_tokenizer_init else await self.tokenizer("text")
 
     async def encode(
-        self, field: str, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+        self, field: str, texts: Sequence[str], *, tokens_max: int, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of prompts in either form; in a thread where there is much text in all of them together."""
-        chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        tokenizer = await self.tokenizer(field) if any(isinstance(prompt, str) for prompt in prompts) else None
+        """Token ids of texts. Raises PromptTooLong: one has far more than `tokens_max`; it is not encoded."""
+        tokenizer = await self.tokenizer(field)
 
-        def ids_of(prompt: Prompt) -> list[int]:
-            if not isinstance(prompt, str):
-                return prompt
-            assert tokenizer is not None, "front: a text without a tokenizer"
-            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        def work() -> list[list[int]]:
+            lists: list[list[int]] = []
+            for text in texts:
+                check_text(field, text, tokenizer, tokens_max)
+                lists.append(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return lists
 
-        if chars < _THREAD_CHARS:
-            return [ids_of(prompt) for prompt in prompts]
-        return await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in prompts])
+        return await self.threads.run(sum(map(len, texts)), work)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -147,9 +149,14 @@ class Front:
         BadRequest, BodyTooLarge, ClientGone.
         """
         raw = await exchange.body()
-        body = parse_body(raw, body_type)
-        refuse_unsupported(body)
-        ignored = unknown_fields(raw, body_type)
+        context = self.client.ready.context_length if self.client.ready is not None else 0
+
+        def work() -> tuple[_BodyT, list[str]]:
+            body = parse_body(raw, body_type, values_max=max(VALUES_MAX, 2 * context))
+            refuse_unsupported(body)
+            return body, unknown_fields(raw, body_type)
+
+        body, ignored = await self.threads.run(len(raw) // _PARSED_PER_CHAR, work)
         if ignored:
             exchange.headers.append((IGNORED_HEADER.encode(), quote(", ".join(ignored), safe=", ").encode()))
         for field in ignored:
@@ -173,30 +180,42 @@ class Front:
         """The client's seed, or one drawn for it."""
         return self._rng.getrandbits(63) if params.seed is None else params.seed
 
-    async def ask(
+    async def asks(
         self,
         field: str,
-        prompt: Prompt,
-        params: SamplingParams,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
         *,
         limit_field: str,
         add_special_tokens: bool = True,
-        ids: list[int] | None = None,
-        rid: str = "",
-    ) -> Ask:
-        """One prompt, tokenized (unless `ids` are its tokens already) and checked.
+        rids: Sequence[str] = (),
+    ) -> list[Ask]:
+        """Prompts and what is asked for each, tokenized and checked; in a thread where they are long together.
 
         Raises BadRequest, PromptTooLong, BadSampling, EngineDown.
         """
         ready = self.ready
-        if isinstance(prompt, str) and not prompt:
-            raise BadRequest(field, prompt, "a text that is not empty")
-        if params.stop and self.settings.skip_tokenizer_init:
-            raise BadRequest("stop", params.stop, "nothing: this server runs without a tokenizer")
-        if ids is None:
-            (ids,) = await self.encode(field, [prompt], add_special_tokens=add_special_tokens)
-        check_limits(field, ids, params, ready, limit_field=limit_field)
-        return Ask(prompt=ids, text=prompt if isinstance(prompt, str) else None, sampling=params, rid=rid)
+        if any(each.stop for each in params) and self.settings.skip_tokenizer_init:
+            raise BadRequest("stop", params[0].stop, "nothing: this server runs without a tokenizer")
+        tokenizer = await self.tokenizer(field) if any(isinstance(prompt, str) for prompt in prompts) else None
+
+        def ask(prompt: Prompt, wanted: SamplingParams, rid: str) -> Ask:
+            text = prompt if isinstance(prompt, str) else None
+            if text is None:
+                ids = cast(list[int], prompt)
+            else:
+                assert tokenizer is not None, "front: a text without a tokenizer"
+                if not text:
+                    raise BadRequest(field, text, "a text that is not empty")
+                check_text(field, text, tokenizer, ready.context_length)
+                ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            check_limits(field, ids, wanted, ready, limit_field=limit_field)
+            return Ask(prompt=np.asarray(ids, dtype=np.int32), text=text, sampling=wanted, rid=rid)
+
+        def work() -> list[Ask]:
+            return [ask(*each) for each in zip(prompts, params, rids or [""] * len(prompts), strict=True)]
+
+        return await self.threads.run(sum(map(len, prompts)), work)
 
     @asynccontextmanager
     async def calling(
@@ -258,6 +277,7 @@ class Front:
                 raise ConfigError(f"front: the tokenizer did not load: {err}") from err
 
     def stop(self) -> None:
-        """Give up loading the tokenizer, where that has not ended."""
+        """Give up loading the tokenizer, where that has not ended, and begin no more work on long texts."""
+        self.threads.stop()
         if self._tokenizer is not None:
             self._tokenizer.cancel()

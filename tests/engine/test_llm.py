@@ -14,6 +14,7 @@ from serinus import LLM, SamplingParams
 from serinus.core.errors import BadRequest, PeerGone
 from serinus.core.parts import Part
 from serinus.core.plan import StepPlan, StepResult
+from serinus.core.rng import choice_seed
 from serinus.engine.interrupt import Interrupt
 from serinus.engine.llm import RequestOutput
 from serinus.models import load_spec
@@ -46,6 +47,17 @@ def test_n_answers_to_one_prompt_stand_together(llm: LLM) -> None:
     (output,) = llm.generate([5, 6, 7], SamplingParams(n=3, max_tokens=2, ignore_eos=True))
     assert [answer.index for answer in output.outputs] == [0, 1, 2]
     assert [len(answer.token_ids) for answer in output.outputs] == [2, 2, 2]
+
+
+def test_each_of_n_answers_has_the_seed_that_http_gives_it(llm: LLM) -> None:
+    (together,) = llm.generate([5, 6, 7], SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True))
+    alone = [
+        llm.generate([5, 6, 7], SamplingParams(seed=choice_seed(7, choice), max_tokens=8, ignore_eos=True))[0]
+        for choice in range(3)
+    ]
+    answers = [answer.token_ids for answer in together.outputs]
+    assert answers == [output.outputs[0].token_ids for output in alone]
+    assert len(set(answers)) == 3
 
 
 @pytest.mark.parametrize("bad", [[], [64], [-1], [1 << 40], [1] * 200])

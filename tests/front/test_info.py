@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serinus.core.clock import WallClock
-from serinus.front import EngineClient, FrontSettings
+from serinus.front import FrontSettings
 from serinus.front.metrics import FrontMetrics, merge_expositions
-from serinus.front.state import Front
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
 from serinus.text import Tokenizer
@@ -72,25 +69,6 @@ def test_wrong_texts_and_ids_are_refused(front: RunningFront, path: str, body: d
 def test_a_long_text_is_tokenized_aside_with_the_same_result(front: RunningFront, tokenizer: Tokenizer) -> None:
     text = "hello the abc " * 2000
     assert front.post("/tokenize", {"prompt": text}).json()["tokens"] == tokenizer.encode(text)
-
-
-def test_many_short_texts_together_are_tokenized_aside(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
-    async def turns_meanwhile(texts: list[str]) -> int:
-        front = Front(FrontSettings(model_path=str(byte_folder)), EngineClient(new_endpoint()), WallClock())
-        await front.tokenizer("text")
-        loop, turns = asyncio.get_running_loop(), 0
-
-        def tick() -> None:
-            nonlocal turns
-            turns += 1
-            loop.call_soon(tick)
-
-        loop.call_soon(tick)
-        await front.encode("text", texts)
-        return turns
-
-    assert asyncio.run(turns_meanwhile(["hello the abc " * 100] * 50)) > 0
-    assert asyncio.run(turns_meanwhile(["hello the abc "])) == 0
 
 
 def test_counters_come_without_a_time_of_birth(front: RunningFront) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serinus.core.rng import choice_seed
 from serinus.testing.fake_engine import fake_continue
 from serinus.testing.running_front import RunningFront
 from serinus.text import Tokenizer
@@ -56,6 +57,13 @@ def test_several_answers_of_one_prompt_are_a_list(front: RunningFront) -> None:
     answers = front.post("/generate", {"text": "x", "sampling_params": {"n": 2, "max_new_tokens": 8}}).json()
     assert len(answers) == 2
     assert answers[0]["output_ids"] != answers[1]["output_ids"]
+
+
+def test_each_of_n_answers_has_the_seed_that_an_llm_gives_it(front: RunningFront) -> None:
+    sampling = {"n": 3, "seed": 7, "max_new_tokens": 8}
+    answers = front.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": sampling}).json()
+    expected = [fake_continue([5, 6, 7], 8, vocab_size=VOCAB, seed=choice_seed(7, choice)) for choice in range(3)]
+    assert [answer["output_ids"] for answer in answers] == expected
 
 
 def test_a_stream_shows_the_whole_answer_each_time(front: RunningFront, tokenizer: Tokenizer) -> None:

@@ -6,13 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from serinus.core.clock import ManualClock
+from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import BadRequest, ConfigError
-from serinus.text import ChatTemplate, load_tokenizer
+from serinus.testing.small_tokenizers import make_byte_tokenizer, make_piece_tokenizer
+from serinus.text import ChatTemplate, Tokenizer, load_tokenizer
 
 TEXTS = ["hello the world", " the abc ", "日本語 🙂 é", "<eos>x<think>", "", "a\n\n\tb", "日本 語"]
 CHAT = [
@@ -148,3 +152,47 @@ def test_a_template_knows_the_date_and_the_json_of_things() -> None:
     source = "{{ strftime_now('%Y') }} {{ messages[0].content | tojson }}{% generation %} x{% endgeneration %}"
     template = ChatTemplate(source, special_tokens={}, clock=ManualClock())
     assert template.render([{"role": "user", "content": "<é>"}]) == '2023 "<é>" x'
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    clock, text = WallClock(), "hello the abc " * 40_000
+    done, times = threading.Event(), [0.0]
+
+    def look() -> None:
+        while not done.wait(0.001):
+            times.append(clock.now())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    begin = clock.now()
+    ids = tokenizer.encode(text)
+    end = clock.now()
+    done.set()
+    thread.join()
+    times = [begin, *(time for time in times if begin < time < end), end]
+    longest = max(after - before for before, after in pairwise(times))
+    assert longest < 0.5 * (end - begin)  # 0.03 here; 0.95 with the call that keeps the GIL
+    assert tokenizer.decode_many([ids, ids[:1]]) == [text, tokenizer.decode(ids[:1])]
+
+
+@pytest.mark.parametrize("make", [make_byte_tokenizer, make_piece_tokenizer])
+def test_no_token_stands_for_more_characters_than_the_longest(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(make(tmp_path)))
+    lengths = [len(tokenizer.decode([i], skip_special_tokens=False)) for i in range(tokenizer.vocab_size)]
+    assert max(lengths) <= tokenizer.token_chars_max <= max(lengths) + 4
+
+
+def test_far_too_many_tokens_are_noticed_early(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        seen.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    text = "!" * (1 << 20)
+    assert tokenizer.holds_far_more(text, 1000)
+    assert sum(seen) == 1 << 18
+    assert tokenizer.holds_far_more(text, 500_000)
+    assert not tokenizer.holds_far_more(text, 1 << 20)
