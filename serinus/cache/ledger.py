@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import InvariantError
+from serinus.core.handoff import PageTrace
 
 __all__ = ["LEGAL_MOVES", "Owner", "PageCounts", "PageLedger", "PageState", "Pages", "copy_owner", "tree_owner"]
 
@@ -36,6 +37,7 @@ Owner = int
 STATE_BITS = 3
 STATE_MASK = (1 << STATE_BITS) - 1
 LOG_OPERATIONS = 4096
+TRACES_KEPT = 4096
 
 
 class PageState(IntEnum):
@@ -129,6 +131,9 @@ class PageLedger:
         self._rid_of: dict[int, str] = {}
         self._pages_of: dict[int, int] = {}
         self._next_number = 1
+        self._traces: dict[int, PageTrace] = {}
+        self._trace_P: NDArray[np.int64] = np.zeros(page_count, np.int64)
+        self._trace_count = 0
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -215,6 +220,8 @@ class PageLedger:
             raise InvariantError(f"cache: page {page} is held, expected no holds when handed out; {self.history(page)}")
         self.free_pages = left
         self.owner_P[index] = owner
+        if self._traces:
+            self._trace_P[index] = 0
         self._record(index, FREE_OWNER, owner, verb)
         return pages
 
@@ -311,6 +318,20 @@ class PageLedger:
         """The holds on one page by name."""
         return {name: int(count_P[page]) for name, count_P in self._named_holds.items() if count_P[page]}
 
+    # Handoffs
+
+    def trace(self, trace: PageTrace) -> None:
+        """These pages came by a handoff, or were sent with one: the latest is told until a page is handed out again.
+        Of the latest handoffs alone, and of pages that are here."""
+        self._trace_count += 1
+        self._traces[self._trace_count] = trace
+        self._trace_P[trace.span.pages] = self._trace_count
+        self._traces.pop(self._trace_count - TRACES_KEPT, None)
+
+    def trace_of(self, page: int) -> PageTrace | None:
+        """The latest handoff that moved this page, as far as it is known."""
+        return self._traces.get(int(self._trace_P[page]))
+
     # Words
 
     def describe(self, owner: Owner) -> str:
@@ -322,7 +343,7 @@ class PageLedger:
         return f"{state.name}({number})" if number else state.name
 
     def history(self, page: int) -> str:
-        """The last operation that brought `page` into each state, oldest first, and its holds."""
+        """The last operation that brought `page` into each state, oldest first, its handoff and its holds."""
         log = list(self._log)
         starts = [entry[0] for entry in log]
         lines = []
@@ -335,6 +356,8 @@ class PageLedger:
                 lines.append(f"#{operation} {verb}: {self.describe(source)} -> {self.describe(target)}")
             else:
                 lines.append(f"#{operation} became {state.name}, long ago")
+        if (trace := self.trace_of(page)) is not None:
+            lines.append(trace.words(page))
         holds = self.holds_of(page)
         return f"page {page}'s last operations: {'; '.join(lines) or 'none'}" + (f"; held by {holds}" if holds else "")
 

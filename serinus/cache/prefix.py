@@ -44,6 +44,7 @@ from serinus.cache.view import CacheCounters, cache_stats, tree_view
 from serinus.cache.window import Windows
 from serinus.core.clock import Clock
 from serinus.core.errors import CapacityError, InvariantError
+from serinus.core.handoff import PageTrace
 from serinus.core.moves import MoveKind
 from serinus.core.parts import PageSpan, Part
 
@@ -328,6 +329,11 @@ class PrefixCache:
         """
         self._check_committed()
         self._room.hold(name, pages, part)
+
+    def trace(self, traces: Iterable[PageTrace]) -> None:
+        """Device pages that a handoff has filled, or has been sent: their histories tell it."""
+        for trace in traces:
+            self.ledgers[Tier.DEVICE, trace.span.part].trace(trace)
 
     def unhold(self, name: str, pages: Pages, part: Part = Part.FULL) -> None:
         """Drop one hold called `name` of each of distinct `pages`. Raises InvariantError where there is none."""

@@ -6,7 +6,7 @@ evidence; of the others the step, the check and the number matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,19 @@ class Incident:
     """With the owner, the users and the history of the page at that moment."""
     last_step: int
     """Step of the latest one."""
+    first_time: float
+    """Unix seconds."""
+    last_time: float
+    handoff: Mapping[str, str] | None
+    """The handoff that moved the page last, as PageTrace.as_json says it; None = no handoff is known to have."""
     count: int = 1
     """How many there were."""
     tags: list[str] = field(default_factory=list)
     """The checks that found it, in the order in which they first did."""
 
-    def again(self, violation: Violation) -> None:
-        """One more of them."""
-        self.last_step = violation.step
+    def again(self, violation: Violation, time: float) -> None:
+        """There is one more of them, at this Unix time."""
+        self.last_step, self.last_time = violation.step, time
         self.count += 1
         if violation.tag not in self.tags:
             self.tags.append(violation.tag)
@@ -45,6 +50,9 @@ class Incident:
             **self.first.as_json(),
             "first_step": self.first.step,
             "last_step": self.last_step,
+            "first_time": self.first_time,
+            "last_time": self.last_time,
+            "handoff": self.handoff,
             "count": self.count,
             "tags": list(self.tags),
         }
@@ -66,12 +74,15 @@ class IncidentLog:
         """The incident that this violation belongs to; None = it begins one. Its rank and owner are known."""
         return self._records.get(_key(violation))
 
-    def begin(self, violation: Violation) -> Incident:
+    def begin(self, violation: Violation, time: float, handoff: Mapping[str, str] | None) -> Incident:
         """A violation of which there is no incident yet begins one."""
         if len(self._records) == self._kept:
             oldest_late = list(self._records)[self._kept // 2]
             del self._records[oldest_late]
-        incident = Incident(first=violation, last_step=violation.step, tags=[violation.tag])
+        incident = Incident(
+            first=violation, last_step=violation.step, first_time=time, last_time=time, handoff=handoff,
+            tags=[violation.tag],
+        )  # fmt: skip
         self._records[_key(violation)] = incident
         self.total += 1
         return incident

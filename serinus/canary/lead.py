@@ -28,7 +28,9 @@ from serinus.canary.commands import (
 from serinus.canary.incidents import IncidentLog
 from serinus.canary.perturb import Injection
 from serinus.canary.violation import Violation, ViolationLog, possible_counts, reason_names
+from serinus.core.clock import Clock
 from serinus.core.errors import KvViolation
+from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
@@ -43,6 +45,8 @@ _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
 _LOOK_S: Final = 0.05
 _INJECTIONS_KEPT: Final = 1024
+_HEARD_KEPT: Final = 256
+_TOLD_KEPT: Final = 4096
 _log = get_logger("canary")
 
 
@@ -71,7 +75,9 @@ class CanaryLead:
         line: CommandLine,
         cache: PrefixCache,
         users_of: Callable[[Part, int], tuple[str, ...]],
+        client_of: Callable[[str], str],
         *,
+        clock: Clock,
         parts: Sequence[Part],
         names: Sequence[str],
         host_fault: HostFault | None = None,
@@ -80,6 +86,7 @@ class CanaryLead:
 
         Args:
             users_of: the requests whose rows name a page (part, page).
+            client_of: what its client calls a request, where this engine calls it by the handoff.
             parts: those in which the model has layers.
             names: of the ranks, as reports have them; one rank alone has the name "".
         """
@@ -96,7 +103,12 @@ class CanaryLead:
         self._raises = settings.kv_canary == "raise"
         self._line = line
         self._cache = cache
-        self._users_of = users_of
+        self._users_of, self._client_of, self._clock = users_of, client_of, clock
+        self._heard: dict[tuple[str, str, str], HandoffFinding] = {}
+        """What canaries of other engines told, by engine, handoff and reason; the latest."""
+        self._untold: list[HandoffFinding] = []
+        self._told: dict[tuple[str, Part, Reason], None] = {}
+        """Handoffs of which the other engine was told, part by part and reason by reason; the latest."""
         self._names = names
         self._host_fault = host_fault
         self._cursor = dict.fromkeys(parts, 0)
@@ -145,6 +157,27 @@ class CanaryLead:
         self._outside += self._classify([each for each in found if each.rid != rid])
         return _reason(here[0]) if here and self._raises else ""
 
+    def heard(self, finding: HandoffFinding) -> None:
+        """The canary of another engine found wrong KV on a page that a handoff moved between it and this one. Where it
+        ended the handoff for it, it says so twice, and knows the place the second time."""
+        key = finding.engine, finding.xid, finding.reason
+        earlier = self._heard.get(key)
+        if earlier is None:
+            _log.error(
+                "kv_canary told: by=%s handoff=%s req=%s part=%s position=%d reason=%s",
+                finding.engine, finding.xid, finding.rid, finding.part or "-", finding.position,
+                finding.reason.replace(" ", "_"),
+            )  # fmt: skip
+        if earlier is None or not earlier.part:
+            self._heard[key] = finding
+        if len(self._heard) > _HEARD_KEPT:
+            del self._heard[next(iter(self._heard))]
+
+    def take_findings(self) -> list[HandoffFinding]:
+        """What other engines are to be told, since the last call: of each handoff, part and reason the first."""
+        untold, self._untold = self._untold, []
+        return untold
+
     # ---- reports ------------------------------------------------------------------------------------------------
 
     def view(self) -> dict[str, Any]:
@@ -164,6 +197,17 @@ class CanaryLead:
             ],
             "incidents_total": self.incidents.total,
             "incidents": [incident.as_json() for incident in self.incidents],
+            "told": [
+                {
+                    "by": each.engine,
+                    "xid": each.xid,
+                    "rid": each.rid,
+                    "part": each.part,
+                    "position": each.position,
+                    "reason": each.reason,
+                }
+                for each in self._heard.values()
+            ],
             "injected_total": self._injected.total(),
             "injected": [injection.as_json() for injection in self.injections],
         }
@@ -236,15 +280,36 @@ class CanaryLead:
         part, page = finding.part, finding.page
         ledger = self._cache.ledgers[Tier.DEVICE, part]
         owner = ledger.describe(int(ledger.owner_P[page]))
-        known = replace(finding, rank=self._names[rank], owner=owner, users=self._users_of(part, page))
+        client = self._client_of(finding.rid) if finding.rid else ""
+        known = replace(
+            finding, rank=self._names[rank], owner=owner, users=self._users_of(part, page),
+            client="" if client == finding.rid else client,
+        )  # fmt: skip
         incident = self.incidents.same(known)
         if incident is not None:
-            incident.again(known)
+            incident.again(known, self._clock.unix())
             return replace(known, history=incident.first.history)
         known = replace(known, history=ledger.history(page))
-        self.incidents.begin(known)
+        trace = ledger.trace_of(page)
+        self.incidents.begin(known, self._clock.unix(), None if trace is None else trace.as_json(page))
         _log.error("%s", known.line())
+        if trace is not None:
+            self._tell(known, trace)
         return known
+
+    def _tell(self, violation: Violation, trace: PageTrace) -> None:
+        key = trace.xid, violation.part, violation.reasons
+        if key in self._told:
+            return
+        self._told[key] = None
+        if len(self._told) > _TOLD_KEPT:
+            del self._told[next(iter(self._told))]
+        self._untold.append(
+            HandoffFinding(
+                engine=trace.engine, peer=trace.peer, xid=trace.xid, rid=trace.rid, part=violation.part.name,
+                position=violation.position, reason=_reason(violation),
+            )
+        )  # fmt: skip
 
     def _planted(self, rank: int, injection: Injection) -> None:
         self._injected[injection.mode] += 1

@@ -9,6 +9,7 @@ from serinus.canary.lead import CanaryLead, HostFault
 from serinus.canary.perturb import Perturber, fault_plan, fault_rank, rank_fault_plan
 from serinus.canary.rank import CanaryRank, TokenOracle
 from serinus.canary.settings import CheckSettings
+from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.line import CommandLine
 from serinus.core.parts import Part
@@ -76,12 +77,15 @@ def make_canary_lead(
     line: CommandLine,
     cache: PrefixCache,
     users_of: Callable[[Part, int], tuple[str, ...]],
+    client_of: Callable[[str], str],
+    clock: Clock,
 ) -> CanaryLead | None:
     """The leader's half of the canary, which starts those of the ranks; None = the settings ask for none.
 
     Args:
         spec: the whole model; shards: what each rank has of it.
         users_of: the requests whose rows name a page (part, page).
+        client_of: what its client calls a request.
     Raises ConfigError: see make_canary_rank.
     """
     if config.canary.kv_canary == "none":
@@ -94,6 +98,8 @@ def make_canary_lead(
         line,
         cache,
         users_of,
+        client_of,
+        clock=clock,
         parts=sorted(part for part in spec.parts if spec.layers_of(part)),
         names=[shard.name for shard in shards] if len(shards) > 1 else [""],
         host_fault=fault,

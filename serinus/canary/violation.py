@@ -60,6 +60,8 @@ class Violation:
     found_digest: int
     rid: str = ""
     """The request whose row (or arrival) was checked; empty for the sweep."""
+    client: str = ""
+    """What its client calls that request, where it is another name: a prefill engine calls it by the handoff."""
     owner: str = ""
     """The owner of the page, by the ledger, in words."""
     users: tuple[str, ...] = ()
@@ -90,6 +92,8 @@ class Violation:
             "users": ",".join(self.users) or "-",
             "history": self.history.replace(" ", "_") or "-",
         }
+        if self.client:
+            values["client"] = self.client
         if self.rank:
             values["rank"] = self.rank.replace(" ", "_")
         return "kv_canary violation: " + " ".join(f"{key}={value}" for key, value in values.items())

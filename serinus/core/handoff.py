@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request, TokenLogprobs
 
-__all__ = ["ChunkReady", "HandoffSpec", "Reservation"]
+__all__ = ["ChunkReady", "HandoffFinding", "HandoffSpec", "MovedPiece", "PageTrace", "Reservation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class HandoffSpec:
     """Name of the handoff."""
     held: int
     """Prompt tokens the decode engine has already; page aligned, at most prompt length - 1."""
+    rid: str = ""
+    """What the decode engine and its client call the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +92,76 @@ class ChunkReady:
     def pages(self) -> NDArray[np.int32]:
         """The pages of part FULL: they name the chunk when it is drained."""
         return self.spans[0].pages
+
+
+# ---- where pages came from ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedPiece:
+    """What one DATA message of one rank filled, in pages of the engine that took it."""
+
+    first: int
+    """Index of its first page in the prompt..."""
+    end: int
+    """...and one past its last."""
+    rank: int
+    """Of the prefill engine."""
+    number: int
+    """0, 1, 2... per handoff and rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageTrace:
+    """The handoff by which pages of one part came, or were sent: what the history of each of them says."""
+
+    arrived: bool
+    """They came from the other engine; False = they were sent to it."""
+    engine: str
+    """Name of the other engine."""
+    peer: str
+    """Of the connection to it."""
+    xid: str
+    """Name of the handoff."""
+    rid: str
+    """What the decode engine and its client call the request."""
+    span: PageSpan
+    """The pages."""
+    pieces: tuple[MovedPiece, ...] = ()
+    """What they came in."""
+
+    def pieces_of(self, page: int) -> str:
+        """The pieces that filled one page, in words: several ranks have a part of it each."""
+        places = np.flatnonzero(self.span.pages == page) + self.span.first
+        found = [p for p in self.pieces if any(p.first <= place < p.end for place in places.tolist())]
+        return ", ".join(f"piece {piece.number} of rank {piece.rank}" for piece in found)
+
+    def words(self, page: int) -> str:
+        """For the history of one page."""
+        pieces = self.pieces_of(page)
+        verb = "filled by" if self.arrived else "sent to"
+        return f"{verb} {self.engine}, handoff {self.xid}, request {self.rid}{', ' if pieces else ''}{pieces}"
+
+    def as_json(self, page: int) -> dict[str, str]:
+        """The same for one page as JSON-ready data."""
+        way = "from" if self.arrived else "to"
+        return {"xid": self.xid, "rid": self.rid, way: self.engine, "pieces": self.pieces_of(page)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffFinding:
+    """Wrong KV on a page that a handoff moved. An event of the handoff machine where the own canary found it: the other
+    engine is told. A result of it where that one says so."""
+
+    engine: str
+    """Name of the other engine."""
+    peer: str
+    """Of the connection to it, as far as it is known."""
+    xid: str
+    rid: str
+    part: str = ""
+    """Name of the part; empty where the whole handoff was given up for it."""
+    position: int = -1
+    """Position in the prompt; -1 = not one of it."""
+    reason: str = ""
+    """The violation in words."""

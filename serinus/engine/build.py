@@ -273,7 +273,7 @@ def lead(
     cache = _cache(kinds.cache, parts, ports, clock, events=events is not None)
     scheduler = kinds.scheduler(settings, cache)
     shards = spec.shards(parts.mesh, config.parallel.partition)
-    canary = make_canary_lead(config, spec, shards, line, cache, scheduler.users_of)
+    canary = make_canary_lead(config, spec, shards, line, cache, scheduler.users_of, scheduler.client_of, clock)
     rank = "TP0" if starter is None else names[0]
     metrics = kinds.metrics(engine=config.engine_name, role=config.role, rank=rank)
     incarnation = kinds.incarnation()
@@ -281,6 +281,7 @@ def lead(
         HandoffParts(
             config=config, spec=spec, pools=parts.pools, scheduler=scheduler, line=line, metrics=metrics,
             outgoing=parts.outgoing, arrived=None if canary is None else canary.arrived,
+            heard=None if canary is None else canary.heard, trace=cache.trace,
             incarnation=incarnation, backends=backends,
         ),
         clock,

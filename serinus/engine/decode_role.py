@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages
@@ -55,10 +56,13 @@ class DecodeRole:
         addresses: Sequence[str],
         on_failure: str,
         optimistic: bool = False,
+        trace: Callable[[Sequence[PageTrace]], None],
         arrived: Callable[[str, OwnPages | None], str] | None = None,
+        heard: Callable[[HandoffFinding], None] | None = None,
     ) -> None:
         """`addresses`: prefill engines to use for requests that name none; `on_failure`: recompute or error;
-        `optimistic`: ask for a prompt before there are pages for it; `arrived`: the canary's check of pages that came
+        `optimistic`: ask for a prompt before there are pages for it; `trace`: notes which pages came from where
+        (PrefixCache.trace); `arrived`: the canary's check of pages that came
         (CanaryLead.arrived)."""
         self._scheduler = scheduler
         self.port = port
@@ -66,7 +70,7 @@ class DecodeRole:
         self._addresses = tuple(addresses)
         self._fails = on_failure == "error"
         self._optimistic = optimistic
-        self._arrived = arrived
+        self._trace, self._arrived, self._heard = trace, arrived, heard
         self._deltas: list[TokenDelta] = []
         self._rejects = BadFrames()
         self._rarely = Rarely()
@@ -127,6 +131,9 @@ class DecodeRole:
         event = CancelHandoff(rid=rid, code=code, reason=reason or "aborted by the client")
         self._act(self.port.handle(event, now), now)
 
+    def tell(self, finding: HandoffFinding, now: float) -> None:
+        self._act(self.port.handle(finding, now), now)
+
     def asked_by_peers(self) -> list[str]:
         return []
 
@@ -174,6 +181,8 @@ class DecodeRole:
                 case QuarantineOver():
                     self._scheduler.quarantine_over(result.spans)
                     self._metrics.observe("kv_transfer_quarantine_ms", 1e3 * result.seconds)
+                case HandoffFinding() if self._heard is not None:
+                    self._heard(result)
                 case PeerChanged():
                     _log.info(
                         "prefill engine %s at %s is %s%s",
@@ -181,10 +190,11 @@ class DecodeRole:
                     )  # fmt: skip
 
     def _landed(self, result: Landed, now: float) -> None:
+        self._trace(result.traces)
         arrived = self._arrived
         wrong = "" if arrived is None else arrived(result.rid, self._scheduler.pages_of(result.rid))
         if wrong:
-            self._failed(Recompute(rid=result.rid, code="kv_canary", reason=wrong, had_grant=True), now)
+            self._failed(Recompute(rid=result.rid, xid=result.xid, code="kv_canary", reason=wrong, had_grant=True), now)
             return
         delta = self._scheduler.landed(
             result.rid,
@@ -218,7 +228,9 @@ class DecodeRole:
         name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
         self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
-            _log.warning("handoff of %s failed (%s): %s", result.rid, result.code, result.reason)
+            _log.warning(
+                "handoff %s of request %s failed (%s): %s", result.xid or "-", result.rid, result.code, result.reason
+            )
         if not self._fails:
             self._go_local(result.rid, result.code)
             return

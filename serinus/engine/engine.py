@@ -117,6 +117,8 @@ class Engine:
         self._worked = finished is not None or planned
         if not self._worked and not self._open:
             self._worked = self._look_around()
+        for finding in () if self.canary is None else self.canary.take_findings():
+            self.handoffs.tell(finding, now)
         return self._output()
 
     @property
@@ -310,7 +312,7 @@ class Engine:
         elif message.what == "flush_cache":
             ok, body = self._flush()
         elif message.what == "canary":
-            body = json.dumps({"mode": "none"} if self.canary is None else self.canary.view()).encode()
+            body = json.dumps(self._canary_view()).encode()
         elif message.what == "cache":
             body = json.dumps(cache_view(self._cache, message.limit, self._facts)).encode()
         else:
@@ -325,6 +327,11 @@ class Engine:
         if self.canary is not None:
             self.canary.refresh(metrics)
         return metrics.render()
+
+    def _canary_view(self) -> dict[str, Any]:
+        facts = self._facts or EngineFacts()
+        view = {"mode": "none"} if self.canary is None else self.canary.view()
+        return {"engine": facts.engine, "role": facts.role, **view}
 
     def _flush(self) -> tuple[bool, bytes]:
         try:

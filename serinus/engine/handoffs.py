@@ -8,6 +8,7 @@ from typing import Any
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
+from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
@@ -52,6 +53,10 @@ class HandoffParts:
     """The pools of the leader's rank as a handoff reads them."""
     arrived: Callable[[str, OwnPages | None], str] | None
     """The canary's check of pages that came; None = there is no canary."""
+    heard: Callable[[HandoffFinding], None] | None
+    """Takes what canaries of other engines found on pages of handoffs; None = there is no canary."""
+    trace: Callable[[Sequence[PageTrace]], None]
+    """Notes which pages handoffs moved."""
     incarnation: int
     backends: Sequence[AnyBackend] = ()
     """How pages travel; none = as the settings say."""
@@ -102,7 +107,9 @@ def make_role(
     common: dict[str, Any] = {"line": parts.line, "backends": backends, "stores": stores}
     if is_prefill:
         prefill = port(PrefillSide, settings, **common)
-        return PrefillRole(scheduler=parts.scheduler, port=prefill, metrics=parts.metrics)
+        return PrefillRole(
+            scheduler=parts.scheduler, port=prefill, metrics=parts.metrics, trace=parts.trace, heard=parts.heard
+        )
     return DecodeRole(
         scheduler=parts.scheduler,
         port=port(DecodeSide, settings, **common),
@@ -111,7 +118,9 @@ def make_role(
         addresses=config.pd.prefill_addresses if addresses is None else addresses,
         on_failure=config.pd.on_failure,
         optimistic=config.pd.optimistic_prefill,
+        trace=parts.trace,
         arrived=parts.arrived,
+        heard=parts.heard,
     )
 
 

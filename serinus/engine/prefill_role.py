@@ -5,10 +5,11 @@ A prefill engine is a full engine too: requests of its own front are served here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from serinus.core.errors import CapacityError, RequestError
+from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
@@ -41,11 +42,18 @@ _log = get_logger("engine")
 class PrefillRole:
     """Handoffs (roles.py) of a prefill engine."""
 
-    def __init__(self, *, scheduler: Scheduler, port: HandoffPort[PrefillSide], metrics: Metrics) -> None:
+    def __init__(
+        self, *, scheduler: Scheduler, port: HandoffPort[PrefillSide], metrics: Metrics,
+        trace: Callable[[Sequence[PageTrace]], None], heard: Callable[[HandoffFinding], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`trace`: notes which pages were sent where (PrefixCache.trace); `heard`: takes what canaries of decode
+        engines found (CanaryLead.heard)."""
+        self._trace, self._heard = trace, heard
         self._scheduler = scheduler
         self.port = port
         self._metrics = metrics
-        self._xids: set[str] = set()
+        self._asked: dict[str, AddPrefill] = {}
+        """Prompts of decode engines under way here, by xid."""
         self._rejects = BadFrames()
         self._rarely = Rarely()
         self._stuck_turns = 0
@@ -67,20 +75,35 @@ class PrefillRole:
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         for chunk in chunks:
+            self._trace(self._traces(chunk))
             self._act(self.port.handle(chunk, now), now)
         self._act(self.port.settle(now), now)
+
+    def _traces(self, chunk: ChunkReady) -> list[PageTrace]:
+        """Pages on their way to a decode engine."""
+        asked = self._asked.get(chunk.xid)
+        client = None if asked is None else self.port.machine.client(asked.peer)
+        if asked is None or client is None:
+            return []
+        return [
+            PageTrace(arrived=False, engine=client.engine, peer=client.peer, xid=chunk.xid, rid=asked.rid, span=span)
+            for span in chunk.spans
+        ]
 
     @property
     def is_staging(self) -> bool:
         return self.port.is_staging
 
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
-        if rid in self._xids:
+        if rid in self._asked:
             event = EndPrefill(xid=rid, code=code, reason=reason or "aborted by an operator")
             self._act(self.port.handle(event, now), now)
 
+    def tell(self, finding: HandoffFinding, now: float) -> None:
+        self._act(self.port.handle(finding, now), now)
+
     def asked_by_peers(self) -> list[str]:
-        return list(self._xids)
+        return list(self._asked)
 
     def wait_s(self, longest_s: float) -> float:
         return min(longest_s, self.port.wait_s)
@@ -119,11 +142,13 @@ class PrefillRole:
                 case StopPrefill():
                     self._scheduler.abort(result.xid, result.reason)
                 case ForgetPrefill():
-                    self._xids.discard(result.xid)
+                    self._asked.pop(result.xid, None)
                     self._scheduler.handoff_ended(result.xid)
                     self._metrics.add("kv_transfer_forgotten")
                 case AbortPrefill():
                     self._ended(result, now)
+                case HandoffFinding() if self._heard is not None:
+                    self._heard(result)
                 case PeerChanged():
                     _log.info(
                         "decode engine %s is %s%s",
@@ -131,26 +156,26 @@ class PrefillRole:
                     )  # fmt: skip
 
     def _add(self, result: AddPrefill, now: float) -> None:
-        self._xids.add(result.xid)
+        self._asked[result.xid] = result
         try:
-            self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
+            self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held, rid=result.rid))
         except (RequestError, CapacityError) as error:
             self._metrics.add("num_bootstrap_failed_reqs", 1, "rejected")
             event = EndPrefill(xid=result.xid, code="rejected", reason=str(error))
             self._act(self.port.handle(event, now), now)
 
     def _drained(self, result: PrefillDrained) -> None:
-        self._xids.discard(result.xid)
+        self._asked.pop(result.xid, None)
         self._scheduler.handoff_drained(result.xid)
         self._metrics.add("kv_transfer_pages", result.page_count, "sent")
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
         self._metrics.observe("kv_transfer_grant_wait_ms", 1e3 * result.grant_wait_seconds)
 
     def _ended(self, result: AbortPrefill, now: float) -> None:
-        self._xids.discard(result.xid)
+        self._asked.pop(result.xid, None)
         known = self._scheduler.handoff_ended(result.xid)
         if known or result.code != "rejected":  # a rejected one was counted when it was
             name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
             self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
-            _log.warning("handoff %s ended (%s): %s", result.xid, result.code, result.reason)
+            _log.warning("handoff %s of request %s ended (%s): %s", result.xid, result.rid, result.code, result.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from serinus.core.handoff import HandoffFinding
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
 from serinus.pd import PeerAction
@@ -46,6 +47,10 @@ class Handoffs(Protocol):
         """A request is about to be ended: no peer may write its pages when this returns.
 
         `code`, `reason`: what its peer is told: aborted, or kv_canary with the violation in words."""
+        ...
+
+    def tell(self, finding: HandoffFinding, now: float) -> None:
+        """The canary found wrong KV on a page that a handoff moved: say so to the other engine."""
         ...
 
     def asked_by_peers(self) -> list[str]:
@@ -99,6 +104,9 @@ class NoHandoffs:
 
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         """No peer writes its pages."""
+
+    def tell(self, finding: HandoffFinding, now: float) -> None:
+        assert not finding, f"engine: {finding}, expected none in a unified engine"
 
     def asked_by_peers(self) -> list[str]:
         return []

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request, TokenLogprobs
 from serinus.pd.pages import HandoffOver, MovePiece, TakeIn, Unstage
@@ -147,6 +148,7 @@ class Landed:
     """All pages are filled and verified, and here is the first token. The end of this handoff."""
 
     rid: str
+    xid: str
     token: int
     logprobs: TokenLogprobs | None
     page_count: int
@@ -170,6 +172,8 @@ class Landed:
     queue_seconds: float
     """On the prefill engine."""
     compute_seconds: float
+    traces: tuple[PageTrace, ...]
+    """Which pages came from where, by part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +187,13 @@ class Recompute:
     reason: str
     had_grant: bool = False
     """Whether the prefill engine had been given permission to fill pages: the transfer failed, not what precedes it."""
+    xid: str = ""
+    """Name of the handoff; empty = it had none yet."""
 
 
 DecodeAction: TypeAlias = (
     PeerAction | AttachPeer | PeerChanged | TakeIn | HandoffOver | CancelReads | FencePeer | Quarantine | QuarantineOver
-    | Landed | Recompute
+    | Landed | Recompute | HandoffFinding
 )  # fmt: skip
 
 # ---- actions of a prefill engine ----------------------------------------------------------------------------------
@@ -257,9 +263,11 @@ class AbortPrefill:
     code: str
     reason: str
     had_grant: bool = False
+    rid: str = ""
+    """What the decode engine calls the request, for the log."""
 
 
 PrefillAction: TypeAlias = (
     PeerAction | AttachPeer | PeerChanged | AddPrefill | MovePiece | Unstage | ReleaseChunk | StopPrefill
-    | ForgetPrefill | PrefillDrained | AbortPrefill
+    | ForgetPrefill | PrefillDrained | AbortPrefill | HandoffFinding
 )  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from serinus.core.handoff import MovedPiece
 from serinus.core.parts import PageSpan, Part
 from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import HandoffSettings
@@ -46,6 +47,8 @@ class ArrivalAccount:
     """Next source page by part and source rank."""
     last_piece: dict[int, int] = field(default_factory=dict)
     """Number of the last piece that came, by source rank."""
+    pieces: dict[Part, list[MovedPiece]] = field(default_factory=dict)
+    """What came, by part, in own pages."""
     piece_count: int = 0
     page_count: int = 0
     byte_count: int = 0
@@ -104,6 +107,8 @@ class ArrivalAccount:
         span = self.spans[part]
         into = target_range(self.source, self.target, data.first, count)
         first = max(into.start, span.first)
+        piece = MovedPiece(first=first, end=into.stop, rank=data.rank, number=data.piece)
+        self.pieces.setdefault(part, []).append(piece)
         return PageSpan(part=part, first=first, pages=span.pages[first - span.first : into.stop - span.first])
 
     def done_fault(self, done: Done) -> str:

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from serinus.core.errors import InvariantError
+from serinus.core.handoff import HandoffFinding
 from serinus.core.ids import new_xid
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
@@ -37,6 +38,7 @@ from serinus.pd.events import (
     Tick,
     WantPeer,
 )
+from serinus.pd.findings import ended_there, heard, message_of
 from serinus.pd.integrity import digest_seed
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
@@ -57,6 +59,7 @@ from serinus.wire.messages import (
     HelloNo,
     HelloOk,
     Keepalive,
+    KvFound,
     SourceLease,
 )
 
@@ -168,6 +171,8 @@ class DecodeSide:
                 self._tick(event, now, out)
             case WantPeer():
                 self._registry.want(event.address, now, out, pinned=True)
+            case HandoffFinding():
+                self._tell(event, out)
             case Shutdown():
                 self._stop(event, now, out)
         return out
@@ -249,6 +254,12 @@ class DecodeSide:
             self._table.fail(handoff, "shutdown", event.reason, now, out)
         out.extend(ClosePeer(peer=peer.name) for peer in self._registry if peer.state is PeerState.UP)
 
+    def _tell(self, finding: HandoffFinding, out: list[DecodeAction]) -> None:
+        """Say to the prefill engine that a page of its handoff is wrong here, if it is still there."""
+        up = [peer for peer in self._registry if peer.state is PeerState.UP and peer.engine == finding.engine]
+        if up:
+            out.append(Send(peer=up[0].name, message=message_of(finding)))
+
     # ---- what the world does --------------------------------------------------------------------------------------
 
     def _peer_lost(self, event: Gone, now: float, out: list[DecodeAction]) -> None:
@@ -321,6 +332,8 @@ class DecodeSide:
             case AbortAck() if peer.state is PeerState.UP:
                 if not self._table.quarantines.acknowledged(message.grant, event.peer, message.ranks, now, out):
                     self.rejects["unknown_grant"] += 1
+            case KvFound() if peer.state is PeerState.UP:
+                out.append(heard(message, peer.engine, peer.name))
             case Data() | Done() | Fail() | Expired() | ConfirmOk() | SourceLease() if peer.state is PeerState.UP:
                 self._about_handoff(event, message, now, out)
             case _:
@@ -351,6 +364,9 @@ class DecodeSide:
         if isinstance(message, Fail):
             if handoff is not None:
                 code = message.code if message.code in _CODES else "error"
+                if code == "kv_canary":
+                    peer = self._registry.named(event.peer)
+                    out.append(ended_there(message, peer.engine if peer else "", event.peer, handoff.rid))
                 self._table.failed_there(handoff, code, message.reason[:REASON_CHARS], now, out)
             return
         if handoff is None or message.grant != handoff.grant or handoff.account is None:

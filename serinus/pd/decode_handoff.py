@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from serinus.core.handoff import PageTrace
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
 from serinus.pd.actions import Landed, Recompute
@@ -60,13 +61,14 @@ class DecodeHandoff:
 
     def recompute(self, code: str, reason: str) -> Recompute:
         """The result for the engine: it failed."""
-        return Recompute(rid=self.rid, code=code, reason=reason, had_grant=self.account is not None)
+        return Recompute(rid=self.rid, xid=self.xid, code=code, reason=reason, had_grant=self.account is not None)
 
     def landed(self, done: Done, account: ArrivalAccount, engine: str, now: float) -> Landed:
         """The result for the engine: all pages are here."""
         since = self.confirming_since
         return Landed(
             rid=self.rid,
+            xid=self.xid,
             token=done.token,
             logprobs=done.logprobs,
             page_count=sum(len(span.pages) for span in account.spans.values()),
@@ -80,6 +82,18 @@ class DecodeHandoff:
             cached_tokens=_believable(done.cached_tokens, len(self.request.prompt)),
             queue_seconds=done.queue_seconds,
             compute_seconds=done.compute_seconds,
+            traces=tuple(
+                PageTrace(
+                    arrived=True,
+                    engine=engine,
+                    peer=self.peer,
+                    xid=self.xid,
+                    rid=self.rid,
+                    span=span,
+                    pieces=tuple(account.pieces.get(part, ())),
+                )
+                for part, span in account.spans.items()
+            ),
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from serinus.core.handoff import ChunkReady
+from serinus.core.handoff import ChunkReady, HandoffFinding
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
 from serinus.pd.pages import PieceMoved, TakenIn
@@ -122,6 +122,7 @@ DecodeEvent: TypeAlias = (
     | CancelHandoff
     | TakenIn
     | PeerFenced
+    | HandoffFinding
 )
 
 # ---- events of a prefill engine -----------------------------------------------------------------------------------
@@ -153,4 +154,5 @@ class ReclaimParked:
 
 PrefillEvent: TypeAlias = (
     PeerMessage | Gone | Tick | Shutdown | Drain | ReclaimParked | ChunkReady | EndPrefill | PieceMoved
+    | HandoffFinding
 )  # fmt: skip

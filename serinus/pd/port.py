@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from serinus.core.errors import ConfigError, TransferFailed
+from serinus.core.handoff import HandoffFinding
 from serinus.core.ids import new_xid
 from serinus.core.line import CommandLine
 from serinus.pd.actions import (
@@ -73,10 +74,17 @@ OFFENCES_MAX = 8
 
 AnyBackend: TypeAlias = Backend | OneSided
 
-DecodeResult: TypeAlias = Landed | Recompute | Quarantine | QuarantineOver | PeerChanged
+DecodeResult: TypeAlias = Landed | Recompute | Quarantine | QuarantineOver | PeerChanged | HandoffFinding
 """What a decode engine must act on."""
 PrefillResult: TypeAlias = (
-    AddPrefill | StopPrefill | ForgetPrefill | AbortPrefill | PrefillDrained | ReleaseChunk | PeerChanged
+    AddPrefill
+    | StopPrefill
+    | ForgetPrefill
+    | AbortPrefill
+    | PrefillDrained
+    | ReleaseChunk
+    | PeerChanged
+    | HandoffFinding
 )
 """What a prefill engine must act on."""
 

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from serinus.core.handoff import ChunkReady
+from serinus.core.handoff import ChunkReady, HandoffFinding
 from serinus.core.ids import new_xid
 from serinus.pd.actions import ClosePeer, PrefillAction, ReleaseChunk, Send
 from serinus.pd.clients import TOMBSTONES_MAX, Client, Clients, Lane, Piece
 from serinus.pd.events import Drain, EndPrefill, PrefillEvent, ReclaimParked, Shutdown, Tick
+from serinus.pd.findings import ended_there, heard, message_of
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.pages import PieceMoved, PieceStatus, Unstage
@@ -42,6 +43,7 @@ from serinus.wire.messages import (
     Hello,
     HelloNo,
     Keepalive,
+    KvFound,
     Prepare,
     SourceLease,
 )
@@ -75,6 +77,10 @@ class PrefillSide:
     def clients(self) -> tuple[Client, ...]:
         """The greeted decode engines; read only."""
         return tuple(self._clients)
+
+    def client(self, peer: str) -> Client | None:
+        """The greeted decode engine of a connection; read only."""
+        return self._clients.get(peer)
 
     @property
     def handoff_count(self) -> int:
@@ -130,6 +136,10 @@ class PrefillSide:
                 early = [handoff for handoff in self._table.under_way.values() if handoff.early]
                 if early:
                     self._table.give_up_pages(max(early, key=lambda handoff: handoff.prepared_at), out)
+            case HandoffFinding():
+                up = [client.peer for client in self._clients if client.engine == event.engine]
+                if up:
+                    out.append(Send(peer=up[0], message=message_of(event)))
             case Drain():
                 self._closed = self._closed or event.reason
             case Shutdown():
@@ -271,6 +281,8 @@ class PrefillSide:
                 self._failed_there(client, message, now, out)
             case AbortGrant():
                 self._abort_grant(client, message, now, out)
+            case KvFound():
+                out.append(heard(message, client.engine, client.peer))
             case Keepalive():
                 client.pulse.step_s = message.step_s_max
                 self._below_floor(client, message.grant_floor, now, out)
@@ -381,6 +393,8 @@ class PrefillSide:
         code = message.code if message.code in _CODES else "error"
         handoff = self._table.under_way.get(message.xid)
         if handoff is not None and handoff.peer == client.peer:
+            if code == "kv_canary":
+                out.append(ended_there(message, client.engine, client.peer, handoff.rid))
             self._table.end(handoff, code, message.reason, now, out, reading=message.reading)
             return
         self.rejects["unknown_xid"] += 1

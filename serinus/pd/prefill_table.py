@@ -59,7 +59,7 @@ class PrefillTable:
 
     def _abort(self, handoff: PrefillHandoff, code: str, reason: str, out: list[PrefillAction]) -> None:
         had_grant = handoff.granted_at is not None
-        out.append(AbortPrefill(xid=handoff.xid, code=code, reason=reason, had_grant=had_grant))
+        out.append(AbortPrefill(xid=handoff.xid, code=code, reason=reason, had_grant=had_grant, rid=handoff.rid))
 
     def abort_if_drained(self, handoff: PrefillHandoff, out: list[PrefillAction]) -> None:
         """Decode does not read its pages any more: end it, unless writes of ours are still outstanding."""

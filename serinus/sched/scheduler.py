@@ -330,6 +330,11 @@ class Scheduler:
         rows = ((state.rid, row) for state in self._states.values() for row in state.rows if row.part is part)
         return tuple(rid for rid, row in rows if page in row.named())
 
+    def client_of(self, rid: str) -> str:
+        """What the client calls a request: prompts of decode engines are called by their handoff here."""
+        state = self._states.get(rid)
+        return rid if state is None or state.handoff is None else state.handoff.rid or rid
+
     def pages_of(self, rid: str) -> OwnPages | None:
         """A request's tokens and pages; None = unknown."""
         return self._states[rid].own_pages() if rid in self._states else None

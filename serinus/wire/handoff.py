@@ -29,6 +29,7 @@ __all__ = [
     "HelloNo",
     "HelloOk",
     "Keepalive",
+    "KvFound",
     "LayoutSignature",
     "Prepare",
     "SourceLease",
@@ -271,3 +272,16 @@ class Drained(MessageBase, frozen=True, kw_only=True):
 
     xid: Name
     grant: Count
+
+
+class KvFound(MessageBase, frozen=True, kw_only=True):
+    """Both ways: the canary of the sender found wrong KV on a page that this handoff moved, under way or long over."""
+
+    xid: Name
+    rid: Name
+    """What the decode engine calls the request."""
+    part: Count = 0
+    position: Count = 0
+    """In the prompt."""
+    reason: Text
+    """The violation in words."""

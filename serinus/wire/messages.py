@@ -33,6 +33,7 @@ from serinus.wire.handoff import (
     HelloNo,
     HelloOk,
     Keepalive,
+    KvFound,
     LayoutSignature,
     Prepare,
     SourceLease,
@@ -63,6 +64,7 @@ __all__ = [
     "HelloNo",
     "HelloOk",
     "Keepalive",
+    "KvFound",
     "LayoutSignature",
     "Message",
     "Prepare",
@@ -196,5 +198,6 @@ Message = (
     | RankWelcome
     | RankExit
     | EngineEnd
+    | KvFound
 )
 """What a frame can carry."""

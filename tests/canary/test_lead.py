@@ -10,6 +10,7 @@ import pytest
 
 from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Violation
 from serinus.canary.perturb import Injection
+from serinus.core.clock import ManualClock
 from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan
@@ -55,6 +56,7 @@ def violation(rid: str, page: int, reasons: Reason = Reason.VERIFY_REAL_KV_HASH)
 def lead_over(line: AnsweringLine, engine: TinyEngine, **settings: Any) -> CanaryLead:
     return CanaryLead(
         CanarySettings(**{"kv_canary": "raise", **settings}), line, engine.cache, engine.scheduler.users_of,
+        engine.scheduler.client_of, clock=ManualClock(),
         parts=[Part.FULL], names=["TP0 PP0", "TP1 PP0"] if line.size > 1 else [""],
     )  # fmt: skip
 

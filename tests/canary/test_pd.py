@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason
@@ -95,6 +96,56 @@ def test_a_prompt_that_the_canary_of_prefill_ends_is_told_to_decode_as_kv_canary
     for side in ("prefill", "decode"):
         causes = pair.built(side).metrics.by_labels("num_transfer_failed_reqs")
         assert list(causes) == [("kv_canary",)], side
+
+
+def test_a_wrong_page_that_came_by_handoff_names_its_sender_which_is_told(toys: dict[str, Path]) -> None:
+    pair = CanaryPDFixture(toys["full"], perturb_prefill="transfer_bytes=1.0")
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    pair.run_until(lambda: bool(pair.lead("prefill").view()["told"]), turns_max=10)
+    incident, again = pair.lead("decode").view()["incidents"]
+    assert (incident["owner"], again["owner"]) == (f"REQUEST({rid})", "TREE(1)"), "published after it was checked"
+    handoff = incident["handoff"]
+    assert (handoff["from"], handoff["rid"]) == ("prefill-0", rid)
+    assert handoff["pieces"] == "piece 0 of rank 0"
+    assert f"filled by prefill-0, handoff {handoff['xid']}, request {rid}, piece 0 of rank 0" in incident["history"]
+    (told,) = pair.lead("prefill").view()["told"]
+    assert (told["by"], told["xid"], told["rid"]) == ("decode-0", handoff["xid"], rid)
+    assert (told["part"], told["position"]) == ("FULL", incident["position"])
+    assert "verify_real_kv_hash" in told["reason"]
+    assert pair.lead("decode").view()["told"] == []
+
+
+def test_a_page_of_prefill_that_was_handed_over_and_is_found_wrong_later_is_told_to_decode(
+    toys: dict[str, Path],
+) -> None:
+    pair = CanaryPDFixture(toys["full"], prefill_settings={"kv_canary_sweep_interval": 1})
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    prefill = pair.built("prefill")
+    slot = int(prefill.cache.walk(0, 1 << 20).slots[0])
+    with torch.inference_mode():
+        prefill.pools[Part.FULL].layers[0][0][slot] += 1
+    pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    (incident,) = pair.lead("prefill").view()["incidents"]
+    assert (incident["slot"], incident["handoff"]["to"], incident["handoff"]["rid"]) == (slot, "decode-0", rid)
+    (told,) = pair.lead("decode").view()["told"]
+    assert (told["by"], told["rid"], told["xid"]) == ("prefill-0", rid, incident["handoff"]["xid"])
+    pair.assert_no_violation(side="decode")
+
+
+def test_a_prompt_that_prefill_convicts_is_called_as_its_client_calls_it(toys: dict[str, Path]) -> None:
+    pair = CanaryPDFixture(
+        toys["full"], perturb_prefill="real_kv_used=1.0", kv_canary="raise", chunked_prefill_size=8
+    )  # fmt: skip
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    incident = pair.lead("prefill").view()["incidents"][0]
+    assert incident["rid"] != rid
+    assert incident["client"] == rid
+    (told,) = pair.lead("decode").view()["told"]
+    assert (told["by"], told["xid"], told["rid"]) == ("prefill-0", incident["rid"], rid)
 
 
 @pytest.mark.parametrize(("shape", "part"), CASES)

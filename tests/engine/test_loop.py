@@ -11,6 +11,7 @@ import pytest
 from serinus.canary import CanaryLead, Verdict
 from serinus.core.clock import Clock, ManualClock
 from serinus.core.config import ServeConfig, from_names
+from serinus.core.handoff import HandoffFinding
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.core.sampling import SamplingParams
@@ -55,6 +56,9 @@ class PlantedVerdicts(CanaryLead):
 
     def begin(self, plan: StepPlan) -> None:
         """There is nothing to check."""
+
+    def take_findings(self) -> list[HandoffFinding]:
+        return []
 
     def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
         rids, self.rids = self.rids, ()

@@ -55,6 +55,7 @@ from serinus.wire.messages import (
     HelloNo,
     HelloOk,
     Keepalive,
+    KvFound,
     Message,
     Prepare,
     SourceLease,
@@ -119,6 +120,7 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         ConfirmOk(**right),
         Expired(**right),
         Drained(**right),
+        KvFound(xid=xid, rid="r", part=choices.pick(9), position=_number(choices), reason="wrong"),
     )  # fmt: skip
     message = kinds[choices.pick(len(kinds))]
     return decode(encode(message, 5, 1)).message

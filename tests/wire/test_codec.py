@@ -42,6 +42,7 @@ from serinus.wire.messages import (
     HelloAgain,
     HelloOk,
     Keepalive,
+    KvFound,
     LayoutSignature,
     Message,
     Prepare,
@@ -93,6 +94,7 @@ MESSAGES: tuple[Message, ...] = (
     ConfirmOk(xid="x.0", grant=7),
     Expired(xid="x.0", grant=7),
     Drained(xid="x.0", grant=7),
+    KvFound(xid="x.0", rid="r", part=1, position=8, reason="KV integrity"),
     RankHello(rank=3, pid=77, host="here", settings='{"memory": {}}', mac=b"m" * 16),
     RankWelcome(store="127.0.0.1:4000"),
     RankExit(reason="ConfigError: no model", code=2, suffers=True),
@@ -161,7 +163,7 @@ def test_a_truncated_or_longer_frame_is_always_noticed(message: Message, data: s
 def _forged(body: bytes, kind: int, *, body_bytes: int | None = None, payload_bytes: int = 0) -> bytes:
     """A frame whose CRC is right, whatever it says."""
     length = len(body) if body_bytes is None else body_bytes
-    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 4, kind, 0, length, payload_bytes, 1, 1, 0)
+    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 5, kind, 0, length, payload_bytes, 1, 1, 0)
     return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
 
 

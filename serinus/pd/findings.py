@@ -1,0 +1,36 @@
+"""Findings of a canary about pages that a handoff moved, as one engine tells them to the other. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from serinus.core.handoff import HandoffFinding
+from serinus.core.parts import Part
+from serinus.wire.messages import Fail, KvFound
+
+__all__ = ["ended_there", "heard", "message_of"]
+
+_REASON_CHARS: Final = 2000
+
+
+def message_of(finding: HandoffFinding) -> KvFound:
+    """What the other engine is told."""
+    part = Part[finding.part] if finding.part else Part.FULL
+    return KvFound(
+        xid=finding.xid, rid=finding.rid, part=part, position=max(0, finding.position),
+        reason=finding.reason[:_REASON_CHARS],
+    )  # fmt: skip
+
+
+def heard(message: KvFound, engine: str, peer: str) -> HandoffFinding:
+    """What the other engine told, for this one."""
+    part = Part(message.part).name if message.part < len(Part) else ""
+    return HandoffFinding(
+        engine=engine, peer=peer, xid=message.xid, rid=message.rid, part=part, position=message.position,
+        reason=message.reason[:_REASON_CHARS],
+    )  # fmt: skip
+
+
+def ended_there(message: Fail, engine: str, peer: str, rid: str) -> HandoffFinding:
+    """The other engine gave a handoff up because of what its canary found."""
+    return HandoffFinding(engine=engine, peer=peer, xid=message.xid, rid=rid, reason=message.reason[:_REASON_CHARS])
