@@ -28,7 +28,7 @@ class Incident:
     last_step: int
     """Step of the latest one."""
     first_time: float
-    """Unix seconds."""
+    """Unix seconds of the first violation."""
     last_time: float
     handoff: Mapping[str, str] | None
     """The handoff that moved the page last, as PageTrace.as_json says it; None = no handoff is known to have."""

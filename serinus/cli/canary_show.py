@@ -1,4 +1,4 @@
-"""`serinus canary show`: what the canaries of running engines have found, engine by engine."""
+"""`serinus canary show`: what the canaries of running engines have found, engine by engine and request by request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from serinus.cli.ask import ask_arguments, ask_server
 from serinus.cli.parser import Command
 
-__all__ = ["canary_lines", "show"]
+__all__ = ["canary_lines", "show", "story_lines"]
 
 
 def show(command: Command, words: Sequence[str]) -> int:
@@ -26,6 +26,9 @@ def show(command: Command, words: Sequence[str]) -> int:
         if not arguments.json:
             for line in canary_lines(member, arguments.limit):
                 print(line)
+    if not arguments.json and len(members) > 1:
+        for line in story_lines([member["canary"] for member in members if member.get("canary")], arguments.limit):
+            print(line)
     return 1 if found else 0
 
 
@@ -52,11 +55,66 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
     for item in view["incidents"][-limit:]:
         users = ",".join(item["users"])
         lines.append(
-            f"  {_steps(item)}: {'|'.join(item['reasons'])} by {','.join(item['tags'])}: slot {item['slot']}, page"
-            f" {item['page']}{_of_rank(item)}, position {item['position']}, request {item['rid'] or '-'!a},"
-            f" owner {item['owner']!a}, users {users!a}, history {item['history']!a}"
+            f"  {_incident(item)}, request {item['client'] or item['rid'] or '-'!a}, owner {item['owner']!a},"
+            f" users {users!a}, history {item['history']!a}"
         )
     return lines
+
+
+def story_lines(views: Sequence[dict[str, Any]], limit: int) -> list[str]:
+    """What happened to each request over all engines, of the JSON of their /canary; the latest `limit` requests that
+    something was found of. A request is called as its client calls it, on every engine."""
+    views = [view for view in views if view["mode"] != "none"]
+    names = {told["xid"]: told["rid"] for view in views for told in view["told"]}
+    for item in (item for view in views for item in view["incidents"]):
+        names |= {item["rid"]: item["client"]} if item["client"] else {}
+        names |= {item["handoff"]["xid"]: item["handoff"]["rid"]} if item["handoff"] else {}
+    events: list[tuple[str, int, float, str]] = []
+    for view in views:
+        engine = view["engine"]
+        for fault in view["injected"]:
+            name = names.get(fault["rid"], fault["rid"])
+            where = f"slot {fault['slot']}{_of_rank(fault)}, position {fault['position']}"
+            events.append(
+                (name, 0, 0.0, f"{engine}: step {fault['step']}: {fault['mode']} planted on purpose, {where}")
+            )
+        for item in view["incidents"]:
+            handoff, rid = item["handoff"], names.get(item["rid"], item["rid"])
+            name = rid or (handoff["rid"] if handoff else "")
+            events.append((name, 1, item["first_time"], f"{engine}: {_incident(item)}{_handoff(handoff)}"))
+        for told in view["told"]:
+            events.append((told["rid"], 2, 0.0, f"{engine}: was told by {told['by']}: {told['reason']!a}"))
+    found = list(dict.fromkeys(name for name, kind, _, _ in sorted(events, key=_by_time) if name and kind))
+    lines = []
+    for name in found[-limit:]:
+        lines.append(f"request {name!a}")
+        lines += [f"  {text}" for other, _, _, text in sorted(events, key=_by_kind) if other == name]
+    return lines
+
+
+def _by_time(event: tuple[str, int, float, str]) -> float:
+    return event[2]
+
+
+def _by_kind(event: tuple[str, int, float, str]) -> tuple[int, float]:
+    """Faults, what was found in the order of time, and what other engines were told."""
+    return event[1], event[2]
+
+
+def _incident(item: dict[str, Any]) -> str:
+    return (
+        f"{_steps(item)}: {'|'.join(item['reasons'])} by {','.join(item['tags'])}: slot {item['slot']}, page"
+        f" {item['page']}{_of_rank(item)}, position {item['position']}"
+    )
+
+
+def _handoff(handoff: dict[str, str] | None) -> str:
+    """Where the page came from, or went to."""
+    if handoff is None:
+        return ""
+    way = f"filled by {handoff['from']!a}" if "from" in handoff else f"sent to {handoff['to']!a}"
+    pieces = f", {handoff['pieces']}" if handoff["pieces"] else ""
+    return f"; page {way}, handoff {handoff['xid']!a}{pieces}"
 
 
 def _steps(item: dict[str, Any]) -> str:

@@ -99,7 +99,8 @@ Exit code 1 = a fault was missed, found late, or something sound was accused. Se
         name="canary show",
         summary="what the canaries of running engines have found",
         about="""Print the incidents of a running engine, or of every engine behind a router: what was wrong where, from
-which step to which, who owns the page, who uses it. Exit code 1 = there are some.""",
+which step to which, who owns the page, who uses it. Behind a router, then request by request: what each engine knows of
+it, from the fault to the report. Exit code 1 = there are some.""",
         examples=(
             ("serinus canary show http://127.0.0.1:30000", "one engine"),
             ("serinus canary show http://127.0.0.1:8000 --json", "every engine behind a router, as JSON"),

@@ -126,7 +126,7 @@ class PageTrace:
     rid: str
     """What the decode engine and its client call the request."""
     span: PageSpan
-    """The pages."""
+    """The pages that it moved."""
     pieces: tuple[MovedPiece, ...] = ()
     """What they came in."""
 
@@ -158,7 +158,9 @@ class HandoffFinding:
     peer: str
     """Of the connection to it, as far as it is known."""
     xid: str
+    """Name of the handoff."""
     rid: str
+    """What the decode engine and its client call the request."""
     part: str = ""
     """Name of the part; empty where the whole handoff was given up for it."""
     position: int = -1

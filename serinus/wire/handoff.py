@@ -282,6 +282,6 @@ class KvFound(MessageBase, frozen=True, kw_only=True):
     """What the decode engine calls the request."""
     part: Count = 0
     position: Count = 0
-    """In the prompt."""
+    """Of the wrong slot in the prompt."""
     reason: Text
     """The violation in words."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serinus.canary.perturb import MODES
-from serinus.cli.canary_show import canary_lines
+from serinus.cli.canary_show import canary_lines, story_lines
 from serinus.cli.main import main
 from serinus.core.parts import Part
 from serinus.front import FrontSettings
@@ -140,3 +140,24 @@ def test_violations_are_shown_with_the_requests_concerned(tmp_path: Path) -> Non
     told = canary_lines({"url": "http://there", "canary": {**view, "ranks": ranks}}, limit=1)
     assert told[1].strip() == "0  of rank TP0 PP0; 9 of 9 slots checked"
     assert told[2:] == lines[1:]
+
+
+def test_what_two_engines_know_of_a_request_is_shown_as_one_story(tmp_path: Path) -> None:
+    model = subject(tmp_path, "full")
+    pair = CanaryPDFixture(model.checkpoint, perturb_prefill="real_kv_post_forward=1.0", armed=False)
+    pair.arm("prefill")
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    views = [{"engine": f"{side}-0", **pair.lead(side).view()} for side in ("prefill", "decode")]
+    views = json.loads(json.dumps(views))
+    (injected,) = views[0]["injected"]
+    xid = injected["rid"]
+    name, planted, *found, told = story_lines(views, limit=3)
+    assert name == f"request '{rid}'"
+    assert planted.startswith(f"  prefill-0: step {injected['step']}: real_kv_post_forward planted on purpose, slot ")
+    for line in found:
+        assert line.startswith("  decode-0: step")
+        assert line.endswith(f"; page filled by 'prefill-0', handoff '{xid}', piece 0 of rank 0")
+        assert f"position {injected['position']};" in line
+    assert told.startswith("  prefill-0: was told by decode-0: 'KV integrity: verify_real_kv_hash at slot ")
+    assert story_lines([{"engine": "e", "mode": "none"}], limit=3) == []
