@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -114,8 +118,8 @@ def test_a_prompt_that_ends_in_half_a_character_does_not_swallow_the_answer(piec
 @pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
-    text=st.text(alphabet="abc", max_size=30),
-    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    text=st.text(alphabet="ab", max_size=30) | st.text(alphabet="abc", max_size=30),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=9), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 100), max_size=8),
     include=st.booleans(),
 )
@@ -144,3 +148,23 @@ def test_what_may_become_a_stop_text_is_held_back() -> None:
     finder = StopTexts(["###", "\n\n"])
     assert [finder.feed(piece) for piece in ("a#", "#b", "\n", "c#")] == ["a", "##b", "", "\nc"]
     assert finder.finish() == "#"
+
+
+@pytest.mark.parametrize("text", ["a" * 1022 + "x", "ab" * 600, "x" * 3000, ("a" * 200 + "b") * 6])
+def test_a_character_costs_a_few_steps_for_each_stop_text(text: str) -> None:
+    stops = [("a" * 1023 + chr(0x100 + i), "ab" * 511 + "a" + chr(0x100 + i))[i % 2] for i in range(16)]
+    finder, lines = StopTexts(stops), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        shown = "".join(map(finder.feed, text))
+    finally:
+        sys.settrace(before)
+    assert shown + finder.finish() == text
+    assert lines < 16 * 20 * len(text)
