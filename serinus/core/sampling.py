@@ -17,6 +17,10 @@ __all__ = ["SamplingParams"]
 _N_MAX = 128
 _WORD_MAX = (1 << 63) - 1
 _LOGPROBS_MAX = 64
+_STOP_COUNT_MAX = 64
+_STOP_CHARS_MAX = 1024
+_STOP_IDS_MAX = 1024
+_BIASES_MAX = 1 << 16
 
 
 def _number(name: str, value: Any, low: float, high: float, expected: str, *, low_open: bool = False) -> None:
@@ -32,6 +36,37 @@ def _whole(name: str, value: Any, low: int, high: int | None, expected: str) -> 
         raise BadSampling(name, value, f"an integer, {expected}")
     if value < low or (high is not None and value > high):
         raise BadSampling(name, value, expected)
+
+
+def _items(name: str, value: Any, count_max: int, what: str) -> tuple[Any, ...]:
+    """The items of a list; a single text is a list of one, None an empty one."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, (tuple, list)):
+        raise BadSampling(name, value, f"a list of {what}")
+    if len(value) > count_max:
+        raise BadSampling(name, len(value), f"at most {count_max} {what}")
+    return tuple(value)
+
+
+def _check_bias(bias: Any) -> None:
+    """Cost: 0.1 us for each token id, where all is well."""
+    if not isinstance(bias, Mapping):
+        raise BadSampling("logit_bias", bias, "a table of token ids and biases")
+    if not bias:
+        return
+    if len(bias) > _BIASES_MAX:
+        raise BadSampling("logit_bias", len(bias), f"at most {_BIASES_MAX} tokens")
+    values = bias.values()
+    if set(map(type, bias)) == {int} and set(map(type, values)) <= {int, float} and min(bias) >= 0:
+        low, high = min(values), max(values)
+        if low >= -100.0 and high <= 100.0 and all(map(math.isfinite, values)):
+            return
+    for token_id, value in bias.items():
+        _whole("logit_bias", token_id, 0, None, "token ids as keys")
+        _number("logit_bias", value, -100.0, 100.0, "a bias between -100 and 100")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +97,13 @@ class SamplingParams:
     """Divides positive (multiplies negative) logits of tokens seen in prompt or output."""
     seed: int | None = None
     """Same seed, same prompt: same tokens, whatever else is in the batch. None = the engine draws one."""
-    logit_bias: Annotated[Mapping[int, float], Meta(max_length=1 << 16)] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
-    stop: Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)] = ()
-    """Texts that end the answer; they are not part of it."""
+    logit_bias: Annotated[Mapping[int, float], Meta(max_length=_BIASES_MAX)] = field(default_factory=dict)
+    """Added to the logits of these token ids, at most 65,536."""
+    stop: Annotated[tuple[Annotated[str, Meta(max_length=_STOP_CHARS_MAX)], ...], Meta(max_length=_STOP_COUNT_MAX)] = ()
+    """Texts that end the answer (at most 64, each of at most 1,024 characters); they are not part of it. A single text,
+    a list or None may be given."""
     stop_token_ids: TopIds = ()
-    """Token ids that end the answer, besides the model's own."""
+    """Token ids that end the answer, besides the model's own; at most 1,024. A list or None may be given."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence tokens."""
     include_stop: bool = False
@@ -87,6 +123,11 @@ class SamplingParams:
         if self.max_tokens is not None:
             object.__setattr__(self, "max_new_tokens", self.max_tokens)
             object.__setattr__(self, "max_tokens", None)
+        object.__setattr__(self, "stop", _items("stop", self.stop, _STOP_COUNT_MAX, "texts"))
+        ids = _items("stop_token_ids", self.stop_token_ids, _STOP_IDS_MAX, "ids")
+        object.__setattr__(self, "stop_token_ids", ids)
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
         if self.max_new_tokens is not None:
             _whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1")
         _whole("min_new_tokens", self.min_new_tokens, 0, None, "at least 0")
@@ -103,12 +144,10 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "above 0, at most 10", low_open=True)
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), _WORD_MAX, "a 64-bit integer")
-        for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias", token_id, 0, None, "token ids as keys")
-            _number("logit_bias", bias, -100.0, 100.0, "a bias between -100 and 100")
+        _check_bias(self.logit_bias)
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise BadSampling("stop", text, "a text that is not empty")
+            if not isinstance(text, str) or not 0 < len(text) <= _STOP_CHARS_MAX:
+                raise BadSampling("stop", text, f"a text that is not empty, of at most {_STOP_CHARS_MAX} characters")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, None, "token ids, at least 0")
         _whole("n", self.n, 1, _N_MAX, f"between 1 and {_N_MAX}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
@@ -21,16 +22,18 @@ from serinus.engine.build import build_engine
 from serinus.engine.interrupt import Interrupt
 from serinus.engine.messages import FrontMessage, TurnOutput
 from serinus.engine.progress import Progress
+from serinus.engine.prompts import GivenPrompt, Prompt, given_prompts
 from serinus.ranks.tier_parts import pause
-from serinus.text import OutputProcessor, Tokenizer, load_tokenizer
+from serinus.text import OutputProcessor, Tokenizer, checked_messages, load_tokenizer
 from serinus.wire.messages import Abort
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
-Prompt = str | Sequence[int]
 _FRONT = "llm"
 """The front's name in its messages to the engine."""
 _PAUSE_S = 0.001
+_TAIL_TOKENS = 16
+"""Tokens of a prompt that a detokenizer may look at: the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,8 @@ class LLM:
         """Continue prompts, all in one batch.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids} (vLLM's TextPrompt and
+                TokensPrompt; `cache_salt` may stand beside), or a list of these, of any length.
             sampling_params: for all prompts, or one for each; None = SamplingParams().
             use_tqdm: show a progress bar on a terminal (the name users of vLLM know).
         Returns: one RequestOutput per prompt, in order.
@@ -139,12 +143,21 @@ class LLM:
                 one does not wait for the step, and the LLM cannot be used any more.
             PeerGone: a rank was lost, or Ctrl-C came twice: make a new LLM.
         """
-        wanted = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(wanted))
-        ids = [self._encode(prompt) for prompt in wanted]
-        answers, requests = self._requests(ids, params)
+        given = given_prompts(prompts)
+        params = _as_params(sampling_params, len(given))
+        rows = [self._encode(prompt) for prompt in given]
+        answers, requests = self._requests(given, rows, params)
         self._run(requests, use_tqdm)
-        return self._collect(wanted, ids, params, answers)
+        return [
+            RequestOutput(
+                prompt=prompt.text,
+                prompt_token_ids=tuple(row.tolist()),
+                prompt_logprobs=group[0].prompt_logprobs,
+                outputs=tuple(_completion(index, answer) for index, answer in enumerate(group)),
+                usage=group[0].usage,
+            )
+            for prompt, row, group in zip(given, rows, answers, strict=True)
+        ]
 
     def chat(
         self,
@@ -152,17 +165,34 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the checkpoint's chat template.
 
-        Raises BadRequest: the tokenizer has no chat template, or see `generate`.
+        Args:
+            messages: dicts with `role` and `content` (a text, or a list of parts of type text), or lists of those.
+            add_generation_prompt, continue_final_message, chat_template_kwargs: as /v1/chat/completions has them.
+        Raises BadRequest: no messages, or none that the template takes; no chat template; or see `generate`.
         """
         if self.tokenizer is None or self.tokenizer.template is None:
             raise BadRequest("messages", "a chat", "a checkpoint whose tokenizer has a chat template")
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        chats: Iterable[Any] = messages if several else [messages]
-        template, tokenizer = self.tokenizer.template, self.tokenizer
-        prompts = [tokenizer.encode(template.render(list(chat)), add_special_tokens=False) for chat in chats]
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise BadRequest("messages", messages, "a list of messages, or a list of such lists, at least one")
+        several = isinstance(messages[0], (list, tuple))
+        chats: Sequence[Any] = messages if several else [messages]
+        tokenizer, template = self.tokenizer, self.tokenizer.template
+        texts = [
+            template.render(
+                checked_messages(chat),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                extra=chat_template_kwargs,
+            )
+            for chat in chats
+        ]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
@@ -181,36 +211,38 @@ class LLM:
         `generate` is under way."""
         self._built.cache.reset()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
-            for token in ids:
-                if not 0 <= token < self.spec.vocab_size:
-                    raise BadRequest("prompts", token, f"token ids from 0 to {self.spec.vocab_size - 1}")
-            return ids
+    def _encode(self, prompt: GivenPrompt) -> NDArray[np.int32]:
+        if prompt.ids is not None:
+            for token_id in (int(prompt.ids.min()), int(prompt.ids.max())):
+                if not 0 <= token_id < self.spec.vocab_size:
+                    raise BadRequest("prompts", token_id, f"token ids from 0 to {self.spec.vocab_size - 1}")
+            return prompt.ids.astype(np.int32)
+        assert prompt.text is not None, "engine: a prompt without text and ids"
         if self.tokenizer is None:
-            raise BadRequest("prompts", prompt, "token ids, as no tokenizer is loaded (skip_tokenizer_init)")
-        return self.tokenizer.encode(prompt)
+            raise BadRequest("prompts", prompt.text, "token ids, as no tokenizer is loaded (skip_tokenizer_init)")
+        return np.asarray(self.tokenizer.encode(prompt.text), np.int32)
 
     def _requests(
-        self, ids: list[list[int]], params: list[SamplingParams]
+        self, given: list[GivenPrompt], rows: list[NDArray[np.int32]], params: list[SamplingParams]
     ) -> tuple[list[list[_Answer]], list[tuple[Request, _Answer]]]:
         """A request for each sequence. Raises BadRequest: one of them could never be served."""
         answers: list[list[_Answer]] = []
         requests: list[tuple[Request, _Answer]] = []
-        for prompt, wanted in zip(ids, params, strict=True):
+        for prompt, row, wanted in zip(given, rows, params, strict=True):
             group: list[_Answer] = []
+            alone = replace(wanted, n=1)
             seed = self._rng.getrandbits(63) if wanted.seed is None else wanted.seed
             for index in range(wanted.n):
                 request = Request(
                     rid=new_rid("llm"),
-                    prompt=np.asarray(prompt, np.int32),
-                    sampling=replace(wanted, n=1),
+                    prompt=row,
+                    sampling=alone,
                     seed=choice_seed(seed, index),
+                    cache_salt=prompt.cache_salt,
                     arrival=self._clock.now(),
                 )
                 self._engine.check(request)
-                group.append(_Answer(OutputProcessor(self.tokenizer, wanted, prompt)))
+                group.append(_Answer(OutputProcessor(self.tokenizer, wanted, row[-_TAIL_TOKENS:].tolist())))
                 requests.append((request, group[-1]))
             answers.append(group)
         return answers, requests
@@ -272,26 +304,6 @@ class LLM:
         else:
             pause(min(wait_s, _PAUSE_S))
 
-    def _collect(
-        self,
-        wanted: list[Prompt],
-        ids: list[list[int]],
-        params: list[SamplingParams],
-        answers: list[list[_Answer]],
-    ) -> list[RequestOutput]:
-        outputs = []
-        for prompt, token_ids, group in zip(wanted, ids, answers, strict=True):
-            outputs.append(
-                RequestOutput(
-                    prompt=prompt if isinstance(prompt, str) else None,
-                    prompt_token_ids=tuple(token_ids),
-                    prompt_logprobs=group[0].prompt_logprobs,
-                    outputs=tuple(_completion(index, answer) for index, answer in enumerate(group)),
-                    usage=group[0].usage,
-                )
-            )
-        return outputs
-
 
 def _completion(index: int, answer: _Answer) -> CompletionOutput:
     processor = answer.processor
@@ -305,21 +317,13 @@ def _completion(index: int, answer: _Answer) -> CompletionOutput:
     )
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not prompts:
-        raise BadRequest("prompts", prompts, "at least one prompt")
-    if all(isinstance(item, (int, np.integer)) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
+        raise BadRequest("sampling_params", params, "SamplingParams, or a list of them")
     if len(params) != count:
         raise BadRequest("sampling_params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
     return list(params)

@@ -161,21 +161,22 @@ class Call:
         if len(prefill_address) > _NAME_MAX:
             raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
         choices = [
-            (ask, choice_seed(seed, choice))
+            (ask.prompt, sampling, choice_seed(seed, choice))
             for ask, seed in zip(self.asks, seeds, strict=True)
+            for sampling in [replace(ask.sampling, n=1, stop=())]
             for choice in range(ask.sampling.n)
         ]
         requests = [
             Request(
                 rid=sequence.rid,
-                prompt=ask.prompt,
-                sampling=replace(ask.sampling, n=1, stop=()),
+                prompt=prompt,
+                sampling=sampling,
                 seed=seed,
                 cache_salt=cache_salt,
                 priority=priority,
                 prefill_address=prefill_address,
             )
-            for sequence, (ask, seed) in zip(self.sequences, choices, strict=True)
+            for sequence, (prompt, sampling, seed) in zip(self.sequences, choices, strict=True)
         ]
         self.queue = self._client.submit(requests)
         return self.queue

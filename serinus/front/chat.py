@@ -13,50 +13,12 @@ from serinus.front.render import ChoiceRenderer, chat_logprobs, encode
 from serinus.front.sampling import check_chars, from_chat
 from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
-from serinus.text import Tokenizer
+from serinus.text import Tokenizer, checked_messages
 
-__all__ = ["chat_completions", "checked_messages", "render_chat"]
+__all__ = ["chat_completions", "render_chat"]
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_CHARS = 64
 """A message costs as much as so many characters, however short it is."""
-
-
-def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with plain text contents, as chat templates want it. Raises BadRequest."""
-    if not messages:
-        raise BadRequest("messages", [], "at least one message")
-    checked: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        role = message.get("role")
-        if role not in _ROLES:
-            raise BadRequest(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = _joined(where, content)
-        elif content is None:
-            if role != "assistant":
-                raise BadRequest(f"{where}.content", None, "a text, or a list of parts of type text")
-            content = ""
-        elif not isinstance(content, str):
-            raise BadRequest(f"{where}.content", content, "a text, or a list of parts of type text")
-        checked.append({**message, "role": "system" if role == "developer" else role, "content": content})
-    return checked
-
-
-def _joined(where: str, parts: list[Any]) -> str:
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        at = f"{where}.content[{index}]"
-        if not isinstance(part, dict):
-            raise BadRequest(at, part, "an object with type and text")
-        if part.get("type") != "text":
-            raise BadRequest(f"{at}.type", part.get("type"), "'text' (this server reads text only)")
-        if not isinstance(part.get("text"), str):
-            raise BadRequest(f"{at}.text", part.get("text"), "a text")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 async def render_chat(

@@ -15,11 +15,6 @@ from serinus.wire.messages import Ready
 __all__ = ["check_chars", "check_limits", "check_text", "from_chat", "from_completion", "from_native"]
 
 _T = TypeVar("_T")
-_STOP_COUNT_MAX = 64
-_STOP_CHARS_MAX = 1024
-_STOP_IDS_MAX = 1024
-_BIASES_MAX = 1 << 16
-"""What SamplingParams allows on the wire: an engine drops a longer message whole."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 _NATIVE_TOKENS = 128
@@ -27,31 +22,12 @@ _NATIVE_TOKENS = 128
 _TOP_LOGPROBS_MAX = 20
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _STOP_COUNT_MAX:
-        raise BadSampling("stop", len(stops), f"at most {_STOP_COUNT_MAX} texts")
-    for text in stops:
-        if len(text) > _STOP_CHARS_MAX:
-            raise BadSampling("stop", text, f"texts of at most {_STOP_CHARS_MAX} characters")
-    return stops
-
-
-def _stop_ids(ids: list[int] | None) -> tuple[int, ...]:
-    if ids and len(ids) > _STOP_IDS_MAX:
-        raise BadSampling("stop_token_ids", len(ids), f"at most {_STOP_IDS_MAX} ids")
-    return tuple(ids or ())
-
-
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    if bias and len(bias) > _BIASES_MAX:
-        raise BadSampling("logit_bias", len(bias), f"at most {_BIASES_MAX} tokens")
-    result: dict[int, float] = {}
-    for key, value in (bias or {}).items():
+    """The keys of JSON objects are texts."""
+    for key in bias or ():
         if not (key.isascii() and key.isdigit() and len(key) < 12):
             raise BadSampling("logit_bias", key, "token ids as keys")
-        result[int(key)] = value
-    return result
+    return {int(key): value for key, value in (bias or {}).items()}
 
 
 def _or(value: _T | None, default: _T) -> _T:
@@ -64,7 +40,7 @@ def _positive(name: str, value: int | None) -> int | None:
     return value
 
 
-_TRANSLATED = {"max_new_tokens", "max_tokens", "min_new_tokens", "logit_bias", "stop", "stop_token_ids"}
+_TRANSLATED = {"max_new_tokens", "max_tokens", "min_new_tokens", "logit_bias"}
 """Parameters that have another name or type in a body, or other checks."""
 _SAME_NAMES = {each.name for each in fields(SamplingParams)} & set(SamplingFields.__struct_fields__)
 _AS_THEY_ARE = sorted(_SAME_NAMES - _TRANSLATED)
@@ -79,8 +55,6 @@ def _common(
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(min_new_tokens, 0),
         logit_bias=_logit_bias(body.logit_bias),
-        stop=_stops(body.stop),
-        stop_token_ids=_stop_ids(body.stop_token_ids),
         include_stop=include_stop,
         **given,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
+from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
 from serinus.text.stops import StopTexts
 from serinus.text.tokenizer import Tokenizer, load_tokenizer
@@ -23,5 +24,6 @@ __all__ = [
     "TextPiece",
     "Tokenizer",
     "byte_of_char",
+    "checked_messages",
     "load_tokenizer",
 ]

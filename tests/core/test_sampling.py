@@ -43,6 +43,18 @@ from serinus.core.sampling import SamplingParams
         ("logit_bias", {-1: 0.0}),
         ("stop", ("",)),
         ("stop", (1,)),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {1: "x"}),
+        ("logit_bias", [1]),
+        ("logit_bias", dict.fromkeys(range((1 << 16) + 1), 1.0)),
+        ("stop", 5),
+        ("stop", b"x"),
+        ("stop", ["x"] * 65),
+        ("stop", "x" * 1025),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [1] * 1025),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", (True,)),
     ],
@@ -78,3 +90,11 @@ def test_zero_temperature_and_top_one_are_greedy() -> None:
 def test_each_penalty_is_noticed(name: str) -> None:
     assert SamplingParams(**{name: 1.5}).penalised  # type: ignore[arg-type]
     assert not SamplingParams().penalised
+
+
+def test_one_stop_text_a_list_and_none_are_taken() -> None:
+    assert SamplingParams(stop="ZaZ").stop == ("ZaZ",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert empty == SamplingParams()
+    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)  # type: ignore[arg-type]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +187,109 @@ def test_a_prompt_that_needs_quarantined_pages_gets_them(toy: Path) -> None:
     prompt = [(7 * i) % 64 for i in range(110)]
     (output,) = llm.generate([prompt], GREEDY)
     assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), prompt, 5)
+
+
+def ids_of(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_prompts_of_every_form_are_continued(llm: LLM) -> None:
+    forms = [[5, 6], (5, 6), np.array([5, 6]), {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": np.array([5, 6])}]
+    (expected,) = ids_of(llm.generate([5, 6], GREEDY))
+    assert ids_of(llm.generate(forms, GREEDY)) == [expected] * len(forms)
+    for form in (*forms, np.array([[5, 6]])):
+        assert ids_of(llm.generate(form, GREEDY)) == [expected]
+    (output,) = llm.generate({"prompt_token_ids": [5, 6], "prompt": "shown only", "multi_modal_data": None}, GREEDY)
+    assert (output.prompt, output.prompt_token_ids, ids_of([output])) == ("shown only", (5, 6), [expected])
+
+
+def test_prompts_share_what_is_cached_only_with_those_of_their_salt(llm: LLM) -> None:
+    llm.flush_cache()
+    prompt = {"prompt_token_ids": list(range(1, 30))}
+    cached = []
+    for salt in ("a", "a", "b", None):
+        (output,) = llm.generate({**prompt, "cache_salt": salt}, GREEDY)
+        assert output.usage is not None
+        cached.append(sum(output.usage.cached_tokens.values()))
+    assert cached == [0, 28, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ("text", "prompts: got 'text', expected token ids, as no tokenizer"),
+        (b"bytes", r"prompts: got b'bytes', expected a text, a list of token ids, \{'prompt'"),
+        (None, "prompts: got None"),
+        ([], "prompts: got .*, expected at least one prompt"),
+        ([[1], None], r"prompts\[1\]: got None"),
+        ([[1], []], r"prompts\[1\]: got \[\], expected at least one token"),
+        ([1.0, 2.0], r"prompts: got \[1.0, 2.0\], expected token ids, as integers"),
+        ([True, False], "expected token ids, as integers"),
+        ([1, "x"], "expected token ids, as integers"),
+        ([[1, 2], [[3]]], r"prompts\[1\]: got \[\[3\]\], expected token ids, as integers"),
+        ([[1, [2]]], r"prompts\[0\]: got \[1, \[2\]\], expected token ids, as integers"),
+        (({"prompt_token_ids": [1]} for _ in range(2)), "prompts: got <generator"),
+        ({"text": "x"}, r"prompts\['text'\]: got 'x', expected one of the keys prompt, prompt_token_ids, cache_salt"),
+        ({"prompt_token_ids": None}, "expected a prompt or prompt_token_ids in it"),
+        ({"prompt": [1, 2]}, r"prompts\['prompt'\]: got \[1, 2\], expected a text"),
+        ([{"prompt_token_ids": "12"}], r"prompts\[0\]\['prompt_token_ids'\]: got '12'"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, r"prompts\['cache_salt'\]: got 5"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, bad: Any, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        llm.generate(bad, GREEDY)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0}, "greedy", [None], [GREEDY, GREEDY]])
+def test_what_are_no_sampling_params_are_refused_by_name(llm: LLM, bad: Any) -> None:
+    with pytest.raises(BadRequest, match="sampling_params"):
+        llm.generate([5, 6], bad)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """An LLM with a tokenizer and a chat template."""
+    return LLM(str(make_toy(tmp_path_factory.mktemp("chatty"))), page_size=4, max_total_tokens=1024)
+
+
+def test_texts_and_dicts_of_texts_are_the_same_prompt(chatty: LLM) -> None:
+    outputs = chatty.generate(["hello", {"prompt": "hello"}], GREEDY)
+    assert [output.prompt for output in outputs] == ["hello", "hello"]
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    assert outputs[0].outputs[0].text == outputs[1].outputs[0].text != ""
+
+
+def test_a_stop_text_may_be_given_without_a_list(chatty: LLM) -> None:
+    (whole,) = chatty.generate("hello", GREEDY)
+    stop = whole.outputs[0].text[2:4]
+    (output,) = chatty.generate("hello", replace(GREEDY, stop=stop))
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    assert output.outputs[0].text == whole.outputs[0].text.partition(stop)[0]
+
+
+def test_a_chat_is_rendered_as_over_http(chatty: LLM) -> None:
+    plain = [{"role": "user", "content": "hello"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    first, second = chatty.chat([plain, parts], GREEDY)
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert chatty.chat(plain, GREEDY)[0].outputs == first.outputs
+    (open_ended,) = chatty.chat([*plain, {"role": "assistant", "content": "so"}], GREEDY, continue_final_message=True)
+    assert chatty.tokenizer is not None
+    assert chatty.tokenizer.decode(open_ended.prompt_token_ids).endswith("so")
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ([], "messages: got"),
+        ("hello", "messages: got 'hello', expected a list of messages"),
+        ([{"role": "pope", "content": "x"}], r"messages\[0\].role: got 'pope'"),
+        (["hello"], r"messages\[0\]: got 'hello', expected an object"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "this server reads text only"),
+    ],
+)
+def test_what_is_no_chat_is_refused_by_name(chatty: LLM, bad: Any, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        chatty.chat(bad, GREEDY)
