@@ -18,7 +18,7 @@ from serinus.front import info
 from serinus.front.chat import chat_completions
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
-from serinus.front.exchange import error_json
+from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
 from serinus.front.native import generate
 from serinus.front.routes import routes_of
 from serinus.front.settings import FrontSettings
@@ -36,6 +36,9 @@ _OF_FRONT = {
     "/tokenize": info.tokenize,
     "/detokenize": info.detokenize,
     "/health": info.health,
+    "/ping": info.health,
+    "/version": info.version,
+    "/load": info.load,
     "/health_generate": info.health_generate,
     "/metrics": info.metrics,
     "/server_info": info.server_info,
@@ -60,7 +63,8 @@ def error_handlers() -> dict[int | type[Exception], Callable[[Request, Exception
             message = f"{request.method} {request.url.path}: {err.detail}"
         kind = "not_found_error" if err.status_code == 404 else "invalid_request_error"
         body = error_json(message, kind, code=err.status_code)
-        return Response(body, err.status_code, dict(err.headers or {}), "application/json")
+        headers = {REQUEST_ID_HEADER: request_id_of(request.scope), **(err.headers or {})}
+        return Response(body, err.status_code, headers, "application/json")
 
     async def bug(request: Request, err: Exception) -> Response:
         body = error_json(f"front: {type(err).__name__}, see the server's log", "internal_server_error", code=500)

@@ -6,17 +6,23 @@ Also the OpenAI form of every error. Knows nothing of models or engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusError
+from serinus.core.ids import new_rid
 
-__all__ = ["BodyTooLarge", "ClientGone", "HttpExchange", "error_json", "error_of"]
+__all__ = ["REQUEST_ID_HEADER", "BodyTooLarge", "ClientGone", "HttpExchange", "error_json", "error_of", "request_id_of"]
 
 _ENCODER = msgspec.json.Encoder()
+_T = TypeVar("_T")
+
+REQUEST_ID_HEADER = "x-request-id"
+"""Names a request in its answer and in the logs of all that it passed through; the client's own, or one made here."""
+_REQUEST_ID_MAX = 128
 
 
 class ClientGone(SerinusError):
@@ -57,10 +63,36 @@ def error_of(err: SerinusError) -> tuple[int, bytes]:
     return 500, error_json(str(err), "internal_server_error", code=500)
 
 
+def header_of(scope: Scope, name: str) -> str:
+    """A request header (`name` in lower case); empty where it is missing."""
+    wanted = name.encode("latin-1")
+    return next((str(value, "latin-1") for key, value in scope["headers"] if key == wanted), "")
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's x-request-id; a new one where it sent none, or none that belongs into a log."""
+    given = header_of(scope, REQUEST_ID_HEADER)
+    fits = given.isascii() and given.isprintable() and len(given) <= _REQUEST_ID_MAX
+    return given if given and fits else new_rid()
+
+
 class HttpExchange:
     """One request. Handlers read it with `body`, answer once with `json`, `text` or `open_stream` + `push` + `end`."""
 
-    __slots__ = ("_receive", "_send", "body_bytes_max", "headers", "path", "scope", "started", "status", "watcher")
+    __slots__ = (
+        "_receive",
+        "_send",
+        "answered",
+        "body_bytes_max",
+        "headers",
+        "path",
+        "request_id",
+        "rid",
+        "scope",
+        "started",
+        "status",
+        "watcher",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, body_bytes_max: int) -> None:
         self.scope = scope
@@ -72,17 +104,19 @@ class HttpExchange:
         """Status that was sent; 0 before."""
         self.started = False
         """Whether the answer has begun: from then on an error can only end a stream."""
+        self.answered = False
+        """Whether more of it was sent than a stream's head and what keeps the connection alive."""
+        self.request_id = request_id_of(scope)
+        self.rid = ""
+        """Id of the request in the engine; empty while there is none."""
         self.watcher: asyncio.Task[None] | None = None
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of the answer, besides those that every answer has."""
+        self.headers.append((REQUEST_ID_HEADER.encode(), self.request_id.encode()))
 
     def header(self, name: str) -> str:
         """A request header (`name` in lower case); empty where it is missing."""
-        wanted = name.encode("latin-1")
-        for key, value in self.scope["headers"]:
-            if key == wanted:
-                return str(value, "latin-1")
-        return ""
+        return header_of(self.scope, name)
 
     @property
     def query(self) -> str:
@@ -128,7 +162,7 @@ class HttpExchange:
 
     async def reply(self, status: int, body: bytes, content_type: bytes) -> None:
         """The whole answer at once."""
-        self.status, self.started = status, True
+        self.status, self.started, self.answered = status, True, True
         sized = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *self.headers]
         await self._send({"type": "http.response.start", "status": status, "headers": sized})
         await self._send({"type": "http.response.body", "body": body})
@@ -154,8 +188,25 @@ class HttpExchange:
 
     async def push(self, events: bytes) -> None:
         """Send events that are framed already (`data: ...` and a blank line each)."""
-        message: Message = {"type": "http.response.body", "body": events, "more_body": True}
+        self.answered = True
+        await self.keep_alive(events)
+
+    async def keep_alive(self, comment: bytes) -> None:
+        """Send lines of a stream that are no event."""
+        message: Message = {"type": "http.response.body", "body": comment, "more_body": True}
         await self._send(message)
+
+    async def kept_alive(self, news: Awaitable[_T], every_s: float, comment: bytes) -> _T:
+        """What `news` brings; while that takes long, a stream is opened and `comment` sent every so many seconds."""
+        task = asyncio.ensure_future(news)
+        try:
+            while not (await asyncio.wait((task,), timeout=every_s))[0]:
+                if not self.started:
+                    await self.open_stream()
+                await self.keep_alive(comment)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def end(self, last: bytes = b"") -> None:
         """End the stream, with `last` as its last bytes."""

@@ -33,12 +33,14 @@ __all__ = [
     "flush_cache",
     "health",
     "health_generate",
+    "load",
     "metrics",
     "model",
     "model_info",
     "models",
     "server_info",
     "tokenize",
+    "version",
 ]
 
 _LOOK_S_MAX = 2.0
@@ -150,6 +152,16 @@ async def server_info(front: Front, exchange: HttpExchange) -> None:
         "info": dict(ready.info),
     }
     await exchange.json(info)
+
+
+async def version(front: Front, exchange: HttpExchange) -> None:
+    """The version of this package, as vLLM's /version says it."""
+    await exchange.json({"version": package_version()})
+
+
+async def load(front: Front, exchange: HttpExchange) -> None:
+    """How many requests are being answered, as vLLM's /load says it."""
+    await exchange.json({"server_load": front.open_count})
 
 
 async def metrics(front: Front, exchange: HttpExchange) -> None:

@@ -21,6 +21,8 @@ from serinus.text import Tokenizer
 __all__ = ["generate"]
 
 _T = TypeVar("_T")
+_KEEP_ALIVE = b"\n\n"
+"""Blank lines, no comment: clients made for SGLang take every other line for JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,8 @@ class _NativeRenderer:
 
     async def stream(self, exchange: HttpExchange) -> None:
         """Every event carries the whole answer so far, as SGLang's do."""
-        await stream(self._call, exchange, self._latest)
+        keep_alive_s = self._front.settings.keep_alive_s
+        await stream(self._call, exchange, self._latest, keep_alive_s=keep_alive_s, comment=_KEEP_ALIVE)
 
     def _latest(self, events: Sequence[Event]) -> bytes:
         chunks: list[bytes] = []

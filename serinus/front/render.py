@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment of server-sent events: clients pass over it, proxies see that the connection lives."""
 _ENCODER = msgspec.json.Encoder()
 encode = _ENCODER.encode
 
@@ -42,16 +44,23 @@ async def stream(
     exchange: HttpExchange,
     rendered: Callable[[Sequence[Event]], bytes],
     usage_head: dict[str, Any] | None = None,
+    *,
+    keep_alive_s: float,
+    comment: bytes = KEEP_ALIVE,
 ) -> None:
     """Answer with server-sent events: what `rendered` makes of the news, the usage under `usage_head` if any, [DONE].
 
-    The stream opens with the first news, so that what is refused before it gets a status of its own.
+    The stream opens with the first news, so that what is refused before it gets a status of its own; or with the first
+    `comment`, where there is no news for `keep_alive_s`.
     """
-    async for events in call.events():
-        chunks = rendered(events)
-        if not exchange.started:
-            await exchange.open_stream()
-        if chunks:
+    news = call.events()
+    chunks = rendered(await exchange.kept_alive(anext(news), keep_alive_s, comment))
+    if not exchange.started:
+        await exchange.open_stream()
+    if chunks:
+        await exchange.push(chunks)
+    async for events in news:
+        if chunks := rendered(events):
             await exchange.push(chunks)
     last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": _usage_of(call)})
     await exchange.end(last + _DONE)
@@ -137,7 +146,8 @@ class ChoiceRenderer(ABC):
     async def answer(self, exchange: HttpExchange, *, streamed: bool) -> None:
         """Answer the request, as its sequences grow or when all have ended."""
         if streamed:
-            await stream(self._call, exchange, self._chunks, self._chunk_head if self._with_usage else None)
+            head = self._chunk_head if self._with_usage else None
+            await stream(self._call, exchange, self._chunks, head, keep_alive_s=self._front.settings.keep_alive_s)
             return
         await self._call.run()
         choices: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ tokens: it passes bytes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
@@ -19,12 +19,11 @@ from starlette.applications import Starlette
 
 from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import RequestError, SerinusError
-from serinus.core.ids import new_rid
 from serinus.core.log import get_logger
 from serinus.core.version import package_version
 from serinus.front.app import error_handlers
 from serinus.front.client import BROKE_HEADER
-from serinus.front.exchange import ClientGone, HttpExchange
+from serinus.front.exchange import REQUEST_ID_HEADER, ClientGone, HttpExchange
 from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, reason_of
 from serinus.front.info import cache_limit
 from serinus.front.keys import Keys
@@ -43,8 +42,8 @@ _BREAKS_MAX = 2
 """Engines that may break under one request."""
 _PASSED_ON = ("content-type", "accept", "user-agent", "traceparent")
 """Request headers the engines get to see; never a client's own `x-serinus-*`."""
-_ID_HEADER = "x-request-id"
-"""Names a request in logs of router and engines: the client's own, or one that the router draws."""
+_LOST = b'"code":503}}\n\n'
+"""Ends the error event of an engine that broke when its stream had begun; in a text every quote is escaped."""
 _log = get_logger("front")
 
 
@@ -66,6 +65,8 @@ class Router:
         self.metrics = RouterMetrics(engine=settings.name)
         self.fleet = Fleet(settings, self.metrics, clock)
         self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
+        self.open_count = 0
+        """Requests that are with an engine."""
 
     # ---- generation ---------------------------------------------------------------------------------------------
 
@@ -75,6 +76,7 @@ class Router:
         Raises ClientGone, NoEngineAlive, BrokeTwice, UpstreamBroken (an engine failed midway).
         """
         body = await exchange.body()
+        self.open_count += 1
         gone = asyncio.Event()
         exchange.watch(gone.set)
         forward = asyncio.get_running_loop().create_task(self._forward(exchange, body))
@@ -85,6 +87,7 @@ class Router:
                 raise ClientGone("front: the client hung up")
             await forward
         finally:
+            self.open_count -= 1
             exchange.unwatch()
             for task in (forward, leaving):
                 task.cancel()
@@ -93,7 +96,6 @@ class Router:
     async def _forward(self, exchange: HttpExchange, body: bytes) -> None:
         tried: list[FleetEngine] = []
         broke: list[str] = []
-        request_id = exchange.header(_ID_HEADER) or new_rid()
         last = ""
         while True:
             try:
@@ -104,7 +106,7 @@ class Router:
                 self.metrics.retried()
             tried.append(member)
             try:
-                if await self._try(exchange, request_id, member, body):
+                if await self._try(exchange, member, body):
                     return
                 last = f"{member.url} has no room or is going"
             except NotConnected as err:
@@ -112,13 +114,13 @@ class Router:
                 last = str(err)
             except UpstreamBroken as err:
                 self.fleet.lost(member, str(err))
-                if exchange.started:
+                if exchange.answered:
                     self.metrics.broken()
                     raise
                 last = str(err)
                 broke.append(member.url)
                 if len(broke) == _BREAKS_MAX:
-                    raise self._given_up(request_id, broke, last) from err
+                    raise self._given_up(exchange.request_id, broke, last) from err
 
     def _given_up(self, request_id: str, broke: Sequence[str], last: str) -> BrokeTwice:
         self.metrics.given_up()
@@ -129,9 +131,9 @@ class Router:
         _log.error("%s", said)
         return BrokeTwice(said)
 
-    def _headers(self, exchange: HttpExchange, request_id: str, prefill: FleetEngine | None) -> list[tuple[str, str]]:
+    def _headers(self, exchange: HttpExchange, prefill: FleetEngine | None) -> list[tuple[str, str]]:
         headers = [(name, value) for name in _PASSED_ON if (value := exchange.header(name))]
-        headers.append((_ID_HEADER, request_id))
+        headers.append((REQUEST_ID_HEADER, exchange.request_id))
         if self.settings.api_key:
             headers.append(("authorization", f"Bearer {self.settings.api_key}"))
         if prefill is not None:
@@ -140,10 +142,17 @@ class Router:
                 headers.append((KEY_HEADER, self.keys.operator))
         return headers
 
-    async def _try(self, exchange: HttpExchange, request_id: str, member: FleetEngine, body: bytes) -> bool:
+    async def _try(self, exchange: HttpExchange, member: FleetEngine, body: bytes) -> bool:
         """Let one engine answer; False where it has no room and others may. Raises UpstreamBroken."""
         prefill = self.fleet.pick_prefill()
         waiting = len(body) if prefill is not None else 0
+
+        def prefilled() -> None:
+            nonlocal waiting
+            if prefill is not None:
+                prefill.waiting_bytes -= waiting
+            waiting = 0
+
         async with Upstream(member.url, connect_s_max=self.settings.connect_s_max) as upstream:
             member.open.add(upstream)
             if prefill is not None:
@@ -152,30 +161,31 @@ class Router:
             try:
                 path = quote(exchange.path) + (f"?{exchange.query}" if exchange.query else "")  # it came unquoted
                 method: str = exchange.scope["method"]
-                await upstream.send(method, path, self._headers(exchange, request_id, prefill), body)
-                if prefill is not None:
-                    prefill.waiting_bytes -= waiting
-                    waiting = 0
+                await upstream.send(method, path, self._headers(exchange, prefill), body)
                 if upstream.status == 503 and BROKE_HEADER in upstream.headers and len(self.fleet.decode) > 1:
                     raise UpstreamBroken(f"front: {member.url} broke ({reason_of(await upstream.body())})")
                 if upstream.status == 503 and len(self.fleet.decode) > 1:
                     return False
-                await self._answer(exchange, upstream)
+                await self._answer(exchange, upstream, prefilled)
                 return True
             finally:
                 member.open.discard(upstream)
-                if prefill is not None:
-                    prefill.waiting_bytes -= waiting
+                prefilled()
 
-    @staticmethod
-    async def _answer(exchange: HttpExchange, upstream: Upstream) -> None:
+    async def _answer(self, exchange: HttpExchange, upstream: Upstream, prefilled: Callable[[], None]) -> None:
         if ignored := upstream.headers.get(IGNORED_HEADER):
             exchange.headers.append((IGNORED_HEADER.encode(), ignored.encode("latin-1")))
         content_type = upstream.headers.get("content-type", "application/json")
         if not content_type.startswith("text/event-stream"):
-            await exchange.reply(upstream.status, await upstream.body(), content_type.encode("latin-1"))
+            body = await upstream.body()
+            if not exchange.started:
+                await exchange.reply(upstream.status, body, content_type.encode("latin-1"))
+            else:  # the engine before this one had sent comments when it broke
+                exchange.status = upstream.status
+                await exchange.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")
             return
-        await exchange.open_stream()
+        if not exchange.started:
+            await exchange.open_stream()
         rest = b""
         async for part in upstream.parts():
             data = rest + part if rest else part
@@ -184,7 +194,15 @@ class Router:
                 rest = data
                 continue
             rest = data[whole:]
-            await exchange.push(data if not rest else data[:whole])
+            events = data if not rest else data[:whole]
+            if not exchange.answered:
+                if b"data:" not in events:
+                    await exchange.keep_alive(events)
+                    continue
+                if _LOST in events and len(self.fleet.decode) > 1:
+                    raise UpstreamBroken(f"front: {upstream.url} broke before the first token")
+                prefilled()
+            await exchange.push(events)
         await exchange.end(rest)
 
     # ---- the rest -----------------------------------------------------------------------------------------------
@@ -193,6 +211,14 @@ class Router:
         """200 while a decode engine is alive. Raises NoEngineAlive."""
         self.fleet.pick_decode(b"")
         await exchange.text("")
+
+    async def version(self, exchange: HttpExchange) -> None:
+        """The router's own version."""
+        await exchange.json({"version": package_version()})
+
+    async def load(self, exchange: HttpExchange) -> None:
+        """How many requests are with an engine."""
+        await exchange.json({"server_load": self.open_count})
 
     async def server_info(self, exchange: HttpExchange) -> None:
         """The router and every engine as it last saw them."""
@@ -274,6 +300,9 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
     handlers: dict[str, Handler] = dict.fromkeys((spec.path for spec in ENDPOINTS), router.route)
     handlers |= {
         "/health": router.health,
+        "/ping": router.health,
+        "/version": router.version,
+        "/load": router.load,
         "/server_info": router.server_info,
         "/get_server_info": router.server_info,
         "/metrics": router.metrics_text,

@@ -6,6 +6,7 @@ Each app says what handles each path; method, key and description stand here.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,12 +15,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from serinus.core.errors import SerinusError
+from serinus.core.log import fields, get_logger
 from serinus.front.exchange import ClientGone, HttpExchange
 from serinus.front.keys import Keys, check_key
 from serinus.front.metrics import HttpMetrics
 from serinus.front.schemas import AbortBody, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 
 __all__ = ["ENDPOINTS", "EndpointSpec", "Handler", "routes_of"]
+
+_log = get_logger("front")
 
 Handler = Callable[[HttpExchange], Awaitable[None]]
 
@@ -60,14 +64,21 @@ ENDPOINTS = (
     EndpointSpec(path="/tokenize", summary="Text to token ids", methods=_POST, body=TokenizeBody),
     EndpointSpec(path="/detokenize", summary="Token ids to text", methods=_POST, body=DetokenizeBody),
     EndpointSpec(path="/health", summary="200 while requests can be served", keys="none", content=_TEXT),
+    EndpointSpec(
+        path="/ping",
+        summary="The same as /health (SageMaker)",
+        methods=("GET", "POST"),
+        keys="none",
+        content=_TEXT,
+    ),
+    EndpointSpec(path="/version", summary="The version of Serinus", keys="none"),
+    EndpointSpec(path="/load", summary="Requests that are being answered", keys="none"),
     EndpointSpec(path="/health_generate", summary="200 after one token was generated", content=_TEXT),
     EndpointSpec(path="/metrics", summary="Prometheus metrics", keys="none", content=_TEXT),
     EndpointSpec(path="/server_info", summary="What this server is, how it is set up, how loaded it is"),
     EndpointSpec(path="/get_server_info", summary="The same as /server_info"),
     EndpointSpec(path="/get_model_info", summary="Where the model lies"),
-    EndpointSpec(
-        path="/flush_cache", summary="Empty the prefix cache", methods=("GET", "POST"), keys="admin", content=_TEXT
-    ),
+    EndpointSpec(path="/flush_cache", summary="Empty the prefix cache", methods=_POST, keys="admin", content=_TEXT),
     EndpointSpec(path="/cache", summary="What is cached where; ?limit= nodes of the tree", keys="admin"),
     EndpointSpec(
         path="/canary", summary="What the KV canary checked and found, and the latest violations", keys="admin"
@@ -81,12 +92,14 @@ ENDPOINTS = (
 
 
 class _Endpoint:
-    """ASGI app of one endpoint: checks the key, runs the handler, renders its errors, counts the answer."""
+    """ASGI app of one endpoint: checks the key, runs the handler, renders its errors, counts and logs the answer."""
 
     def __init__(
-        self, path: str, handler: Handler, keys: tuple[str, ...], metrics: HttpMetrics, body_bytes_max: int
+        self, spec: EndpointSpec, handler: Handler, keys: tuple[str, ...], metrics: HttpMetrics, body_bytes_max: int
     ) -> None:
-        self._path = path
+        self._path = spec.path
+        self._level = logging.INFO if spec.methods == _POST else logging.DEBUG
+        """Of its lines in the log: what GET takes is polled."""
         self._handler = handler
         self._keys = keys
         self._metrics = metrics
@@ -94,6 +107,8 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send, body_bytes_max=self._body_bytes_max)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         self._metrics.opened()
         status = 500
         try:
@@ -110,6 +125,13 @@ class _Endpoint:
             status = exchange.status
         finally:
             self._metrics.answered(self._path, status)
+            self._log(exchange, status, loop.time() - began)
+
+    def _log(self, exchange: HttpExchange, status: int, seconds: float) -> None:
+        """One line, with the id to find the request by in other logs."""
+        if _log.isEnabledFor(self._level):
+            about = fields(x_request_id=exchange.request_id, rid=exchange.rid or "-", status=status, seconds=seconds)
+            _log.log(self._level, "%s %s, %s", exchange.scope["method"], self._path, about)
 
 
 def routes_of(handlers: Mapping[str, Handler], *, keys: Keys, metrics: HttpMetrics, body_bytes_max: int) -> list[Route]:
@@ -118,7 +140,7 @@ def routes_of(handlers: Mapping[str, Handler], *, keys: Keys, metrics: HttpMetri
     return [
         Route(
             spec.path,
-            _Endpoint(spec.path, handlers[spec.path], keys.that_open(spec.keys), metrics, body_bytes_max),
+            _Endpoint(spec, handlers[spec.path], keys.that_open(spec.keys), metrics, body_bytes_max),
             methods=list(spec.methods),
         )
         for spec in ENDPOINTS

@@ -50,11 +50,13 @@ class FrontSettings:
     """Seconds /health_generate waits for its one token."""
     call_s_max: float = 60.0
     """Seconds a call to the engine (flush, metrics) may take."""
+    keep_alive_s: float = 5.0
+    """A stream without its first token gets a comment every so many seconds."""
     random_seed: int | None = None
     """Seeds of requests that come without one are drawn from this; None = from the system."""
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes_max", "n_max", "health_generate_s_max", "call_s_max"):
+        for name in ("body_bytes_max", "n_max", "health_generate_s_max", "call_s_max", "keep_alive_s"):
             _check_positive(name, getattr(self, name))
         if self.role not in ("unified", "prefill", "decode"):
             raise ConfigError(f"front: role is {self.role!r}, expected unified, prefill or decode")

@@ -82,6 +82,8 @@ class Front:
         self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
         self.threads = TextThreads()
         """Where long texts are parsed, rendered and tokenized."""
+        self.open_count = 0
+        """Requests that the engine is answering."""
         self._warned_of_suggestion = False
         self._warned_of: set[str] = set()
         client.on_bad_frame = self.metrics.bad_frame
@@ -232,6 +234,7 @@ class Front:
 
         Raises BadRequest, EngineDown, CapacityError.
         """
+        exchange.rid = request_id
         count = sum(ask.sampling.n for ask in asks)
         self.check_count(count)
         call = Call(
@@ -250,9 +253,11 @@ class Front:
             prefill_address=self._suggested_prefill(exchange),
         )
         exchange.watch(queue.leave)
+        self.open_count += 1
         try:
             yield call
         finally:
+            self.open_count -= 1
             exchange.unwatch()
             queue.close()
 

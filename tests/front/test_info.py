@@ -127,7 +127,7 @@ def test_merged_expositions_keep_each_family_together_under_one_head() -> None:
 def test_the_cache_is_flushed_unless_it_is_in_use(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=10_000, step_s=0.01)
     with running_front(FrontSettings(model_path=str(byte_folder)), engine) as front:
-        assert front.http.get("/flush_cache").text == "Cache flushed.\n"
+        assert front.http.post("/flush_cache").text == "Cache flushed.\n"
         body = {"prompt": "x", "max_tokens": 2000, "stream": True}
         with front.http.stream("POST", "/v1/completions", json=body), httpx.Client(base_url=front.url) as other:
             response = other.post("/flush_cache")

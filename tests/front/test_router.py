@@ -67,7 +67,13 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
 
     @contextmanager
     def make(
-        decode: int, prefill: int, *, keys: dict[str, Any] | None = None, stall: tuple[bool, ...] = (), **more: Any
+        decode: int,
+        prefill: int,
+        *,
+        keys: dict[str, Any] | None = None,
+        stall: tuple[bool, ...] = (),
+        keep_alive_s: float = 5.0,
+        **more: Any,
     ) -> Iterator[RunningRouter]:
         fronts: dict[str, list[RunningFront]] = {"decode": [], "prefill": []}
         with ExitStack() as stack:
@@ -89,6 +95,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
                         served_model_name="canary",
                         engine=name,
                         role=role,
+                        keep_alive_s=keep_alive_s,
                         **(keys or {}),
                     )
                     fronts[role].append(stack.enter_context(running_front(settings, engine)))
@@ -414,3 +421,34 @@ def test_equally_loaded_engines_take_turns_and_dead_ones_are_left_out() -> None:
 def test_wrong_router_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         RouterSettings(**settings)
+
+
+def test_a_stream_that_has_no_token_yet_is_tried_elsewhere_when_its_engine_dies(route: Any) -> None:
+    with route(2, 1, keep_alive_s=0.01, stall=(True, True)) as running:
+        body = {**GREEDY, "stream": True}
+        with running.http.stream("POST", "/generate", json=body) as response, httpx.Client() as http:
+            parts = response.iter_bytes()
+            assert next(parts).strip() == b""
+            first = next(front for front in running.decode if requests_of(front))
+            assert running.router.fleet.prefill[0].waiting_bytes > 0
+            next(front for front in running.decode if front is not first).engine.let_go()
+            first.client.engine_gone("killed")
+            events = [row for row in b"".join(parts).decode().split("\n\n") if row.strip()]
+            assert http.get(f"{running.http.base_url}/load").json() == {"server_load": 0}
+        assert (response.status_code, events[-1]) == (200, "data: [DONE]")
+        assert json.loads(events[-2].removeprefix("data: "))["output_ids"] == EXPECTED
+        assert not any("error" in event for event in events)
+        assert running.router.fleet.prefill[0].waiting_bytes == 0
+
+
+def test_a_stream_without_a_token_ends_with_the_reason_when_all_engines_died(route: Any) -> None:
+    with route(2, 0, keep_alive_s=0.01, stall=(True, True)) as running:
+        with running.http.stream("POST", "/generate", json={**GREEDY, "stream": True}) as response:
+            parts = response.iter_bytes()
+            assert next(parts).strip() == b""
+            for front in running.decode:
+                front.client.engine_gone("killed")
+            events = [row for row in b"".join(parts).decode().split("\n\n") if row.strip()]
+        error, done = events
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+        assert done == "data: [DONE]"
