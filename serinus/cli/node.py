@@ -14,6 +14,8 @@ from serinus.core.config import ServeConfig
 from serinus.core.log import get_logger
 from serinus.core.private_folder import PrivateFolder
 from serinus.ranks.exit_reason import LOST_CODE, exit_words
+from serinus.ranks.handshake import hello_of
+from serinus.ranks.links import WATCHER
 from serinus.ranks.rank_processes import mesh_of, rank_env, rank_words
 
 __all__ = ["run_node"]
@@ -56,7 +58,7 @@ async def _live(config: ServeConfig) -> int:
         ends = {asyncio.create_task(process.wait()): rank for rank, process in ranks.items()}
         stop = asyncio.create_task(told.wait())
         address, silence_s = f"tcp://{parallel.dist_init_addr}", parallel.watchdog_s_max
-        alone = asyncio.create_task(connection_lost(address, silence_s))
+        alone = asyncio.create_task(connection_lost(address, silence_s, hello_of(config, WATCHER)))
         done, _ = await asyncio.wait({*ends, stop, alone}, return_when=asyncio.FIRST_COMPLETED)
         for task, rank in ends.items():
             if task in done and (code := ranks[rank].returncode):

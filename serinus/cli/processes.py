@@ -12,12 +12,16 @@ import signal
 import socket
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, threads_env
 from serinus.core.log import get_logger
 from serinus.core.private_folder import PrivateFolder
 from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
+
+if TYPE_CHECKING:
+    from serinus.wire.messages import Message
 
 __all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process", "stop_server"]
 
@@ -66,10 +70,10 @@ async def stop_server(process: asyncio.subprocess.Process, *, s_max: float) -> i
     return await stop_process(process, s_max=s_max or _STOP_NOW_S)
 
 
-async def connection_lost(address: str, silence_s: float) -> None:
+async def connection_lost(address: str, silence_s: float, hello: Message | None = None) -> None:
     """Connect to a listening socket of wire, as often as it takes, and return when that connection breaks: its process
-    ended, or stood still for `silence_s` seconds."""
-    from serinus.wire import Arrived, ZmqChannel
+    ended, or stood still for `silence_s` seconds. `hello`: what makes us known there, where strangers are cut off."""
+    from serinus.wire import Arrived, ZmqChannel, encode
 
     channel = ZmqChannel(silence_s=silence_s)
     try:
@@ -77,6 +81,8 @@ async def connection_lost(address: str, silence_s: float) -> None:
         while True:
             attempt += 1
             channel.connect(f"there-{attempt}", address)
+            if hello is not None:
+                channel.send(f"there-{attempt}", encode(hello))
             reason = ""
             while not reason:
                 await asyncio.sleep(_LOOK_S)

@@ -122,6 +122,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_canary_sweep_passes", "Complete walks over the cached pages"),
     _counter("kv_faults_injected", "Faults planted by --kv-canary-perturb", "kind"),
     _counter("wire_bad_frames", "Frames that were refused, by reason", "reason"),
+    _counter("wire_connections_cut", "Connections that others made and that were cut off here, by reason", "reason"),
     _counter("wire_retransmits", "Control frames that were sent again"),
     _histogram("queue_time_seconds", "From arrival to the first step that worked for a request", _QUEUE_S),
     _histogram("step_seconds", "One step of the loop: plan, run, commit", _STEP_S),

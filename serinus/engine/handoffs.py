@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
@@ -36,6 +36,8 @@ from serinus.wire import Mailbox, ZmqChannel
 __all__ = ["HandoffParts", "MadeHandoffs", "handoff_settings", "make_handoffs", "make_role"]
 
 _log = get_logger("engine")
+_MESSAGE_BYTES_MAX: Final = 16 << 20
+"""Of what decode engines send: a prompt of a million tokens with its sampling parameters, or as many pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ def make_handoffs(parts: HandoffParts, clock: Clock) -> MadeHandoffs:
     if host not in ("127.0.0.1", "localhost", "::1") and not config.pd.cluster_secret:
         _log.warning("engines are greeted at %s without --cluster-secret: any process that reaches it may join", host)
     bind = f"tcp://{host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
-    channel = ZmqChannel(bind, clock=clock)
+    channel = ZmqChannel(bind, clock=clock, message_bytes_max=_MESSAGE_BYTES_MAX)
     peers = Peers(Mailbox(channel, incarnation=incarnation, clock=clock), (channel,))
     role = make_role(parts, backends, clock.now())
     return MadeHandoffs(role=role, peers=peers, address=channel.address if config.role == "prefill" else "")

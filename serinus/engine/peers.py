@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from serinus.core.metrics import Metrics
 from serinus.engine.wire_counts import BadFrames
-from serinus.pd import ClosePeer, OpenPeer, PeerAction, Send
+from serinus.pd import AttachPeer, ClosePeer, OpenPeer, PeerAction, Send
 from serinus.wire import Gone, Mailbox, PeerMessage, ZmqChannel
 
 __all__ = ["Peers"]
@@ -28,6 +28,7 @@ class Peers:
         self.mailbox = mailbox
         self.channels = channels
         self._bad_frames = BadFrames()
+        self._cut = BadFrames("wire_connections_cut")
 
     def receive(self, timeout_s: float = 0.0) -> list[PeerMessage | Gone]:
         """Messages and lost connections; waits up to `timeout_s` for the first."""
@@ -41,6 +42,8 @@ class Peers:
                     self.mailbox.send(action.peer, action.message, action.payload)
                 case OpenPeer():
                     self.mailbox.connect(action.peer, action.address)
+                case AttachPeer():
+                    self.mailbox.trust(action.peer)
                 case ClosePeer():
                     self.mailbox.disconnect(action.peer)
         self.mailbox.flush()
@@ -48,6 +51,8 @@ class Peers:
     def refresh(self, metrics: Metrics) -> None:
         """Bring the counters of frames up to now, for a scrape."""
         self._bad_frames.refresh(metrics, self.mailbox.rejects)
+        for channel in self.channels:
+            self._cut.refresh(metrics, channel.cut_off)
         metrics.set("wire_retransmits", self.mailbox.resent_count)
 
     def close(self) -> None:

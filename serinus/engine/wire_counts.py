@@ -14,16 +14,17 @@ _ELSEWHERE = "closed_grant"
 
 
 class BadFrames:
-    """Totals by reason, added to the metrics as far as they are new."""
+    """Totals by reason, added to a metric as far as they are new."""
 
-    def __init__(self) -> None:
+    def __init__(self, metric: str = "wire_bad_frames") -> None:
+        self._metric = metric
         self._told: Counter[str] = Counter()
 
     def refresh(self, metrics: Metrics, rejects: Mapping[str, int]) -> None:
-        """Bring wire_bad_frames up to these totals."""
+        """Bring the metric up to these totals."""
         for reason, count in rejects.items():
             if reason != _ELSEWHERE and count > self._told[reason]:
-                metrics.add("wire_bad_frames", count - self._told[reason], reason)
+                metrics.add(self._metric, count - self._told[reason], reason)
                 self._told[reason] = count
 
 

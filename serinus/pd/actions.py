@@ -67,10 +67,6 @@ class OpenPeer:
     address: str
 
 
-PeerAction: TypeAlias = Send | OpenPeer | ClosePeer
-"""What the caller of a port passes on to the peers."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachPeer:
     """A peer was greeted: join its data backend, on every rank (no answer). Comes before anything moves; undone by
@@ -82,6 +78,10 @@ class AttachPeer:
     """Of the KV of the peer."""
     endpoints: tuple[bytes, ...]
     """How its memory is reached, one text per rank of it; one-sided backends."""
+
+
+PeerAction: TypeAlias = Send | OpenPeer | ClosePeer | AttachPeer
+"""What the caller of a port passes on to the peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Recompute:
 
 
 DecodeAction: TypeAlias = (
-    PeerAction | AttachPeer | PeerChanged | TakeIn | HandoffOver | CancelReads | FencePeer | Quarantine | QuarantineOver
+    PeerAction | PeerChanged | TakeIn | HandoffOver | CancelReads | FencePeer | Quarantine | QuarantineOver
     | Landed | Recompute | HandoffFinding
 )  # fmt: skip
 
@@ -268,6 +268,6 @@ class AbortPrefill:
 
 
 PrefillAction: TypeAlias = (
-    PeerAction | AttachPeer | PeerChanged | AddPrefill | MovePiece | Unstage | ReleaseChunk | StopPrefill
+    PeerAction | PeerChanged | AddPrefill | MovePiece | Unstage | ReleaseChunk | StopPrefill
     | ForgetPrefill | PrefillDrained | AbortPrefill | HandoffFinding
 )  # fmt: skip

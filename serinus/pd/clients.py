@@ -21,10 +21,12 @@ from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Keepalive
 
-__all__ = ["TOMBSTONES_MAX", "Client", "Clients", "HeldChunk", "Lane", "Piece"]
+__all__ = ["CLIENTS_MAX", "TOMBSTONES_MAX", "Client", "Clients", "HeldChunk", "Lane", "Piece"]
 
 TOMBSTONES_MAX: Final = 1 << 16
 """Closed grants above a client's floor, and grants that came before their PREPARE; a client with more is cut off."""
+CLIENTS_MAX: Final = 128
+"""Decode engines greeted at one time: each may have memory of ours for its messages and for what it is sent."""
 _STRANGERS_MAX: Final = 256
 """Connections that were asked for the secret and have not answered."""
 
@@ -158,6 +160,8 @@ class Clients:
         backend = self._backend_for(hello)
         if hello.role != "decode":
             reason = f"role is {hello.role!r}, expected 'decode'"
+        elif len(self._clients) >= CLIENTS_MAX:
+            reason = f"{CLIENTS_MAX} decode engines are connected already, expected fewer"
         elif not backend:
             ours, theirs = ", ".join(settings.backends), ", ".join(hello.backends)
             reason = (

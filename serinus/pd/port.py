@@ -290,6 +290,7 @@ class HandoffPort(Generic[M]):
     def _attach(self, action: AttachPeer, events: deque[object]) -> None:
         """Join the data backend of a peer; where that fails the peer is given up, and reported as lost."""
         self._peers[action.peer] = action
+        self._outgoing.append(action)
         self._command(action, None)
         if not self._ops.has(action.backend):
             return

@@ -35,13 +35,15 @@ from serinus.ranks.handshake import difference, signed
 from serinus.wire import Frame, Gone, Parts, ZmqChannel, decode, encode, wait_any
 from serinus.wire.messages import EngineEnd, RankAnswers, RankExit, RankHello, RankWelcome
 
-__all__ = ["LeaderLinks", "RankFacts", "RankLink", "Sign", "Weight"]
+__all__ = ["WATCHER", "LeaderLinks", "RankFacts", "RankLink", "Sign", "Weight"]
 
 _LEADER: Final = "leader"
 _TICK_S: Final = 0.1
 """How often the second thread looks in, and how long one wait of the first takes where it has to check something."""
 _FAREWELL_S: Final = 2.0
 """Ranks get so long to hang up once they were told to stop."""
+WATCHER: Final = 0
+"""The rank that a process which only watches the leader names in its hello."""
 _log = get_logger("engine")
 
 
@@ -108,6 +110,8 @@ class LeaderLinks:
         self._peer_of: dict[int, str] = {}
         self._answers: list[tuple[int, Frame | Parts]] = []
         self._signs: deque[Sign] = deque()
+        self._watchers = 0
+        """Connections so far of processes that start ranks, and only want to see the end of the leader."""
         self._gone = ""
         self._closed = False
 
@@ -223,6 +227,9 @@ class LeaderLinks:
         name = f"rank {said.rank} of {said.host}"
         if not hmac.compare_digest(said.mac, signed(self._secret, said.rank, said.settings)):
             self._refuse(peer, f"{name} knows another --cluster-secret")
+        elif said.rank == WATCHER and self._watchers < self.mesh.size:
+            self._watchers += 1
+            self._channel.trust(peer)
         elif not 0 < said.rank < self.mesh.size or said.rank in self.facts:
             self._refuse(peer, f"{name}, expected each of {self.mesh.size} ranks once")
         elif said.settings != self._settings:
@@ -231,6 +238,7 @@ class LeaderLinks:
             self._refuse(peer, reason)
             self._signs.append(Sign(weight=Weight.WORDS, rank=0, reason=reason, code=CONFIG_CODE))
         else:
+            self._channel.trust(peer)
             self._rank_of[peer], self._peer_of[said.rank] = said.rank, peer
             self.facts[said.rank] = RankFacts(rank=said.rank, pid=said.pid, host=said.host)
             if self._welcome is not None:

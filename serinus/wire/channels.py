@@ -51,6 +51,11 @@ class Channel(Protocol):
         """What happened; waits up to timeout_s seconds for the first event."""
         ...
 
+    def trust(self, peer: str) -> None:
+        """A peer that connected to us is known from now on: what binds strangers does not bind it. Unknown names are
+        ignored."""
+        ...
+
     def disconnect(self, peer: str) -> None:
         """End a connection from this side; no Gone follows. Unknown names are ignored."""
         ...
@@ -121,6 +126,9 @@ class LocalChannel:
         self._events.clear()
         self._closed.clear()
         return events
+
+    def trust(self, peer: str) -> None:
+        """All are of this process."""
 
     def disconnect(self, peer: str) -> None:
         far = self._far.pop(peer, None)

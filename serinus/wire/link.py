@@ -48,7 +48,7 @@ class ReliableLink(Generic[S, R]):
         resend_s_max: float = 20.0,
         window_max: int = 1 << 16,
         ahead_max: int = 4096,
-        ahead_bytes_max: int = 256 << 20,
+        ahead_bytes_max: int = 64 << 20,
         ack_s: float = 0.02,
     ) -> None:
         """Nothing sent, nothing received.
@@ -59,14 +59,14 @@ class ReliableLink(Generic[S, R]):
             resend_s_max: the doubling ends here.
             window_max: frames kept for resending; one more raises CapacityError.
             ahead_max: frames kept that came before their turn; those further ahead are dropped (and come again).
-            ahead_bytes_max: likewise, for the sum of their sizes.
+            ahead_bytes_max: likewise, for the sum of their sizes; may be changed later.
             ack_s: an acknowledgement waits so long for a frame that takes it along; one for a repeated frame does not.
         """
         self._resend_s = resend_s
         self._resend_s_max = resend_s_max
         self._window_max = window_max
         self._ahead_max = ahead_max
-        self._ahead_bytes_max = ahead_bytes_max
+        self.ahead_bytes_max = ahead_bytes_max
         self._seq = 0
         self._waiting: OrderedDict[int, _Waiting[S]] = OrderedDict()
         self._received = 0
@@ -115,7 +115,7 @@ class ReliableLink(Generic[S, R]):
             self._ack_at = -math.inf  # the other side does not know
             return []
         if seq != self._received + 1:
-            if len(self._ahead) < self._ahead_max and self._ahead_bytes + byte_count <= self._ahead_bytes_max:
+            if len(self._ahead) < self._ahead_max and self._ahead_bytes + byte_count <= self.ahead_bytes_max:
                 self._ahead[seq] = (item, byte_count)
                 self._ahead_bytes += byte_count
             return []

@@ -23,6 +23,10 @@ __all__ = ["BAD_FRAMES_MAX", "Mailbox", "PeerMessage"]
 
 BAD_FRAMES_MAX: Final = 8
 """A peer that sends this many is cut off."""
+_AHEAD_BYTES_CHOSEN: Final = 64 << 20
+"""Kept of frames that came before their turn, of a peer that we connected to: pages come with them."""
+_AHEAD_BYTES_TRUSTED: Final = 1 << 20
+"""...of a peer that connected to us and was greeted. Of a stranger none are kept: they come again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +77,15 @@ class Mailbox:
 
     def connect(self, peer: str, address: str) -> None:
         """Start a connection under a new name; failure arrives as Gone."""
-        self._lines[peer] = self._line()
+        self._lines[peer] = self._line(_AHEAD_BYTES_CHOSEN)
         self._channel.connect(peer, address)
+
+    def trust(self, peer: str) -> None:
+        """A peer that connected to us was greeted: what binds strangers (tcp_listener.py) does not bind it."""
+        line = self._lines.get(peer)
+        if line is not None:
+            line.link.ahead_bytes_max = max(line.link.ahead_bytes_max, _AHEAD_BYTES_TRUSTED)
+            self._channel.trust(peer)
 
     def send(self, peer: str, message: Message, payload: Buffer = b"") -> None:
         """Send, reliably while the connection lives; no effect once it is gone. `payload` must not change meanwhile."""
@@ -120,8 +131,8 @@ class Mailbox:
         self._lines.clear()
         self._channel.close()
 
-    def _line(self) -> _Line:
-        return _Line(link=ReliableLink(resend_s=self._resend_s))
+    def _line(self, ahead_bytes_max: int) -> _Line:
+        return _Line(link=ReliableLink(resend_s=self._resend_s, ahead_bytes_max=ahead_bytes_max))
 
     def _transmit(self, peer: str, outgoing: LinkFrame[tuple[Message, Buffer]]) -> None:
         message, payload = outgoing.item if outgoing.item is not None else (Ack(), b"")
@@ -130,7 +141,7 @@ class Mailbox:
     def _take(self, peer: str, parts: Parts, out: list[PeerMessage | Gone]) -> None:
         line = self._lines.get(peer)
         if line is None:
-            line = self._lines[peer] = self._line()
+            line = self._lines[peer] = self._line(0)
         try:
             frame = decode(parts)
             if not frame.incarnation and not frame.seq:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -22,9 +23,9 @@ from serinus.ranks.codec import (
     encode_header,
     pack_commands,
 )
-from serinus.ranks.links import Sign, Weight
+from serinus.ranks.links import WATCHER, Sign, Weight
 from serinus.ranks.tiers import CancelPages
-from serinus.wire import Arrived, ZmqChannel, decode, encode
+from serinus.wire import Arrived, Gone, ZmqChannel, decode, encode
 from serinus.wire.messages import EngineEnd, StopEngine
 from tests.ranks.linked import CLOCK, Ranks, hello
 
@@ -36,10 +37,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     found.close()
 
 
-def test_strangers_on_the_line_are_sent_away(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+def test_strangers_on_the_line_are_sent_away(way: str, tmp_path: Path) -> None:
     """A wrong secret, a rank that there is not, one that is there already, or nonsense: none of them is heard."""
     mesh = Mesh(tp=2)
-    links = LeaderLinks(f"ipc://{tmp_path_factory.mktemp('l')}/c", mesh=mesh, clock=CLOCK, secret="right")
+    bind = f"ipc://{tmp_path}/c" if way == "ipc" else "tcp://127.0.0.1:0"
+    links = LeaderLinks(bind, mesh=mesh, clock=CLOCK, secret="right")
     strangers = ZmqChannel(clock=CLOCK)
     strange = [hello(1, "wrong"), hello(9, "right"), StopEngine(), hello(0, "right")]
     for index, said in enumerate(strange):
@@ -55,6 +58,28 @@ def test_strangers_on_the_line_are_sent_away(tmp_path_factory: pytest.TempPathFa
     strangers.send("s3", encode_answers((), "the stranger broke"))
     assert links.answers(0.1) == []
     for end in (right, strangers, links):
+        end.close()
+
+
+def test_a_process_that_only_watches_the_leader_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that starts ranks on another machine: it is told by the end of its connection alone."""
+    monkeypatch.setattr("serinus.wire.tcp_listener.STRANGER_S_MAX", 0.1)
+    links = LeaderLinks("tcp://127.0.0.1:0", mesh=Mesh(tp=2), clock=CLOCK, secret="right")
+    ends: dict[str, ZmqChannel] = {}
+    for name, said in (("watcher", hello(WATCHER, "right")), ("stranger", None)):
+        ends[name] = ZmqChannel(clock=CLOCK)
+        ends[name].connect(name, links.address)
+        if said is not None:
+            ends[name].send(name, encode(said))
+    until, gone = CLOCK.now() + 10.0, False
+    while not gone and CLOCK.now() < until:
+        links.look()
+        gone = bool(ends["stranger"].poll(0.02))
+    assert gone
+    assert not ends["watcher"].poll(0.1)
+    links.close(0.0)
+    assert [type(event) for event in ends["watcher"].poll(5.0)] == [Gone]
+    for end in ends.values():
         end.close()
 
 

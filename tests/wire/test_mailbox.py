@@ -104,14 +104,31 @@ def test_a_probe_says_nothing() -> None:
     assert not pair.server.rejects
 
 
-def test_payloads_ahead_of_their_turn_do_not_fill_the_memory() -> None:
+def test_frames_ahead_of_their_turn_are_kept_as_far_as_the_peer_is_known() -> None:
+    """None of a stranger, a few of one that was greeted, pages of one that we connected to."""
+    for trusted, kept in ((False, ()), (True, (2, 3, 4))):
+        pair = Pair()
+        raw = pair.raw()
+        raw.send("s", encode(Keepalive(), 5, 1))
+        (first,) = messages_of(pair.server)
+        if trusted:
+            pair.server.trust(first.peer)
+        payload = bytes(300 << 10)
+        for seq in (3, 4, 5, 6, 2):
+            raw.send("s", encode(DoneOk(xid="x", grant=seq), 5, seq, payload if seq > 2 else b""))
+        found = [received.message for received in messages_of(pair.server)]
+        assert found == [DoneOk(xid="x", grant=seq) for seq in kept or (2,)] + [DoneOk(xid="x", grant=5)] * trusted
+
+
+def test_pages_ahead_of_their_turn_are_kept_of_a_peer_that_we_connected_to() -> None:
     pair = Pair()
-    raw = pair.raw()
-    payload = bytes(64 << 20)
-    for seq in (2, 3, 4, 5, 6, 1):
-        raw.send("s", encode(DoneOk(xid="x", grant=seq), 5, seq, payload if seq > 1 else b""))
-    found = messages_of(pair.server)
-    assert [received.message for received in found] == [DoneOk(xid="x", grant=seq) for seq in (1, 2, 3, 4)]
+    pair.client.send("s", Keepalive())
+    (first,) = messages_of(pair.server)
+    payload = bytes(24 << 20)
+    for seq in (2, 3, 4, 1):
+        pair.server_channel.send(first.peer, encode(DoneOk(xid="x", grant=seq), 5, seq, payload if seq > 1 else b""))
+    found = [received.message for received in messages_of(pair.client)]
+    assert found == [DoneOk(xid="x", grant=seq) for seq in (1, 2, 3)], "the last one comes again"
 
 
 class Forgetful(LocalChannel):

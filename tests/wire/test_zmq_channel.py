@@ -79,9 +79,12 @@ def test_frames_travel_both_ways_and_keep_their_parts(channels: Callable[..., Zm
     for address in ("tcp://127.0.0.1:0", f"ipc://{tmp_path}/s"):
         server, client = channels(address), channels()
         client.connect("server", server.address)
+        client.send("server", [b"hello"])
+        wait_any([server], 5.0)
+        (hello,) = until(server)
+        server.trust(hello.peer)
         big = np.arange(1 << 20, dtype=np.uint8)
         client.send("server", [b"head", big.data])
-        wait_any([server], 5.0)
         (event,) = until(server)
         assert isinstance(event, Arrived)
         assert [bytes(part) for part in event.parts] == [b"head", big.tobytes()]
@@ -168,7 +171,7 @@ def test_dozens_of_connections_come_and_go_without_mixing_names(channels: Callab
         assert came.peer not in seen
         seen.add(came.peer)
         visitor.close()
-        assert until(server) == [Gone(peer=came.peer, reason="the connection broke (Host unreachable)")]
+        assert until(server) == [Gone(peer=came.peer, reason="the connection broke")]
     server.send(stays.peer, [b"you?"])
     (event,) = until(alive)
     assert isinstance(event, Arrived)
