@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from serinus.kernels import AttentionBatch, Kernels, load, warm
+from serinus.kernels import AttentionBatch, Kernels, RowSampling, load, warm
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, SIZE, MLP, VOCAB = 12, 1024, 16, 8, 128, 3072, 32000
 PAGE, CONTEXT = 16, 300
@@ -252,7 +252,6 @@ def main() -> None:
     bench_window(bench, kernels, 8192, 512)
     for tokens in (1, 16, 2048):
         bench_elementwise(bench, kernels, tokens)
-    seeds = torch.arange(16)
     head = kernels.pack_linear(torch.randn(VOCAB, HIDDEN).to(BF16), None)
     for rows in (1, 16):
         x = torch.randn(rows, HIDDEN).to(BF16)
@@ -262,7 +261,9 @@ def main() -> None:
             bytes_moved=VOCAB * HIDDEN * 2,
             flops=VOCAB * HIDDEN * 2 * rows,
         )
-    bench.row("noise for 16 x 32000 tokens", lambda: kernels.counter_gumbel(seeds, seeds, VOCAB))
+    drawn = [RowSampling(seed=i, position=i) for i in range(16)]
+    logits = torch.randn(16, VOCAB).to(BF16)
+    bench.row(f"draws from 16 x {VOCAB} logits", partial(kernels.choose_tokens, logits, drawn), bytes_moved=32 * VOCAB)
     bench_pages(bench, kernels)
     machine = {"cpu": platform.processor() or platform.machine(), "threads": arguments.threads}
     print(

@@ -59,6 +59,27 @@ ROWS = (
     ),
     Row(
         benchmark="job",
+        what="the same with temperature 0.7, top_p 0.95 and repetition penalty 1.05",
+        here="{sampled_step_ms:.1f} ms",
+        beside="greedy {decode_step_ms:.1f} ms",
+        goal="",
+    ),
+    Row(
+        benchmark="sampling",
+        what="sampling 16 rows of 151,936 on one core: temperature; top_p; top_k and top_p; penalties of 128k prompts",
+        here="{ms[temperature]:.1f}; {ms[top_p]:.1f}; {ms[top_k_top_p]:.1f}; {ms[penalties]:.1f} ms",
+        beside="greedy {ms[greedy]:.1f} ms, a plain sum {floor_ms:.1f} ms",
+        goal="<= {goal_ms:.0f} ms",
+    ),
+    Row(
+        benchmark="sampling",
+        what="the same: 65,536 biases; logprobs; all of these (300 biases) at once",
+        here="{ms[logit_bias_65536]:.1f}; {ms[logprobs]:.1f}; {ms[all]:.1f} ms",
+        beside="",
+        goal="<= {goal_ms:.0f} ms",
+    ),
+    Row(
+        benchmark="job",
         what="one stream",
         here="{stream_tok_per_s:.0f} tok/s",
         beside="{stream_of_floor:.0%} of the bandwidth floor",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.history import TokenHistory
 from serinus.core.parts import Part
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
@@ -34,10 +35,8 @@ class SampleSpec:
     """Tokens generated so far; below params.min_new_tokens the stop ids are forbidden."""
     stop_ids: tuple[int, ...] = ()
     """Ids forbidden while generated < min_new_tokens: end-of-sequence (unless ignored) and stop_token_ids."""
-    prompt_ids: NDArray[np.int32] | None = None
-    """The prompt, where a penalty needs it."""
-    output_ids: NDArray[np.int32] | None = None
-    """The tokens generated so far, where a penalty needs them."""
+    history: TokenHistory | None = None
+    """The tokens that the sequence has, where a penalty needs them."""
 
 
 @dataclass(slots=True, kw_only=True)

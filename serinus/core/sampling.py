@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from serinus.core.bounds import TopIds
 from serinus.core.errors import BadSampling
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingParams", "TokenBias"]
 
 _N_MAX = 128
 _WORD_MAX = (1 << 63) - 1
+_ID_MAX = (1 << 31) - 1
 _LOGPROBS_MAX = 64
 _STOP_COUNT_MAX = 64
 _STOP_CHARS_MAX = 1024
@@ -60,13 +63,29 @@ def _check_bias(bias: Any) -> None:
     if len(bias) > _BIASES_MAX:
         raise BadSampling("logit_bias", len(bias), f"at most {_BIASES_MAX} tokens")
     values = bias.values()
-    if set(map(type, bias)) == {int} and set(map(type, values)) <= {int, float} and min(bias) >= 0:
-        low, high = min(values), max(values)
-        if low >= -100.0 and high <= 100.0 and all(map(math.isfinite, values)):
+    if set(map(type, bias)) == {int} and set(map(type, values)) <= {int, float}:
+        inside = 0 <= min(bias) <= max(bias) <= _ID_MAX and -100.0 <= min(values) <= max(values) <= 100.0
+        if inside and all(map(math.isfinite, values)):
             return
     for token_id, value in bias.items():
-        _whole("logit_bias", token_id, 0, None, "token ids as keys")
+        _whole("logit_bias", token_id, 0, _ID_MAX, "token ids as keys")
         _number("logit_bias", value, -100.0, 100.0, "a bias between -100 and 100")
+
+
+class TokenBias(dict[int, float]):
+    """A bias for each of some token ids, which the sampler reads in every step as two arrays. Never changed."""
+
+    __slots__ = ("ids", "values_of_ids")
+
+    def __init__(self, biases: Mapping[int, float] | Iterable[tuple[int, float]]) -> None:
+        """Cost: one sort of the ids, where parameters are made."""
+        super().__init__(biases)
+        ids, values = np.fromiter(self, np.int32, len(self)), np.fromiter(self.values(), np.float32, len(self))
+        order = ids.argsort()
+        self.ids: NDArray[np.int32] = ids[order]
+        """The ids in rising order."""
+        self.values_of_ids: NDArray[np.float32] = values[order]
+        """The bias of each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +164,8 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), _WORD_MAX, "a 64-bit integer")
         _check_bias(self.logit_bias)
+        if self.logit_bias and not isinstance(self.logit_bias, TokenBias):
+            object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= _STOP_CHARS_MAX:
                 raise BadSampling("stop", text, f"a text that is not empty, of at most {_STOP_CHARS_MAX} characters")
@@ -155,6 +176,11 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _whole(name, value, 0, _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}")
+
+    @property
+    def bias(self) -> TokenBias | None:
+        """`logit_bias` as the sampler reads it, where there is any."""
+        return self.logit_bias if isinstance(self.logit_bias, TokenBias) else None
 
     @property
     def greedy(self) -> bool:

@@ -7,7 +7,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
-from serinus.kernels.contracts import LayerDigest, Tiling, Watch
+from serinus.kernels.contracts import LayerDigest, RowSampling, Tiling, TopTokens, Watch
 from serinus.kernels.huge_pages import collapse_to_huge_pages, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
@@ -20,8 +20,10 @@ __all__ = [
     "LayerDigest",
     "PackedLinear",
     "Reason",
+    "RowSampling",
     "StampLane",
     "Tiling",
+    "TopTokens",
     "Watch",
     "collapse_to_huge_pages",
     "load",

@@ -23,6 +23,7 @@ __all__ = [
     "check_digest",
     "check_gate",
     "check_hashed",
+    "check_logits",
     "check_norm",
     "check_pack_factors",
     "check_pack_linear",
@@ -221,6 +222,24 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
     if len(pages_G) and not 0 <= pages_G.min() <= pages_G.max() < page_count:
         raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {page_count - 1}")
     return width
+
+
+def check_logits(logits_BV: Tensor, *counts: int, chosen: Sequence[int] = ()) -> None:
+    """Raise ValueError where logits are no matrix of floats with a vocabulary, one of `counts` is not their rows, or a
+    chosen id is none of theirs."""
+    shape = tuple(logits_BV.shape)
+    if (
+        len(shape) != 2
+        or not logits_BV.is_floating_point()
+        or not shape[1]
+        or any(count != shape[0] for count in counts)
+    ):
+        raise ValueError(
+            f"kernels: logits {logits_BV.dtype} {shape} for {' and '.join(map(str, counts))} rows, expected floats "
+            "[rows, vocabulary]"
+        )
+    if chosen and not 0 <= min(chosen) <= max(chosen) < shape[1]:
+        raise ValueError(f"kernels: ids {min(chosen)} .. {max(chosen)} are chosen, expected 0 .. {shape[1] - 1}")
 
 
 def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:

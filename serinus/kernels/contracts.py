@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.core.history import TokenHistory
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.packed import PackedFactors
 
@@ -25,7 +26,9 @@ __all__ = [
     "MakeWatch",
     "MovePages",
     "PagedAttention",
+    "RowSampling",
     "Tiling",
+    "TopTokens",
     "Watch",
     "WatchedAttention",
 ]
@@ -94,6 +97,48 @@ class Tiling:
     """Blocks that are loaded ahead."""
     stretches: int
     """Programs that share a sequence and a KV head."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowSampling:
+    """How the token of one row is chosen; the defaults change nothing. Not frozen, for the cost: one a row and step."""
+
+    seed: int
+    """Seed of the sequence, any 64-bit word."""
+    position: int
+    """Position that the token will have."""
+    temperature: float = 1.0
+    """0 = greedy; otherwise scores are divided by it."""
+    top_k: int = 0
+    """Tokens that are kept, with those as likely as the last one; all where it is below 1 or not below V."""
+    top_p: float = 1.0
+    """Probability that is kept, at least, of what top_k kept."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest one are dropped."""
+    bias: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """Different ids, and what is added to their logits."""
+    history: TokenHistory | None = None
+    """What the penalties look at."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies other scores of the tokens that were seen."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that a token was generated."""
+    presence_penalty: float = 0.0
+    """Subtracted from tokens that were generated."""
+    forbidden: tuple[int, ...] = ()
+    """Ids that are chosen only where all are forbidden."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """Log-probabilities of one row."""
+
+    logprob: float
+    """Of the chosen token."""
+    ids: tuple[int, ...]
+    """The likeliest tokens, the likeliest first."""
+    logprobs: tuple[float, ...]
+    """The log-probabilities of these."""
 
 
 class WatchedAttention(Protocol):

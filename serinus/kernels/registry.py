@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
-from serinus.kernels.contracts import HashedPages, MakeWatch, MovePages, PagedAttention, WatchedAttention
+from serinus.kernels.contracts import (
+    HashedPages,
+    MakeWatch,
+    MovePages,
+    PagedAttention,
+    RowSampling,
+    TopTokens,
+    WatchedAttention,
+)
 from serinus.kernels.packed import PackedFactors, PackedLinear
 
 __all__ = ["COLUMNS", "FILES", "Kernels", "load", "warm"]
@@ -44,7 +52,8 @@ FILES: Mapping[str, str] = MappingProxyType(
         "gather_pages": "pages",
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
-        "counter_gumbel": "counter_gumbel",
+        "choose_tokens": "sampling",
+        "top_tokens": "sampling",
         "canary_digest": "canary",
         "canary_due": "canary",
         "canary_plan": "canary",
@@ -95,8 +104,10 @@ class Kernels:
     """(layers_kv, pages_G, page_size, bytes_RY, rows_G=None)"""
     hashed_pages: HashedPages
     """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
-    counter_gumbel: Callable[[Tensor, Tensor, int], Tensor]
-    """(seeds_B, positions_B, vocab) -> noise_BV fp32"""
+    choose_tokens: Callable[[Tensor, Sequence[RowSampling]], list[int]]
+    """(logits_BV, rows) -> B ids"""
+    top_tokens: Callable[[Tensor, Sequence[int], Sequence[int]], list[TopTokens]]
+    """(logits_BV, chosen, counts) -> B log-probabilities, and lists of them"""
     canary_digest: Callable[..., Tensor]
     """(layers_kv, slots_E, coefficients_L22W) -> digests_E2"""
     canary_due: Callable[[NDArray[np.int64], int, int], tuple[NDArray[np.int64], int, int]]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import BadSampling, FrameError
+from serinus.core.history import TokenHistory
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
@@ -39,8 +40,9 @@ class _Penalty(msgspec.Struct, frozen=True, array_like=True):
     """What a sampler with penalties looks back at."""
 
     work: Count
-    prompt_ids: NDArray[np.int32] | None
-    output_ids: NDArray[np.int32] | None
+    seen: NDArray[np.uint8]
+    output_ids: NDArray[np.int32]
+    output_times: NDArray[np.float32]
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -157,9 +159,9 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
         seeds_S=tuple([s.seed for _, s in sampling]),
         sets=tuple(sets),
         penalties=tuple(
-            _Penalty(index, s.prompt_ids, s.output_ids)
+            _Penalty(index, s.history.seen, s.history.output_ids, s.history.output_times)
             for index, s in sampling
-            if s.prompt_ids is not None or s.output_ids is not None
+            if s.history is not None
         ),
         asked=tuple(
             _Asked(index, w.prompt_logprobs, w.next_ids)
@@ -226,21 +228,26 @@ def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
     if places and (min(places) < 0 or max(places) >= count or min(sets) < 0 or max(sets) >= len(columns.sets)):
         raise FrameError("body", f"a plan of {count} sequences samples at {places} with sets {sets}")
     known = [_SETS.unpacked(data) for data in columns.sets]
-    back = {item.work: item for item in columns.penalties}
+    back = {item.work: _history(item) for item in columns.penalties}
     specs = {}
     for index, place in enumerate(places):
         params, stop_ids = known[sets[index]]
-        looks = back.get(place)
         specs[place] = SampleSpec(
             params=params,
             seed=seeds[index],
             position=positions[index],
             generated=generated[index],
             stop_ids=stop_ids,
-            prompt_ids=None if looks is None else looks.prompt_ids,
-            output_ids=None if looks is None else looks.output_ids,
+            history=back.get(place),
         )
     return specs
+
+
+def _history(item: _Penalty) -> TokenHistory:
+    _same(len(item.output_ids), output_times=item.output_times)
+    if len(item.output_ids) and int(item.output_ids.min()) < 0:
+        raise FrameError("body", f"a plan penalises id {int(item.output_ids.min())}, expected ids from 0")
+    return TokenHistory.of(item.seen, item.output_ids, item.output_times)
 
 
 def _writes(columns: PlanColumns) -> tuple[TableWrite, ...]:

@@ -64,6 +64,7 @@ class Runner:
         self._takes, self._sends = mesh.pp_rank(rank) > 0, mesh.pp_rank(rank) < mesh.pp - 1
         self._answers = rank == mesh.result_rank
         self._model = model
+        self._kernels = kernels
         self._kv = tuple(next(layers_left[part]) for part in model.spec.layer_parts)
         self._tables = dict(tables)
         self._rows = {part: table.table for part, table in tables.items()}
@@ -185,7 +186,7 @@ class Runner:
             ids = next_ids[at : at + _LOGIT_ROWS_MAX].tolist()
             logits_RV = self._model.logits(hidden_TE[begin + at : begin + at + len(ids)])
             if logits_RV is not None:
-                found += token_logprobs(logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
+                found += token_logprobs(self._kernels, logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
         return tuple(found)
 
 

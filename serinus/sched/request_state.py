@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from serinus.cache import Lease, LoadPlan
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffSpec
+from serinus.core.history import TokenHistory
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import SampleSpec
 from serinus.core.request import Request, TokenLogprobs, Usage
@@ -123,8 +124,8 @@ class ReqState:
     stop_set: frozenset[int] = field(init=False)
     min_new: int = field(init=False)
     prompt_len: int = field(init=False)
-    prompt_ids: NDArray[np.int32] | None = field(init=False)
-    """The prompt, where the sampler needs it for a penalty."""
+    history: TokenHistory | None = field(init=False)
+    """Its tokens as penalties look at them, where it has any: made once, however often it runs again."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Collected so far, where asked for: those of the first len() prompt tokens."""
     turn: int = 0
@@ -164,7 +165,7 @@ class ReqState:
         self._begin_rows()
         self.stop_set = frozenset(self.stop_ids)
         self.min_new = self.request.sampling.min_new_tokens
-        self.prompt_ids = self.tokens[: self.known] if self.request.sampling.penalised else None
+        self.history = TokenHistory(prompt) if self.request.sampling.penalised else None
         if self.request.sampling.prompt_logprobs is not None and self.handoff is None:
             self.prompt_logprobs = [TokenLogprobs(logprob=None)]
 
@@ -219,10 +220,10 @@ class ReqState:
             grown = np.empty(known + max(_GROWTH, known // 2), np.int32)
             grown[:known] = self.tokens
             self.tokens = grown
-            if self.prompt_ids is not None:
-                self.prompt_ids = grown[: self.prompt_len]
         self.tokens[known] = token
         self.known = known + 1
+        if self.history is not None:
+            self.history.add(token)
 
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name
@@ -243,16 +244,13 @@ class ReqState:
     def sample_spec(self) -> SampleSpec:
         """How to choose the token behind the last known one."""
         known = self.known
-        sampling = self.request.sampling
-        penalised = self.prompt_ids is not None
         return SampleSpec(
-            params=sampling,
+            params=self.request.sampling,
             seed=self.request.seed,
             position=known,
             generated=known - self.prompt_len,
             stop_ids=self.stop_ids,
-            prompt_ids=self.prompt_ids,
-            output_ids=self.tokens[self.prompt_len : known] if penalised else None,
+            history=self.history,
         )
 
     def usage(self) -> Usage:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from serinus.canary import CanaryRank, StartCanary, Violation
 from serinus.core.errors import InvariantError
+from serinus.core.history import TokenHistory
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.rng import Rng
@@ -218,14 +219,17 @@ class DirectEngine:
         )
 
     def _sample(self, seq: DirectSeq, position: int) -> SampleSpec:
+        history = TokenHistory(seq.prompt) if seq.params.penalised else None
+        if history is not None:
+            for token in seq.output:
+                history.add(token)
         return SampleSpec(
             params=seq.params,
             seed=seq.seed,
             position=position,
             generated=len(seq.output),
             stop_ids=self.model.spec.eos_ids,
-            prompt_ids=seq.prompt,
-            output_ids=np.array(seq.output, dtype=np.int32),
+            history=history,
         )
 
 

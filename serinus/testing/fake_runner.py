@@ -48,6 +48,13 @@ def _fold(content: NDArray[np.uint64], first: int = 0) -> int:
     return int(np.bitwise_xor.reduce(content * weights))
 
 
+def _check_history(spec: SampleSpec) -> None:
+    """What penalties look at counts each generated token once, and is there only where it is needed."""
+    counted = None if spec.history is None else int(spec.history.output_times.sum())
+    wanted = spec.generated if spec.params.penalised else None
+    assert counted == wanted, f"testing: penalties count {counted} tokens, expected {wanted}"
+
+
 def _choose(fold: int, spec: SampleSpec, vocab_size: int) -> int:
     seed = 0 if spec.params.greedy else splitmix64(spec.seed & MASK64) ^ spec.position
     forbidden = set(spec.stop_ids) if spec.generated < spec.params.min_new_tokens else set()
@@ -151,6 +158,7 @@ class FakeRunner:
         for part, window in self.windows.items():
             first = _first(window, end - 1)
             fold ^= _fold(self._read(part, work.row, first, end), first)
+        _check_history(spec)
         token = _choose(fold, spec, self.vocab_size)
         logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
         return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

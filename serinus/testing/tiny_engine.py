@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
@@ -43,13 +42,14 @@ class _MoverInLine(FakeMover):
 
 def _bytes_of(plan: StepPlan) -> bytes:
     """All that a plan's arrays say."""
-    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [write.slots for write in plan.table_writes]
+    arrays: list[NDArray[Any]] = [write.slots for write in plan.table_writes]
     for work in plan.work:
         arrays += [work.tokens, *work.slots.values()]
-        maybe = [work.next_ids]
-        if work.sample is not None:
-            maybe += [work.sample.prompt_ids, work.sample.output_ids]
-        arrays += [each for each in maybe if each is not None]
+        if work.next_ids is not None:
+            arrays.append(work.next_ids)
+        history = None if work.sample is None else work.sample.history
+        if history is not None:
+            arrays += [history.seen, history.output_ids, history.output_times]
     return b"".join(each.tobytes() for each in arrays)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from serinus.kernels import Kernels, load
+from serinus.kernels import Kernels, RowSampling, load
 from serinus.kernels.cpu.body import find_torch_gomp, thread_count
 from tests.kernels.conftest import make_paged
 
@@ -67,11 +67,12 @@ def turn(kernels: Kernels) -> torch.Tensor:
     return torch.cat([q.flatten(), pools.flatten()])
 
 
-def noise(kernels: Kernels) -> torch.Tensor:
-    return kernels.counter_gumbel(torch.arange(3), torch.arange(3), 9001)
+def sample(kernels: Kernels) -> torch.Tensor:
+    rows = [RowSampling(seed=i, position=9, top_p=0.9 + i / 100) for i in range(9)]
+    return torch.tensor(kernels.choose_tokens(torch.zeros(9, 9001).bfloat16(), rows))
 
 
-@pytest.mark.parametrize("op", [attend, attend_alone, attend_chunks, norm, activate, turn, noise])
+@pytest.mark.parametrize("op", [attend, attend_alone, attend_chunks, norm, activate, turn, sample])
 def test_every_number_of_threads_gives_the_same_bytes(op: Callable[[Kernels], torch.Tensor]) -> None:
     torch.set_num_threads(1)
     alone = op(load("cpu"))

@@ -15,6 +15,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from serinus.core.errors import FrameError
+from serinus.core.history import TokenHistory
 from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
@@ -44,6 +45,10 @@ def same(a: Any, b: Any) -> bool:
     """Equality of plain data with arrays in it."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, TokenHistory):
+        return type(a) is type(b) and all(
+            same(getattr(a, name), getattr(b, name)) for name in ("seen", "output_ids", "output_times")
+        )
     if is_dataclass(a):
         return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, dict):
@@ -55,6 +60,14 @@ def same(a: Any, b: Any) -> bool:
 
 def ids(low: int = 0, high: int = 1 << 20) -> st.SearchStrategy[int]:
     return st.integers(low, high)
+
+
+def history(tokens: list[int]) -> TokenHistory:
+    """Of a prompt of 9 tokens, and of these."""
+    made = TokenHistory(np.arange(9, dtype=np.int32))
+    for token in tokens:
+        made.add(token)
+    return made
 
 
 @st.composite
@@ -87,8 +100,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 position=draw(ids()),
                 generated=draw(ids()),
                 stop_ids=draw(st.tuples(ids(), ids()) | st.just(())),
-                prompt_ids=np.arange(count, dtype=np.int32) if looks else None,
-                output_ids=np.zeros(0, np.int32) if looks else None,
+                history=history(draw(st.lists(ids(), max_size=4))) if looks else None,
             )
         asks = draw(st.none() | st.integers(0, 5))
         work.append(

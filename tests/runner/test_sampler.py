@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from serinus.core.history import TokenHistory
 from serinus.core.plan import SampleSpec
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
@@ -17,16 +18,19 @@ from serinus.runner import Sampler
 
 VOCAB = 50
 SAMPLER = Sampler(load("cpu"))
+REFERENCE = Sampler(load("cpu", "ref"))
 
 
 def spec(*, seed: int = 0, position: int = 1, generated: int = 0, **given: Any) -> SampleSpec:
     """A SampleSpec; history and stop ids by name, everything else goes to SamplingParams."""
-    history = {k: given.pop(k) for k in ("prompt_ids", "output_ids") if k in given}
-    history = {k: np.array(v, dtype=np.int32) for k, v in history.items()}
+    history = TokenHistory(np.array(given.pop("prompt_ids", ()), np.int32))
+    for token in given.pop("output_ids", ()):
+        history.add(token)
     stop_ids = tuple(given.pop("stop_ids", ()))
     return SampleSpec(
-        params=SamplingParams(**given), seed=seed, position=position, generated=generated, stop_ids=stop_ids, **history
-    )
+        params=SamplingParams(**given), seed=seed, position=position, generated=generated, stop_ids=stop_ids,
+        history=history,
+    )  # fmt: skip
 
 
 def logits_of(*probabilities: float) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,12 @@ def test_only_requests_with_penalties_get_the_tokens_that_penalties_need() -> No
     specs = {work.rid: work.sample for work in plan.work}
     penalised, plain = specs["a"], specs["b"]
     assert penalised is not None
-    assert penalised.prompt_ids is not None
-    assert penalised.output_ids is not None
-    assert (penalised.prompt_ids.tolist(), penalised.output_ids.tolist()) == (PROMPT, engine.answers["a"].tokens)
+    assert penalised.history is not None
+    output, said = Counter(engine.answers["a"].tokens), penalised.history
+    assert set(np.flatnonzero(np.unpackbits(said.seen, bitorder="little"))) == {*PROMPT, *output}
+    assert dict(zip(said.output_ids.tolist(), said.output_times.tolist(), strict=True)) == output
     assert plain is not None
-    assert (plain.prompt_ids, plain.output_ids) == (None, None)
+    assert plain.history is None
 
 
 def refused(engine: TinyEngine, error: type[BadRequest], field: str, prompt: list[int], **sampling: Any) -> str:

@@ -29,8 +29,9 @@ def started(pair: HandoffPair, prompt: list[int] = PROMPT, **sampling: Any) -> H
 
 
 def test_a_prompt_computed_elsewhere_is_continued_here() -> None:
+    """Its first token, which came with the prompt, is one that penalties count: the fake runner checks that."""
     pair = HandoffPair(chunked_prefill_size=8)
-    started(pair)
+    started(pair, repetition_penalty=1.2)
     pair.calm()
     pair.check_answers()
     pair.check_drained()

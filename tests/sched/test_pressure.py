@@ -47,9 +47,11 @@ def test_no_request_is_admitted_in_a_step_that_retracts_one() -> None:
 
 
 def test_a_retracted_request_that_samples_draws_the_same_tokens() -> None:
+    """The fake runner checks that penalties count each of its tokens once."""
     engine = TinyEngine(page_count=9, growth_tokens=0)
     requests = [
-        engine.add(rid, [ord(rid)] * 4, max_new_tokens=20, temperature=1.0, seed=ord(rid)) for rid in ("a", "b")
+        engine.add(rid, [ord(rid)] * 4, max_new_tokens=20, temperature=1.0, seed=ord(rid), presence_penalty=0.5)
+        for rid in ("a", "b")
     ]
     finish_all(engine, requests)
     assert engine.scheduler.stats().totals.retracted > 0

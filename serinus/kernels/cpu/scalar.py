@@ -16,7 +16,10 @@ from numba import types
 __all__ = [
     "EXP2",
     "FAST",
+    "GAMMA",
     "LOG2_E",
+    "MIX_1",
+    "MIX_2",
     "at",
     "cap_score",
     "carray",
@@ -161,7 +164,9 @@ def nearest(typingctx: Any, value: Any) -> Any:
     return types.float32(types.float32), codegen
 
 
-_GAMMA, _MIX_1, _MIX_2 = (np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants that splitmix64 adds and multiplies by."""
+_GAMMA, _MIX_1, _MIX_2 = np.uint64(GAMMA), np.uint64(MIX_1), np.uint64(MIX_2)
 
 
 @inlined(fastmath=set())

@@ -40,6 +40,7 @@ __all__ = [
     "largest",
     "multiply_tile",
     "take_shares",
+    "vector_exp2",
 ]
 
 TILE = 4
@@ -324,7 +325,7 @@ def add_rows(
     return types.void(v, rows, count, w, stride, acc, shrink, following, next_rows, D, G), codegen
 
 
-def _exp2(builder: Any, x: Any) -> Any:
+def vector_exp2(builder: Any, x: Any) -> Any:
     """scalar.exp2 of a vector."""
     kind, words = x.type, ir.VectorType(I32, x.type.count)
 
@@ -366,10 +367,10 @@ def take_shares(typingctx: Any, score: Any, count: Any, top: Any, mass: Any, shr
         best = _larger(builder, before, splat(builder, _largest(builder, best)))
         added = zero
         for i, mask in enumerate(masks):
-            share = builder.select(mask, _exp2(builder, builder.fsub(scores[i], best)), zero)
+            share = builder.select(mask, vector_exp2(builder, builder.fsub(scores[i], best)), zero)
             added = builder.fadd(added, share)
             store(builder, share, shifted(builder, score_at, i * 64))
-        less = builder.extract_element(_exp2(builder, builder.fsub(before, best)), I32(0))
+        less = builder.extract_element(vector_exp2(builder, builder.fsub(before, best)), I32(0))
         store(builder, less, shrink_at)
         store(builder, builder.extract_element(best, I32(0)), top_at)
         mass = builder.fadd(builder.fmul(load(builder, mass_at, F32), less), _sum(builder, added))

@@ -8,13 +8,13 @@ import torch
 
 from serinus.kernels.cpu import (
     canary,
-    counter_gumbel,
     hashed_pages,
     linear,
     paged_attention,
     pages,
     qk_rope_store,
     rms_norm,
+    sampling,
     silu_mul,
 )
 
@@ -24,7 +24,7 @@ __all__ = ["warm"]
 def warm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
     shapes. What only some models need (windows, caps, GELU, fp32 norms) is compiled at first use."""
-    for kernel in (pages, hashed_pages, counter_gumbel, canary):
+    for kernel in (pages, hashed_pages, sampling, canary):
         kernel.warm()
     for head_size, group in shapes:
         linear.warm(dtype)

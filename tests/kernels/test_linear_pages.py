@@ -1,4 +1,4 @@
-"""Linear layers, page bytes and sampling noise; and how a column is chosen."""
+"""Linear layers and page bytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from serinus.core.rng import MASK64, splitmix64
-from serinus.kernels import Kernels, load
+from serinus.kernels import Kernels
 from tests.kernels.conftest import DTYPES, assert_close
 
 
@@ -125,35 +122,3 @@ def test_rows_outside_of_the_buffer_are_refused(either: Kernels) -> None:
         either.gather_pages(layers, torch.tensor([1]), 4, buffer, torch.tensor([3]))
     with pytest.raises(ValueError, match="2 rows for 1 pages"):
         either.scatter_pages(layers, torch.tensor([1]), 4, buffer, torch.tensor([0, 1]))
-
-
-def test_noise_is_the_hash_it_says_it_is(either: Kernels) -> None:
-    noise = either.counter_gumbel(torch.tensor([7, -3]), torch.tensor([100, 0]), 50)
-    for row, (seed, position) in enumerate(((7, 100), (-3, 0))):
-        key = splitmix64((splitmix64(seed & MASK64) + position) & MASK64)
-        for token in (0, 1, 49):
-            v = ((splitmix64((key + token) & MASK64) >> 32) + 0.5) * 2.0**-32
-            assert noise[row, token].item() == pytest.approx(-math.log(-math.log1p(-v)), abs=2e-6)
-
-
-def test_noise_has_the_moments_of_a_gumbel_variable(either: Kernels) -> None:
-    noise = either.counter_gumbel(torch.arange(20), torch.arange(20) * 3, 50_000).double()
-    assert noise.mean().item() == pytest.approx(0.57722, abs=0.005)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.01)
-    assert noise.isfinite().all()
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    pairs=st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=4),
-    vocab=st.integers(1, 9000),
-)
-def test_both_columns_agree_on_noise(pairs: list[tuple[int, int]], vocab: int) -> None:
-    seeds, positions = torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs])
-    ours = load("cpu").counter_gumbel(seeds, positions, vocab)
-    torch.testing.assert_close(ours, load("cpu", "ref").counter_gumbel(seeds, positions, vocab), rtol=2e-6, atol=2e-6)
-
-
-def test_noise_of_a_row_does_not_depend_on_the_batch(either: Kernels) -> None:
-    together = either.counter_gumbel(torch.tensor([1, 2, 3]), torch.tensor([9, 8, 7]), 5000)
-    assert torch.equal(either.counter_gumbel(torch.tensor([2]), torch.tensor([8]), 5000), together[1:2])
