@@ -131,6 +131,12 @@ class ScheduleSettings:
         "--max-num-batched-tokens",
         low=-1,
     )
+    max_step_ms: float | None = setting(
+        None,
+        "milliseconds of a step at most: long prompts are cut to that at the measured rate, so that streams go on;"
+        " 0 = no bound; default: 300 on a CPU, 0 on a GPU and where --chunked-prefill-size is -1",
+        low=0,
+    )
     schedule_policy: str = setting(
         "fcfs",
         "order of waiting requests: fcfs = first come, lpm = longest cached prefix",

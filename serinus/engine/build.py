@@ -57,6 +57,8 @@ _CHUNK: Final = 2048
 """Prompt tokens of a step where the settings do not say."""
 _STAGES_CHUNK: Final = 256
 """...on the stages of a CPU."""
+_CPU_STEP_S: Final = 0.3
+"""Seconds of a step on a CPU, where the settings do not say."""
 _FIRST_TOKENS: Final = 16
 """Of the prompts at start-up: more than attention takes for decoding."""
 _LOOK_S: Final = 0.05
@@ -413,6 +415,15 @@ def _chunk_of(config: ServeConfig, device: str) -> int:
     return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
 
 
+def _step_s_max(config: ServeConfig, device: str) -> float:
+    """Seconds of a step at most; 0 = no bound. On a CPU a chunk of full length takes seconds, in which no stream gets a
+    token; whole prompts, where they are asked for, stay whole."""
+    asked = config.sched.max_step_ms
+    if asked is not None:
+        return asked / 1e3
+    return _CPU_STEP_S if device == "cpu" and config.sched.chunked_prefill_size != -1 else 0.0
+
+
 def _sched_settings(parts: RankParts, depth: int) -> SchedSettings:
     config, spec, pool = parts.config, parts.spec, parts.pool_specs[Part.FULL]
     running = config.sched.max_running_requests
@@ -426,6 +437,7 @@ def _sched_settings(parts: RankParts, depth: int) -> SchedSettings:
         max_running_requests=running,
         max_queued_requests=config.sched.max_queued_requests,
         chunked_prefill_size=_chunk_of(config, pool.device),
+        step_s_max=_step_s_max(config, pool.device),
         schedule_policy=config.sched.schedule_policy,
         min_remote_tokens=config.pd.min_remote_tokens,
         prefetch_policy=(

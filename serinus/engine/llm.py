@@ -102,7 +102,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        config = from_names(ServeConfig, {"model_path": str(model), **settings})
+        offline = {"max_step_ms": 0.0}  # nobody waits for the next token of a stream
+        config = from_names(ServeConfig, {"model_path": str(model), **offline, **settings})
         clock = WallClock()
         self._clock = clock
         built = build_engine(config, clock)

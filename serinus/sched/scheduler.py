@@ -32,6 +32,7 @@ from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals, sched_stats
 from serinus.sched.step_commit import StepCommit
+from serinus.sched.step_pace import StepPace
 from serinus.sched.step_planner import StepPlanner
 
 __all__ = ["Scheduler"]
@@ -49,12 +50,18 @@ class Scheduler:
         self._outgoing = Outgoing(allocator)
         self._requests = RequestQueues(allocator, batch, self._incoming, self._outgoing)
         self._totals = Totals()
-        self._planner = StepPlanner(settings, allocator, batch, admission, self._incoming, self._requests, self._totals)
+        self._pace = StepPace(
+            step_s_max=settings.step_s_max, tokens_max=settings.chunked_prefill_size, page_size=settings.page_size
+        )
+        self._planner = StepPlanner(
+            settings, allocator, batch, admission, self._incoming, self._requests, self._totals, self._pace
+        )
         self._step_commit = StepCommit(
             settings.vocab_size, allocator, batch, self._outgoing, self._requests, self._totals
         )
         self._states, self._waiting = self._requests.states, self._requests.waiting
         self._open: deque[OpenStep] = deque()
+        self._committed_at = 0.0
         self._arrivals = 0
         self.in_flight = 0
         """Copies and storage operations that had not ended at the last plan: an idle loop should plan again soon."""
@@ -168,8 +175,9 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Decide the next step: page growth (retracting the youngest where there is no room), one token for each
         decoding request (of its share, at a depth of more than 1), prompt chunks up to the budget, oldest first, then
-        newcomers. None = nothing can run now: there is no request, or all wait for pages in transit or for plans under
-        way.
+        newcomers; a long prompt leaves half of the budget to shorter ones. The budget is `chunked_prefill_size`, or
+        less to keep `step_s_max` at the rate of the last steps. None = nothing can run now: there is no request, or all
+        wait for pages in transit or for plans under way.
 
         Plans must be run in the order in which they were returned, and each must be committed. The arrays of a plan do
         not change while it is under way. Raises InvariantError where `depth` plans are under way.
@@ -199,10 +207,20 @@ class Scheduler:
         if loading:
             self._allocator.settle(self._open[0].loads)
             self._begin_again()
-        outcome = self._step_commit.apply(self._open.popleft(), result, now)
+        step = self._open.popleft()
+        self._note_time(step, now)
+        outcome = self._step_commit.apply(step, result, now)
         if loading:
             self._begin_again()
         return outcome
+
+    def _note_time(self, step: OpenStep, now: float) -> None:
+        """What the step took: since it was planned or, with several under way, since the one before it ended."""
+        begun, self._committed_at = max(step.planned_at, self._committed_at), now
+        self._pace.took(
+            now - begun, prompt_tokens=step.outcome.prompt_tokens, budget=step.budget,
+            decodes=bool(step.outcome.decode_tokens),
+        )  # fmt: skip
 
     def _begin_again(self) -> None:
         """Requests whose KV could not be loaded from the host start again: steps under way drop their results."""

@@ -37,6 +37,9 @@ class SchedSettings:
     """Requests that wait at most; one more is refused (CapacityError)."""
     chunked_prefill_size: int = 2048
     """Prompt tokens of one step at most; -1 = no bound, prompts are never split."""
+    step_s_max: float = 0.0
+    """Seconds of a step at most: long prompts are cut so that a step takes no longer, at the rate of the latest ones;
+    0 = no bound."""
     schedule_policy: str = "fcfs"
     """The order of admission: fcfs or lpm."""
     growth_tokens: int = 64
@@ -71,6 +74,8 @@ class SchedSettings:
                 f"sched: chunked_prefill_size is {self.chunked_prefill_size}, expected -1 (no bound) or at least one"
                 f" page = {self.page_size} tokens"
             )
+        if not self.step_s_max >= 0:
+            raise ConfigError(f"sched: step_s_max is {self.step_s_max}, expected at least 0")
         if self.schedule_policy not in POLICIES:
             raise ConfigError(f"sched: schedule_policy is {self.schedule_policy!r}, expected one of {list(POLICIES)}")
         if self.prefetch_policy not in PREFETCH_POLICIES:

@@ -6,6 +6,7 @@ Decides which requests get work; knows nothing of the results of earlier steps, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from serinus.core.plan import SeqWork, StepPlan
 from serinus.sched.admission import Admission
@@ -18,8 +19,13 @@ from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 from serinus.sched.stats import Outcome, Totals, beyond
+from serinus.sched.step_pace import StepPace
 
 __all__ = ["StepPlanner"]
+
+_ENDLESS = 1 << 62
+_LOOK_REQUESTS = 16
+"""Of those that wait, so many are looked at for one that is shorter than what runs."""
 
 
 class StepPlanner:
@@ -34,6 +40,7 @@ class StepPlanner:
         incoming: Incoming,
         requests: RequestQueues,
         totals: Totals,
+        pace: StepPace,
     ) -> None:
         self._settings = settings
         self._allocator = allocator
@@ -42,6 +49,7 @@ class StepPlanner:
         self._incoming = incoming
         self._requests = requests
         self._totals = totals
+        self._pace = pace
         self._blocked: ReqState | None = None
         self._step = 0
 
@@ -62,17 +70,20 @@ class StepPlanner:
         self._totals.retracted += len(growth.gone)
         states: list[ReqState | None] = list(growth.decoding)
         decode_count = len(states)
+        budget = self._pace.budget(decodes=bool(decode_count))
         work = self._batch.decode_work(growth.decoding)
-        left = self._add_chunks(work, states, growth)
+        left = self._add_chunks(work, states, growth, budget)
         new_count, found = 0, Counter[str]()
         if left > 0 and self._requests.waiting:
             for state, chunk in self._admit(left, now):
                 work.append(chunk)
                 states.append(state)
+                left -= len(chunk.tokens)
                 new_count += 1
                 found.update(state.found)
         if not work:
             return None
+        self._hand_out_rest(work, states, decode_count, left)
         self._step += 1
         computed = sum(len(w.tokens) for w in work[decode_count:])
         self._totals.computed_tokens += computed + decode_count
@@ -80,6 +91,8 @@ class StepPlanner:
             plan=StepPlan(step=self._step, work=tuple(work), table_writes=self._allocator.take_writes()),
             states=states,
             loads=frozenset(self._allocator.open_loads),
+            budget=budget,
+            planned_at=now,
             outcome=Outcome(
                 prompt_tokens=computed,
                 decode_tokens=decode_count,
@@ -90,20 +103,44 @@ class StepPlanner:
             ),
         )
 
-    def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth) -> int:
+    def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth, budget: int) -> int:
         """Chunks of prefilling requests, in the order of their arrival; returns the budget left for newcomers."""
-        budget = self._settings.chunked_prefill_size
-        left = 1 << 62 if budget == -1 else budget
-        for state in self._batch.prefilling:
-            if not state.wants_chunk or state.seq > growth.barred_seq:
-                continue
-            chunk = self._batch.chunk_work(state, left) if left > 0 else None
+        wanting = [state for state in self._batch.prefilling if state.wants_chunk and state.seq <= growth.barred_seq]
+        left = budget
+        for state, shorter in zip(wanting, _shortest_behind(wanting, self._shortest_waiting()), strict=True):
+            chunk = self._batch.chunk_work(state, self._share(state, left, shorter)) if left > 0 else None
             if chunk is None:
                 return 0
             work.append(chunk)
             states.append(state)
             left -= len(chunk.tokens)
         return left
+
+    def _shortest_waiting(self) -> int:
+        """Tokens of the shortest of the oldest waiting requests, as far as there are rows for them."""
+        if self._batch.rows_needed >= self._settings.max_running_requests:
+            return _ENDLESS
+        return min((state.known for state in self._requests.waiting.first(_LOOK_REQUESTS)), default=_ENDLESS)
+
+    def _share(self, state: ReqState, left: int, shortest: int) -> int:
+        """What a request may take of the budget that is left: half of it, where it needs more than that and a shorter
+        one stands behind it (`shortest`: tokens of the shortest), which would else wait for all of it."""
+        needs = state.known - state.planned
+        return max(left // 2, self._settings.page_size) if 2 * needs > left and shortest < needs else left
+
+    def _hand_out_rest(self, work: list[SeqWork], states: Sequence[ReqState | None], first: int, left: int) -> None:
+        """Give what shorter requests left of the budget to those that had left it to them, the oldest first; theirs
+        are `work[first:]`."""
+        for at, state in enumerate(states[first:], first):
+            if left < self._settings.page_size:
+                return
+            if state is None or not state.wants_chunk:
+                continue
+            had, state.planned = work[at], work[at].start
+            chunk = self._batch.chunk_work(state, len(had.tokens) + left)
+            assert chunk is not None, f"sched: request {state.rid} had a chunk of {len(had.tokens)} tokens, now none"
+            work[at] = chunk
+            left -= len(chunk.tokens) - len(had.tokens)
 
     def _admit(self, budget: int, now: float) -> list[tuple[ReqState, SeqWork]]:
         """Bring in waiting requests, in the policy's order, until budget, rows or pages are used up."""
@@ -113,7 +150,8 @@ class StepPlanner:
             return admitted
         waiting, older_seq = self._requests.waiting, self._incoming.blocked_seq
         passed: list[ReqState] = []
-        for state in admission_order(waiting, self._settings, self._allocator.cached, 2 * rows_left):
+        order = admission_order(waiting, self._settings, self._allocator.cached, 2 * rows_left)
+        for state, shorter in zip(order, _shortest_behind(order, _ENDLESS), strict=True):
             if len(admitted) == rows_left or budget < min(self._settings.page_size, state.known):
                 break
             if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
@@ -121,7 +159,7 @@ class StepPlanner:
             if (older_seq is not None and older_seq < state.seq) or not self._admission.place(state):
                 self._blocked = state
                 break
-            chunk = self._start(state, budget, now)
+            chunk = self._start(state, budget, shorter, now)
             budget -= len(chunk.tokens)
             admitted.append((state, chunk))
             passed.append(state)
@@ -131,7 +169,7 @@ class StepPlanner:
                 state.skips += state.seq < youngest
         return admitted
 
-    def _start(self, state: ReqState, budget: int, now: float) -> SeqWork:
+    def _start(self, state: ReqState, budget: int, shortest: int, now: float) -> SeqWork:
         """Let a placed request run."""
         self._requests.waiting.remove(state)
         state.move(Phase.PREFILL)
@@ -141,6 +179,15 @@ class StepPlanner:
         if state.started is None:
             state.started = now
             state.cached_tokens = beyond(state.found, state.handoff.held if state.handoff is not None else 0)
-        chunk = self._batch.chunk_work(state, budget)
+        chunk = self._batch.chunk_work(state, self._share(state, budget, shortest))
         assert chunk is not None, f"sched: request {state.rid} has no chunk of {budget} tokens from {state.computed}"
         return chunk
+
+
+def _shortest_behind(states: Sequence[ReqState], shortest: int) -> list[int]:
+    """For each, the fewest tokens that one behind it needs; `shortest`: those of what comes behind them all."""
+    found = []
+    for state in reversed(states):
+        found.append(shortest)
+        shortest = min(shortest, state.known - state.planned)
+    return found[::-1]

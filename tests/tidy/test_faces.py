@@ -91,9 +91,9 @@ def test_flags_and_variables_mean_one_thing_each(tree: type) -> None:
     assert len(flags) == len(set(flags)), f"flags that occur twice: {sorted(f for f in flags if flags.count(f) > 1)}"
 
 
-def test_there_are_fewer_than_90_settings() -> None:
+def test_there_are_fewer_than_95_settings() -> None:
     flags = {setting.flag for tree in (ServeConfig, UpConfig, RouterConfig) for _, setting in settings_in(tree)}
-    assert len(flags) < 90
+    assert len(flags) < 95
 
 
 def test_every_setting_is_used() -> None:
