@@ -89,6 +89,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("control_headers", "Ranks: headers that the leader sent"),
     _counter("num_requests", "Requests that were taken"),
     _counter("num_finished_requests", "Requests that ended, by reason", "reason"),
+    _counter("num_timed_out_requests", "Requests that reached their deadline"),
     _counter("num_aborted_requests", "Requests that the client, an operator or a peer ended"),
     _counter("num_retracted_requests", "Times a request gave its pages back under pressure"),
     _counter("num_recomputed_requests", "Remote requests that were computed here after all, by reason", "reason"),

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from serinus.core.bounds import Ids, Name, Priority, Text, TopIds, TopLogprobs
+from serinus.core.bounds import Ids, Name, Priority, Seconds, Text, TopIds, TopLogprobs
 from serinus.core.sampling import SamplingParams
 
 __all__ = ["FinishReason", "Request", "TokenDelta", "TokenLogprobs", "Usage"]
@@ -66,6 +66,8 @@ class Request:
     """Higher = its cached prefix stays longer, under the eviction policy `priority`."""
     prefill_address: Name = ""
     """Control address of the prefill engine the router suggests; empty = none."""
+    timeout_s: Seconds = 0.0
+    """Seconds from its arrival within which it must end, in whatever state it is; 0 = none."""
     arrival: float = 0.0
     """Clock.now() when the request reached this engine."""
 

@@ -133,8 +133,8 @@ class ScheduleSettings:
     )
     max_step_ms: float | None = setting(
         None,
-        "milliseconds of a step at most: long prompts are cut to that at the measured rate, so that streams go on;"
-        " 0 = no bound; default: 300 on a CPU, 0 on a GPU and where --chunked-prefill-size is -1",
+        "milliseconds of a step at most: prompts are cut to that at the measured rate; 0 = no bound; default: 300 on a"
+        " CPU, 0 on a GPU and where --chunked-prefill-size is -1",
         low=0,
     )
     schedule_policy: str = setting(
@@ -149,6 +149,10 @@ class ScheduleSettings:
     radix_eviction_policy: str = setting(
         "lru", "which cached prefix goes first when room is needed", choices=tuple(EVICTION_POLICIES)
     )
+    request_s_max: float = setting(
+        0.0, "seconds until a request, queued or running, ends with 504 (also its `timeout`); 0 = no bound",
+        flag="--request-timeout", low=0, high=1e6,
+    )  # fmt: skip
     stream_interval: int = setting(1, "tokens per streamed event at most", low=1)
     decode_log_interval: int = setting(40, "decode steps between two log lines; 0 = none", low=0)
 

@@ -297,6 +297,7 @@ def lead(
         canary=canary,
         facts=_facts(config, parts.tiers, starter),
         stream_interval=config.sched.stream_interval,
+        request_s_max=config.sched.request_s_max,
         sanity=config.cache.enable_sanity_check,
         publishes=events is not None,
     )

@@ -12,6 +12,7 @@ agreed (`pd`, through roles.py).
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from serinus.core.errors import CapacityError, InvariantError, RequestError, Ser
 from serinus.core.log import get_logger
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.engine.deadlines import Deadlines
 from serinus.engine.inspect import EngineFacts, cache_view, engine_info
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, TurnOutput, failed_delta
 from serinus.engine.outbox import Outbox
@@ -58,6 +60,7 @@ class Engine:
         canary: CanaryLead | None = None,
         facts: EngineFacts | None = None,
         stream_interval: int = 1,
+        request_s_max: float = 0.0,
         sanity: bool = False,
         publishes: bool = False,
     ) -> None:
@@ -67,6 +70,7 @@ class Engine:
             handoffs: the engine's role.
             canary: the leader's half of the canary, which checks each step; None = there is none.
             facts: what `info` and `cache` calls tell beside the state.
+            request_s_max: seconds that a request may take; 0 = no bound but its own.
             sanity: check the cache's invariants, some nodes a step, all when idle.
             publishes: whether changes of the cache are part of the output.
         """
@@ -80,6 +84,8 @@ class Engine:
         self._cache = cache
         self._facts = facts
         self._outbox = Outbox(stream_interval=stream_interval)
+        self._request_s_max = request_s_max
+        self._deadlines = Deadlines()
         self._replies: list[tuple[str, EngineReply]] = []
         self._fronts: set[str] = set()
         self._open: deque[tuple[StepPlan, float]] = deque()
@@ -109,6 +115,8 @@ class Engine:
             verdicts = self.canary.judge(finished.findings)  # while the pages still have the owners that they had
         for event in messages:
             self._take(event, now)
+        for rid in self._deadlines.over(now):
+            self._time_out(rid, now)
         for delta in self.handoffs.turn(now, peers, self.turns):
             self._answer(delta)
         if finished is not None:
@@ -265,6 +273,25 @@ class Engine:
             self.handoffs.admit(request, now)
         except (RequestError, CapacityError) as error:
             self._outbox.put(failed_delta(request.rid, str(error), error.status))
+            return
+        bounds = [seconds for seconds in (request.timeout_s, self._request_s_max) if seconds > 0]
+        self._deadlines.add(request.rid, now + min(bounds, default=math.inf), self.scheduler)
+
+    def _time_out(self, rid: str, now: float) -> None:
+        """Its deadline has come: end it, where it has not ended."""
+        if rid not in self.scheduler:
+            return
+        self.handoffs.aborted(rid, now)
+        delta = self.scheduler.abort(rid, "its deadline came", FinishReason.ERROR)
+        if delta is None:
+            return
+        self.metrics.metrics.add("num_timed_out_requests")
+        count = delta.usage.completion_tokens if delta.usage is not None else 0
+        reason = (
+            f"engine: the request reached its deadline with {count} tokens generated, expected it to end within its"
+            f" timeout (or --request-timeout)"
+        )
+        self._answer(replace(delta, error=reason, error_status=504))
 
     def _abort(self, message: Abort, now: float) -> None:
         if message.all:

@@ -23,10 +23,12 @@ from serinus.text import OutputProcessor, Tokenizer
 
 __all__ = ["Ask", "Call", "Event", "RequestFailed", "SequenceState"]
 
+_KINDS = {503: "overloaded_error", 504: "timeout_error"}
 _NAME_MAX = 256
 _PRIORITY_END = 1 << 31
 _TAIL_TOKENS = 16
 """Tokens of a prompt that a detokenizer may look at: the last ones."""
+_TIMEOUT_MAX = 1e6
 
 
 class RequestFailed(RequestError):
@@ -36,7 +38,7 @@ class RequestFailed(RequestError):
         super().__init__(message)
         self.status = status
         if status >= 500:
-            self.kind = "overloaded_error" if status == 503 else "internal_server_error"
+            self.kind = _KINDS.get(status, "internal_server_error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +153,16 @@ class Call:
         self.queue: DeltaQueue | None = None
 
     def submit(
-        self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, prefill_address: str = ""
-    ) -> DeltaQueue:
+        self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, prefill_address: str = "",
+        timeout: float | None = None,
+    ) -> DeltaQueue:  # fmt: skip
         """Send the sequences to the engine; `seeds`: one per prompt. Raises EngineDown, CapacityError."""
         if len(cache_salt) > _NAME_MAX:
             raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
         if not -_PRIORITY_END <= priority < _PRIORITY_END:
             raise BadRequest("priority", priority, "an integer of 32 bits, higher = kept longer")
+        if timeout is not None and not 0 < timeout <= _TIMEOUT_MAX:
+            raise BadRequest("timeout", timeout, f"seconds, more than 0 and at most {_TIMEOUT_MAX:.0f}")
         if len(prefill_address) > _NAME_MAX:
             raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
         choices = [
@@ -175,6 +180,7 @@ class Call:
                 cache_salt=cache_salt,
                 priority=priority,
                 prefill_address=prefill_address,
+                timeout_s=timeout or 0.0,
             )
             for sequence, (prompt, sampling, seed) in zip(self.sequences, choices, strict=True)
         ]

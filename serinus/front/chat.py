@@ -80,7 +80,13 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     asks = await front.asks("messages", [text], [params], limit_field=limit_field, add_special_tokens=special)
     request_id = body.rid or new_rid("chatcmpl")
     async with front.calling(
-        exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
+        exchange,
+        asks,
+        request_id=request_id,
+        start=start,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        timeout=body.timeout,
     ) as call:
         renderer = _ChatRenderer(front, call, body, await front.tokenizer("messages"), start)
         await renderer.answer(exchange, streamed=bool(body.stream))

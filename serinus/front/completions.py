@@ -33,7 +33,13 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     )
     request_id = body.rid or new_rid("cmpl")
     async with front.calling(
-        exchange, asks, request_id=request_id, start=start, cache_salt=body.cache_salt, priority=body.priority
+        exchange,
+        asks,
+        request_id=request_id,
+        start=start,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        timeout=body.timeout,
     ) as call:
         renderer = _CompletionRenderer(front, call, body, await front.tokenizer_or_none(), start)
         await renderer.answer(exchange, streamed=bool(body.stream))

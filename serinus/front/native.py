@@ -66,7 +66,13 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
             raise BadRequest("logprob_start_len", want.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")
     salt = body.cache_salt or body.extra_key
     async with front.calling(
-        exchange, asks, request_id=request_id, start=start, cache_salt=salt, priority=body.priority
+        exchange,
+        asks,
+        request_id=request_id,
+        start=start,
+        cache_salt=salt,
+        priority=body.priority,
+        timeout=body.timeout,
     ) as call:
         single = single and len(call.sequences) == 1
         renderer = _NativeRenderer(front, call, wanted, body, await front.tokenizer_or_none(), start, single)

@@ -73,6 +73,8 @@ class OpenAiBody(SamplingFields, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     """Higher = its cached prefix stays longer (--radix-eviction-policy priority)."""
+    timeout: float | None = None
+    """Seconds within which the answer must be complete, else 504 (or an error event); see --request-timeout."""
     rid: str | None = None
     return_meta_info: bool | None = None
     """Add what /generate calls `meta_info`, one per choice: cached tokens by tier, where each part ran."""
@@ -161,6 +163,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     extra_key: str | None = None
     priority: int | None = None
     """Higher = its cached prefix stays longer (--radix-eviction-policy priority)."""
+    timeout: float | None = None
+    """Seconds within which the answer must be complete, else 504 (or an error event); see --request-timeout."""
     model: str | None = None
     input_embeds: Any = None
     image_data: Any = None

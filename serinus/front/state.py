@@ -229,6 +229,7 @@ class Front:
         start: float,
         cache_salt: str | None = None,
         priority: int | None = None,
+        timeout: float | None = None,
     ) -> AsyncIterator[Call]:
         """Run these prompts for this client; whatever ends it, nothing is left running in the engine.
 
@@ -250,6 +251,7 @@ class Front:
             seeds=[self.seed(ask.sampling) for ask in asks],
             cache_salt=cache_salt or "",
             priority=priority or 0,
+            timeout=timeout,
             prefill_address=self._suggested_prefill(exchange),
         )
         exchange.watch(queue.leave)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from serinus.core.request import FinishReason
+from serinus.engine.deadlines import Deadlines
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.pd import Send
@@ -188,6 +189,52 @@ def test_decode_counts_a_failure_by_whether_it_had_granted_its_pages(toy: Path, 
     names = ("num_bootstrap_failed_reqs", "num_transfer_failed_reqs")
     counts = {name: both.decode.built.metrics.get(name, "aborted") for name in names}
     assert counts == {name: float(name == counter) for name in names}
+
+
+@pytest.mark.parametrize("where", ["in the queue", "before its grant", "in a handoff", "while it decodes"])
+def test_a_request_that_reaches_its_deadline_ends_with_504_and_leaves_nothing(toy: Path, where: str) -> None:
+    both = pair(toy, decode_settings={"max_running_requests": 1 if where == "in the queue" else 8})
+    both.add("other", list(range(2, 20)), 60, remote=False)
+    remote = where in ("before its grant", "in a handoff")
+    address = both.prefill.built.pd_address if remote else ""
+    request = make_request("late", list(range(1, 61)), max_new_tokens=150)
+    both.send(replace(request, timeout_s=0.3, prefill_address=address))
+    begun = both.clock.now()
+    while both.decode.finish("late") is None:
+        both.turn_decode()
+        if where == "in a handoff" and both.port_of(both.decode).machine.landed_pages("late") < 8:
+            both.turn_prefill()
+        assert both.clock.now() < begun + 0.4
+    (last,) = both.deltas["late"][-1:]
+    assert (last.finish, last.error_status) == (FinishReason.ERROR, 504)
+    assert f"with {len(both.tokens('late'))} tokens generated" in last.error
+    assert bool(both.tokens("late")) == (where == "while it decodes")
+    both.run_until_idle()
+    both.check()
+    assert both.tokens("other") == toy_continue(load_spec(toy), list(range(2, 20)), 60)
+    assert [driver.engine.scheduler.stats().used_tokens for driver in (both.decode, both.prefill)] == [0, 0]
+    assert both.decode.built.metrics.get("num_timed_out_requests") == 1
+
+
+def test_the_servers_timeout_bounds_every_request_and_an_id_may_be_used_again(toy: Path) -> None:
+    both = pair(toy, decode_settings={"request_s_max": 0.2})
+    both.add("a", [1, 2, 3], 2, remote=False)
+    both.run_until_idle()
+    both.clock.advance(0.15)
+    both.add("a", [1, 2, 3], 200, remote=False)
+    begun = both.clock.now()
+    both.run_until_idle()
+    assert both.deltas["a"][-1].error_status == 504
+    assert 0.15 < both.clock.now() - begun < 0.3
+
+
+def test_deadlines_of_requests_that_ended_are_not_kept() -> None:
+    deadlines, live = Deadlines(), {f"r{i}" for i in range(5)}
+    for i in range(10_000):
+        deadlines.add(f"r{i}", 1000.0 + i, live)
+        assert len(deadlines) < 1100
+    assert deadlines.over(999.0) == []
+    assert set(deadlines.over(1e9)) >= live
 
 
 def test_bad_frames_of_peers_are_counted_beside_those_of_fronts(toy: Path) -> None:

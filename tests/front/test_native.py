@@ -180,3 +180,17 @@ def test_a_wrong_request_is_refused_by_field(front: RunningFront, body: dict[str
     assert response.json()["error"]["param"] == field
     assert front.http.get("/health").status_code == 200
     assert not front.engine.running
+
+
+def test_a_timeout_goes_to_the_engine_and_a_wrong_one_is_refused(front: RunningFront) -> None:
+    ask = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
+    assert front.post("/generate", {**ask, "rid": "timed", "timeout": 2.5}).status_code == 200
+    assert front.post("/v1/completions", {"prompt": "x", "rid": "timed-2", "timeout": 3}).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "x"}], "rid": "timed-3", "timeout": 4, "max_tokens": 2}
+    assert front.post("/v1/chat/completions", chat).status_code == 200
+    came = {m.request.rid: m.request.timeout_s for m in front.engine.received if isinstance(m, Generate)}
+    assert [came[rid] for rid in ("timed", "timed-2", "timed-3")] == [2.5, 3.0, 4.0]
+    for wrong in (0, -1, 1e7):
+        answer = front.post("/generate", {**ask, "timeout": wrong})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "timeout"
