@@ -86,14 +86,26 @@ class CanaryHook:
         self._checks: StepChecks | None = None
         self._batch: ForwardBatch | None = None
         self._early: dict[Part, bool] = {}
-        self._is_early = False
+        self._is_early = self._has_begun = False
         of_layer = sorted((i, part, at) for part, lanes in parts.items() for at, i in enumerate(lanes.layer_ids))
         self._of_layer = [(part, at) for _, part, at in of_layer]
         """Part of each layer of this rank, and its number within that part."""
 
     def arm(self, checks: StepChecks) -> None:
         """Say what the next forward pass verifies. A pass without checks (a warm-up) is not touched."""
-        self._checks = checks
+        self._checks, self._has_begun = checks, False
+
+    def abandon(self) -> Mapping[Part, DuePages]:
+        """The forward pass was broken off. Where it had begun, what it was to verify is verified to the end, and no
+        TAIL is written for its rows; else returns what was due and not looked at."""
+        checks, self._checks, self._batch = self._checks, None, None
+        if checks is None:
+            return {}
+        if not self._has_begun:
+            return checks.due
+        for lanes in self._parts.values():
+            lanes.watch.verify(StampLane.TAIL_K)
+        return {}
 
     def before(self, batch: ForwardBatch) -> None:
         """Remember the batch; stamps may still be loading."""
@@ -126,6 +138,7 @@ class CanaryHook:
             self._faults.after(checks, batch)
 
     def _begin(self, checks: StepChecks, batch: ForwardBatch) -> None:
+        self._has_begun = True
         if self._faults is not None:
             self._faults.before(checks, batch)
         starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B

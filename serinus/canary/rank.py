@@ -138,6 +138,14 @@ class CanaryRank:
             return result
         return self.perturber.returned(result)
 
+    def abandoned(self) -> None:
+        """The step was broken off: what of it was to be verified is, or does not count as due."""
+        if not self._is_started:
+            return
+        due = self.hook.abandon()
+        for part, pages in due.items():
+            self.due_slots[part] -= pages.slot_count
+
     def found(self) -> tuple[Finding, ...]:
         """Violations and planted faults up to this step; on an accelerator, violations up to the step before."""
         if not self._is_started:

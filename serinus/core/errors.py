@@ -15,6 +15,7 @@
         LayoutMismatch     the two engines cannot exchange KV (other model, dtype, page size...)
         FrameError         bytes that are no frame of ours
       CapacityError      no room now: back-pressure, never a crash (503)
+      OutOfMemory        a step needs more memory than there is: its requests fail (500), the engine goes on
       KvViolation        the canary saw a broken promise
       InvariantError     we broke our own promise; this engine stops, loudly, with the evidence
 
@@ -37,6 +38,7 @@ __all__ = [
     "InvariantError",
     "KvViolation",
     "LayoutMismatch",
+    "OutOfMemory",
     "PeerError",
     "PeerGone",
     "PromptTooLong",
@@ -131,6 +133,10 @@ class CapacityError(SerinusError):
 
     status: int = 503
     kind: str = "overloaded_error"
+
+
+class OutOfMemory(SerinusError):
+    """A step needs more memory than the machine, or the device, has. Its requests fail; the engine goes on."""
 
 
 class KvViolation(SerinusError):

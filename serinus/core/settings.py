@@ -132,11 +132,9 @@ class ScheduleSettings:
         low=-1,
     )
     max_step_ms: float | None = setting(
-        None,
-        "milliseconds of a step at most: prompts are cut to that at the measured rate; 0 = no bound; default: 300 on a"
-        " CPU, 0 on a GPU and where --chunked-prefill-size is -1",
-        low=0,
-    )
+        None, "milliseconds of a step at most: prompts are cut to that at the measured rate; 0 = no bound; default: 300"
+        " on a CPU, 0 on a GPU and where --chunked-prefill-size is -1", low=0,
+    )  # fmt: skip
     schedule_policy: str = setting(
         "fcfs",
         "order of waiting requests: fcfs = first come, lpm = longest cached prefix",

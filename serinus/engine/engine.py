@@ -170,10 +170,12 @@ class Engine:
     def _commit(self, finished: FinishedStep, verdicts: Sequence[Verdict], now: float) -> None:
         """Take in what came of the oldest plan. `verdicts`: requests that the canary ends before a token leaves."""
         plan, start = self._open.popleft()
-        ended = self._fail_unsound(verdicts, now)
+        if finished.failed:
+            _log.error("engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed)
+        ended = [self._fail(verdict.rid, "kv_canary", verdict.reason, now) for verdict in verdicts]
+        ended += [self._fail(work.rid, "error", finished.failed, now) for work in plan.work if finished.failed]
         outcome = self.scheduler.commit(plan, finished.result, now)
-        if ended:
-            outcome = replace(outcome, deltas=(*ended, *outcome.deltas))
+        outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
         self.metrics.stepped(outcome, now - start, self.scheduler, now)
         if self._sanity:
             self._unchecked = True
@@ -197,16 +199,12 @@ class Engine:
         self.line.run(plan)
         return True
 
-    def _fail_unsound(self, verdicts: Sequence[Verdict], now: float) -> list[TokenDelta]:
-        """End these requests before anything that was computed on their KV leaves; their last deltas."""
-        ended: list[TokenDelta] = []
-        for verdict in verdicts:
-            # its grants are closed while its pages are still its own
-            self.handoffs.aborted(verdict.rid, now, code="kv_canary", reason=verdict.reason)
-            delta = self.scheduler.abort(verdict.rid, verdict.reason, FinishReason.ERROR, untrusted=True)
-            if delta is not None:
-                ended.append(replace(delta, error_status=500))
-        return ended
+    def _fail(self, rid: str, code: str, reason: str, now: float) -> TokenDelta | None:
+        """End a request whose KV is not to be trusted, before anything that was computed on it leaves: none of it is
+        published. Its last delta; `code` and `reason`: what a peer is told."""
+        self.handoffs.aborted(rid, now, code=code, reason=reason)  # while its pages are still its own
+        delta = self.scheduler.abort(rid, reason, FinishReason.ERROR, untrusted=True)
+        return None if delta is None else replace(delta, error_status=500)
 
     def _look_around(self) -> bool:
         """No step is under way: the time for what takes long. Returns whether requests can run now that could not."""

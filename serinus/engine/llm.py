@@ -102,7 +102,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        offline = {"max_step_ms": 0.0}  # nobody waits for the next token of a stream
+        offline = {"max_step_ms": 0.0}  # no client waits for the next token of a stream
         config = from_names(ServeConfig, {"model_path": str(model), **offline, **settings})
         clock = WallClock()
         self._clock = clock

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from serinus.core.clock import Clock
-from serinus.core.errors import InvariantError
-from serinus.core.plan import StepPlan, StepResult
+from serinus.core.errors import InvariantError, OutOfMemory
+from serinus.core.plan import SeqResult, StepPlan, StepResult
 from serinus.parallel import Mesh
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
 
@@ -60,6 +60,10 @@ class StepCanary(Protocol):
 
     def returned(self, result: StepResult | None) -> StepResult | None:
         """The runner has run it; returns what the leader is to get."""
+        ...
+
+    def abandoned(self) -> None:
+        """The runner broke it off: its KV is given up."""
         ...
 
     def found(self) -> tuple[object, ...]:
@@ -169,22 +173,31 @@ class RankBody:
         begun, waited = self._clock.now(), self._waited()
         if canary is not None:
             canary.begin(plan)
-        result = self._runner.run(plan)
-        findings: tuple[object, ...] = ()
-        if canary is not None:
-            result = canary.returned(result)
-            findings = canary.found()
+        result, failed = self._computed(plan)
+        findings = canary.found() if canary is not None else ()
         seconds, wait_seconds = self._clock.now() - begun, self._waited() - waited
         self.steps += 1
         if self._untold is not None:
             seconds += self._untold.seconds
             wait_seconds += self._untold.wait_seconds
-        done = StepDone(step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, findings=findings)
+        done = StepDone(
+            step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, failed=failed, findings=findings
+        )
         if result is None and canary is None and self.steps % _TELL_STEPS:
             self._untold = done
             return ()
         self._untold = None
         return (done,)
+
+    def _computed(self, plan: StepPlan) -> tuple[StepResult | None, str]:
+        """What the runner found; or, where there is no memory for the step, nothing for each request, and why."""
+        try:
+            result = self._runner.run(plan)
+        except OutOfMemory as error:
+            if self._canary is not None:
+                self._canary.abandoned()
+            return StepResult(step=plan.step, seqs=tuple(SeqResult() for _ in plan.work)), str(error)
+        return result if self._canary is None else self._canary.returned(result), ""
 
     def _stop(self, command: Stop) -> None:
         self.stopped = True

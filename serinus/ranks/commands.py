@@ -35,6 +35,8 @@ class StepDone:
     """Spent in steps there since the last answer, `wait_seconds` included."""
     wait_seconds: float = 0.0
     """Spent waiting for other ranks."""
+    failed: str = ""
+    """Why the step was not computed, where there was no memory for it: its requests fail."""
     findings: tuple[object, ...] = ()
     """What the rank's canary found, in types that codec.py lists."""
 

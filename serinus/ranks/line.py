@@ -59,6 +59,8 @@ class FinishedStep:
 
     step: int
     result: StepResult
+    failed: str = ""
+    """Why it was not computed; the result is then empty."""
     findings: tuple[tuple[int, object], ...]
     """What the canaries of ranks found in it, with the rank."""
 
@@ -267,12 +269,13 @@ class LeaderLine:
         now = self._clock.now()
         self.busy_seconds += now - self._busy_since
         self._busy_since = now
-        result = step.done[self.mesh.result_rank].result
+        done = step.done[self.mesh.result_rank]
+        result = done.result
         if result is None:
             name = self.mesh.name(self.mesh.result_rank)
             raise InvariantError(f"ranks: rank {name} ended step {step.step} without a result, expected one")
         findings = tuple((rank, found) for rank, done in sorted(step.done.items()) for found in done.findings)
-        return FinishedStep(step=step.step, result=result, findings=findings)
+        return FinishedStep(step=step.step, result=result, failed=done.failed, findings=findings)
 
     def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
         """Sleep until another rank answers or one of these channels has something, for `wait_s` seconds at most."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serinus.core.errors import InvariantError
+from serinus.core.errors import InvariantError, OutOfMemory
 from serinus.core.parts import Part
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
@@ -25,6 +25,8 @@ from serinus.runner.token_oracle import OracleSampler
 __all__ = ["Runner"]
 
 _LOGIT_ROWS_MAX = 256
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""What torch's allocators say without an error type of their own."""
 
 
 class Runner:
@@ -76,13 +78,20 @@ class Runner:
         """Write the table, compute the KV of all tokens of the plan, choose the tokens it asks for.
 
         Returns: results in the order of plan.work, on the rank that samples (mesh.result_rank); None on the others.
-        Raises PeerGone where another rank does not do its part.
+        Raises PeerGone where another rank does not do its part; OutOfMemory, on a rank that is alone: what of the KV of
+        this step is written is not known, and nothing else has changed.
         Cost: one forward pass; one host wait, for the chosen tokens. A stage waits for the one before it, and hands on
         to the next without waiting.
         """
         with torch.inference_mode():
             self._write_tables(plan.table_writes)
-            seqs = self._compute(plan.work) if plan.work else ()
+            try:
+                seqs = self._compute(plan.work) if plan.work else ()
+            except (MemoryError, RuntimeError) as error:
+                # Other ranks are in the middle of this step and wait for this one: there the engine ends as a whole.
+                if self._comm.mesh.size > 1 or not is_out_of_memory(error):
+                    raise
+                raise OutOfMemory(_out_of_memory(plan, error)) from error
         return StepResult(step=plan.step, seqs=seqs) if self._answers else None
 
     def _compute(self, work: Sequence[SeqWork]) -> tuple[SeqResult, ...]:
@@ -188,6 +197,21 @@ class Runner:
             if logits_RV is not None:
                 found += token_logprobs(self._kernels, logits_RV, ids, [work.prompt_logprobs or 0] * len(ids))
         return tuple(found)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: of Python, numpy, numba, torch on a host or on a device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
+
+
+def _out_of_memory(plan: StepPlan, error: Exception) -> str:
+    said = (str(error) or type(error).__name__).splitlines()[0][:200]
+    return (
+        f"runner: no memory for a step of {plan.token_count} tokens in {len(plan.work)} requests ({said}); expected"
+        f" less KV (--max-total-tokens, --mem-fraction-static) or shorter steps (--chunked-prefill-size)"
+    )
 
 
 def _names(parts: Iterable[Part]) -> str:

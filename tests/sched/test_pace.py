@@ -1,4 +1,4 @@
-"""How long a step may take, and who gets a part of it: bounded by measured time, shared between long and short."""
+"""How long a step may take, by measured time, and how long and short prompts share it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,102 @@
+"""A step for which there is no memory fails its requests; the engine, its pages and its canary go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from serinus.core.clock import ManualClock
+from serinus.core.config import ServeConfig, from_names
+from serinus.core.request import FinishReason
+from serinus.engine.build import build_engine
+from serinus.models import NullHook, compose_hooks, load_spec
+from serinus.models.small_checkpoints import make_toy
+from serinus.runner.runner import is_out_of_memory
+from serinus.selftest import EngineDriver, EnginePair
+from serinus.testing.oracle import toy_continue
+
+_TOO_MUCH = 1 << 60
+
+
+class Hungry(NullHook):
+    """Wants more memory than there is, once it is told to."""
+
+    def __init__(self, runner: Any) -> None:
+        self.is_hungry = False
+        runner._hook = compose_hooks([runner._hook, self])
+
+    def before_layer(self, layer_index: int) -> None:
+        if self.is_hungry:
+            self.is_hungry = False
+            torch.empty(_TOO_MUCH, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
+
+
+@pytest.mark.parametrize("canary", [{}, {"kv_canary": "raise", "kv_canary_real_data": "all"}])
+def test_its_requests_fail_and_the_engine_goes_on(toy: Path, canary: dict[str, str]) -> None:
+    names = {"model_path": str(toy), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0, **canary}
+    driver = EngineDriver(build_engine(from_names(ServeConfig, names), ManualClock()))
+    hungry = Hungry(driver.line.body._runner)
+    prompts = {"decodes": list(range(1, 20)), "prefills": list(range(30, 50)), "later": list(range(3, 25))}
+    driver.add("decodes", prompts["decodes"], 40)
+    while len(driver.tokens("decodes")) < 3:
+        driver.turn()
+    driver.add("prefills", prompts["prefills"], 8)
+    hungry.is_hungry = True
+    driver.turn()
+    driver.add("later", prompts["later"], 8)
+    driver.run()
+    for rid in ("decodes", "prefills"):
+        last = driver.deltas[rid][-1]
+        assert (last.finish, last.error_status) == (FinishReason.ERROR, 500)
+        assert "no memory for a step of 21 tokens in 2 requests" in last.error
+    assert driver.tokens("later") == toy_continue(load_spec(toy), prompts["later"], 8)
+    scheduler, cache = driver.engine.scheduler, driver.built.cache
+    scheduler.sanity_check()
+    assert scheduler.stats().used_tokens == 0
+    assert cache.probe("", np.asarray(prompts["prefills"], np.int32)).device == 0, "nothing of the step is published"
+    if canary:
+        rank = driver.built.canary
+        assert rank is not None
+        assert rank.checked_slots() == sum(rank.due_slots.values())
+        assert driver.engine.canary is not None
+        assert driver.engine.canary.view()["violations"] == 0
+    driver.built.close()
+
+
+def test_a_prefill_engine_without_memory_sends_the_prompt_home(toy: Path) -> None:
+    both = EnginePair(toy, page_size=4, max_total_tokens=256, chunked_prefill_size=16)
+    hungry = Hungry(both.prefill.line.body._runner)
+    prompt = list(range(1, 61))
+    both.add("a", prompt, 6)
+    while not both.port_of(both.decode).machine.landed_pages("a"):
+        both.turn_decode()
+        both.turn_prefill()
+    hungry.is_hungry = True
+    both.run_until_idle()
+    both.check()
+    assert both.tokens("a") == toy_continue(load_spec(toy), prompt, 6)
+    assert not hungry.is_hungry
+    assert [driver.engine.scheduler.stats().used_tokens for driver in (both.decode, both.prefill)] == [0, 0]
+
+
+def test_every_allocator_that_fails_is_known_and_nothing_else() -> None:
+    def of(call: Any) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            call()
+        return caught.value
+
+    assert is_out_of_memory(of(lambda: torch.empty(_TOO_MUCH, dtype=torch.uint8)))
+    assert is_out_of_memory(of(lambda: np.empty(_TOO_MUCH, np.uint8)))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(of(lambda: torch.zeros(2) @ torch.zeros(3)))
+    assert not is_out_of_memory(ValueError("out of memory"))
