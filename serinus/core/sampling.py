@@ -105,7 +105,7 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the likeliest tokens whose probabilities reach this sum (nucleus)."""
     top_k: int = -1
-    """Keep the k likeliest tokens; -1 = all."""
+    """Keep the k likeliest tokens; -1 = all (0 is taken for it)."""
     min_p: float = 0.0
     """Drop tokens less likely than this times the likeliest."""
     frequency_penalty: float = 0.0
@@ -154,9 +154,9 @@ class SamplingParams:
             raise BadSampling("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
         _number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) or more")
         _number("top_p", self.top_p, 0.0, 1.0, "above 0, at most 1", low_open=True)
-        _whole("top_k", self.top_k, -1, _WORD_MAX, "-1 (all) or at least 1, a 64-bit integer")
+        _whole("top_k", self.top_k, -1, _WORD_MAX, "-1 or 0 (all) or at least 1, a 64-bit integer")
         if self.top_k == 0:
-            raise BadSampling("top_k", 0, "-1 (all) or at least 1")
+            object.__setattr__(self, "top_k", -1)
         _number("min_p", self.min_p, 0.0, 1.0, "between 0 and 1")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2")
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2")

@@ -53,6 +53,8 @@ class Ask:
     """How to continue it."""
     rid: str = ""
     """Id the client chose; empty = none."""
+    prompt_only: bool = False
+    """Nothing is to be generated: the engine makes one token, which is dropped."""
 
 
 class SequenceState:
@@ -223,7 +225,8 @@ class Call:
             sequence.usage = delta.usage
         if delta.error:
             sequence.error = delta.error
-        piece = sequence.output.feed(delta.token_ids, delta.finish, delta.matched_stop)
+        token_ids = () if sequence.ask.prompt_only else delta.token_ids
+        piece = sequence.output.feed(token_ids, delta.finish, delta.matched_stop)
         if delta.logprobs:
             sequence.logprobs.extend(delta.logprobs[: piece.token_count])
         if piece.token_count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from serinus.core.errors import BadRequest
@@ -31,6 +32,8 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     asks = await front.asks(
         "prompt", prompts, [params] * len(prompts), limit_field="max_tokens", add_special_tokens=special
     )
+    if body.max_tokens == 0:
+        asks = [replace(ask, prompt_only=True) for ask in asks]
     request_id = body.rid or new_rid("cmpl")
     async with front.calling(
         exchange,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from serinus.core.errors import BadRequest
@@ -13,7 +13,7 @@ from serinus.core.sampling import SamplingParams
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
 from serinus.front.render import event, meta_info, stream
-from serinus.front.sampling import from_native
+from serinus.front.sampling import asks_for_none, from_native
 from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupported
 from serinus.front.state import Front, Prompt
 from serinus.text import Tokenizer
@@ -61,6 +61,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
             )
         )
     asks = await front.asks(field, prompts, params, limit_field="max_new_tokens", rids=rids)
+    asks = [replace(ask, prompt_only=asks_for_none(each)) for ask, each in zip(asks, samplings, strict=True)]
     for ask, want in zip(asks, wanted, strict=True):
         if want.prompt_from > len(ask.prompt):
             raise BadRequest("logprob_start_len", want.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")

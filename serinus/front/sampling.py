@@ -12,7 +12,7 @@ from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, Open
 from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["check_chars", "check_limits", "check_text", "from_chat", "from_completion", "from_native"]
+__all__ = ["asks_for_none", "check_chars", "check_limits", "check_text", "from_chat", "from_completion", "from_native"]
 
 _T = TypeVar("_T")
 _COMPLETION_TOKENS = 16
@@ -38,6 +38,11 @@ def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise BadSampling(name, value, "at least 1")
     return value
+
+
+def _prompt_only(params: SamplingParams) -> SamplingParams:
+    """The same for no token at all: the engine makes one (Ask.prompt_only drops it), and ends for no other reason."""
+    return replace(params, max_new_tokens=1, min_new_tokens=1, ignore_eos=True, stop_token_ids=())
 
 
 _TRANSLATED = {"max_new_tokens", "max_tokens", "min_new_tokens", "logit_bias"}
@@ -67,8 +72,12 @@ def _openai(body: OpenAiBody, max_new_tokens: int | None) -> SamplingParams:
 
 def from_completion(body: CompletionBody) -> SamplingParams:
     """Parameters of /v1/completions. Raises BadSampling."""
-    limit = _or(_positive("max_tokens", body.max_tokens), max(_COMPLETION_TOKENS, body.min_tokens or 0))
-    params = _openai(body, limit)
+    if body.max_tokens == 0 and not body.echo:
+        raise BadSampling("max_tokens", 0, "at least 1, or 0 together with echo")
+    none = body.max_tokens == 0
+    given = 1 if none else _positive("max_tokens", body.max_tokens)
+    params = _openai(body, _or(given, max(_COMPLETION_TOKENS, body.min_tokens or 0)))
+    params = _prompt_only(params) if none else params
     if body.logprobs is None:
         return params
     if not 0 <= body.logprobs <= _TOP_LOGPROBS_MAX:
@@ -89,14 +98,21 @@ def from_chat(body: ChatBody) -> SamplingParams:
     return replace(params, logprobs=body.top_logprobs or 0) if body.logprobs else params
 
 
+def asks_for_none(body: NativeSampling) -> bool:
+    """Whether only the prompt is of interest: its log-probabilities, or that it is cached afterwards."""
+    return 0 in (body.max_new_tokens, body.max_tokens if body.max_new_tokens is None else None)
+
+
 def from_native(
     body: NativeSampling, *, return_logprob: bool, top_logprobs_num: int, prompt_logprobs: bool
 ) -> SamplingParams:
     """Parameters of /generate. Raises BadSampling."""
-    limit = _positive("max_new_tokens", body.max_new_tokens) or _positive("max_tokens", body.max_tokens)
+    none = asks_for_none(body)
+    limit = 1 if none else _positive("max_new_tokens", body.max_new_tokens) or _positive("max_tokens", body.max_tokens)
     least = body.min_new_tokens if body.min_new_tokens is not None else body.min_tokens
     limit = _or(limit, max(_NATIVE_TOKENS, least or 0))
     params = _common(body, max_new_tokens=limit, min_new_tokens=least, include_stop=bool(body.no_stop_trim))
+    params = _prompt_only(params) if none else params
     if body.sampling_seed is not None:
         params = replace(params, seed=body.sampling_seed)
     if not 0 <= top_logprobs_num <= _TOP_LOGPROBS_MAX:

@@ -209,13 +209,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "best_of": (1,),
     "lora_path": ("",),
 }
 """Values of unsupported fields that ask for nothing."""
+_SAME_AS = {"best_of": "n"}
+"""Unsupported fields that ask for nothing where they repeat another one (1 where it is missing)."""
 
 _INSTEAD: dict[str, str] = {
-    "best_of": "nothing (not supported; use n)",
+    "best_of": "n or nothing (not supported; use n)",
     "suffix": "nothing (not supported: these models only continue a text)",
     "response_format": "{'type': 'text'} or nothing (structured output is not supported)",
     "tools": "nothing (tool calls are not supported)",
@@ -231,5 +232,8 @@ def refuse_unsupported(body: msgspec.Struct) -> None:
             continue
         value = getattr(body, field.name)
         if value is None or value is False or value in ([], {}) or value in _HARMLESS.get(field.name, ()):
+            continue
+        twin = _SAME_AS.get(field.name)
+        if twin is not None and type(value) is int and value == (getattr(body, twin) or 1):
             continue
         raise BadRequest(field.name, value, _INSTEAD.get(field.name, "nothing (not supported)"))

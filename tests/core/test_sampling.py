@@ -20,7 +20,7 @@ from serinus.core.sampling import SamplingParams
         ("temperature", True),
         ("top_p", 0.0),
         ("top_p", 1.01),
-        ("top_k", 0),
+        ("top_k", -2),
         ("top_k", -2),
         ("top_k", 1.5),
         ("min_p", -0.01),
@@ -98,3 +98,7 @@ def test_one_stop_text_a_list_and_none_are_taken() -> None:
     empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert empty == SamplingParams()
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)  # type: ignore[arg-type]
+
+
+def test_a_top_k_of_zero_keeps_all() -> None:
+    assert SamplingParams(top_k=0) == SamplingParams(top_k=-1)

@@ -119,6 +119,38 @@ def test_echo_shows_the_prompt_and_its_logprobs(client: openai.OpenAI, tokenizer
     assert shown.top_logprobs[1] == {"ll": -0.5, "<eos>": -1.5}
 
 
+def test_echo_alone_generates_nothing(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello the")
+    answer = client.completions.create(model="canary", prompt="hello the", max_tokens=0, echo=True, logprobs=2, n=2)
+    for choice in answer.choices:
+        assert (choice.text, choice.finish_reason) == ("hello the", "length")
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or ()) == len(choice.logprobs.token_logprobs or ()) == len(ids)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
+    stream = client.completions.create(model="canary", prompt="hello the", max_tokens=0, echo=True, stream=True)
+    choices = [chunk.choices[0] for chunk in stream]
+    assert ("".join(each.text for each in choices), choices[-1].finish_reason) == ("hello the", "length")
+
+
+@pytest.mark.parametrize("field", ["max_new_tokens", "max_tokens"])
+def test_a_native_request_may_ask_for_the_prompt_alone(front: RunningFront, field: str) -> None:
+    body = {"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0}
+    answer = front.post("/generate", {**body, "sampling_params": {field: 0}}).json()
+    info = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"], info["completion_tokens"]) == ("", [], 0)
+    assert info["finish_reason"] == {"type": "length", "length": 0}
+    assert (len(info["input_token_logprobs"]), info["output_token_logprobs"]) == (3, [])
+
+
+def test_values_that_ask_for_nothing_are_taken(front: RunningFront) -> None:
+    plain = {"prompt": "hello", "max_tokens": 3, "seed": 7}
+    for values in ({"top_k": 0}, {"best_of": 1}, {"best_of": 2, "n": 2}):
+        answer = front.post("/v1/completions", {**plain, **values})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == front.post("/v1/completions", plain).json()["choices"][0]["text"]
+
+
 def test_echo_of_ids_shows_their_text_once_also_in_a_stream(front: RunningFront, tokenizer: Tokenizer) -> None:
     body = {"prompt": tokenizer.encode("hello"), "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 0}
     events = front.events("/v1/completions", body)

@@ -154,7 +154,7 @@ def test_a_priority_reaches_the_engine_from_every_endpoint(
         ({"input_ids": [1 << 80]}, "input_ids"),
         ({"input_ids": [True]}, "input_ids[0]"),
         ({"input_ids": [1] * 256}, "input_ids"),
-        ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"text": "x", "sampling_params": {"max_new_tokens": 256}}, "max_new_tokens"),
         ({"text": "x", "sampling_params": {"temperature": -1}}, "temperature"),
         ({"text": "x", "sampling_params": {"top_p": 0}}, "top_p"),
