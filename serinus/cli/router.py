@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
+from serinus.core.addresses import http_url
 from serinus.core.config import RouterConfig
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.settings import ServerSettings
@@ -52,7 +53,7 @@ def run(command: Command, words: Sequence[str]) -> int:
             on_drain=lambda: drain_within(server, config.server.drain_s_max),
             limits=router_limits(),
         )
-        get_logger("cli").info("serinus: router on http://%s:%s", config.server.host, server.port)
+        get_logger("cli").info("serinus: router on %s", http_url(config.server.host, server.port))
         server.run_here()
     return 0
 

@@ -22,6 +22,7 @@ from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser,
 from serinus.cli.processes import EngineProcess
 from serinus.cli.router import drain_within
 from serinus.cli.shape import check_shape
+from serinus.core.addresses import http_url
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
@@ -129,7 +130,7 @@ class _Service:
         self._child = child
         self._code = 0
         self._phases: dict[str, float] = {}
-        self._url = f"http://{config.server.host}:{sock.getsockname()[1]}"
+        self._url = http_url(config.server.host, sock.getsockname()[1])
 
     async def live(self) -> int:
         """Start the engine, serve, stop the engine; the exit code."""

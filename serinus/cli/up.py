@@ -20,6 +20,7 @@ from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser,
 from serinus.cli.processes import free_ports, stop_server
 from serinus.cli.router import drain_within, router_settings
 from serinus.cli.shape import check_shape
+from serinus.core.addresses import http_url
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig, UpConfig
 from serinus.core.cores import engine_threads, threads_env
@@ -106,7 +107,7 @@ class _Group:
             check_shape(member.config)
         self._code = 0
         self._ending = False
-        self._url = f"http://{config.server.host}:{sock.getsockname()[1]}"
+        self._url = http_url(config.server.host, sock.getsockname()[1])
         self._readers: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set when a member became ready."""

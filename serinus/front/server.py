@@ -36,11 +36,15 @@ _DESCRIPTORS_KEPT = 256
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; `port` 0 takes a free one. Raises ConfigError where the address cannot be had."""
+    """A bound socket; `port` 0 takes a free one, an IPv6 address may have brackets.
+
+    Raises ConfigError where the address cannot be had.
+    """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as err:
         raise ConfigError(f"front: host {host!r}, port {port}: {err}, expected an address of this machine") from err
+    family, _, _, _, address = found[0]
     # asyncio switches Nagle's algorithm off only where the protocol is named; with it an answer can wait 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from serinus.core.addresses import http_url
 from serinus.core.errors import PeerGone
 
 __all__ = ["NotConnected", "Upstream", "UpstreamBroken", "fetch"]
@@ -41,6 +42,7 @@ class Upstream:
         self.url = url
         self._host = parts.hostname or "127.0.0.1"
         self._port = parts.port or 80
+        self._authority = http_url(self._host, self._port).removeprefix("http://")
         self._connect_s_max = connect_s_max
         self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES_MAX)
         self._reader: asyncio.StreamReader | None = None
@@ -65,7 +67,7 @@ class Upstream:
 
     async def send(self, method: str, path: str, headers: _Headers, body: bytes) -> None:
         """Send the request and read the head of the answer. Raises NotConnected, UpstreamBroken."""
-        own = [("host", f"{self._host}:{self._port}"), ("connection", "close"), ("content-length", str(len(body)))]
+        own = [("host", self._authority), ("connection", "close"), ("content-length", str(len(body)))]
         request = h11.Request(method=method, target=path, headers=[*own, *headers])
         events: list[h11.Event] = [request, h11.Data(data=body), h11.EndOfMessage()]
         try:

@@ -53,9 +53,11 @@ class RunningFront:
 
 
 @contextmanager
-def serving(app: ASGIApp, *, on_drain: Callable[[], None] | None = None) -> Iterator[HttpServer]:
+def serving(
+    app: ASGIApp, *, on_drain: Callable[[], None] | None = None, host: str = "127.0.0.1"
+) -> Iterator[HttpServer]:
     """Serve an app on a free port in a thread until left."""
-    server = HttpServer(app, bind("127.0.0.1", 0), on_drain=on_drain)
+    server = HttpServer(app, bind(host, 0), on_drain=on_drain)
     thread = threading.Thread(target=server.run_here, name="front")
     thread.start()
     try:

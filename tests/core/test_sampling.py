@@ -21,7 +21,6 @@ from serinus.core.sampling import SamplingParams
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_k", -2),
-        ("top_k", -2),
         ("top_k", 1.5),
         ("min_p", -0.01),
         ("min_p", 1.1),

@@ -9,16 +9,19 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from serinus.core import descriptors
-from serinus.front import bind, router_limits
+from serinus.core.addresses import http_url
+from serinus.front import RouterSettings, bind, create_router_app, router_limits
 from serinus.front.connection import ConnectionLimits, ConnectionTable, HttpConnection
 from serinus.front.exchange import ClientGone, HttpExchange
 from serinus.front.server import engine_limits
-from serinus.testing.running_front import RunningFront
+from serinus.front.upstream import fetch
+from serinus.testing.running_front import RunningFront, serving
 
 POST = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -335,3 +338,38 @@ def test_the_soft_limit_of_descriptors_is_raised_and_never_lowered(monkeypatch: 
     limits["now"] = (1024, 1024)
     assert engine_limits().count_max == 768
     assert router_limits().count_max == 384
+
+
+# ---- IPv6 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("localhost", "http://localhost:80"),
+        ("::1", "http://[::1]:80"),
+        ("[::1]", "http://[::1]:80"),
+        ("::", "http://[::]:80"),
+    ],
+)
+def test_an_address_is_written_as_urls_have_it(host: str, url: str) -> None:
+    assert http_url(host, 80) == url
+
+
+@pytest.mark.slow
+def test_an_engine_and_its_router_speak_ipv6(front: RunningFront) -> None:
+    inner = create_router_app(RouterSettings(decode_urls=(front.url,), poll_s=0.02))
+    with serving(inner, host="::1") as engine:  # to the outer router the inner one is an engine
+        url = http_url("::1", engine.port)
+        while not inner.state.router.fleet.decode[0].alive:
+            httpx.get(f"{url}/server_info")
+        status, body = asyncio.run(fetch(url, "GET", "/v1/models", s_max=30))
+        assert (status, json.loads(body)["data"][0]["id"]) == (200, "canary")
+        outer = create_router_app(RouterSettings(decode_urls=(url,), poll_s=0.02))
+        with serving(outer, host="[::1]") as router:
+            url = http_url("::1", router.port)
+            while not outer.state.router.fleet.decode[0].alive:
+                httpx.get(f"{url}/server_info")
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+            assert answer.status_code == 200

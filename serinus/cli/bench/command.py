@@ -21,6 +21,7 @@ from serinus.cli.bench.drive import BenchRun, Load, drive
 from serinus.cli.bench.report import Goodput, Report, make_report, result_block
 from serinus.cli.bench.transport import Target, trace_request
 from serinus.cli.parser import Command, Parser, UsageProblem, make_parser
+from serinus.core.addresses import http_url
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 
@@ -135,7 +136,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 async def _bench(arguments: argparse.Namespace, extra: dict[str, Any], goodput: Goodput | None) -> int:
     dialect = DIALECTS[arguments.backend]
     port = arguments.port or _DEFAULT_PORTS.get(arguments.backend, 8000)
-    url = arguments.base_url or f"http://{arguments.host}:{port}"
+    url = arguments.base_url or http_url(arguments.host, port)
     target = Target.from_url(url, arguments.api_key)
     server = await _ask_server(target, arguments)
     prompts = _prompts(arguments, dialect, server)
