@@ -5,14 +5,16 @@ CanaryRank    one rank's half: checks its KV around each step and by command (ra
 make_*        both from the settings (make.py); an engine without a canary has None
 Incident      violations of one slot, reason and owner, as one record (incidents.py)
 Violation     one broken promise, with its evidence (violation.py)
+LeadFaults    faults on purpose, as the leader plans them: from the settings, or ordered while it runs (faults.py)
 perturb/      faults on purpose: data with a seed, each with the detector that must find it
 """
 
 from __future__ import annotations
 
 from serinus.canary.commands import CANARY_COMMANDS, CanaryAnswer, CheckArrival, Finding, StartCanary, SweepSlots
+from serinus.canary.faults import SECONDS_MAX, FaultOrder, LeadFaults
 from serinus.canary.incidents import Incident, IncidentLog
-from serinus.canary.lead import CanaryLead, Verdict
+from serinus.canary.lead import CanaryLead, Verdict, perturb
 from serinus.canary.make import make_canary_lead, make_canary_rank
 from serinus.canary.rank import CanaryRank, TokenOracle
 from serinus.canary.settings import CheckSettings
@@ -20,14 +22,17 @@ from serinus.canary.violation import Violation, ViolationLog, launch_tag, reason
 
 __all__ = [
     "CANARY_COMMANDS",
+    "SECONDS_MAX",
     "CanaryAnswer",
     "CanaryLead",
     "CanaryRank",
     "CheckArrival",
     "CheckSettings",
+    "FaultOrder",
     "Finding",
     "Incident",
     "IncidentLog",
+    "LeadFaults",
     "StartCanary",
     "SweepSlots",
     "TokenOracle",
@@ -37,5 +42,6 @@ __all__ = [
     "launch_tag",
     "make_canary_lead",
     "make_canary_rank",
+    "perturb",
     "reason_names",
 ]

@@ -8,17 +8,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.canary.perturb import Injection
+from serinus.canary.perturb import Injection, PerturbPlan
 from serinus.canary.violation import Violation
 from serinus.core.parts import PageSpan, Part
 
 __all__ = [
     "CANARY_COMMANDS",
-    "CachedHostPages",
+    "CachedPages",
     "CanaryAnswer",
     "CanaryCommand",
     "CheckArrival",
     "Finding",
+    "PlantFaults",
     "StartCanary",
     "SweepSlots",
     "TellCounts",
@@ -64,16 +65,32 @@ class TellCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachedHostPages:
-    """These host pages hold cached KV now: what the fault tier_bytes may damage."""
+class CachedPages:
+    """These pages hold cached KV now, of the host tier all, of the device those that no request uses: what planned
+    faults may damage."""
 
     part: Part
     pages: NDArray[np.int32]
+    is_host: bool
 
 
-CanaryCommand = StartCanary | SweepSlots | CheckArrival | TellCounts | CachedHostPages
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantFaults:
+    """Plant faults by this plan from now on; one without modes plants none."""
+
+    plan: PerturbPlan
+
+
+CanaryCommand = StartCanary | SweepSlots | CheckArrival | TellCounts | CachedPages | PlantFaults
 """Any command that CanaryRank.obey takes."""
-CANARY_COMMANDS: Final[tuple[type, ...]] = (StartCanary, SweepSlots, CheckArrival, TellCounts, CachedHostPages)
+CANARY_COMMANDS: Final[tuple[type, ...]] = (
+    StartCanary,
+    SweepSlots,
+    CheckArrival,
+    TellCounts,
+    CachedPages,
+    PlantFaults,
+)
 """The types of all commands that CanaryRank.obey takes."""
 
 

@@ -27,6 +27,8 @@ class PartLanes:
     """(k, v) pools of the part's layers."""
     layer_ids: Sequence[int]
     """The model's numbers of them."""
+    head_ids: Sequence[int]
+    """The model's numbers of the KV heads."""
     stamps_LS4: Tensor
     table_RC: Tensor
     """req_to_token of the part, int32."""
@@ -60,10 +62,11 @@ def lanes_of(
     """Allocate what the canary needs for one part. `pool` has stamps; `head_ids`: KV heads of this rank, None = all."""
     spec = pool.spec
     assert pool.stamps_LS4 is not None, "canary: a pool without stamps"
+    head_ids = head_ids or range(spec.kv_head_count)
     coefficients = None
     if settings.real_data != "none":
         factors = digest_coefficients(
-            layer_ids, head_ids or range(spec.kv_head_count), spec.head_size, spec.dtype.itemsize,
+            layer_ids, head_ids, spec.head_size, spec.dtype.itemsize,
             partial=settings.real_data == "partial",
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
@@ -75,6 +78,7 @@ def lanes_of(
         part=part,
         layers_kv=pool.layers,
         layer_ids=layer_ids,
+        head_ids=head_ids,
         early_bytes=spec.slot_bytes // spec.layer_count if settings.real_data == "all" else 0,
         stamps_LS4=pool.stamps_LS4,
         table_RC=table.table,

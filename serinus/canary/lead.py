@@ -9,6 +9,7 @@ Ranks know bytes (rank.py); the owner, the users and the history of a page are k
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +19,19 @@ import numpy as np
 
 from serinus.cache import PrefixCache, Tier
 from serinus.canary.commands import (
-    CachedHostPages,
     CanaryAnswer,
     CheckArrival,
+    Finding,
     StartCanary,
     SweepSlots,
     TellCounts,
 )
+from serinus.canary.faults import FaultOrder, LeadFaults
 from serinus.canary.incidents import IncidentLog
 from serinus.canary.perturb import Injection
 from serinus.canary.violation import Violation, ViolationLog, possible_counts, reason_names
 from serinus.core.clock import Clock
-from serinus.core.errors import KvViolation
+from serinus.core.errors import ConfigError, KvViolation
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
@@ -39,7 +41,7 @@ from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings, coverage_stride
 from serinus.kernels import Reason
 
-__all__ = ["CanaryLead", "HostFault", "Verdict"]
+__all__ = ["CanaryLead", "Verdict", "perturb"]
 
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
@@ -58,14 +60,6 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFault:
-    """The rank and the part whose host pages the fault tier_bytes damages."""
-
-    rank: int
-    part: Part
-
-
 class CanaryLead:
     """One for an engine, of one rank or of many. The engine's thread owns it."""
 
@@ -80,7 +74,7 @@ class CanaryLead:
         clock: Clock,
         parts: Sequence[Part],
         names: Sequence[str],
-        host_fault: HostFault | None = None,
+        faults: LeadFaults | None = None,
     ) -> None:
         """Ranks check from now on.
 
@@ -89,6 +83,7 @@ class CanaryLead:
             client_of: what its client calls a request, where this engine calls it by the handoff.
             parts: those in which the model has layers.
             names: of the ranks, as reports have them; one rank alone has the name "".
+            faults: those on purpose; None = there are none.
         """
         self.violations = ViolationLog()
         self.incidents = IncidentLog()
@@ -97,6 +92,8 @@ class CanaryLead:
         """The latest faults that ranks planted on purpose."""
         self._injected: Counter[str] = Counter()
         """How many there ever were, by mode."""
+        self.listeners: list[Callable[[Finding], None]] = []
+        """Called with every violation and every planted fault, as ranks tell them, with what is known here."""
         self.steps = 0
         """Steps begun; the warm-up is not counted."""
         self._settings = settings
@@ -110,7 +107,10 @@ class CanaryLead:
         self._told: dict[tuple[str, Part, Reason], None] = {}
         """Handoffs of which the other engine was told, part by part and reason by reason; the latest."""
         self._names = names
-        self._host_fault = host_fault
+        self.faults = faults
+        """Faults on purpose; None where the settings neither ask for some nor allow orders."""
+        self.sweep_slots = _SWEEP_SLOTS
+        """Slots of one sweep at most, by part."""
         self._cursor = dict.fromkeys(parts, 0)
         self._possible = possible_counts(parts)
         self._sweep_passes = 0
@@ -127,11 +127,11 @@ class CanaryLead:
     def begin(self, plan: StepPlan) -> None:
         """Command what ranks check before they run this plan: a sweep, where it is due."""
         self.steps += 1
-        fault = self._host_fault
-        if fault is not None:
-            self._line.command(CachedHostPages(part=fault.part, pages=self._cache.host_pages(fault.part)), fault.rank)
         interval = self._settings.kv_canary_sweep_interval
-        if interval and self.steps % interval == 0:
+        sweeps = bool(interval) and self.steps % interval == 0
+        if self.faults is not None:
+            self.faults.begin(sweeps=sweeps)
+        if sweeps:
             self._sweep()
 
     def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
@@ -236,7 +236,7 @@ class CanaryLead:
     def _sweep(self) -> None:
         """Have all ranks verify the next cached slots that no request uses."""
         for part, cursor in self._cursor.items():
-            found = self._cache.walk(cursor, _SWEEP_SLOTS, part=part, unlocked_only=True)
+            found = self._cache.walk(cursor, self.sweep_slots, part=part, unlocked_only=True)
             self._cursor[part] = found.cursor
             ends_pass = found.cursor == 0
             self._sweep_passes += ends_pass
@@ -272,6 +272,7 @@ class CanaryLead:
             assert isinstance(finding, Violation), f"canary: rank {rank} found {finding!r}, expected a Violation"
             violations.append(self._known(rank, finding))
             self.violations.add(violations[-1])
+            self._announce(violations[-1])
         return violations
 
     def _known(self, rank: int, finding: Violation) -> Violation:
@@ -315,6 +316,11 @@ class CanaryLead:
         self._injected[injection.mode] += 1
         self.injections.append(replace(injection, rank=self._names[rank]))
         del self.injections[:-_INJECTIONS_KEPT]
+        self._announce(self.injections[-1])
+
+    def _announce(self, finding: Finding) -> None:
+        for hear in self.listeners:
+            hear(finding)
 
     def _counts(self) -> list[tuple[int, CanaryAnswer]]:
         return self._ask(TellCounts(number=self._number()))
@@ -346,3 +352,21 @@ def _reason(violation: Violation) -> str:
         f"KV integrity: {'|'.join(reason_names(violation.reasons))} at slot {violation.slot}, position"
         f" {violation.position}{where} ({violation.tag}, step {violation.step})"
     )
+
+
+def perturb(lead: CanaryLead | None, order: bytes = b"") -> dict[str, Any]:
+    """Have faults planted by an order (FaultOrder as JSON), where there is one; for `/canary/perturb`, what is planted.
+
+    Raises ConfigError, BadRequest: the settings do not allow it, or the order makes no sense in this engine.
+    """
+    faults = None if lead is None else lead.faults
+    if order:
+        if faults is None:
+            raise ConfigError(
+                "canary: this engine plants no faults, expected one started with --kv-canary log or raise and"
+                " --kv-canary-perturb-api"
+            )
+        faults.order(FaultOrder(**json.loads(order)))
+    injected = [] if lead is None else [injection.as_json() for injection in lead.injections]
+    view = {"enabled": False, "active": False, "perturb": {}} if faults is None else faults.view()
+    return {**view, "injected": injected}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from serinus.cache import PrefixCache
-from serinus.canary.lead import CanaryLead, HostFault
-from serinus.canary.perturb import Perturber, fault_plan, fault_rank, rank_fault_plan
+from serinus.canary.faults import LeadFaults
+from serinus.canary.lead import CanaryLead
+from serinus.canary.perturb import Perturber, PerturbPlan, rank_fault_plan
 from serinus.canary.rank import CanaryRank, TokenOracle
 from serinus.canary.settings import CheckSettings
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.line import CommandLine
 from serinus.core.parts import Part
-from serinus.core.settings import coverage_stride
+from serinus.core.settings import CanarySettings, coverage_stride
 from serinus.kernels import load
 from serinus.models import ModelSpec
 from serinus.parallel import Shard
@@ -48,6 +50,8 @@ def make_canary_rank(
     shard = shards[rank]
     own = spec.on(shard)
     plan = rank_fault_plan(config, spec, shards, rank)
+    if plan is None and settings.kv_canary_perturb_api:
+        plan = PerturbPlan()
     tier = {part: pool.data_PY for part, pool in host.items()}
     return CanaryRank(
         CheckSettings(
@@ -90,9 +94,14 @@ def make_canary_lead(
     """
     if config.canary.kv_canary == "none":
         return None
-    plan, fault = fault_plan(config, spec), None
-    if plan is not None and plan.probabilities.get("tier_bytes"):
-        fault = HostFault(rank=fault_rank(config, spec, shards, plan.target), part=plan.target)
+    faults = None
+    if config.canary.kv_canary_perturb or config.canary.kv_canary_perturb_api:
+
+        def plans_of(settings: CanarySettings) -> Sequence[PerturbPlan | None]:
+            planned = replace(config, canary=settings)
+            return [rank_fault_plan(planned, spec, shards, rank) for rank in range(len(shards))]
+
+        faults = LeadFaults(config.canary, line, cache, clock, plans_of)
     return CanaryLead(
         config.canary,
         line,
@@ -102,5 +111,5 @@ def make_canary_lead(
         clock=clock,
         parts=sorted(part for part in spec.parts if spec.layers_of(part)),
         names=[shard.name for shard in shards] if len(shards) > 1 else [""],
-        host_fault=fault,
+        faults=faults,
     )

@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from serinus.canary.commands import (
-    CachedHostPages,
+    CachedPages,
     CanaryAnswer,
     CanaryCommand,
     CheckArrival,
     Finding,
+    PlantFaults,
     StartCanary,
     SweepSlots,
     TellCounts,
@@ -105,7 +106,7 @@ class CanaryRank:
         self._rids: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_STEPS_NAMED)
         self._arriving = ""
         if perturber is not None:
-            perturber.attach(self.parts)
+            perturber.attach(self.parts, page_size=settings.page_size, partial=settings.real_data == "partial")
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
@@ -168,8 +169,10 @@ class CanaryRank:
                 return (self._answer(command.number, self._arrived(command)),)
             case TellCounts():
                 return (self._answer(command.number, ()),)
-            case CachedHostPages() if self.perturber is not None:
-                self.perturber.host_pages[command.part] = command.pages
+            case CachedPages() if self.perturber is not None:
+                self.perturber.cached["host" if command.is_host else "device", command.part] = command.pages
+            case PlantFaults() if self.perturber is not None:
+                self.perturber.replan(command.plan)
         return ()
 
     def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:
@@ -222,7 +225,7 @@ class CanaryRank:
             return
         slots, positions, previous = command.slots, command.positions, command.previous
         if self.perturber is not None:
-            self.perturber.sweep(lanes, slots, self.steps + 1)
+            self.perturber.sweep(command.part, self.steps + 1)
         # A predecessor that is not there cannot be checked against; at position 0 there is none.
         previous = np.where((previous == 0) & (positions > 0), -1, previous)
         names = np.full(len(slots), _SWEEP)

@@ -1,4 +1,4 @@
-"""Before anything is started: can this checkpoint be shared among the ranks it is given?"""
+"""Before anything is started: can this checkpoint be shared among its ranks, and can the faults be planted?"""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ __all__ = ["check_shape"]
 
 
 def check_shape(config: ServeConfig) -> None:
-    """Refuse ranks that the model cannot be shared among here, in one line, not by each rank once it has started.
+    """Refuse ranks that the model cannot be shared among, and planned faults that it cannot have: in one line, not by
+    each rank once it has started.
 
     A hub id that is not on this machine yet is left to the ranks, and so is what is no JSON object. Raises ConfigError.
-    Cost: a few ms, two small files; loads no torch.
+    Cost: a few ms, two small files; loads no torch where no faults are planned.
     """
-    folder = Path(config.model.model_path)
-    if (config.parallel.size == 1 and not config.parallel.partition) or not folder.is_dir():
+    folder, faults = Path(config.model.model_path), config.canary.kv_canary_perturb
+    one_rank = config.parallel.size == 1 and not config.parallel.partition
+    if (one_rank and not faults) or not folder.is_dir():
         return
     from serinus.models import load_spec
     from serinus.ranks.rank_processes import mesh_of
@@ -28,4 +30,8 @@ def check_shape(config: ServeConfig) -> None:
         return
     if isinstance(overrides, dict):
         spec = load_spec(folder, overrides=overrides, load_format="dummy")  # of the weights nothing is read
-        spec.shards(mesh_of(config), config.parallel.partition)
+        shards = spec.shards(mesh_of(config), config.parallel.partition)
+        if faults:
+            from serinus.canary.perturb import check_faults
+
+            check_faults(config, spec, shards)

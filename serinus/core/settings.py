@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serinus.core.canary_settings import CanarySettings, coverage_stride
 from serinus.core.errors import ConfigError
 from serinus.core.eviction import EVICTION_POLICIES
 from serinus.core.setting import check_fields, setting, settings_of
@@ -298,71 +299,6 @@ class PdSettings:
     def is_one_sided(self) -> bool:
         """Whether peers read or write pools by themselves."""
         return self.transfer_backend in ("nixl", "mooncake")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanarySettings:
-    """The KV canary: what is checked, how often, and which faults are planted to prove that it is."""
-
-    kv_canary: str = setting(
-        "none",
-        "what a violation does: log it, or raise: fail the requests it touches; none = no canary",
-        choices=("none", "log", "raise"),
-    )
-    kv_canary_real_data: str = setting(
-        "none",
-        "KV bytes that are digested: none, the first 16 of each layer's row, or all",
-        choices=("none", "partial", "all"),
-    )
-    kv_canary_coverage: str = setting(
-        "rotating:16",
-        "full = every slot of a running request in every step; rotating:N = each at least once in N steps",
-        metavar="full|rotating:N",
-    )
-    kv_canary_sweep_interval: int = setting(
-        0,
-        "steps between two sweeps of cached pages that no request uses; 0 = never",
-        low=0,
-    )
-    kv_canary_stats_interval: int = setting(100, "steps between two lines of statistics; 0 = none", low=0)
-    kv_canary_swa_divergence_interval: int = setting(
-        0,
-        "steps between two lines on how far sliding-window checks differ from full ones; 0 = none",
-        low=0,
-    )
-    kv_canary_perturb: str = setting(
-        "", "plant faults: NAME=PROBABILITY,... per step (a self-test, never in production)"
-    )
-    kv_canary_perturb_target: str = setting(
-        "", "the part that is damaged; needed where a model has both",
-        choices=("", "full", "swa"),
-    )  # fmt: skip
-    kv_canary_perturb_rank: int | None = setting(
-        None, "with several ranks: the one whose KV is damaged; default: drawn from the seed", low=0
-    )
-    kv_canary_perturb_warmup_steps: int = setting(50, "steps before the first fault", low=0)
-    kv_canary_perturb_seed: int = setting(0, "the same seed, the same faults", low=0)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.kv_canary == "none":
-            for item in settings_of(type(self)):
-                if getattr(self, item.name) != item.default:
-                    raise ConfigError(
-                        f"config: {item.flag} is {getattr(self, item.name)!r} without --kv-canary, expected"
-                        f" --kv-canary log or raise"
-                    )
-        coverage_stride(self.kv_canary_coverage)
-
-
-def coverage_stride(coverage: str) -> int:
-    """In how many steps each slot is checked at least once: 1 for `full`, N for `rotating:N`. Raises ConfigError."""
-    if coverage == "full":
-        return 1
-    word, _, number = coverage.partition(":")
-    if word == "rotating" and number.isdecimal() and int(number) > 0:
-        return int(number)
-    raise ConfigError(f"config: --kv-canary-coverage is {coverage!r}, expected full or rotating:N with N > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

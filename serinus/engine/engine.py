@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from serinus.cache import PrefixCache
-from serinus.canary import CanaryLead, Verdict
+from serinus.canary import CanaryLead, Verdict, perturb
 from serinus.core.errors import CapacityError, InvariantError, RequestError, SerinusError
 from serinus.core.log import get_logger
 from serinus.core.plan import StepPlan
@@ -338,10 +338,12 @@ class Engine:
             ok, body = self._flush()
         elif message.what == "canary":
             body = json.dumps(self._canary_view()).encode()
+        elif message.what == "perturb":
+            ok, body = self._perturb(message.body)
         elif message.what == "cache":
             body = json.dumps(cache_view(self._cache, message.limit, self._facts)).encode()
         else:
-            expected = "metrics, info, load, cache, canary or flush_cache"
+            expected = "metrics, info, load, cache, canary, perturb or flush_cache"
             ok, body = False, f"engine: call {message.what!r}, expected {expected}".encode()
         self._replies.append((front, EngineReply(call=message.call, ok=ok, body=body)))
 
@@ -357,6 +359,15 @@ class Engine:
         facts = self._facts or EngineFacts()
         view = {"mode": "none"} if self.canary is None else self.canary.view()
         return {"engine": facts.engine, "role": facts.role, **view}
+
+    def _perturb(self, order: bytes) -> tuple[bool, bytes]:
+        """Plant the faults of an order, where there is one; what is planted now, or why it is refused."""
+        try:
+            return True, json.dumps(perturb(self.canary, order)).encode()
+        except InvariantError:
+            raise
+        except SerinusError as error:
+            return False, str(error).encode()
 
     def _flush(self) -> tuple[bool, bytes]:
         try:

@@ -20,6 +20,7 @@ from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
 from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
 from serinus.front.native import generate
+from serinus.front.perturb import perturb
 from serinus.front.routes import routes_of
 from serinus.front.settings import FrontSettings
 from serinus.front.state import Front
@@ -47,6 +48,7 @@ _OF_FRONT = {
     "/flush_cache": info.flush_cache,
     "/cache": info.cache_tree,
     "/canary": info.canary,
+    "/canary/perturb": perturb,
     "/abort_request": info.abort_request,
     "/openapi.json": info.description,
 }

@@ -244,7 +244,7 @@ class EngineClient:
         if self._queues.pop(rid, None) is not None and not self.down and self._socket is not None:
             self._send(Abort(rid=rid, reason=reason or "finished by the front", silent=True, matched_stop=matched_stop))
 
-    async def call(self, what: str, *, s_max: float = 60.0, limit: int = 0) -> EngineReply:
+    async def call(self, what: str, *, s_max: float = 60.0, limit: int = 0, body: bytes = b"") -> EngineReply:
         """Call the engine (see EngineCall). Raises EngineDown, also where it does not answer in `s_max`."""
         self._check_up()
         self._call_count += 1
@@ -252,7 +252,7 @@ class EngineClient:
         reply: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         self._calls[number] = reply
         try:
-            self._send(EngineCall(call=number, what=what, limit=limit))
+            self._send(EngineCall(call=number, what=what, limit=limit, body=body))
             return await asyncio.wait_for(reply, s_max)
         except TimeoutError as err:
             raise EngineDown(f"front: the engine did not answer {what!r} within {s_max} s") from err

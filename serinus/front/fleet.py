@@ -179,9 +179,10 @@ class Fleet:
     # ---- all engines ----------------------------------------------------------------------------------------------
 
     async def ask_all(
-        self, method: str, path: str, *, key: str = "", body: bytes = b"", s_max: float
+        self, method: str, path: str, *, key: str = "", body: bytes = b"", s_max: float, kind: str = ""
     ) -> list[tuple[FleetEngine, int, bytes]]:
-        """The same small request to every engine that is alive: member, status and body; status 0 = did not answer."""
+        """The same small request to every engine that is alive (of that kind, where one is given): member, status and
+        body; status 0 = did not answer."""
         headers = [("authorization", f"Bearer {key}")] if key else []
         if body:
             headers.append(("content-type", "application/json"))
@@ -193,4 +194,5 @@ class Fleet:
                 return member, 0, str(err).encode()
             return member, status, answer
 
-        return list(await asyncio.gather(*(ask(member) for member in self.members if member.alive)))
+        asked = [member for member in self.members if member.alive and kind in ("", member.kind)]
+        return list(await asyncio.gather(*map(ask, asked)))

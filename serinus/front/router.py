@@ -29,6 +29,7 @@ from serinus.front.info import cache_limit
 from serinus.front.keys import Keys
 from serinus.front.metrics import RouterMetrics, merge_expositions
 from serinus.front.openapi import openapi
+from serinus.front.perturb import perturb_all
 from serinus.front.routes import ENDPOINTS, Handler, routes_of
 from serinus.front.settings import RouterSettings
 from serinus.front.state import IGNORED_HEADER, KEY_HEADER, PREFILL_HEADER
@@ -263,6 +264,10 @@ class Router:
         """What the canary of every engine that is alive found."""
         await self._of_all(exchange, "/canary", "canary")
 
+    async def perturb(self, exchange: HttpExchange) -> None:
+        """Faults planted on purpose in every engine, or in those of one role."""
+        await perturb_all(self.fleet, self.keys.operator, exchange)
+
     async def _of_all(self, exchange: HttpExchange, path: str, name: str) -> None:
         """The same question to every engine; an answer each, or why there is none."""
         answers = await self.fleet.ask_all("GET", path, key=self.keys.operator, s_max=_ALL_S_MAX)
@@ -309,6 +314,7 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
         "/flush_cache": router.flush_cache,
         "/cache": router.cache_trees,
         "/canary": router.canaries,
+        "/canary/perturb": router.perturb,
         "/abort_request": router.abort_request,
         "/openapi.json": router.description,
     }

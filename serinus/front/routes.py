@@ -19,7 +19,15 @@ from serinus.core.log import fields, get_logger
 from serinus.front.exchange import ClientGone, HttpExchange
 from serinus.front.keys import Keys, check_key
 from serinus.front.metrics import HttpMetrics
-from serinus.front.schemas import AbortBody, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from serinus.front.schemas import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    PerturbBody,
+    TokenizeBody,
+)
 
 __all__ = ["ENDPOINTS", "EndpointSpec", "Handler", "routes_of"]
 
@@ -82,6 +90,13 @@ ENDPOINTS = (
     EndpointSpec(path="/cache", summary="What is cached where; ?limit= nodes of the tree", keys="admin"),
     EndpointSpec(
         path="/canary", summary="What the KV canary checked and found, and the latest violations", keys="admin"
+    ),
+    EndpointSpec(
+        path="/canary/perturb",
+        summary="Faults planted on purpose; POST plants some, with a bound and an end",
+        methods=("GET", "POST"),
+        keys="admin",
+        body=PerturbBody,
     ),
     EndpointSpec(
         path="/abort_request", summary="Abort one request, or all", methods=_POST, keys="admin", body=AbortBody

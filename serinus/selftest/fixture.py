@@ -14,13 +14,14 @@ sleeps: turns are taken until what is awaited has happened.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from serinus.canary import CanaryLead, CanaryRank, Violation, reason_names
+from serinus.canary import SECONDS_MAX, CanaryLead, CanaryRank, FaultOrder, Finding, Violation, reason_names
 from serinus.canary.perturb import Injection, Perturber
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason
@@ -49,7 +50,6 @@ _DEFAULTS: dict[str, Any] = {
     "kv_canary_coverage": "full",
     "kv_canary_stats_interval": 0,
 }
-_NEVER = 1 << 40
 _WAIT_S = 0.0005
 
 
@@ -65,7 +65,8 @@ class Planted:
 
 def make_canary_toy(folder: Path, shape: str, **kind: Any) -> Path:
     """A toy checkpoint of one of CANARY_SHAPES."""
-    return make_toy(folder, tokenizer=False, **{**CANARY_SHAPES[shape], **kind})
+    heads = {"kv_heads": 2, "head_size": 16}
+    return make_toy(folder, tokenizer=False, **{**heads, **CANARY_SHAPES[shape], **kind})
 
 
 class CanaryPDFixture:
@@ -86,16 +87,15 @@ class CanaryPDFixture:
     ) -> None:
         """`perturb_*`: NAME=PROBABILITY,... of one engine; `armed` = False: nothing is planted before `arm`;
         the settings are those of engines, by their names, of both or of one."""
-        gate: dict[str, Any] = {
-            "kv_canary_perturb_seed": seed,
-            "kv_canary_perturb_warmup_steps": 0 if armed else _NEVER,
-        }
-        if target is not None:
-            gate["kv_canary_perturb_target"] = target.name.lower()
+        self._perturb = {"prefill": perturb_prefill, "decode": perturb_decode}
+        self._target, self._seed = "" if target is None else target.name.lower(), seed
+        gate: dict[str, Any] = {"kv_canary_perturb_target": self._target, "kv_canary_perturb_seed": seed}
+        gate["kv_canary_perturb_warmup_steps"] = 0
         own = {"prefill": dict(prefill_settings or {}), "decode": dict(decode_settings or {})}
         for side, text in (("prefill", perturb_prefill), ("decode", perturb_decode)):
             if text:
-                own[side] = {"kv_canary_perturb": text, **gate, **own[side]}
+                planned = {"kv_canary_perturb": text, **gate} if armed else {"kv_canary_perturb_api": True}
+                own[side] = {**planned, **own[side]}
         self.pair = EnginePair(
             checkpoint,
             prefill_settings=own["prefill"],
@@ -105,6 +105,9 @@ class CanaryPDFixture:
         self.planted: list[Planted] = []
         """Every fault, in order."""
         self.prompts: dict[str, list[int]] = {}
+        self._heard: dict[str, list[Violation]] = {side: [] for side in SIDES}
+        for side in SIDES:
+            self.lead(side).listeners.append(partial(self._hear, side))
         self._rng = Rng(seed).split("prompts")
         self._sent = 0
 
@@ -154,11 +157,10 @@ class CanaryPDFixture:
         return [self.send(prompt, new_tokens=new_tokens) for prompt in prompts]
 
     def turn(self) -> None:
-        """One turn of each engine, prefill first; what was planted in it is noted."""
+        """One turn of each engine, prefill first."""
         for side, turn in (("prefill", self.pair.turn_prefill), ("decode", self.pair.turn_decode)):
             before = self.canary(side).steps
             turn()
-            self._note(side)
             if self.canary(side).steps == before and self.built(side).engine.scheduler.in_flight:
                 pause(_WAIT_S)  # as the engine's own loop waits for copies, which threads of their own carry
 
@@ -177,6 +179,8 @@ class CanaryPDFixture:
     def run(self) -> None:
         """Turns until both engines hold nothing."""
         self.run_until(lambda: False)
+        for side in SIDES:
+            self.injections(side)
         self.pair.check()
 
     def tokens(self, rid: str) -> list[int]:
@@ -207,22 +211,26 @@ class CanaryPDFixture:
 
     # ---- faults and findings ----------------------------------------------------------------------------------------
 
-    def arm(self, side: str, count: int = 1) -> None:
-        """From its next step on, plant so many more faults of each mode at most."""
-        perturber = self.perturber(side)
-        done = max(sum(i.mode == name for i in perturber.injections) for name in perturber.plan.probabilities)
-        perturber.plan = replace(
-            perturber.plan, warmup_steps=min(perturber.plan.warmup_steps, self.canary(side).steps),
-            count_max=done + count,
+    def arm(self, side: str, count: int = 1, *, seed: int | None = None, rank: int | None = None) -> None:
+        """From its next step on, plant so many faults of each of its modes at most, by its seed or another."""
+        faults = self.lead(side).faults
+        assert faults is not None, f"testing: nothing to plant in the {side} engine, expected perturb_{side}"
+        text = self._perturb[side]
+        faults.order(
+            FaultOrder(
+                perturb=text, target=self._target, rank=rank, seed=self._seed if seed is None else seed, count=count,
+                seconds=SECONDS_MAX,
+            )
         )  # fmt: skip
 
     def injections(self, side: str) -> list[Injection]:
-        """What was planted in one engine."""
+        """What was planted in one engine. Asks its ranks: one that runs no step tells nothing by itself."""
+        self.lead(side).view()
         return [planted.injection for planted in self.planted if planted.side == side]
 
     def violations(self, side: str) -> list[Violation]:
-        """What one engine's canary has found (the latest 256)."""
-        return list(self.lead(side).violations)
+        """What one engine's canary has found, in order."""
+        return list(self._heard[side])
 
     def assert_violation_reported(self, *, fail_reason: str, part: Part, side: str) -> list[Violation]:
         """Those of that reason and part; raises AssertionError where there is none."""
@@ -238,13 +246,12 @@ class CanaryPDFixture:
             assert canary.violation_count == 0, f"testing: the {each} side is not clean: {self._report()}"
             assert canary.checked_slots() == sum(canary.due_slots.values()), f"testing: the {each} side was not watched"
 
-    def _note(self, side: str) -> None:
-        perturber = self.canary(side).perturber
-        if perturber is None:
+    def _hear(self, side: str, finding: Finding) -> None:
+        if isinstance(finding, Violation):
+            self._heard[side].append(finding)
             return
-        for injection in perturber.injections[len(self.injections(side)) :]:
-            steps = {each: self.canary(each).steps for each in SIDES}
-            self.planted.append(Planted(injection=injection, side=side, steps=steps))
+        steps = {each: self.canary(each).steps for each in SIDES}
+        self.planted.append(Planted(injection=finding, side=side, steps=steps))
 
     def _report(self) -> str:
         lines = [f"planted in {p.side}: {p.injection.line()}" for p in self.planted]

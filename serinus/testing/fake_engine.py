@@ -209,6 +209,9 @@ class FakeEngine:
             ).encode()
         elif call.what == "canary":
             body = json.dumps({"mode": "none", "engine": self.engine}).encode()
+        elif call.what == "perturb":
+            ok = b"tier_bytes" not in call.body
+            body = json.dumps({"engine": self.engine, "order": call.body.decode()}).encode() if ok else b"no tier"
         elif call.what == "cache":
             tree = {"total": len(self.running), "nodes": [], "limit": call.limit}
             body = json.dumps({"engine": self.engine, "role": self.role, "pools": [], "tree": tree}).encode()

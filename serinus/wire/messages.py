@@ -136,9 +136,11 @@ class EngineCall(MessageBase, frozen=True, kw_only=True):
 
     call: Count
     what: Name
-    """flush_cache | metrics | info | load | cache | canary"""
+    """flush_cache | metrics | info | load | cache | canary | perturb"""
     limit: Count = 0
     """Of `cache`: nodes of the tree at most."""
+    body: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
+    """Of `perturb`: the faults to plant, as JSON; empty = only tell."""
 
 
 class EngineReply(MessageBase, frozen=True, kw_only=True):

@@ -209,3 +209,40 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         CheckSettings(page_size=4, real_data="some")
     with pytest.raises(ConfigError, match="stride is 0"):
         CheckSettings(page_size=4, stride=0)
+
+
+@pytest.mark.parametrize("shape", ["full", "both"])
+def test_the_line_of_statistics_counts_what_was_done(tmp_path: Path, shape: str) -> None:
+    engine = watched(tmp_path, shape, is_swept=True)
+    canary = engine.canary
+    assert canary is not None
+    halves = 2 if shape == "both" else 1
+    assert canary.stats_line() == (
+        f"[canary] step=0 protected_tokens=0 sweep_passes=0 violations=0 launch_tags_active=0/{6 * halves}"
+    )
+    (seq,) = started(engine, [list(range(20, 30))], chunk=10)
+    decode(engine, [seq], 2)
+    read = {Part.FULL: 10 + 11, Part.SWA: 9 + 9}  # the window of 10 sees 9 slots beside the new one
+    protected = sum(read[part] for part in canary.parts)
+    assert canary.stats_line() == (
+        f"[canary] step=3 protected_tokens={protected} sweep_passes=0 violations=0"
+        f" launch_tags_active={4 * halves}/{6 * halves}"
+    )
+    sweep(engine, Part.FULL, seq.slots[:4].tolist(), [0, 1, 2, 3])
+    engine.pool.k[0][int(seq.slots[2])] += 1
+    decode(engine, [seq], 1)
+    words = dict(word.split("=") for word in canary.stats_line().split()[1:])
+    assert words["sweep_passes"] == "1"
+    assert words["violations"] == "1"
+    assert words["launch_tags_active"] == f"{4 * halves + 2}/{6 * halves}"
+
+
+def test_the_line_of_divergence_counts_slots_by_part(tmp_path: Path) -> None:
+    engine = watched(tmp_path, "both")
+    canary = engine.canary
+    assert canary is not None
+    (seq,) = started(engine, [list(range(20, 35))], chunk=15)
+    assert canary.divergence_line() == "[canary] step=1 full_slots=0 swa_slots=0 difference=0"
+    decode(engine, [seq], 2)
+    full, swa = 15 + 16, 9 + 9
+    assert canary.divergence_line() == (f"[canary] step=3 full_slots={full} swa_slots={swa} difference={full - swa}")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from serinus.canary.perturb import MODES, Perturber, PerturbPlan, parse_perturb
+from serinus.canary.perturb import MODES, Perturber, PerturbPlan, Place, parse_perturb
+from serinus.canary.perturb.damage import PageShape, flip_bit
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
+from serinus.kernels import StampLane
 from serinus.testing.direct import DirectEngine, DirectSeq
 
 from .watched import decode, started, sweep, watched
 
 PROMPTS = [list(range(20, 43)), list(range(60, 75))]
 WARM = 8
+Bytes = list[NDArray[np.uint8]]
 
 
 def perturbed(
@@ -82,14 +87,97 @@ def test_nothing_happens_before_the_gate_opens(tmp_path: Path) -> None:
     assert perturber.injections == []
 
 
-def test_pages_in_the_host_tier_and_on_their_way_are_changed_in_one_byte() -> None:
-    host = np.zeros((6, 64), np.uint8)
-    plan = PerturbPlan(probabilities={"tier_bytes": 1.0, "transfer_bytes": 1.0}, warmup_steps=0)
-    perturber = Perturber(plan, host={Part.FULL: host})
-    perturber.host_pages[Part.FULL] = np.array([3], np.int32)
-    perturber.sent(Part.FULL, host)
-    assert not host.any()
-    assert perturber.injections == []
+PAGE_MODES = ["tier_bytes", "transfer_bytes"]
+
+
+def page_faults(path: Path, mode: str, count: int, *, partial: bool = False) -> tuple[DirectEngine, Perturber, Bytes]:
+    """Faults of pages in a buffer, one after the other; the buffer as it is after each."""
+    host: NDArray[np.uint8]
+    perturber = Perturber(PerturbPlan(probabilities={mode: 1.0}, warmup_steps=WARM), host=(rows := {}))
+    engine = watched(path, "full", perturber=perturber, real_data="partial" if partial else "all")
+    host = rows[Part.FULL] = np.zeros((6, engine.pool.page_bytes), np.uint8)
+    perturber.cached["host", Part.FULL] = np.array([3], np.int32)
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, WARM + 1)
+    seen = [host.copy()]
+    while len(seen) <= count:
+        if mode == "tier_bytes":
+            perturber.injections.clear()  # a page that was damaged is spared else
+            decode(engine, seqs, 1)
+        else:
+            perturber.sent(Part.FULL, host[2:5])
+        seen.append(host.copy())
+    return engine, perturber, seen
+
+
+@pytest.mark.parametrize("mode", PAGE_MODES)
+def test_of_pages_in_the_host_tier_and_on_their_way_one_bit_is_changed(tmp_path: Path, mode: str) -> None:
+    _, perturber, seen = page_faults(tmp_path, mode, 24)
+    for before, after in pairwise(seen):
+        (changed,) = np.argwhere(before != after)
+        assert changed[0] == 3 if mode == "tier_bytes" else 2 <= changed[0] < 5
+        assert int(before[tuple(changed)] ^ after[tuple(changed)]).bit_count() == 1
+    last = perturber.injections[-1]
+    assert last.mode == mode
+    assert (last.before, last.after) == (int(seen[-2][tuple(changed)]), int(seen[-1][tuple(changed)]))
+
+
+def test_the_last_page_on_its_way_may_be_half_empty_and_is_hit_in_its_first_slot_alone(tmp_path: Path) -> None:
+    _, perturber, _ = page_faults(tmp_path, "transfer_bytes", 60)
+    assert {done.slot for done in perturber.injections if done.page == 2} == {0}
+    assert {done.slot for done in perturber.injections if done.page < 2} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_each_layer_half_head_and_stamp_field_is_hit_once_before_any_twice(tmp_path: Path, partial: bool) -> None:
+    engine, perturber, _ = page_faults(tmp_path, "transfer_bytes", 1, partial=partial)
+    spec = engine.model.spec
+    heads = 1 if partial else spec.kv_head_count
+    count = spec.layer_count * 2 * heads + 4 * 4
+    perturber.injections.clear()
+    perturber.replan(perturber.plan)
+    decode(engine, started(engine, [list(range(5, 9))]), 1)
+    for _ in range(2 * count):
+        perturber.sent(Part.FULL, np.zeros((2, engine.pool.page_bytes), np.uint8))
+    places = [done.place.at(byte=0, bit=0) for done in perturber.injections if done.place]
+    assert len(set(places[:count])) == len(set(places[count:])) == count
+    hit = [done.place for done in perturber.injections if done.place and not done.place.lane]
+    assert max(place.byte for place in hit) < (16 if partial else 1 << 16)
+    assert len({place.bit for place in hit}) > 4
+
+
+def test_a_place_is_the_same_byte_in_the_pool_and_in_the_page_that_leaves_it(tmp_path: Path) -> None:
+    engine, perturber = perturbed(tmp_path, "full", "real_kv_used", steps=6)
+    shape = PageShape.of(engine.canary.parts[Part.FULL], 4)  # type: ignore[union-attr]
+    assert perturber.injections
+    lanes = engine.canary.parts[Part.FULL]  # type: ignore[union-attr]
+    for done in perturber.injections:
+        assert done.place is not None
+        assert done.page == done.slot // 4
+        page = np.array([done.page])
+        before = engine.pool.read_pages(page)
+        flip_bit(lanes, done.slot, done.place)
+        ((_, at),) = np.argwhere(engine.pool.read_pages(page) != before)
+        assert at == shape.offset(done.place, done.slot % 4)
+    for lane in StampLane:
+        for number, field in enumerate(("token", "position", "hash", "digest")):
+            place, before = Place(lane=lane.name, field=field, byte=0), engine.pool.read_pages(np.array([5]))
+            lanes.stamps_LS4[lane, 5 * 4 + 2, number] ^= 1
+            ((_, at),) = np.argwhere(engine.pool.read_pages(np.array([5])) != before)
+            assert at == shape.offset(place, 2)
+
+
+def test_a_fault_that_finds_no_victim_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    perturber = Perturber(PerturbPlan(probabilities={"real_kv_unused_cache": 1.0}, warmup_steps=0))
+    engine = watched(tmp_path, "full", perturber=perturber)
+    seqs = started(engine, PROMPTS)
+    for _ in range(3):
+        perturber.sweep(Part.FULL, 1)
+        decode(engine, seqs, 1)
+    said = [record.getMessage() for record in caplog.records if "not injected" in record.getMessage()]
+    assert len(said) == 1
+    assert "mode=real_kv_unused_cache" in said[0]
+    assert said[0].endswith("skipped because no page is cached that is free and was not damaged before")
 
 
 def test_plans_that_could_never_be_found_are_refused() -> None:

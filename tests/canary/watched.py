@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from serinus.canary import CanaryRank, CheckSettings, SweepSlots
+from serinus.canary.commands import CachedPages
 from serinus.canary.perturb import Perturber
 from serinus.core.parts import Part
 from serinus.core.sampling import SamplingParams
@@ -65,6 +66,7 @@ def sweep(engine: DirectEngine, part: Part, slots: list[int], positions: list[in
     assert engine.canary is not None
     before = [0 if positions[0] == 0 else -1, *slots[:-1]]
     swept, at, previous = (np.array(each, np.int64) for each in (slots, positions, before))
+    engine.canary.obey(CachedPages(part=part, pages=np.unique(swept // PAGE).astype(np.int32), is_host=False))
     engine.canary.obey(SweepSlots(part=part, slots=swept, positions=at, previous=previous, ends_pass=True))
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -118,6 +119,30 @@ def test_ranks_that_a_model_cannot_be_shared_among_are_refused_before_any_starts
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         check_shape(from_names(ServeConfig, {"model": str(toy), **wrong}))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"kv_canary_perturb": "req_to_tokens=1"}, "'req_to_tokens', expected one of req_to_token"),
+        ({"kv_canary_perturb": "real_kv_used=1"}, "--kv-canary-real-data is none"),
+        ({"kv_canary_perturb": "req_to_token=1", "kv_canary_perturb_target": "swa"}, "no layers of; expected full"),
+        ({"kv_canary_perturb": "transfer_bytes=1", "kv_canary_real_data": "all"}, "--disaggregation-mode prefill"),
+        ({"kv_canary_perturb": "req_to_token=1", "kv_canary_perturb_rank": 1}, "rank is 1, expected one of 0"),
+        (
+            {"kv_canary_perturb": "real_kv_used=1", "kv_canary_real_data": "partial", "tp_size": 2,
+             "kv_canary_perturb_rank": 1}, "its head 0, which alone is digested",
+        ),
+        ({"kv_canary_perturb_rank": 1}, "without --kv-canary-perturb, expected both or neither"),
+    ],
+)  # fmt: skip
+def test_faults_that_the_model_or_the_engine_cannot_have_are_refused_before_any_process_starts(
+    tmp_path: Path, plan: dict[str, Any], said: str
+) -> None:
+    toy = make_toy(tmp_path / "toy", kv_heads=2, tokenizer=False)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_shape(from_names(ServeConfig, {"model": str(toy), "kv_canary": "log", **plan}))
+    check_shape(from_names(ServeConfig, {"model": str(toy), "kv_canary": "log", "kv_canary_perturb": "req_to_token=1"}))
 
 
 def test_a_model_that_is_not_here_is_left_to_its_ranks(toy: Path) -> None:

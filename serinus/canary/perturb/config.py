@@ -13,7 +13,7 @@ from serinus.core.rng import Rng
 from serinus.models import ModelSpec
 from serinus.parallel import Mesh, Shard
 
-__all__ = ["fault_plan", "fault_rank", "rank_fault_plan"]
+__all__ = ["check_faults", "fault_plan", "fault_rank", "rank_fault_plan"]
 
 
 def fault_plan(config: ServeConfig, spec: ModelSpec) -> PerturbPlan | None:
@@ -53,19 +53,32 @@ def fault_plan(config: ServeConfig, spec: ModelSpec) -> PerturbPlan | None:
     return plan
 
 
-def fault_rank(config: ServeConfig, spec: ModelSpec, shards: Sequence[Shard], target: Part) -> int:
-    """The rank whose KV is damaged: as set, else drawn from the seed among those that have layers of the part.
+def check_faults(config: ServeConfig, spec: ModelSpec, shards: Sequence[Shard]) -> None:
+    """Raise ConfigError where the settings ask for faults that could not happen, or not be found, in this engine."""
+    plan = fault_plan(config, spec)
+    if plan is not None:
+        fault_rank(config, spec, shards, plan)
 
-    Raises ConfigError: there is no such rank, or it has no such layers.
+
+def fault_rank(config: ServeConfig, spec: ModelSpec, shards: Sequence[Shard], plan: PerturbPlan) -> int:
+    """The rank whose KV is damaged: as set, else drawn from the seed among those where the faults can be found.
+
+    Raises ConfigError: there is no such rank, or it holds nothing that they damage.
     """
-    able = [shard.rank for shard in shards if spec.on(shard).layers_of(target)]
+    partial = config.canary.kv_canary_real_data == "partial"
+    head_0 = partial and any(chance and MODES[name].reads_bytes for name, chance in plan.probabilities.items())
+    able = [
+        shard.rank for shard in shards
+        if spec.on(shard).layers_of(plan.target) and (0 in shard.kv_heads or not head_0)
+    ]  # fmt: skip
     named = config.canary.kv_canary_perturb_rank
     if named is None:
         return Rng(config.canary.kv_canary_perturb_seed).split("rank").choice(able)
     if named not in able:
+        what = f"layers of part {plan.target.name.lower()}{', and its head 0, which alone is digested' * head_0}"
         raise ConfigError(
-            f"canary: --kv-canary-perturb-rank is {named}, expected one of {', '.join(map(str, able))}, which have"
-            f" layers of part {target.name.lower()}"
+            f"canary: --kv-canary-perturb-rank is {named}, expected one of {', '.join(map(str, able))} (of"
+            f" {len(shards)} ranks from 0 on those that hold {what})"
         )
     return named
 
@@ -76,10 +89,10 @@ def rank_fault_plan(config: ServeConfig, spec: ModelSpec, shards: Sequence[Shard
     Raises ConfigError: see fault_plan and fault_rank.
     """
     plan = fault_plan(config, spec)
-    if plan is None or len(shards) < 2:
-        return plan
+    if plan is None:
+        return None
     shard = shards[rank]
-    victim, sampler = fault_rank(config, spec, shards, plan.target), Mesh(tp=shard.tp, pp=shard.pp).result_rank
+    victim, sampler = fault_rank(config, spec, shards, plan), Mesh(tp=shard.tp, pp=shard.pp).result_rank
     own = {
         name: chance
         for name, chance in plan.probabilities.items()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +20,8 @@ from serinus.canary.perturb import (
     real_kv_used,
     req_to_token,
 )
-from serinus.canary.perturb.plan import Injection, PerturbPlan
+from serinus.canary.perturb.damage import PageShape, Places
+from serinus.canary.perturb.plan import Injection, PerturbPlan, Place
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
 from serinus.core.plan import StepResult
@@ -26,6 +30,9 @@ from serinus.models import ForwardBatch
 
 __all__ = ["Perturber"]
 
+_REMEMBERED: Final = 64
+"""Faults whose slots are not damaged again."""
+_ON_DEVICE: Final = ("real_kv_used", "real_kv_unused_cache", "real_kv_post_forward")
 _log = get_logger("canary")
 
 
@@ -34,17 +41,27 @@ class Perturber:
 
     def __init__(self, plan: PerturbPlan, *, host: Mapping[Part, NDArray[np.uint8]] | None = None) -> None:
         """`host`: this rank's host tier by part, [P, Y]; only the mode tier_bytes needs it."""
-        self.plan = plan
         self.injections: list[Injection] = []
         """Everything planted so far, in order."""
-        self.host_pages: dict[Part, NDArray[np.integer]] = {}
-        """Pages of the host tier that hold cached KV now, as the leader says."""
-        self._rngs = {name: Rng(plan.seed).split(name) for name in plan.probabilities}
-        self._host = host or {}
+        self.cached: dict[tuple[str, Part], NDArray[np.integer]] = {}
+        """What the leader says holds cached KV now, as pages: of ("host", part) all, of ("device", part) those that no
+        request uses."""
+        self._host = {} if host is None else host
         self._lanes: Mapping[Part, PartLanes] = {}
+        self._shapes: Mapping[Part, PageShape] = {}
+        self._partial = False
         self._step = 0
         self._rids: tuple[str, ...] = ()
+        self.replan(plan)
+
+    def replan(self, plan: PerturbPlan) -> None:
+        """Plant by this plan from the next step on; what the one before planted is no longer counted."""
+        self.plan = plan
         self._open = False
+        self._skipped: set[str] = set()
+        self._rngs = {name: Rng(plan.seed).split(name) for name in plan.probabilities}
+        self._counts = Counter[str]()
+        self._places: dict[tuple[str, Part], Places] = {}
         if any(plan.probabilities.values()):
             _log.warning(
                 "kv_canary perturbation is on: %s; gate closed for %d steps",
@@ -52,69 +69,114 @@ class Perturber:
                 plan.warmup_steps,
             )
 
-    def attach(self, lanes: Mapping[Part, PartLanes]) -> None:
-        """Say what may be damaged; once, before the first step."""
-        self._lanes = lanes
+    def attach(self, lanes: Mapping[Part, PartLanes], *, page_size: int, partial: bool) -> None:
+        """Say what may be damaged; once, before the first step. `partial`: not all bytes are digested."""
+        self._lanes, self._partial = lanes, partial
+        self._shapes = {part: PageShape.of(each, page_size) for part, each in lanes.items()}
 
     def before(self, checks: StepChecks, batch: ForwardBatch) -> None:
         """Before the step is verified: rows, bytes that it reads, and pages of the host tier."""
         self._step, self._rids = checks.step, checks.rids
         if not self._open and checks.step > self.plan.warmup_steps:
             self._open = True
-            _log.warning("kv_canary perturbation: the gate is open from step %d on", checks.step)
-        target = self.plan.target
-        lanes = self._lanes[target]
+            if self.plan.probabilities:
+                _log.warning("kv_canary perturbation: the gate is open from step %d on", checks.step)
+        part = self.plan.target
         if self._due("req_to_token"):
-            self._note(req_to_token.run(self._rngs["req_to_token"], lanes, checks))
-        if self._due("real_kv_used"):
-            self._note(real_kv_used.run(self._rngs["real_kv_used"], lanes, checks))
-        if target in self._host and self._due("tier_bytes"):
-            rows, pages = self._host[target], self.host_pages.get(target, np.empty(0, np.int32))
-            self._note(page_bytes.run("tier_bytes", self._rngs["tier_bytes"], rows, pages, target, self._step))
+            done = req_to_token.run(self._rngs["req_to_token"], self._lanes[part], checks, self._counts["req_to_token"])
+            self._note("req_to_token", done, "no two slots of different requests are read")
+        if self._due("real_kv_used") and (place := self._place("real_kv_used")):
+            lanes, spared = self._lanes[part], self._damaged_slots()
+            done = real_kv_used.run(self._rngs["real_kv_used"], lanes, checks, place, spared)
+            self._note("real_kv_used", done, "no slot is read that was not damaged before")
+        if part in self._host and self._due("tier_bytes") and (place := self._place("tier_bytes")):
+            rows, pages = self._host[part], self.cached.get(("host", part), np.empty(0, np.int32))
+            spared = {done.page for done in self.injections if done.mode == "tier_bytes"}
+            pages = np.array([page for page in pages.tolist() if page not in spared], np.int64)
+            done = page_bytes.run(
+                "tier_bytes", self._rngs["tier_bytes"], rows, pages, part, self._step, self._shapes[part], place,
+                is_last_whole=True,
+            )  # fmt: skip
+            self._note("tier_bytes", done, "the host tier holds no page that was not damaged before")
 
     def after(self, checks: StepChecks, batch: ForwardBatch) -> None:
         """After the step was stamped: bytes that it wrote."""
-        if self._due("real_kv_post_forward"):
-            lanes = self._lanes[self.plan.target]
-            self._note(real_kv_post_forward.run(self._rngs["real_kv_post_forward"], lanes, checks, batch))
+        name = "real_kv_post_forward"
+        if self._due(name) and (place := self._place(name)):
+            done = real_kv_post_forward.run(self._rngs[name], self._lanes[self.plan.target], checks, batch, place)
+            self._note(name, done, "the request drawn wrote nothing that is kept")
 
     def returned(self, result: StepResult) -> StepResult:
         """The tokens as the leader gets them."""
-        if not self._due("next_token_swap"):
-            return result
-        result, injection = next_token_swap.run(self._rngs["next_token_swap"], result, self._rids, self._step)
-        self._note(injection)
+        name = "next_token_swap"
+        if self._due(name):
+            result, injection = next_token_swap.run(self._rngs[name], result, self._rids, self._step)
+            self._note(name, injection, "no two requests got different tokens")
         return result
 
-    def sweep(self, lanes: PartLanes, slots: NDArray[np.int64], step: int) -> None:
-        """These cached slots, which no request uses, are about to be swept; `step` reports what is found."""
-        if lanes.part is self.plan.target and self._due("real_kv_unused_cache"):
-            self._note(real_kv_unused_cache.run(self._rngs["real_kv_unused_cache"], lanes, slots, step))
+    def sweep(self, part: Part, step: int) -> None:
+        """Some cached slots of the part are about to be swept; `step` reports what is found."""
+        name = "real_kv_unused_cache"
+        if part is self.plan.target and self._due(name) and (place := self._place(name)):
+            pages = self.cached.get(("device", part), np.empty(0, np.int64))
+            lanes, size, spared = self._lanes[part], self._shapes[part].page_size, self._damaged_slots()
+            done = real_kv_unused_cache.run(self._rngs[name], lanes, pages, size, step, place, spared)
+            self._note(name, done, "no page is cached that is free and was not damaged before")
 
     def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:
         """The pools as a handoff reads them: with the mode transfer_bytes, pages are damaged on their way out."""
-        if "transfer_bytes" not in self.plan.probabilities:
-            return pools
         return {part: _TamperedStore(pool, part, self) for part, pool in pools.items()}
 
     def sent(self, part: Part, pages_GY: NDArray[np.uint8]) -> None:
         """These bytes are about to leave for another engine."""
-        if part is self.plan.target and self._due("transfer_bytes"):
-            rng = self._rngs["transfer_bytes"]
-            self._note(page_bytes.run("transfer_bytes", rng, pages_GY, np.arange(len(pages_GY)), part, self._step))
+        name = "transfer_bytes"
+        if part is self.plan.target and len(pages_GY) and self._due(name) and (place := self._place(name)):
+            done = page_bytes.run(
+                name, self._rngs[name], pages_GY, np.arange(len(pages_GY)), part, self._step, self._shapes[part], place,
+                is_last_whole=False,
+            )  # fmt: skip
+            self._note(name, done, "the page has no bytes here")
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _due(self, name: str) -> bool:
         rng = self._rngs.get(name)
         if rng is None or not self._open:
             return False
-        if self.plan.count_max and sum(done.mode == name for done in self.injections) >= self.plan.count_max:
+        if self.plan.count_max and self._counts[name] >= self.plan.count_max:
             return False
         return rng.random() < self.plan.probabilities[name]
 
-    def _note(self, injection: Injection | None) -> None:
+    def _place(self, name: str) -> Place | None:
+        """Where the next fault of this mode hits."""
+        part = self.plan.target
+        places = self._places.get((name, part))
+        if places is None:
+            rng, stamped = Rng(self.plan.seed).split(f"{name} places"), name in ("tier_bytes", "transfer_bytes")
+            places = Places(rng, self._shapes[part], partial=self._partial, stamped=stamped)
+            self._places[name, part] = places
+        place = places.draw()
+        if place is None:
+            self._note(name, None, "this rank holds nothing that is digested")
+        return place
+
+    def _damaged_slots(self) -> set[int]:
+        """Slots that hold a fault already: a second one there would prove nothing, or undo the first."""
+        part = self.plan.target.name
+        recent = self.injections[-_REMEMBERED:]
+        return {done.slot for done in recent if done.part == part and done.mode in _ON_DEVICE}
+
+    def _note(self, name: str, injection: Injection | None, why_not: str) -> None:
         if injection is not None:
+            self._counts[name] += 1
+            if injection.slot and not injection.page:
+                size = self._shapes[self.plan.target].page_size
+                injection = replace(injection, page=injection.slot // size)
             self.injections.append(injection)
             _log.warning("%s", injection.line())
+        elif name not in self._skipped:
+            self._skipped.add(name)
+            _log.warning("kv_canary not injected: mode=%s step=%d skipped because %s", name, self._step, why_not)
 
 
 class _TamperedStore:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.kernels import Reason
 
-__all__ = ["MODES", "FaultMode", "Injection", "PerturbPlan", "parse_perturb"]
+__all__ = ["MODES", "FaultMode", "Injection", "PerturbPlan", "Place", "parse_perturb"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class FaultMode:
     """Whether only digests of KV can find it."""
 
 
+_STAMP_REASONS = Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION | Reason.VERIFY_TOKEN | Reason.VERIFY_REAL_KV_HASH
 MODES: Mapping[str, FaultMode] = {
     "req_to_token": FaultMode(
         damage="one row entry of a running request is pointed at another active slot",
@@ -37,17 +38,17 @@ MODES: Mapping[str, FaultMode] = {
         reads_bytes=False,
     ),
     "real_kv_used": FaultMode(
-        damage="first byte of a slot that a running request reads",
+        damage="one bit of a slot that a running request reads",
         found_by="TAIL",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
     "real_kv_unused_cache": FaultMode(
-        damage="first byte of a cached slot that no request uses, just before a sweep",
+        damage="one bit of any cached slot that no request uses, in steps that sweep",
         found_by="SWEEP",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
     "real_kv_post_forward": FaultMode(
-        damage="first byte of a slot that this very forward pass wrote, after it was stamped",
+        damage="one bit of a slot that this very forward pass wrote, after it was stamped",
         found_by="TAIL",
         reasons=Reason.VERIFY_REAL_KV_HASH,
     ),
@@ -59,14 +60,14 @@ MODES: Mapping[str, FaultMode] = {
         reads_bytes=False,
     ),
     "tier_bytes": FaultMode(
-        damage="one byte of a page in the host tier",
-        found_by="TAIL",
-        reasons=Reason.VERIFY_REAL_KV_HASH,
+        damage="one bit of a page in the host tier, of its KV or of its stamps",
+        found_by="HEAD|TAIL",
+        reasons=_STAMP_REASONS,
     ),
     "transfer_bytes": FaultMode(
-        damage="one byte of a page on its way to another engine",
-        found_by="TAIL",
-        reasons=Reason.VERIFY_REAL_KV_HASH,
+        damage="one bit of a page on its way to another engine, of its KV or of its stamps",
+        found_by="HEAD|TAIL",
+        reasons=_STAMP_REASONS,
     ),
 }
 """All kinds, by name."""
@@ -124,6 +125,33 @@ class PerturbPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The bit that a fault changed: of KV (layer, half, head), or of a stamp (lane, field)."""
+
+    layer: int = -1
+    """The model's number of the layer."""
+    half: str = ""
+    """Of keys (K) or of values (V)."""
+    head: int = -1
+    """The model's number of the KV head."""
+    lane: str = ""
+    """HEAD_K, HEAD_V, TAIL_K or TAIL_V, where a stamp was changed; else empty."""
+    field: str = ""
+    """token, position, hash or digest, where a stamp was changed; else empty."""
+    byte: int = 0
+    """Within the head, or within the field."""
+    bit: int = 0
+
+    def at(self, *, byte: int, bit: int) -> Place:
+        """The same place, at that byte and bit."""
+        return replace(self, byte=byte, bit=bit)
+
+    def __str__(self) -> str:
+        stratum = f"{self.lane}.{self.field}" if self.lane else f"layer{self.layer}.{self.half}.head{self.head}"
+        return f"{stratum}.byte{self.byte}.bit{self.bit}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
     """One fault that was planted, with its place."""
 
@@ -131,11 +159,15 @@ class Injection:
     step: int
     part: str = ""
     slot: int = 0
-    """Where; 0 where tokens were damaged, or a page that is not on the device."""
+    """Where; of a page that is not on the device, which slot of the page; 0 where tokens were damaged."""
+    page: int = 0
+    """The page, on the tier where it was damaged; 0 where that is not known, or tokens were damaged."""
     position: int = -1
     rid: str = ""
     before: int = 0
     after: int = 0
+    place: Place | None = None
+    """Which bit; None where no bytes were damaged."""
     rank: str = ""
     """Name of the rank whose pools hold it, where the engine has several ranks."""
 
@@ -143,7 +175,8 @@ class Injection:
         """key=value in a fixed order, for the log."""
         return (
             f"kv_canary injected: mode={self.mode} step={self.step} part={self.part or '-'} slot_idx={self.slot}"
-            f" position={self.position} req={self.rid or '-'} before={self.before} after={self.after}"
+            f" page={self.page} position={self.position} place={self.place or '-'} req={self.rid or '-'}"
+            f" before={self.before} after={self.after}"
             f"{' rank=' + self.rank.replace(' ', '_') if self.rank else ''}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +26,21 @@ class Victim:
     slot: int
 
 
-def pick_active(rng: Rng, lanes: PartLanes, checks: StepChecks) -> Victim | None:
-    """A slot that the step reads and does not write; None where there is none. Reads the table: waits for a device."""
+_TRIES = 8
+"""Draws of a slot that was not damaged yet."""
+
+
+def pick_active(rng: Rng, lanes: PartLanes, checks: StepChecks, spared: Collection[int] = ()) -> Victim | None:
+    """A slot that the step reads and does not write, none of `spared`; None where none was drawn. Reads the table:
+    waits for a device."""
+    for _ in range(_TRIES):
+        victim = _drawn(rng, lanes, checks)
+        if victim is not None and victim.slot not in spared:
+            return victim
+    return None
+
+
+def _drawn(rng: Rng, lanes: PartLanes, checks: StepChecks) -> Victim | None:
     _, rows, lows, highs, _ = checks.reads[lanes.part]
     reading = np.flatnonzero(highs > lows).tolist()
     if not reading:
