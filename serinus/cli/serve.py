@@ -102,6 +102,7 @@ def front_settings(config: ServeConfig) -> FrontSettings:
         role=config.role,
         body_bytes_max=config.server.body_bytes_max,
         random_seed=config.model.random_seed,
+        step_s_max=config.server.step_s_max,
     )
 
 

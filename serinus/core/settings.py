@@ -85,6 +85,9 @@ class ServerSettings:
     drain_s_max: float = setting(
         60.0, "seconds that running requests get after SIGTERM before they are cut off", flag="--drain-timeout", low=0
     )
+    step_s_max: float = setting(
+        60.0, "a step that takes longer makes /health 503; 0 = none", flag="--step-timeout", low=0
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -149,9 +152,8 @@ class ScheduleSettings:
         "lru", "which cached prefix goes first when room is needed", choices=tuple(EVICTION_POLICIES)
     )
     request_s_max: float = setting(
-        0.0, "seconds until a request, queued or running, ends with 504 (also its `timeout`); 0 = no bound",
-        flag="--request-timeout", low=0, high=1e6,
-    )  # fmt: skip
+        0.0, "seconds until a request ends with 504, queued or running; 0 = never", flag="--request-timeout", low=0
+    )
     stream_interval: int = setting(1, "tokens per streamed event at most", low=1)
     decode_log_interval: int = setting(40, "decode steps between two log lines; 0 = none", low=0)
 

@@ -25,6 +25,9 @@ _log = get_logger("front")
 
 BROKE_HEADER = "x-serinus-broke"
 """In a 503: the engine had the request and broke; the router sends it to one other engine, and to no third."""
+_WATCH_S = 1.0
+"""Seconds between two questions to the engine, whether it goes on."""
+_FOREVER_S = 1e9
 _SEND_QUEUE_MAX = 100_000
 """Frames zmq keeps for an engine that does not read."""
 
@@ -117,6 +120,8 @@ class EngineClient:
         """What the engine said when it was loaded; None before."""
         self.down = ""
         """Why the engine is gone; empty while it is not."""
+        self.hung = ""
+        """Why it seems to stand still; empty while it does not."""
         self._socket: zmq.Socket[bytes] | None = None
         self._fd = -1
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -189,6 +194,27 @@ class EngineClient:
     def open_count(self) -> int:
         """Sequences that have not ended."""
         return len(self._queues)
+
+    async def watch(self, s_max: float) -> None:
+        """Ask the engine now and then, for ever; while an answer is `s_max` seconds late, `hung` says so. The engine
+        answers between its steps, so one that stands in a step is seen, and one whose process is stopped."""
+        loop = asyncio.get_running_loop()
+        while not self.down:
+            late = loop.call_later(s_max, self._hang, s_max)
+            try:
+                await self.call("load", s_max=_FOREVER_S)
+            except EngineDown:
+                return
+            finally:
+                late.cancel()
+            if self.hung:
+                _log.warning("front: the engine answers again")
+                self.hung = ""
+            await asyncio.sleep(min(_WATCH_S, s_max))
+
+    def _hang(self, s_max: float) -> None:
+        self.hung = f"the engine has not ended its step, or not answered between two, for {s_max:g} s (--step-timeout)"
+        _log.error("front: %s", self.hung)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 

@@ -92,9 +92,9 @@ class Front:
 
     @property
     def ready(self) -> Ready:
-        """What the engine said it serves. Raises EngineDown while it is not there."""
-        if self.client.down:
-            raise EngineDown(self.client.down)
+        """What the engine said it serves. Raises EngineDown while it is not there, or stands still."""
+        if self.client.down or self.client.hung:
+            raise EngineDown(self.client.down or self.client.hung)
         if self.client.ready is None:
             raise EngineDown("front: the engine is still loading, expected requests after /health answers 200")
         return self.client.ready

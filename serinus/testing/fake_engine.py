@@ -80,6 +80,8 @@ class FakeEngine:
     """Refuse every request with this text (status 400)."""
     breaks: str = ""
     """Say, when a request comes, that the engine has broken, with this text."""
+    mute: bool = False
+    """Answer no calls before it ends, as an engine that stands in a step."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
     received: list[Message] = field(default_factory=list)
@@ -98,6 +100,7 @@ class FakeEngine:
     _incarnation: int = 0
     _seq: int = 0
     _busy_flush: bool = False
+    _late: list[tuple[bytes, EngineCall]] = field(default_factory=list)
 
     def __enter__(self) -> FakeEngine:
         self.start()
@@ -147,6 +150,8 @@ class FakeEngine:
     def _serve(self) -> None:
         assert self._socket is not None
         while not self._stopping.is_set():
+            while self._late and not self.mute:
+                self._answer(*self._late.pop(0))
             idle = not self.running or self.stall
             while self._socket is not None and self._socket.poll(20 if idle else 0):
                 peer, *parts = self._socket.recv_multipart()
@@ -189,6 +194,8 @@ class FakeEngine:
                     usage = self._usage(sequence)
                     out = TokenDelta(rid=rid, finish=FinishReason.ABORT, error=message.reason, usage=usage)
                     self._send(sequence.peer, Tokens(deltas=(out,)))
+        elif isinstance(message, EngineCall) and self.mute and message.what != "ready":
+            self._late.append((peer, message))
         elif isinstance(message, EngineCall):
             self._answer(peer, message)
         elif isinstance(message, StopEngine):

@@ -6,12 +6,14 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from serinus.core.clock import WallClock
 from serinus.front import EngineClient, EngineDown, FrontSettings, create_app
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front, serving
@@ -19,6 +21,7 @@ from serinus.wire.messages import Abort, Generate, Message
 
 pytestmark = pytest.mark.slow
 
+CLOCK = WallClock()
 ASK: dict[str, Any] = {"prompt": "hello", "max_tokens": 100, "rid": "one"}
 
 
@@ -170,6 +173,25 @@ def test_an_engine_that_says_that_it_broke_is_gone(settings: FrontSettings, new_
             assert (answer.status_code, "ValueError" in answer.json()["error"]["message"]) == (503, True)
         assert "x-serinus-broke" in under_way.headers
         assert "x-serinus-broke" not in later.headers, "the engine never had it"
+
+
+def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
+    settings: FrontSettings, new_endpoint: Callable[[], str]
+) -> None:
+    def ask_until(status: int) -> httpx.Response:
+        end = CLOCK.now() + 30
+        while (answer := front.http.get("/health")).status_code != status:
+            assert CLOCK.now() < end, f"/health is {answer.status_code}, never {status}"
+        return answer
+
+    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, mute=True)
+    with running_front(replace(settings, step_s_max=0.05), engine) as front:
+        answers = [ask_until(503), front.http.get("/server_info"), front.post("/v1/completions", ASK)]
+        assert [answer.status_code for answer in answers] == [503] * 3
+        assert all("has not ended its step" in answer.json()["error"]["message"] for answer in answers)
+        engine.mute = False
+        ask_until(200)
+        assert front.post("/v1/completions", ASK).status_code == 200
 
 
 def test_a_stream_whose_engine_dies_ends_with_an_error_event(
