@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serinus.core.errors import ConfigError
+from serinus.core.fleet_settings import RouteSettings, UpSettings
 from serinus.core.setting import KINDS, Setting, settings_of
 from serinus.core.settings import (
     CacheSettings,
@@ -24,10 +25,8 @@ from serinus.core.settings import (
     ModelSettings,
     ParallelSettings,
     PdSettings,
-    RouteSettings,
     ScheduleSettings,
     ServerSettings,
-    UpSettings,
 )
 
 __all__ = [
