@@ -21,6 +21,7 @@ __all__ = [
     "SCORE_MAX",
     "count_from",
     "gather",
+    "highest",
     "lift",
     "next_at_least",
     "next_to_win",
@@ -95,6 +96,23 @@ def lift(typingctx: Any, source: Any, target: Any, vectors: Any, BF16: Any) -> A
         return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
 
     return types.float32(source, target, vectors, BF16), codegen
+
+
+@intrinsic
+def highest(typingctx: Any, row: Any, vectors: Any) -> Any:
+    """The largest score of a row."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        best = cgutils.alloca_once_value(builder, _floats(-math.inf))
+
+        def body(spot: Any, _: Any) -> None:
+            vector, before = load(builder, spot, FLOATS), builder.load(best)
+            builder.store(builder.select(builder.fcmp_ordered(">", vector, before), vector, before), best)
+
+        _each(builder, args[0], args[1], body)
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
+
+    return types.float32(row, vectors), codegen
 
 
 @intrinsic
