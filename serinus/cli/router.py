@@ -29,6 +29,7 @@ def router_settings(
         prefill_urls=tuple(url.rstrip("/") for url in prefill_urls),
         api_key=server.api_key,
         admin_api_key=server.admin_api_key,
+        allowed_origins=server.allowed_origins,
         name=server.name or "router",
         body_bytes_max=server.body_bytes_max,
         poll_s=poll_s,

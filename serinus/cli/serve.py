@@ -98,6 +98,7 @@ def front_settings(config: ServeConfig) -> FrontSettings:
         lazy_tokenizer=config.pd.mode == "prefill",
         api_key=config.server.api_key,
         admin_api_key=config.server.admin_api_key,
+        allowed_origins=config.server.allowed_origins,
         engine=config.engine_name,
         role=config.role,
         body_bytes_max=config.server.body_bytes_max,

@@ -74,6 +74,11 @@ class ServerSettings:
     )
     api_key: str = setting("", "clients must send it as `Authorization: Bearer KEY`; default: open")
     admin_api_key: str = setting("", "asked for flush and abort; default: the api key")
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "web pages of these origins may ask this server (CORS), as in https://chat.example.com; * = any; default: none",
+        metavar="ORIGIN",
+    )
     log_level: str = setting(
         "info", "least important line that is logged", choices=("debug", "info", "warning", "error")
     )
@@ -89,6 +94,10 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for origin in self.allowed_origins:
+            scheme, _, rest = origin.partition("://")
+            if origin != "*" and not (scheme in ("http", "https") and rest and not set(rest) & set("/*?# ")):
+                raise ConfigError(f"config: --allowed-origins has {origin!r}, expected * or https://host[:port]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,10 +25,10 @@ from serinus.front.native import generate
 from serinus.front.perturb import perturb
 from serinus.front.routes import routes_of
 from serinus.front.settings import FrontSettings
-from serinus.front.state import Front
+from serinus.front.state import IGNORED_HEADER, Front
 from serinus.wire.messages import Ready
 
-__all__ = ["create_app", "error_handlers"]
+__all__ = ["create_app", "cross_origin", "error_handlers"]
 
 _OF_FRONT = {
     "/v1/completions": completions,
@@ -75,6 +77,23 @@ def error_handlers() -> dict[int | type[Exception], Callable[[Request, Exception
     return {HTTPException: http_error, Exception: bug}
 
 
+def cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """What lets web pages of these origins ask (CORS): headers of answers, and answers to a browser's OPTIONS."""
+    if not origins:
+        return []
+    exposed = (REQUEST_ID_HEADER, IGNORED_HEADER)
+    anything = ("*",)
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=anything,
+            allow_headers=anything,
+            expose_headers=exposed,
+        )
+    ]
+
+
 def create_app(
     settings: FrontSettings,
     engine: EngineClient,
@@ -120,6 +139,11 @@ def create_app(
 
     handlers = {path: partial(handler, front) for path, handler in _OF_FRONT.items()}
     routes = routes_of(handlers, keys=front.keys, metrics=front.metrics, body_bytes_max=settings.body_bytes_max)
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers())
+    app = Starlette(
+        routes=routes,
+        middleware=cross_origin(settings.allowed_origins),
+        lifespan=lifespan,
+        exception_handlers=error_handlers(),
+    )
     app.state.front = front
     return app

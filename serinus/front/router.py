@@ -21,7 +21,7 @@ from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import RequestError, SerinusError
 from serinus.core.log import get_logger
 from serinus.core.version import package_version
-from serinus.front.app import error_handlers
+from serinus.front.app import cross_origin, error_handlers
 from serinus.front.client import BROKE_HEADER
 from serinus.front.exchange import REQUEST_ID_HEADER, ClientGone, HttpExchange
 from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, reason_of
@@ -328,6 +328,11 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
             await router.fleet.stop()
 
     routes = routes_of(handlers, keys=router.keys, metrics=router.metrics, body_bytes_max=settings.body_bytes_max)
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers())
+    app = Starlette(
+        routes=routes,
+        middleware=cross_origin(settings.allowed_origins),
+        lifespan=lifespan,
+        exception_handlers=error_handlers(),
+    )
     app.state.router = router
     return app

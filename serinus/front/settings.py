@@ -38,6 +38,8 @@ class FrontSettings:
     """Asked of every request but health, metrics and the schema; empty = open."""
     admin_api_key: str = ""
     """Asked for flush and abort; empty = api_key."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may ask (CORS); `*` = of any."""
     engine: str = "engine-0"
     """Name of the engine behind this front, in metrics and meta_info."""
     role: str = "unified"
@@ -81,6 +83,8 @@ class RouterSettings:
     """Asked of clients, and shown to the engines."""
     admin_api_key: str = ""
     """Asked for flush and abort, and shown to the engines for them; empty = api_key."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may ask (CORS); `*` = of any."""
     name: str = "router"
     """Name of the router in its metrics."""
     poll_s: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
+from serinus.core.settings import ServerSettings
 from serinus.front import FrontSettings, RouterSettings, create_router_app
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front, serving
@@ -157,3 +160,50 @@ def test_flushing_takes_a_post(front: RunningFront) -> None:
     answer = front.http.get("/flush_cache")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert front.http.post("/flush_cache").text == "Cache flushed.\n"
+
+
+@pytest.fixture(scope="module")
+def open_front(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    """A front that pages of one origin may ask, with a key."""
+    engine = FakeEngine(endpoint=f"ipc://{tmp_path_factory.mktemp('open')}/engine", vocab_size=267)
+    settings = FrontSettings(
+        model_path=str(byte_folder), api_key="secret", allowed_origins=("https://chat.example.com",)
+    )
+    with running_front(settings, engine) as running:
+        yield running
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+def test_a_page_of_an_allowed_origin_may_ask(open_front: RunningFront) -> None:
+    origin = {"origin": "https://chat.example.com"}
+    asked = open_front.http.request("OPTIONS", "/v1/completions", headers={**origin, **PREFLIGHT})
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "https://chat.example.com")
+    assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+    with_key = {**origin, "authorization": "Bearer secret"}
+    for headers, stream, status in ((with_key, False, 200), (with_key, True, 200), (origin, False, 401)):
+        answer = open_front.http.post("/v1/completions", json={**ONE, "stream": stream}, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origin["origin"])
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_pages_of_other_origins_may_not(front: RunningFront, open_front: RunningFront) -> None:
+    origin = {"origin": "https://evil.example.com"}
+    assert open_front.http.request("OPTIONS", "/v1/completions", headers={**origin, **PREFLIGHT}).status_code == 400
+    for server in (front, open_front):
+        answer = server.http.get("/health", headers=origin)
+        assert "access-control-allow-origin" not in answer.headers
+    assert front.http.request("OPTIONS", "/v1/completions", headers={**origin, **PREFLIGHT}).status_code == 405
+
+
+def test_a_router_lets_pages_ask_too(front: RunningFront) -> None:
+    with serving(create_router_app(RouterSettings(decode_urls=(front.url,), allowed_origins=("*",)))) as server:
+        answer = httpx.get(f"http://127.0.0.1:{server.port}/version", headers={"origin": "https://any.example.com"})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("wrong", ["chat.example.com", '["*"]', "https://a.b/page", "https://", "https://*.b", ""])
+def test_an_origin_that_no_browser_sends_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--allowed-origins has {wrong!r}")):
+        ServerSettings(allowed_origins=(wrong,))
