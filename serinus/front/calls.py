@@ -63,6 +63,7 @@ class SequenceState:
     __slots__ = (
         "ask",
         "error",
+        "failure",
         "first_at",
         "index",
         "last_at",
@@ -87,6 +88,8 @@ class SequenceState:
         """What it cost, as the engine said last."""
         self.error = ""
         """Why it was aborted."""
+        self.failure: RequestFailed | None = None
+        """Why it has no answer, in a call whose sequences fail alone."""
         self.first_at = 0.0
         self.last_at = 0.0
 
@@ -118,7 +121,9 @@ class Event:
 class Call:
     """The sequences of one HTTP request, submitted together and read through one queue."""
 
-    __slots__ = ("_client", "_clock", "_metrics", "_open", "_start", "asks", "queue", "request_id", "sequences")
+    __slots__ = (
+        "_client", "_clock", "_fail_alone", "_metrics", "_open", "_start", "asks", "queue", "request_id", "sequences",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -130,8 +135,12 @@ class Call:
         metrics: FrontMetrics,
         clock: Clock,
         start: float,
+        fail_alone: bool = False,
     ) -> None:
+        """`fail_alone`: one of several sequences that fails has a `failure`, and the others are answered; else it fails
+        the call."""
         self.request_id = request_id
+        self._fail_alone = fail_alone
         self._client = client
         self._clock = clock
         self._metrics = metrics
@@ -192,10 +201,13 @@ class Call:
     async def events(self) -> AsyncIterator[list[Event]]:
         """Everything that has come since the last look, until all sequences have ended.
 
-        Raises RequestFailed (the engine refused one), EngineDown, ClientGone. Whatever the end, nothing is left behind.
+        Raises RequestFailed (one failed, or all of those that fail alone), EngineDown, ClientGone. Whatever the end,
+        nothing is left behind.
         """
         assert self.queue is not None, "front: events of a call that was not submitted"
         queue = self.queue
+        failed: list[Event] = []
+        has_answer = False
         try:
             while self._open:
                 deltas = await queue.take()
@@ -203,8 +215,14 @@ class Call:
                     raise ClientGone(f"front: the client of {self.request_id} hung up")
                 now = self._clock.now()
                 events = [event for delta in deltas if (event := self._take(delta, now)) is not None]
-                if events:
-                    yield events
+                has_answer = has_answer or any(event.sequence.failure is None for event in events)
+                if not has_answer:
+                    failed += events
+                elif events:
+                    yield [*failed, *events]
+                    failed.clear()
+            if failed and failed[0].sequence.failure is not None:
+                raise failed[0].sequence.failure
         finally:
             queue.close()
 
@@ -218,7 +236,11 @@ class Call:
         if sequence is None:
             return None
         if delta.finish is FinishReason.ERROR:
-            raise RequestFailed(delta.error or "engine: the request failed", delta.error_status)
+            sequence.failure = RequestFailed(delta.error or "engine: the request failed", delta.error_status)
+            if not self._fail_alone:
+                raise sequence.failure
+            del self._open[delta.rid]
+            return Event(sequence=sequence, text="", token_count=0, finish=delta.finish)
         if delta.prompt_logprobs:
             sequence.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.usage is not None:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 from serinus.front.calls import Call, Event, SequenceState
-from serinus.front.exchange import HttpExchange
+from serinus.front.exchange import HttpExchange, error_of
 from serinus.front.render import event, meta_info, stream
 from serinus.front.sampling import asks_for_none, from_native
 from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupported
@@ -74,6 +76,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
         cache_salt=salt,
         priority=body.priority,
         timeout=body.timeout,
+        fail_alone=True,
     ) as call:
         single = single and len(call.sequences) == 1
         renderer = _NativeRenderer(front, call, wanted, body, await front.tokenizer_or_none(), start, single)
@@ -150,7 +153,10 @@ class _NativeRenderer:
         self._wanted = [want for ask, want in pairs for _ in range(ask.sampling.n)]
 
     def answer(self, sequence: SequenceState) -> dict[str, Any]:
-        """The answer so far, whole."""
+        """The answer so far, whole; of a sequence that failed the error, as it would be alone, and its id."""
+        if sequence.failure is not None:
+            _, body = error_of(sequence.failure)
+            return {**msgspec.json.decode(body), "meta_info": {"id": sequence.rid}}
         info = meta_info(sequence, self._front.ready, self._front.clock.now() - self._start)
         want = self._wanted[sequence.index]
         if want.logprobs:

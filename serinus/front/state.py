@@ -230,6 +230,7 @@ class Front:
         cache_salt: str | None = None,
         priority: int | None = None,
         timeout: float | None = None,
+        fail_alone: bool = False,
     ) -> AsyncIterator[Call]:
         """Run these prompts for this client; whatever ends it, nothing is left running in the engine.
 
@@ -246,6 +247,7 @@ class Front:
             metrics=self.metrics,
             clock=self.clock,
             start=start,
+            fail_alone=fail_alone,
         )
         queue = call.submit(
             seeds=[self.seed(ask.sampling) for ask in asks],

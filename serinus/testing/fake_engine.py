@@ -78,6 +78,8 @@ class FakeEngine:
     """The rule: prompt, seed, position, vocab_size -> token."""
     refuse: str = ""
     """Refuse every request with this text (status 400)."""
+    convicts: tuple[int, ...] = ()
+    """Prompts with one of these tokens fail after their first token, as those that a canary convicts (status 500)."""
     breaks: str = ""
     """Say, when a request comes, that the engine has broken, with this text."""
     mute: bool = False
@@ -263,6 +265,8 @@ class FakeEngine:
 
     def _next(self, rid: str, sequence: _Sequence) -> TokenDelta:
         sampling = sequence.request.sampling
+        if sequence.sent and set(self.convicts) & set(sequence.prompt):
+            return TokenDelta(rid=rid, finish=FinishReason.ERROR, error="KV integrity: convicted", error_status=500)
         seed = 0 if sampling.temperature == 0 else sequence.request.seed
         token_id = self.token(sequence.prompt, seed, len(sequence.sent), self.vocab_size)
         first = not sequence.sent

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serinus.core.rng import choice_seed
-from serinus.testing.fake_engine import fake_continue
-from serinus.testing.running_front import RunningFront
+from serinus.front import FrontSettings
+from serinus.testing.fake_engine import FakeEngine, fake_continue
+from serinus.testing.running_front import RunningFront, running_front
 from serinus.text import Tokenizer
 from serinus.wire.messages import Generate
 
@@ -194,3 +196,28 @@ def test_a_timeout_goes_to_the_engine_and_a_wrong_one_is_refused(front: RunningF
         answer = front.post("/generate", {**ask, "timeout": wrong})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "timeout"
+
+
+def test_a_prompt_of_a_batch_that_fails_leaves_the_others_their_answers(byte_folder: Path, tmp_path: Path) -> None:
+    engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, convicts=(66,))
+    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary")
+    ask = {"input_ids": [[1, 2], [66, 3], [4, 5]], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    with running_front(settings, engine) as front:
+        whole = front.post("/generate", ask)
+        streamed = front.events("/generate", ask)
+        alone = front.post("/generate", {**ask, "input_ids": [66, 3]})
+        all_fail = front.post("/generate", {**ask, "input_ids": [[66, 3], [66, 4]]})
+        assert not front.client.open_count
+    assert whole.status_code == 200
+    first, bad, last = whole.json()
+    assert first["output_ids"] == fake_continue([1, 2], 4, vocab_size=267)
+    assert last["output_ids"] == fake_continue([4, 5], 4, vocab_size=267)
+    assert bad["error"]["message"] == "KV integrity: convicted"
+    assert (bad["error"]["type"], bad["error"]["code"]) == ("internal_server_error", 500)
+    assert bad["meta_info"]["id"].endswith("-1")
+    final = {each["index"]: each for each in streamed}
+    assert [final[i]["output_ids"] for i in (0, 2)] == [first["output_ids"], last["output_ids"]]
+    assert final[1]["error"] == bad["error"]
+    for answer in (alone, all_fail):
+        assert answer.status_code == 500, "nothing was answered"
+        assert answer.json()["error"]["message"] == "KV integrity: convicted"
