@@ -72,7 +72,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     try:
         from openai import OpenAIError  # said before anything is made or started
     except ImportError as error:
-        raise ConfigError(f"demo: {error}, expected the extra of the demo: pip install 'serinus[demo]'") from None
+        raise ConfigError(f"demo: {error}, expected the extra of the demo: pip install -e '.[demo]'") from None
     out = console()
     try:
         _demo(out, Path(arguments.checkpoint), arguments.backend, arguments.max_tokens)

@@ -30,8 +30,8 @@ _PORTS = {30000: "serinus serve", 8000: "serinus up and router"}
 _SHM_BYTES_MIN = 256 << 20
 _MEMORY_BYTES_MIN = 2 << 30
 _EXTRAS = {
-    "nixl": ("nixl._api", "pip install 'serinus[nixl]'"),
-    "mooncake": ("mooncake.engine", "pip install 'serinus[mooncake]', and libibverbs (apt-get install libibverbs1)"),
+    "nixl": ("nixl._api", "pip install -e '.[nixl]'"),
+    "mooncake": ("mooncake.engine", "pip install -e '.[mooncake]', and libibverbs (apt-get install libibverbs1)"),
 }
 """Optional ways of a handoff: what must load, and how it is installed."""
 

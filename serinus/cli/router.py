@@ -11,6 +11,7 @@ from serinus.core.addresses import http_url
 from serinus.core.config import RouterConfig
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.settings import ServerSettings
+from serinus.core.user_secret import user_secret
 
 if TYPE_CHECKING:
     from serinus.front import HttpServer, RouterSettings
@@ -19,7 +20,7 @@ __all__ = ["drain_within", "router_settings", "run"]
 
 
 def router_settings(
-    server: ServerSettings, decode_urls: Sequence[str], prefill_urls: Sequence[str], poll_s: float
+    server: ServerSettings, decode_urls: Sequence[str], prefill_urls: Sequence[str], poll_s: float, cluster_secret: str
 ) -> RouterSettings:
     """What the router app is told."""
     from serinus.front import RouterSettings
@@ -30,6 +31,7 @@ def router_settings(
         api_key=server.api_key,
         admin_api_key=server.admin_api_key,
         allowed_origins=server.allowed_origins,
+        router_secrets=(cluster_secret, user_secret()),
         name=server.name or "router",
         body_bytes_max=server.body_bytes_max,
         poll_s=poll_s,
@@ -46,7 +48,8 @@ def run(command: Command, words: Sequence[str]) -> int:
     setup_logging(config.server.log_level, "router")
     from serinus.front import HttpServer, bind, create_router_app, router_limits
 
-    settings = router_settings(config.server, config.route.decode_urls, config.route.prefill_urls, config.route.poll_s)
+    route = config.route
+    settings = router_settings(config.server, route.decode_urls, route.prefill_urls, route.poll_s, route.cluster_secret)
     with bind(config.server.host, config.server.port) as sock:
         server: HttpServer = HttpServer(
             create_router_app(settings),

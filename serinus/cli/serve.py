@@ -28,6 +28,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
 from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger, setup_logging
+from serinus.core.user_secret import user_secret
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, exit_words
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def front_settings(config: ServeConfig) -> FrontSettings:
         api_key=config.server.api_key,
         admin_api_key=config.server.admin_api_key,
         allowed_origins=config.server.allowed_origins,
+        router_secrets=(config.pd.cluster_secret, user_secret()) if config.role == "decode" else (),
+        prefill_addresses=config.pd.prefill_addresses,
         engine=config.engine_name,
         role=config.role,
         body_bytes_max=config.server.body_bytes_max,

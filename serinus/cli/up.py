@@ -120,7 +120,8 @@ class _Group:
 
         prefill = [member.url for member in self._members if member.config.role == "prefill"]
         decode = [member.url for member in self._members if member.config.role != "prefill"]
-        app = create_router_app(router_settings(self._config.server, decode, prefill, 0.5))
+        config = self._config
+        app = create_router_app(router_settings(config.server, decode, prefill, 0.5, config.pd.cluster_secret))
         self._fleet: Fleet = app.state.router.fleet
         self._server: HttpServer = HttpServer(app, self._sock, on_drain=self._drain, limits=router_limits())
         rising = asyncio.create_task(self._rise())

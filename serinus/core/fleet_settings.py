@@ -35,6 +35,11 @@ class RouteSettings:
     )
     prefill_urls: tuple[str, ...] = setting((), "prefill engines", flag="--prefill", metavar="URL")
     poll_s: float = setting(1.0, "seconds between two looks at an engine", flag="--poll-interval", low=0.05)
+    cluster_secret: str = setting(
+        "",
+        "that of decode engines on other machines: they hand over only to prefill engines that such a router names;"
+        " better SERINUS_CLUSTER_SECRET than a flag that ps shows",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

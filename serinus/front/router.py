@@ -32,7 +32,8 @@ from serinus.front.openapi import openapi
 from serinus.front.perturb import perturb_all
 from serinus.front.routes import ENDPOINTS, Handler, routes_of
 from serinus.front.settings import RouterSettings
-from serinus.front.state import IGNORED_HEADER, KEY_HEADER, PREFILL_HEADER
+from serinus.front.state import IGNORED_HEADER
+from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, proof_of
 from serinus.front.upstream import NotConnected, Upstream, UpstreamBroken
 
 __all__ = ["Router", "create_router_app"]
@@ -139,8 +140,8 @@ class Router:
             headers.append(("authorization", f"Bearer {self.settings.api_key}"))
         if prefill is not None:
             headers.append((PREFILL_HEADER, prefill.pd_address))
-            if self.keys.operator:
-                headers.append((KEY_HEADER, self.keys.operator))
+            secrets = (self.keys.operator, *self.settings.router_secrets)
+            headers.append((PROOF_HEADER, proof_of(prefill.pd_address, secrets)))
         return headers
 
     async def _try(self, exchange: HttpExchange, member: FleetEngine, body: bytes) -> bool:

@@ -40,6 +40,10 @@ class FrontSettings:
     """Asked for flush and abort; empty = api_key."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may ask (CORS); `*` = of any."""
+    router_secrets: tuple[str, ...] = ()
+    """A router that knows one of these, or the key that opens operations, may name prefill engines (suggestion.py)."""
+    prefill_addresses: tuple[str, ...] = ()
+    """Prefill engines that any request may name."""
     engine: str = "engine-0"
     """Name of the engine behind this front, in metrics and meta_info."""
     role: str = "unified"
@@ -85,6 +89,8 @@ class RouterSettings:
     """Asked for flush and abort, and shown to the engines for them; empty = api_key."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may ask (CORS); `*` = of any."""
+    router_secrets: tuple[str, ...] = ()
+    """What proves to engines that a prefill engine was named here: those of FrontSettings."""
     name: str = "router"
     """Name of the router in its metrics."""
     poll_s: float = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
@@ -27,19 +26,16 @@ from serinus.front.parse import VALUES_MAX, parse_body, unknown_fields
 from serinus.front.sampling import check_limits, check_text
 from serinus.front.schemas import refuse_unsupported
 from serinus.front.settings import FrontSettings
+from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, SuggestionCheck
 from serinus.front.threads import TextThreads
 from serinus.text import Tokenizer, load_tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["IGNORED_HEADER", "KEY_HEADER", "PREFILL_HEADER", "Front", "Prompt", "prompts_of"]
+__all__ = ["IGNORED_HEADER", "Front", "Prompt", "prompts_of"]
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _log = get_logger("front")
 
-PREFILL_HEADER = "x-serinus-prefill"
-"""Carries the control address of the prefill engine that the router suggests."""
-KEY_HEADER = "x-serinus-key"
-"""Proves, where keys are set, that the suggestion comes from the router: the admin key, or the only one there is."""
 IGNORED_HEADER = "x-serinus-ignored"
 """In an answer: the fields of its request that this server does not know."""
 _WARNED_MAX = 100
@@ -84,6 +80,9 @@ class Front:
         """Where long texts are parsed, rendered and tokenized."""
         self.open_count = 0
         """Requests that the engine is answering."""
+        self._suggestions = SuggestionCheck(
+            secrets=(self.keys.operator, *settings.router_secrets), addresses=settings.prefill_addresses
+        )
         self._warned_of_suggestion = False
         self._warned_of: set[str] = set()
         client.on_bad_frame = self.metrics.bad_frame
@@ -266,15 +265,18 @@ class Front:
             queue.close()
 
     def _suggested_prefill(self, exchange: HttpExchange) -> str:
-        """The prefill engine that the router suggests; where keys are set, other suggestions are ignored."""
+        """The prefill engine that the router suggests; suggestions without its proof are ignored."""
         address = exchange.header(PREFILL_HEADER)
-        if not address or not self.keys.operator:
-            return address
-        if hmac.compare_digest(exchange.header(KEY_HEADER).encode(), self.keys.operator.encode()):
+        if not address or self._suggestions.accepts(address, exchange.header(PROOF_HEADER)):
             return address
         if not self._warned_of_suggestion:
             self._warned_of_suggestion = True
-            _log.warning("front: ignored %s, expected the key in %s beside it", PREFILL_HEADER, KEY_HEADER)
+            _log.warning(
+                "front: ignored %s: %.200r without a router's proof; expected a router of the same user and machine,"
+                " the same SERINUS_CLUSTER_SECRET or --admin-api-key there and here, or that address in"
+                " --disaggregation-prefill-addresses",
+                PREFILL_HEADER, address,
+            )  # fmt: skip
         return ""
 
     def check_tokenizer(self) -> None:

@@ -121,7 +121,7 @@ class Registry:
         """The peer at an address, being connected if it is new; None where there are too many already."""
         peer = self._peers.get(address)
         if peer is None:
-            if len(self._peers) >= PEERS_MAX:
+            if len(self._peers) >= PEERS_MAX and not self._make_room(out):
                 return None
             pulse = Pulse(ticked_at=now, said_at=now)
             peer = self._peers[address] = Peer(address=address, wanted_at=now, pulse=pulse)
@@ -129,6 +129,23 @@ class Registry:
         peer.wanted_at = now
         peer.pinned = peer.pinned or pinned
         return peer
+
+    def _make_room(self, out: list[DecodeAction]) -> bool:
+        """Forget the peer that is of least use: of those that no request may wait for, the one that was asked for
+        longest ago; one that is being tried again only where all are. None that is configured or being cut off."""
+        spare = [
+            peer
+            for peer in self._peers.values()
+            if peer.state is not PeerState.UP and peer.refusal[0] and not (peer.pinned or peer.fencing)
+        ]
+        if not spare:
+            return False
+        goes = min(spare, key=lambda peer: (peer.state is PeerState.CONNECTING, peer.wanted_at))
+        if goes.state is PeerState.CONNECTING:
+            self._names.pop(goes.name, None)
+            out.append(ClosePeer(peer=goes.name))
+        del self._peers[goes.address]
+        return True
 
     def prove(self, peer: Peer, message: HelloAgain, out: list[DecodeAction]) -> str:
         """It wants a MAC: greet it again with one. Returns why that cannot be, in words."""

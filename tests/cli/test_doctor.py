@@ -62,7 +62,7 @@ def test_an_extra_that_is_missing_is_no_fault_and_says_how_it_is_installed(monke
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     found = {finding.what: finding for finding in extras()}
-    assert "pip install 'serinus[nixl]'" in found["extra nixl"].seen
+    assert "pip install -e '.[nixl]'" in found["extra nixl"].seen
     assert "libibverbs" in found["extra mooncake"].seen
     assert {finding.grade for finding in found.values()} == {"ok"}
 

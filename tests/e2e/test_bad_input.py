@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serinus.core.user_secret import user_secret
+from serinus.front.suggestion import proof_of
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
 
@@ -135,7 +137,8 @@ def test_engines_of_different_models_refuse_each_other_and_say_why(checkpoint: P
     ):
         address = httpx.get(f"{prefill.url}/server_info").json()["pd_address"]
         body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-        answer = httpx.post(f"{decode.url}/generate", json=body, headers={"x-serinus-prefill": address}, timeout=120)
+        headers = {"x-serinus-prefill": address, "x-serinus-proof": proof_of(address, [user_secret()])}
+        answer = httpx.post(f"{decode.url}/generate", json=body, headers=headers, timeout=120)
         assert answer.status_code == 200
         assert answer.json()["meta_info"]["local_reason"] == "refused"
         line = decode.wait_line("prefill engine .* is refused")

@@ -31,7 +31,9 @@ def front(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One front for a whole file; its engine answers at once."""
     folder = tmp_path_factory.mktemp("front")
     engine = FakeEngine(endpoint=f"ipc://{folder}/engine", vocab_size=267, context_length=256)
-    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary", engine="fake-0")
+    settings = FrontSettings(
+        model_path=str(byte_folder), served_model_name="canary", engine="fake-0", router_secrets=("a router's",)
+    )
     with running_front(settings, engine) as running:
         yield running
 

@@ -15,6 +15,7 @@ from serinus.core.errors import BadRequest, ConfigError
 from serinus.front import bind
 from serinus.front.parse import parse_body
 from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
+from serinus.front.suggestion import proof_of
 from serinus.testing.running_front import RunningFront
 
 
@@ -124,7 +125,9 @@ def test_a_wrong_value_is_named(front: RunningFront, change: dict[str, Any], fie
 
 
 def test_a_prefill_address_that_the_wire_would_not_take_is_refused(front: RunningFront) -> None:
-    response = front.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-serinus-prefill": "t" * 257})
+    address = "t" * 257
+    headers = {"x-serinus-prefill": address, "x-serinus-proof": proof_of(address, ["a router's"])}
+    response = front.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prefill_address")
 
 

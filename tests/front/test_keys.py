@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from serinus.front import FrontSettings
+from serinus.front.suggestion import proof_of
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import running_front
 from serinus.wire.messages import Generate
@@ -63,26 +65,32 @@ def test_keys_open_what_they_should(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("api_key", "admin_key", "shown", "taken"),
+    ("settings", "known", "taken"),
     [
-        ("", "", "", True),
-        ("k", "", "", False),
-        ("k", "", "wrong", False),
-        ("k", "", "k", True),
-        ("k", "a", "k", False),
-        ("k", "a", "a", True),
-        ("", "a", "", False),
+        ({}, "", False),
+        ({}, "guess", False),
+        ({"api_key": "k"}, "", False),
+        ({"api_key": "k"}, "wrong", False),
+        ({"api_key": "k"}, "k", True),
+        ({"api_key": "k", "admin_api_key": "a"}, "k", False),
+        ({"api_key": "k", "admin_api_key": "a"}, "a", True),
+        ({"router_secrets": ("", "s")}, "", False),
+        ({"router_secrets": ("", "s")}, "s", True),
+        ({"router_secrets": ("c", "s"), "api_key": "k"}, "c", True),
+        ({"prefill_addresses": ("tcp://10.0.0.1:9",)}, "", True),
+        ({"prefill_addresses": ("tcp://10.0.0.2:9",)}, "", False),
     ],
 )
-def test_a_prefill_engine_is_suggested_by_the_router_alone_where_keys_are_set(
-    byte_folder: Path, new_endpoint: Callable[[], str], api_key: str, admin_key: str, shown: str, taken: bool
+def test_a_prefill_engine_is_named_by_a_router_or_by_the_operator_never_by_a_client(
+    byte_folder: Path, new_endpoint: Callable[[], str], settings: dict[str, Any], known: str, taken: bool
 ) -> None:
-    settings = FrontSettings(model_path=str(byte_folder), api_key=api_key, admin_api_key=admin_key)
-    headers = {"authorization": f"Bearer {api_key or 'none'}", "x-serinus-prefill": "tcp://10.0.0.1:9"}
-    if shown:
-        headers["x-serinus-key"] = shown
-    with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
+    address = "tcp://10.0.0.1:9"
+    key = settings.get("api_key", "none")
+    headers = {"authorization": f"Bearer {key}", "x-serinus-prefill": address}
+    headers["x-serinus-proof"] = proof_of(address, ["other", known]) if known else ""
+    made = FrontSettings(model_path=str(byte_folder), **settings)
+    with running_front(made, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         assert front.http.post("/v1/completions", json=ASK, headers=headers).status_code == 200
         (asked,) = front.engine.of(Generate)
         assert isinstance(asked, Generate)
-        assert asked.request.prefill_address == ("tcp://10.0.0.1:9" if taken else "")
+        assert asked.request.prefill_address == (address if taken else "")

@@ -15,6 +15,7 @@ import pytest
 
 from serinus.core.clock import WallClock
 from serinus.front import EngineClient, EngineDown, FrontSettings, create_app
+from serinus.front.suggestion import proof_of
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front, serving
 from serinus.wire.messages import Abort, Generate, Message
@@ -319,10 +320,12 @@ def test_a_lazy_tokenizer_loads_when_a_text_comes(byte_folder: Path, new_endpoin
 
 
 def test_the_suggested_prefill_engine_reaches_the_engine(front: RunningFront) -> None:
-    front.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **{"x-serinus-prefill": "tcp://10.0.0.1:9"})
+    address = "tcp://10.0.0.1:9"
+    headers = {"x-serinus-prefill": address, "x-serinus-proof": proof_of(address, ["a router's"])}
+    front.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **headers)
     last = front.engine.of(Generate)[-1]
     assert isinstance(last, Generate)
-    assert last.request.prefill_address == "tcp://10.0.0.1:9"
+    assert last.request.prefill_address == address
 
 
 def test_an_engine_that_is_gone_before_the_start_is_said(new_endpoint: Callable[[], str]) -> None:

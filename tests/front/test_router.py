@@ -96,7 +96,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
                         engine=name,
                         role=role,
                         keep_alive_s=keep_alive_s,
-                        **(keys or {}),
+                        **{"router_secrets": ("a router's",), **(keys or {})},
                     )
                     fronts[role].append(stack.enter_context(running_front(settings, engine)))
             routed = RouterSettings(
@@ -104,7 +104,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
                 prefill_urls=tuple(front.url for front in fronts["prefill"]),
                 poll_s=0.02,
                 poll_s_max=20.0,
-                **(keys or {}),
+                **{"router_secrets": ("a router's",), **(keys or {})},
                 **more,
             )
             app = create_router_app(routed)
@@ -357,10 +357,18 @@ def test_orders_reach_every_engine(route: Any) -> None:
         assert "/generate" in running.http.get("/openapi.json").json()["paths"]
 
 
-@pytest.mark.parametrize("keys", [{"api_key": "k"}, {"api_key": "k", "admin_api_key": "a"}, {"admin_api_key": "a"}])
-def test_engines_with_keys_take_the_routers_suggestion_and_no_clients(route: Any, keys: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"router_secrets": (), "api_key": "k"},
+        {"router_secrets": (), "api_key": "k", "admin_api_key": "a"},
+        {"router_secrets": (), "admin_api_key": "a"},
+    ],
+)
+def test_engines_take_the_routers_suggestion_and_no_clients(route: Any, keys: dict[str, Any]) -> None:
     user = {"authorization": "Bearer k"}
-    forged = {**user, "x-serinus-prefill": "tcp://evil:1", "x-serinus-key": "guess"}
+    forged = {**user, "x-serinus-prefill": "tcp://evil:1", "x-serinus-proof": "guess"}
     with route(1, 1, keys=keys) as running:
         for headers in (user, forged):
             assert running.http.post("/generate", json=GREEDY, headers=headers).status_code == 200

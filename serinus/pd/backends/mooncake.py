@@ -242,7 +242,7 @@ def _installed() -> MooncakeLibrary:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise ConfigError(
-            f"pd: data backend mooncake does not load ({error}), expected: pip install 'serinus[mooncake]', and"
+            f"pd: data backend mooncake does not load ({error}), expected: pip install -e '.[mooncake]', and"
             " the library libibverbs (Debian: apt-get install libibverbs1)"
         ) from None
     return MooncakeLibrary(engine=TransferEngine, writer=_Thread)

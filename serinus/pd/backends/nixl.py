@@ -245,7 +245,7 @@ def _installed() -> NixlLibrary:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
         raise ConfigError(
-            f"pd: data backend nixl needs the package nixl ({error}), expected: pip install 'serinus[nixl]'"
+            f"pd: data backend nixl needs the package nixl ({error}), expected: pip install -e '.[nixl]'"
         ) from None
     errors = tuple(
         value for name, value in vars(bindings).items()

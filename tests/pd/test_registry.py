@@ -1,0 +1,40 @@
+"""The prefill engines that a decode engine knows: which of them stays where there are too many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from serinus.pd import DecodeSide, OpenPeer, Recompute, WantPeer
+from serinus.pd.events import Tick
+from serinus.pd.registry import PEERS_MAX
+from serinus.wire import Gone
+from serinus.wire.messages import HelloOk
+from tests.pd.steps import of_type, start_event, tell
+from tests.pd.tiny import LAYOUT, make_settings
+
+
+@pytest.mark.parametrize("end", ["refused connections", "no answer"])
+def test_addresses_that_nothing_answers_at_do_not_keep_a_new_one_out(end: str) -> None:
+    """64 of them did, for ten minutes. A configured address and a peer that is up stay."""
+    side = DecodeSide(make_settings("d", 1, connect_s_max=2.0, silence_s_max=8.0))
+    side.handle(WantPeer(address="kept"), 0.0)
+    side.handle(replace(start_event("u"), address="up"), 0.0)
+    tell(side, "up#2", HelloOk(engine="prefill-0", role="prefill", backend="shm", layout=LAYOUT), 0.1)
+    for number in range(PEERS_MAX - 2):
+        side.handle(replace(start_event(f"r{number}"), address=f"invented{number}"), 0.2)
+    full = replace(start_event("full"), address="new0")
+    assert of_type(side.handle(full, 0.3), OpenPeer) == [], "each of them may still answer"
+    if end == "no answer":
+        out = side.handle(Tick(), 3.0)
+    else:
+        out = [a for n in range(PEERS_MAX - 2) for a in side.handle(Gone(peer=f"invented{n}#{n + 3}", reason=""), 0.4)]
+    assert len(of_type(out, Recompute)) == PEERS_MAX - 2
+    for number in range(1, PEERS_MAX):
+        out = side.handle(replace(start_event(f"s{number}"), address=f"new{number}"), 3.0 + number / 1000)
+        opened = [action.address for action in of_type(out, OpenPeer)]
+        assert opened == [f"new{number}"] * (number <= PEERS_MAX - 2), number
+    known = {peer.address for peer in side.peers}
+    assert {"kept", "up"} < known
+    assert len(known) == PEERS_MAX
