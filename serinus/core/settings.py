@@ -57,6 +57,10 @@ class ModelSettings:
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     chat_template: str = setting("", "a Jinja file (or text) in place of the tokenizer's own template")
     skip_tokenizer_init: bool = setting(False, "no tokenizer: token ids in, token ids out")
+    generation_config: str = setting(
+        "auto",
+        "sampling defaults and stop tokens: auto = the checkpoint's generation_config.json; none; or a folder with one",
+    )
     json_model_override_args: str = setting("{}", "JSON object laid over config.json", "--hf-overrides", metavar="JSON")
 
     def __post_init__(self) -> None:

@@ -50,6 +50,7 @@ from serinus.ranks.sizes import part_specs
 from serinus.ranks.tier_parts import Tiers, host_counts, pause
 from serinus.ranks.tiers import TierPorts, lead_tiers
 from serinus.sched import SchedSettings, Scheduler
+from serinus.text import GenerationConfig, load_generation_config, tokenizer_eos_ids
 
 __all__ = ["Built", "KvSizes", "LeadKinds", "RankStarter", "build_engine", "kv_sizes", "lead"]
 
@@ -96,6 +97,8 @@ class Built:
     metrics: Metrics
     context_length: int
     """Tokens of one sequence at most."""
+    generation: GenerationConfig
+    """Sampling defaults of the checkpoint, and the tokens that end an answer."""
     dtype: torch.dtype
     device: str
     seconds: dict[str, float]
@@ -268,7 +271,8 @@ def lead(
 ) -> Built:  # fmt: skip
     """The leader's engine on top of its rank, from the settings. `starter`: where other ranks were started by one."""
     config, spec = parts.config, parts.spec
-    settings = _sched_settings(parts, line.depth)
+    generation = _generation(config, spec)
+    settings = _sched_settings(parts, line.depth, generation.eos_ids)
     events = _events(config, clock)
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
@@ -313,6 +317,7 @@ def lead(
         events=events,
         metrics=metrics,
         context_length=parts.context,
+        generation=generation,
         dtype=parts.dtype,
         device=parts.device,
         seconds=parts.phases.seconds,
@@ -380,7 +385,7 @@ def _first_steps(parts: RankParts, line: LeaderLine, clock: Clock) -> None:
     thrown away: whatever is compiled, loaded or allocated at first use is there before the first client comes, on every
     rank. The KV it leaves behind lies on pages that the real ledger calls free.
     """
-    settings, pool = _sched_settings(parts, line.depth), parts.pool_specs[Part.FULL]
+    settings, pool = _sched_settings(parts, line.depth, ()), parts.pool_specs[Part.FULL]
     settings = replace(settings, prefetch_policy="none")
     room = min(settings.context_length, (pool.page_count - 1) * pool.page_size)
     scheduler = Scheduler(settings, PrefixCache(_geometry(parts.pool_specs, parts.spec.window, None)))
@@ -425,7 +430,16 @@ def _step_s_max(config: ServeConfig, device: str) -> float:
     return _CPU_STEP_S if device == "cpu" and config.sched.chunked_prefill_size != -1 else 0.0
 
 
-def _sched_settings(parts: RankParts, depth: int) -> SchedSettings:
+def _generation(config: ServeConfig, spec: ModelSpec) -> GenerationConfig:
+    """Defaults of sampling, and all tokens that end an answer: of config.json, generation_config.json and tokenizer."""
+    model = config.model
+    generation = load_generation_config(spec.path, model.generation_config)
+    path = "" if model.skip_tokenizer_init else model.tokenizer_path or spec.path
+    eos_ids = {*spec.eos_ids, *generation.eos_ids, *(tokenizer_eos_ids(path, model.revision) if path else ())}
+    return replace(generation, eos_ids=tuple(sorted(each for each in eos_ids if each < spec.vocab_size)))
+
+
+def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> SchedSettings:
     config, spec, pool = parts.config, parts.spec, parts.pool_specs[Part.FULL]
     running = config.sched.max_running_requests
     return SchedSettings(
@@ -433,7 +447,7 @@ def _sched_settings(parts: RankParts, depth: int) -> SchedSettings:
         context_length=parts.context,
         rows=rows_of(config),
         vocab_size=spec.vocab_size,
-        eos_ids=spec.eos_ids,
+        eos_ids=eos_ids,
         max_total_tokens=(pool.page_count - 1) * pool.page_size,
         max_running_requests=running,
         max_queued_requests=config.sched.max_queued_requests,

@@ -52,6 +52,8 @@ def _ready(built: Built, seconds: dict[str, float]) -> Ready:
         max_total_tokens=built.max_total_tokens,
         page_size=pool.page_size,
         pd_address=built.pd_address,
+        eos_ids=built.generation.eos_ids,
+        sampling_defaults=dict(built.generation.defaults),
         seconds=seconds,
         info={
             "architecture": spec.architecture,
@@ -111,4 +113,11 @@ def _announce(built: Built, seconds: dict[str, float]) -> None:
         built.max_total_tokens, built.engine.scheduler.settings.chunked_prefill_size, config.sched.max_running_requests,
         built.context_length,
     )  # fmt: skip
+    generation = built.generation
+    defaults = ", ".join(f"{name}={value}" for name, value in generation.defaults.items())
+    _log.info("Answers end at tokens %s.", ", ".join(map(str, generation.eos_ids)) or "none")
+    if defaults:
+        _log.info(
+            "Requests have by default: %s (%s; --generation-config none ignores it).", defaults, generation.source
+        )
     _log.info("engine %s loaded: %s", config.engine_name, ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()))

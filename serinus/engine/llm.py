@@ -135,7 +135,8 @@ class LLM:
         Args:
             prompts: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids} (vLLM's TextPrompt and
                 TokensPrompt; `cache_salt` may stand beside), or a list of these, of any length.
-            sampling_params: for all prompts, or one for each; None = SamplingParams().
+            sampling_params: for all prompts, or one for each; None = `get_default_sampling_params()`. Those given are
+                taken as they are, as vLLM does: what they do not name is not filled in from the checkpoint.
             use_tqdm: show a progress bar on a terminal (the name users of vLLM know).
         Returns: one RequestOutput per prompt, in order.
         Raises:
@@ -145,7 +146,8 @@ class LLM:
             PeerGone: a rank was lost, or Ctrl-C came twice: make a new LLM.
         """
         given = given_prompts(prompts)
-        params = _as_params(sampling_params, len(given))
+        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _as_params(wanted, len(given))
         rows = [self._encode(prompt) for prompt in given]
         answers, requests = self._requests(given, rows, params)
         self._run(requests, use_tqdm)
@@ -195,6 +197,10 @@ class LLM:
         ]
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those that the checkpoint's generation_config.json names (setting generation_config), and ours for others."""
+        return SamplingParams(**self._built.generation.defaults)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End its ranks and the threads of its tiers, where there are any; storage writes under way get some seconds.
@@ -318,9 +324,7 @@ def _completion(index: int, answer: _Answer) -> CompletionOutput:
     )
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):

@@ -66,7 +66,7 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     start = front.clock.now()
     body = await front.read(exchange, ChatBody)
     front.check_model(body.model)
-    params = from_chat(body)
+    params = from_chat(body, front.ready.sampling_defaults)
     text = await render_chat(
         front,
         body.messages,

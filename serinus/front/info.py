@@ -112,8 +112,14 @@ async def model(front: Front, exchange: HttpExchange) -> None:
 async def model_info(front: Front, exchange: HttpExchange) -> None:
     """Where the model lies, as SGLang's /get_model_info says it."""
     settings = front.settings
-    tokenizer_path = settings.tokenizer_path or settings.model_path
-    await exchange.json({"model_path": settings.model_path, "tokenizer_path": tokenizer_path, "is_generation": True})
+    ready = front.client.ready
+    info = {
+        "model_path": settings.model_path,
+        "tokenizer_path": settings.tokenizer_path or settings.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None if ready is None else ready.sampling_defaults,
+    }
+    await exchange.json(info)
 
 
 async def _load(front: Front) -> dict[str, Any]:
@@ -144,6 +150,8 @@ async def server_info(front: Front, exchange: HttpExchange) -> None:
         "max_total_tokens": ready.max_total_tokens,
         "page_size": ready.page_size,
         "pd_address": ready.pd_address,
+        "eos_ids": ready.eos_ids,
+        "sampling_defaults": ready.sampling_defaults,
         "startup_seconds": ready.seconds,
         "draining": front.client.draining,
         "open_requests": front.client.open_count,

@@ -57,6 +57,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
         params.append(
             from_native(
                 sampling,
+                front.ready.sampling_defaults,
                 return_logprob=want.logprobs,
                 top_logprobs_num=want.top,
                 prompt_logprobs=want.prompt_from >= 0,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from serinus.core.errors import BadRequest, BadSampling, PromptTooLong
 from serinus.core.sampling import SamplingParams
@@ -15,6 +15,8 @@ from serinus.wire.messages import Ready
 __all__ = ["asks_for_none", "check_chars", "check_limits", "check_text", "from_chat", "from_completion", "from_native"]
 
 _T = TypeVar("_T")
+Defaults = Mapping[str, Any]
+"""Fields of SamplingParams for what a request does not name: Ready.sampling_defaults."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 _NATIVE_TOKENS = 128
@@ -53,11 +55,19 @@ _AS_THEY_ARE = sorted(_SAME_NAMES - _TRANSLATED)
 
 
 def _common(
-    body: SamplingFields, *, max_new_tokens: int | None, min_new_tokens: int | None, include_stop: bool
+    body: SamplingFields,
+    defaults: Defaults,
+    *,
+    max_new_tokens: int | None,
+    min_new_tokens: int | None,
+    include_stop: bool,
 ) -> SamplingParams:
-    given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    """`max_new_tokens`: as asked for, or the endpoint's own default; that of `defaults` is a bound, as in vLLM."""
+    named = {name: getattr(body, name) for name in _AS_THEY_ARE}
+    given = {**defaults, **{name: value for name, value in named.items() if value is not None}}
+    bound = given.pop("max_new_tokens", None)
     return SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=min((each for each in (max_new_tokens, bound) if each is not None), default=None),
         min_new_tokens=_or(min_new_tokens, 0),
         logit_bias=_logit_bias(body.logit_bias),
         include_stop=include_stop,
@@ -65,18 +75,20 @@ def _common(
     )
 
 
-def _openai(body: OpenAiBody, max_new_tokens: int | None) -> SamplingParams:
+def _openai(body: OpenAiBody, defaults: Defaults, max_new_tokens: int | None) -> SamplingParams:
     include_stop = bool(body.include_stop_str_in_output or body.no_stop_trim)
-    return _common(body, max_new_tokens=max_new_tokens, min_new_tokens=body.min_tokens, include_stop=include_stop)
+    return _common(
+        body, defaults, max_new_tokens=max_new_tokens, min_new_tokens=body.min_tokens, include_stop=include_stop
+    )
 
 
-def from_completion(body: CompletionBody) -> SamplingParams:
-    """Parameters of /v1/completions. Raises BadSampling."""
+def from_completion(body: CompletionBody, defaults: Defaults) -> SamplingParams:
+    """Parameters of /v1/completions; `defaults` for those that it does not name. Raises BadSampling."""
     if body.max_tokens == 0 and not body.echo:
         raise BadSampling("max_tokens", 0, "at least 1, or 0 together with echo")
     none = body.max_tokens == 0
     given = 1 if none else _positive("max_tokens", body.max_tokens)
-    params = _openai(body, _or(given, max(_COMPLETION_TOKENS, body.min_tokens or 0)))
+    params = _openai(body, defaults, _or(given, max(_COMPLETION_TOKENS, body.min_tokens or 0)))
     params = _prompt_only(params) if none else params
     if body.logprobs is None:
         return params
@@ -85,11 +97,11 @@ def from_completion(body: CompletionBody) -> SamplingParams:
     return replace(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
 
 
-def from_chat(body: ChatBody) -> SamplingParams:
-    """Parameters of /v1/chat/completions. Raises BadSampling."""
+def from_chat(body: ChatBody, defaults: Defaults) -> SamplingParams:
+    """Parameters of /v1/chat/completions; `defaults` for those that it does not name. Raises BadSampling."""
     _positive("max_tokens", body.max_tokens)
     limit = _positive("max_completion_tokens", body.max_completion_tokens) or body.max_tokens
-    params = _openai(body, limit)
+    params = _openai(body, defaults, limit)
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise BadSampling("top_logprobs", body.top_logprobs, "logprobs to be true as well")
@@ -104,14 +116,15 @@ def asks_for_none(body: NativeSampling) -> bool:
 
 
 def from_native(
-    body: NativeSampling, *, return_logprob: bool, top_logprobs_num: int, prompt_logprobs: bool
+    body: NativeSampling, defaults: Defaults, *, return_logprob: bool, top_logprobs_num: int, prompt_logprobs: bool
 ) -> SamplingParams:
-    """Parameters of /generate. Raises BadSampling."""
+    """Parameters of /generate; `defaults` for those that it does not name. Raises BadSampling."""
     none = asks_for_none(body)
     limit = 1 if none else _positive("max_new_tokens", body.max_new_tokens) or _positive("max_tokens", body.max_tokens)
     least = body.min_new_tokens if body.min_new_tokens is not None else body.min_tokens
-    limit = _or(limit, max(_NATIVE_TOKENS, least or 0))
-    params = _common(body, max_new_tokens=limit, min_new_tokens=least, include_stop=bool(body.no_stop_trim))
+    if limit is None and "max_new_tokens" not in defaults:
+        limit = max(_NATIVE_TOKENS, least or 0)
+    params = _common(body, defaults, max_new_tokens=limit, min_new_tokens=least, include_stop=bool(body.no_stop_trim))
     params = _prompt_only(params) if none else params
     if body.sampling_seed is not None:
         params = replace(params, seed=body.sampling_seed)
@@ -161,8 +174,9 @@ def check_limits(field: str, prompt: Sequence[int], params: SamplingParams, read
     if length >= ready.max_total_tokens:
         expected = f"at most {ready.max_total_tokens - 1} tokens (the KV pool holds {ready.max_total_tokens})"
         raise PromptTooLong(field, f"{length} tokens", expected)
-    room = ready.context_length - length
-    if params.max_new_tokens is not None and params.max_new_tokens > room:
+    room, asked = ready.context_length - length, params.max_new_tokens
+    default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
+    if asked is not None and asked > room and asked != default:
         expected = f"at most {room}: the prompt has {length} tokens, the context holds {ready.context_length}"
         raise BadSampling(limit_field, params.max_new_tokens, expected)
     if params.min_new_tokens > room:

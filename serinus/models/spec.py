@@ -92,7 +92,7 @@ class ModelSpec:
     dtype: str = "bfloat16"
     """Element type the checkpoint was saved in: float32, bfloat16 or float16."""
     eos_ids: tuple[int, ...] = ()
-    """End-of-sequence ids, from config.json and generation_config.json together, sorted."""
+    """End-of-sequence ids of config.json, sorted; an engine adds those of generation_config.json and tokenizer."""
     bos_id: int | None = None
     """Begin-of-sequence id, where named."""
     reserved_ids: int = 0
@@ -161,8 +161,6 @@ def load_spec(
     if not folder.is_dir():
         raise ConfigError(f"models: no checkpoint at {str(path)!r}, expected a directory with a config.json")
     config = ConfigFields(read_json(folder / "config.json"), overrides or {}, folder / "config.json")
-    generation = folder / "generation_config.json"
-    extra = read_json(generation) if generation.exists() else {}
     architecture = _architecture(config)
     toy = architecture == TOY_ARCHITECTURE
     fields = toy_fields(config) if toy else family_fields(config, FAMILIES[architecture])
@@ -171,7 +169,7 @@ def load_spec(
         "architecture": architecture,
         "vocab_size": config.whole("vocab_size"),
         "dtype": _dtype(config),
-        "eos_ids": tuple(sorted({*_ids(config.get("eos_token_id")), *_ids(extra.get("eos_token_id"))})),
+        "eos_ids": tuple(sorted(set(_ids(config.get("eos_token_id"))))),
         "bos_id": config.get("bos_token_id") if isinstance(config.get("bos_token_id"), int) else None,
     }
     weights = f"dummy:{seed}" if load_format == "dummy" else _fingerprint(folder)

@@ -86,6 +86,8 @@ class FakeEngine:
     """Answer no calls before it ends, as an engine that stands in a step."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    """What it says of its checkpoint's defaults."""
     received: list[Message] = field(default_factory=list)
     """Every message that came, in order."""
     garble: bool = False
@@ -238,6 +240,8 @@ class FakeEngine:
             max_total_tokens=self.max_total_tokens,
             page_size=16,
             pd_address=self.pd_address,
+            eos_ids=self.eos_ids,
+            sampling_defaults=self.sampling_defaults,
             seconds={"imports": 0.5},
             info={"dtype": "none"},
         )

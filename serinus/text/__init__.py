@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
+from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
 from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
 from serinus.text.stops import StopTexts
@@ -19,11 +20,14 @@ from serinus.text.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "ChatTemplate",
     "Detokenizer",
+    "GenerationConfig",
     "OutputProcessor",
     "StopTexts",
     "TextPiece",
     "Tokenizer",
     "byte_of_char",
     "checked_messages",
+    "load_generation_config",
     "load_tokenizer",
+    "tokenizer_eos_ids",
 ]

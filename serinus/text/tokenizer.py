@@ -16,7 +16,7 @@ from serinus.core.errors import BadRequest, ConfigError
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_of_char
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "read_json", "special_texts", "tokenizer_folder"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONTEXT_TOKENS = 6
@@ -181,10 +181,10 @@ def load_tokenizer(
         ConfigError: no tokenizer there, or one that cannot be read.
     Cost: 30 ms for 32k tokens, 400 ms for 150k; call it in a thread.
     """
-    folder = _folder(path, revision)
-    config = _read_json(folder / "tokenizer_config.json")
+    folder = tokenizer_folder(path, revision)
+    config = read_json(folder / "tokenizer_config.json")
     template = _template_source(folder, config, chat_template)
-    texts = _special_texts(folder, config)
+    texts = special_texts(folder, config)
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     else:
@@ -193,7 +193,8 @@ def load_tokenizer(
     return Tokenizer(backend, texts=texts, template=template, add_bos_token=add_bos, clock=clock)
 
 
-def _folder(path: str, revision: str | None) -> Path:
+def tokenizer_folder(path: str, revision: str | None) -> Path:
+    """The directory of a tokenizer; a hub id is downloaded where it is not cached. Raises ConfigError."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -208,7 +209,8 @@ def _folder(path: str, revision: str | None) -> Path:
         raise ConfigError(f"text: tokenizer {path!r} is neither a directory nor a hub id that answers: {err}") from err
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. Raises ConfigError."""
     if not file.is_file():
         return {}
     try:
@@ -243,8 +245,9 @@ def _convert_backend(folder: Path) -> _Backend:
     return cast(_Backend, backend)
 
 
-def _special_texts(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+def special_texts(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name; `config`: what stands in tokenizer_config.json."""
+    merged = {**read_json(folder / "special_tokens_map.json"), **config}
     texts: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = merged.get(name)
@@ -265,7 +268,7 @@ def _template_source(folder: Path, config: dict[str, Any], chat_template: str) -
         return file.read_text(encoding="utf-8")
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    own = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    own = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(own, list):  # several named ones
         named = {entry.get("name"): entry.get("template") for entry in own if isinstance(entry, dict)}
         own = named.get("default") or next(iter(named.values()), "")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from serinus.core.bounds import Count, Name, Text
+from serinus.core.bounds import Count, Name, Text, TopIds
 from serinus.core.request import Request, TokenDelta
 from serinus.wire.fields import MessageBase
 from serinus.wire.handoff import (
@@ -99,6 +99,12 @@ class Ready(MessageBase, frozen=True, kw_only=True):
     page_size: Count
     pd_address: Name = ""
     """Control address for peers (prefill engines); empty = none."""
+    eos_ids: TopIds = ()
+    """Tokens that end an answer."""
+    sampling_defaults: Annotated[dict[Name, int | float], msgspec.Meta(max_length=16)] = msgspec.field(
+        default_factory=dict
+    )
+    """Fields of SamplingParams for requests that do not name them."""
     seconds: Annotated[dict[str, float], msgspec.Meta(max_length=256)] = msgspec.field(default_factory=dict)
     """Start-up phases, e.g. imports, weights, pool, warm-up."""
     info: Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=1024)] = msgspec.field(

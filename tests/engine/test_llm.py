@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -293,3 +294,35 @@ def test_a_chat_is_rendered_as_over_http(chatty: LLM) -> None:
 def test_what_is_no_chat_is_refused_by_name(chatty: LLM, bad: Any, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         chatty.chat(bad, GREEDY)
+
+
+def test_defaults_of_the_checkpoint_hold_where_no_parameters_are_given(tmp_path: Path) -> None:
+    folder = make_toy(tmp_path / "toy", vocab=64, context=128, tokenizer=False)
+    said = {"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": []}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    with LLM(str(folder), skip_tokenizer_init=True, max_total_tokens=128) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        (answer,) = ids_of(llm.generate([5, 6]))
+        assert list(answer) == toy_continue(load_spec(folder), [5, 6], 3)
+        assert len(ids_of(llm.generate([5, 6], SamplingParams(ignore_eos=True)))[0]) == 126
+    said["eos_token_id"] = [answer[1], 1 << 30]
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    with LLM(str(folder), skip_tokenizer_init=True, max_total_tokens=128) as llm:
+        assert ids_of(llm.generate([5, 6])) == [answer[:2]]
+    with LLM(str(folder), skip_tokenizer_init=True, max_total_tokens=128, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert ids_of(llm.generate([5, 6], replace(GREEDY, ignore_eos=False, max_new_tokens=3))) == [answer]
+
+
+def test_the_eos_token_of_the_tokenizer_ends_an_answer(tmp_path: Path) -> None:
+    folder = make_toy(tmp_path / "toy")
+    with LLM(str(folder), max_total_tokens=1024) as llm:
+        (whole,) = ids_of(llm.generate("hello", GREEDY))
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    (named,) = (name for name, token_id in vocab.items() if token_id == whole[2])
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": named}))
+    with LLM(str(folder), max_total_tokens=1024) as llm:
+        (output,) = llm.generate("hello", replace(GREEDY, ignore_eos=False))
+        assert output.outputs[0].token_ids == whole[: whole.index(whole[2]) + 1]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", whole[2])

@@ -86,8 +86,8 @@ def test_old_and_new_spellings_of_rope_and_dtype_are_the_same_model(tmp_path: Pa
     assert (one.rope, one.dtype, one.signature) == (two.rope, two.dtype, two.signature)
 
 
-def test_eos_ids_of_both_files_count(tmp_path: Path) -> None:
-    spec = load_spec(write(tmp_path, {**BASE, "eos_token_id": 7, "bos_token_id": 1}, {"eos_token_id": [9, 7]}))
+def test_eos_ids_are_those_of_the_config(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, {**BASE, "eos_token_id": [9, 7, 9], "bos_token_id": 1}, {"eos_token_id": 3}))
     assert (spec.eos_ids, spec.bos_id) == ((7, 9), 1)
 
 
