@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from serinus.core.errors import BadRequest, CapacityError, ConfigError, PromptTooLong
-from serinus.core.plan import SeqResult, StepResult
+from serinus.core.plan import SeqResult, StepPlan, StepResult
 from serinus.core.request import FinishReason, Request
 from serinus.core.sampling import SamplingParams
 from serinus.sched import HandoffSpec, SchedSettings
@@ -103,6 +103,25 @@ def test_only_requests_with_penalties_get_the_tokens_that_penalties_need() -> No
     assert dict(zip(said.output_ids.tolist(), said.output_times.tolist(), strict=True)) == output
     assert plain is not None
     assert plain.history is None
+
+
+def test_what_penalties_look_at_is_made_once_for_a_request_however_many_steps_it_takes() -> None:
+    engine = TinyEngine(page_count=9, growth_tokens=0)
+    for rid in "ab":
+        engine.add(rid, [ord(rid)] * 4, max_new_tokens=20, repetition_penalty=1.1)
+    made: dict[str, set[int]] = {"a": set(), "b": set()}
+    choose = engine.runner.run
+
+    def run(plan: StepPlan) -> StepResult:
+        for work in plan.work:
+            if work.sample is not None:
+                made[work.rid].add(id(work.sample.history))
+        return choose(plan)
+
+    engine.runner.run = run  # type: ignore[method-assign]
+    engine.run()
+    assert engine.scheduler.stats().totals.retracted > 0
+    assert [len(histories) for histories in made.values()] == [1, 1]
 
 
 def refused(engine: TinyEngine, error: type[BadRequest], field: str, prompt: list[int], **sampling: Any) -> str:

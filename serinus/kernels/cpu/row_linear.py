@@ -59,8 +59,9 @@ _CHUNK = 64
 """Input pairs that serve all rows before the next: 16 KiB of weight, half of the first cache."""
 _GROUP = 4
 """Rows in registers at a time: 16 sums, 4 vectors of weight, 1 of input."""
-_RUN_MAX = 8
-"""Blocks claimed at once: long runs please the memory, short ones balance the threads."""
+_RUN_MAX = 16
+"""Blocks claimed at once: long runs please the memory, short ones balance the threads. Measured on 2 threads, 16 rows,
+1024 x 4096: 8 are 3 %, 16 are 5 % faster than 8 of which the first chunk is not fetched ahead."""
 _LOCALITY = 2
 """LLVM's word for the second cache, where the next chunk goes: the first one is full of this chunk and the rows."""
 _SERIAL_PRODUCTS = 1 << 16
@@ -216,19 +217,21 @@ def _body(version: int) -> Body:
         total = np.empty(size, np.float32)
         row_bytes = pairs * 4
         fetch_step = _BLOCK * 4 // max(1, groups)
-        while True:
-            first_block = fetch_add(a.ctypes.data, run)
-            if first_block >= blocks:
-                break
-            for block in range(first_block, min(first_block + run, blocks)):
-                block_at = a[2] + block * pairs * _BLOCK * 4
+        block_bytes = pairs * _BLOCK * 4
+        claimed = fetch_add(a.ctypes.data, run)
+        while claimed < blocks:
+            first_block, end_block = claimed, min(claimed + run, blocks)
+            claimed = fetch_add(a.ctypes.data, run)  # before it is needed: its first chunk is fetched with our last one
+            for block in range(first_block, end_block):
+                block_at = a[2] + block * block_bytes
+                next_at = a[2] + (block + 1 if block + 1 < end_block else min(claimed, blocks - 1)) * block_bytes
                 for begin in range(0, pairs, part):
                     end = min(begin + part, pairs)
                     sums[:] = np.float32(0)
                     for chunk in range(begin, end, _CHUNK):
                         count = min(_CHUNK, end - chunk)
                         chunk_at = block_at + chunk * _BLOCK * 4
-                        fetch = chunk_at + _CHUNK * _BLOCK * 4
+                        fetch = chunk_at + _CHUNK * _BLOCK * 4 if chunk + _CHUNK < pairs else next_at
                         row = 0
                         for group in range(groups):
                             taken = (rows - row + groups - group - 1) // (groups - group)
