@@ -93,6 +93,20 @@ ROWS = (
         goal="<= 600 MB more",
     ),
     Row(
+        benchmark="stall",
+        what="longest gap of 8 streams while a prompt of 3,600 tokens is computed",
+        here="{bound[gap_s]:.2f} s",
+        beside="chunks of 2,048 without a bound {chunk[gap_s]:.2f} s",
+        goal="<= 0.45 s",
+    ),
+    Row(
+        benchmark="stall",
+        what="first token of it; of a prompt of 64 tokens just behind it",
+        here="{bound[long_s]:.1f}; {bound[short_s]:.1f} s",
+        beside="{chunk[long_s]:.1f}; {chunk[short_s]:.1f} s",
+        goal="<= 50 % later: {cost:.0%}",
+    ),
+    Row(
         benchmark="serving",
         what="HTTP, tokenizer, detokenizer at 16 streams",
         here="{http_tok_per_s:.0f} tok/s",

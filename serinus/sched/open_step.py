@@ -20,8 +20,6 @@ class OpenStep:
     """The request of each `plan.work[i]`; None = the request was started again since, so its result is dropped."""
     loads: frozenset[int]
     """Copies from the host that the forward pass waits for: once it has ended, they have ended too."""
-    budget: int
-    """Prompt tokens that it might have had."""
     planned_at: float
     """When it was planned."""
     outcome: Outcome

@@ -217,10 +217,8 @@ class Scheduler:
     def _note_time(self, step: OpenStep, now: float) -> None:
         """What the step took: since it was planned or, with several under way, since the one before it ended."""
         begun, self._committed_at = max(step.planned_at, self._committed_at), now
-        self._pace.took(
-            now - begun, prompt_tokens=step.outcome.prompt_tokens, budget=step.budget,
-            decodes=bool(step.outcome.decode_tokens),
-        )  # fmt: skip
+        outcome = step.outcome
+        self._pace.took(now - begun, prompt_tokens=outcome.prompt_tokens, decodes=bool(outcome.decode_tokens))
 
     def _begin_again(self) -> None:
         """Requests whose KV could not be loaded from the host start again: steps under way drop their results."""

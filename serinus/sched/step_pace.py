@@ -11,14 +11,23 @@ _TOKENS_FIRST = 128
 """Of a step before anything was measured..."""
 _TOKENS_MIN = 32
 """...and of any step at least: prompts get on, however slow the steps are."""
-_TOKENS_TELLING = 64
-"""Steps with fewer prompt tokens say little of what one costs, unless they had as many as they might."""
-_PROMPT_PART = 0.25
-"""Part of the bound that prompts get at least, where decoding takes the rest or more."""
+_LOOK_STEPS = 4
+"""While steps have the fewest tokens, each so many has twice as many: else their cost by itself could not be told."""
+_KEPT = 0.7
+"""Weight of a step in the measure, for each that came after it."""
+_SPREAD_MIN = 0.2
+"""Steps tell what a token costs where their numbers of tokens differ by so much of their mean (standard deviation)."""
+_SLOWER_MAX = 3.0
+_TOKEN_PART_MIN = 0.05
+"""Part of a step that its tokens are taken to cost at least."""
 
 
 class StepPace:
-    """The budget of prompt tokens of each step."""
+    """The budget of prompt tokens of each step.
+
+    A step with prompt tokens costs something by itself (its decoding too) and so much for each of them: a line through
+    what the last ones took, one for steps that decode and one for those that do not.
+    """
 
     def __init__(self, *, step_s_max: float, tokens_max: int, page_size: int) -> None:
         """`step_s_max`: seconds of a step at most, 0 = no bound; `tokens_max`: prompt tokens of a step at most, -1 = no
@@ -26,32 +35,56 @@ class StepPace:
         self._step_s_max = step_s_max
         self._tokens_max = 1 << 62 if tokens_max == -1 else tokens_max
         self._tokens_min = min(max(page_size, _TOKENS_MIN), self._tokens_max)
-        self._token_s = 0.0
-        """Seconds of one prompt token; 0 = not measured."""
-        self._decode_s = 0.0
-        """Seconds of the last step without a prompt token."""
+        self._lines = {False: _Line(), True: _Line()}
+        self._steps = 0
 
     def budget(self, *, decodes: bool) -> int:
-        """Prompt tokens of the next step; `decodes`: it has decoding requests too."""
+        """Prompt tokens of the next step; `decodes`: it has decoding requests too.
+
+        Where a step by itself takes more than half of the bound, its prompt tokens may take as long as that: then steps
+        take longer than the bound, and prompts still get half of the machine.
+        """
         if not self._step_s_max:
             return self._tokens_max
-        if not self._token_s:
-            return max(self._tokens_min, min(_TOKENS_FIRST, self._tokens_max))
-        least = _PROMPT_PART * self._step_s_max
-        seconds = max(self._step_s_max - self._decode_s, least) if decodes else self._step_s_max
-        return max(self._tokens_min, min(int(seconds / self._token_s), self._tokens_max))
+        line = self._lines[decodes] if self._lines[decodes].token_s else self._lines[not decodes]
+        tokens = _TOKENS_FIRST
+        if line.token_s:
+            tokens = int(max(self._step_s_max - line.step_s, line.step_s) / line.token_s)
+        if tokens < self._tokens_min:
+            tokens = self._tokens_min * (1 + (self._steps % _LOOK_STEPS == 0))
+        return min(tokens, self._tokens_max)
 
-    def took(self, seconds: float, *, prompt_tokens: int, budget: int, decodes: bool) -> None:
-        """A step with these tokens took so long; it might have had `budget` prompt tokens.
+    def took(self, seconds: float, *, prompt_tokens: int, decodes: bool) -> None:
+        """A step with these tokens took so long."""
+        if prompt_tokens and seconds > 0:
+            self._steps += 1
+            self._lines[decodes].add(prompt_tokens, seconds)
 
-        A slower step counts at once, a faster one by half: the next step is not the one that breaks the bound.
-        """
-        if not prompt_tokens:
-            self._decode_s = seconds
-            return
-        is_telling = prompt_tokens >= min(budget, _TOKENS_TELLING) or 2 * seconds > self._step_s_max
-        if not is_telling or seconds <= 0:
-            return
-        own = max(seconds - self._decode_s, _PROMPT_PART * seconds) if decodes else seconds
-        token_s = own / prompt_tokens
-        self._token_s = max(token_s, (token_s + self._token_s) / 2)
+
+class _Line:
+    """Seconds of a step over its prompt tokens, by least squares; the latest steps count most."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        """Seconds of a step by itself."""
+        self.token_s = 0.0
+        """Seconds of one prompt token; 0 = nothing was measured."""
+        self._weight = self._n = self._s = self._nn = self._ns = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One more step. It counts as no slower than some times what was expected: one that stood still is soon
+        forgotten, and a machine that stays slow is believed after a few."""
+        if self.token_s:
+            seconds = min(seconds, _SLOWER_MAX * (self.step_s + self.token_s * tokens))
+        self._weight = self._weight * _KEPT + 1
+        self._n = self._n * _KEPT + tokens
+        self._s = self._s * _KEPT + seconds
+        self._nn = self._nn * _KEPT + tokens * tokens
+        self._ns = self._ns * _KEPT + tokens * seconds
+        mean_n, mean_s = self._n / self._weight, self._s / self._weight
+        spread = self._nn / self._weight - mean_n * mean_n
+        if spread > (_SPREAD_MIN * mean_n) ** 2:
+            self.token_s = (self._ns / self._weight - mean_n * mean_s) / spread
+        most = mean_s / mean_n  # tokens cost no more than the whole step
+        self.token_s = min(max(self.token_s or most, _TOKEN_PART_MIN * most), most)
+        self.step_s = mean_s - self.token_s * mean_n

@@ -91,7 +91,6 @@ class StepPlanner:
             plan=StepPlan(step=self._step, work=tuple(work), table_writes=self._allocator.take_writes()),
             states=states,
             loads=frozenset(self._allocator.open_loads),
-            budget=budget,
             planned_at=now,
             outcome=Outcome(
                 prompt_tokens=computed,
