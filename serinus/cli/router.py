@@ -50,12 +50,14 @@ def run(command: Command, words: Sequence[str]) -> int:
 
     route = config.route
     settings = router_settings(config.server, route.decode_urls, route.prefill_urls, route.poll_s, route.cluster_secret)
+    app = create_router_app(settings)
     with bind(config.server.host, config.server.port) as sock:
         server: HttpServer = HttpServer(
-            create_router_app(settings),
+            app,
             sock,
             on_drain=lambda: drain_within(server, config.server.drain_s_max),
             limits=router_limits(),
+            metrics=app.state.router.metrics,
         )
         get_logger("cli").info("serinus: router on %s", http_url(config.server.host, server.port))
         server.run_here()

@@ -162,7 +162,9 @@ class _Service:
             began = self._clock.now()
             loading = app.state.front.start_tokenizer()
             loading.add_done_callback(lambda _: self._phases.update(tokenizer=self._clock.now() - began))
-        self._server: HttpServer = HttpServer(app, self._sock, on_drain=lambda: self._drain(client))
+        self._server: HttpServer = HttpServer(
+            app, self._sock, on_drain=lambda: self._drain(client), metrics=app.state.front.metrics
+        )
         watch = asyncio.create_task(self._watch(client))
         try:
             await self._server.serve(sockets=[self._sock])

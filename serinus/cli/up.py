@@ -123,7 +123,13 @@ class _Group:
         config = self._config
         app = create_router_app(router_settings(config.server, decode, prefill, 0.5, config.pd.cluster_secret))
         self._fleet: Fleet = app.state.router.fleet
-        self._server: HttpServer = HttpServer(app, self._sock, on_drain=self._drain, limits=router_limits())
+        self._server: HttpServer = HttpServer(
+            app,
+            self._sock,
+            on_drain=self._drain,
+            limits=router_limits(),
+            metrics=app.state.router.metrics,
+        )
         rising = asyncio.create_task(self._rise())
         try:
             await self._server.serve(sockets=[self._sock])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from serinus.front.client import EngineClient, EngineDown
     from serinus.front.fleet import Fleet
     from serinus.front.router import create_router_app
-    from serinus.front.server import HttpServer, bind, router_limits, serve
+    from serinus.front.server import HttpServer, bind, router_limits
     from serinus.front.settings import FrontSettings, RouterSettings
     from serinus.front.upstream import Upstream, UpstreamBroken
 
@@ -30,7 +30,6 @@ __all__ = [
     "create_app",
     "create_router_app",
     "router_limits",
-    "serve",
 ]
 
 _HOMES = {
@@ -42,7 +41,6 @@ _HOMES = {
     "HttpServer": "server",
     "bind": "server",
     "router_limits": "server",
-    "serve": "server",
     "FrontSettings": "settings",
     "RouterSettings": "settings",
     "Upstream": "upstream",

@@ -6,6 +6,7 @@ A connection is uvicorn's, with head and body of an answer in one write. Knows n
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +58,20 @@ class ConnectionLimits:
             raise ConfigError(f"front: count_max is {self.count_max}, expected at least 1 connection")
 
 
+def _ignored() -> None:
+    """Of a table without metrics."""
+
+
 class ConnectionTable(ServerState):
     """The open connections of one server. All times are those of the loop's clock."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         super().__init__()
         self.limits = limits
-        self.refused = 0
-        """Connections that were answered 503, in all."""
-        self.timed_out = 0
-        """Connections that were closed because their client kept the server waiting."""
+        self.on_refused: Callable[[], None] = _ignored
+        """Told of each connection that is answered 503."""
+        self.on_timed_out: Callable[[], None] = _ignored
+        """Told of each connection that is closed because its client kept the server waiting."""
         self.leaving: dict[HttpConnection, float] = {}
         """Refused connections that are still open, and since when."""
         self._said_at = self._tried_at = -SAID_EVERY_S
@@ -80,7 +85,7 @@ class ConnectionTable(ServerState):
             self._close_idle(now, max(1, count_max // 8))
         fits = len(self.connections) < count_max
         if not fits:
-            self.refused += 1
+            self.on_refused()
             if now - self._said_at >= SAID_EVERY_S:
                 self._said_at = now
                 _log.warning("front: %d connections are open, as many as may be; further ones get 503", count_max)
@@ -101,7 +106,7 @@ class ConnectionTable(ServerState):
         looked_at, self._to_sweep = self._to_sweep[:_SWEEP_COUNT], self._to_sweep[_SWEEP_COUNT:]
         for connection in looked_at:
             if connection in self.connections and connection.overdue(now):
-                self.timed_out += 1
+                self.on_timed_out()
                 connection.time_out()
         for refused in [each for each, since in self.leaving.items() if now - since >= _LEAVING_S]:
             refused.transport.abort()

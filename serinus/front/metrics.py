@@ -6,8 +6,12 @@ Stems are those users of SGLang and vLLM know, under `serinus:`; labels engine, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+if TYPE_CHECKING:
+    from serinus.front.connection import ConnectionTable
 
 __all__ = ["FrontMetrics", "HttpMetrics", "RouterMetrics", "merge_expositions"]
 
@@ -32,9 +36,13 @@ class HttpMetrics:
         self._where = (engine, role, "front")
         self._requests = self._counter("http_requests", "HTTP requests answered", "path", "status")
         self._disconnects = self._counter("http_disconnects", "Requests aborted because the client hung up")
-        self._open = Gauge(
-            "serinus:http_open_requests", "HTTP requests being answered", _LABELS, registry=self.registry
-        ).labels(*self._where)
+        self._open = self._gauge("http_open_requests", "HTTP requests being answered")
+        self._connections = self._gauge("http_connections", "Open HTTP connections, also those without a request")
+        self._refused = self._counter("http_connections_refused", "Connections beyond the bound, answered 503")
+        self._timed_out = self._counter("http_connections_timed_out", "Connections closed as their client was too slow")
+
+    def _gauge(self, stem: str, text: str) -> Gauge:
+        return Gauge(f"serinus:{stem}", text, _LABELS, registry=self.registry).labels(*self._where)
 
     def _counter(self, stem: str, text: str, *labels: str) -> Counter:
         """Without `labels` of its own: the one series, which is shown from the start."""
@@ -51,6 +59,11 @@ class HttpMetrics:
         if status == 499:
             self._disconnects.inc()
         self._requests.labels(*self._where, path, str(status)).inc()
+
+    def watch_connections(self, table: ConnectionTable) -> None:
+        """Show the connections of the server that this app runs on."""
+        self._connections.set_function(lambda: len(table.connections))
+        table.on_refused, table.on_timed_out = self._refused.inc, self._timed_out.inc
 
     def exposition(self) -> str:
         """The metrics as Prometheus reads them."""

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,7 +22,10 @@ from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.front.connection import SAID_EVERY_S, ConnectionLimits, ConnectionTable, HttpConnection
 
-__all__ = ["HttpServer", "bind", "engine_limits", "router_limits", "serve"]
+if TYPE_CHECKING:
+    from serinus.front.metrics import HttpMetrics
+
+__all__ = ["HttpServer", "bind", "engine_limits", "router_limits"]
 
 _log = get_logger("front")
 
@@ -80,8 +83,12 @@ class HttpServer(uvicorn.Server):
         on_drain: Callable[[], None] | None = None,
         log_level: str = "warning",
         limits: ConnectionLimits | None = None,
+        metrics: HttpMetrics | None = None,
     ) -> None:
-        """`on_drain` is called once, when draining begins, in the loop's thread; `limits`: default engine_limits()."""
+        """`on_drain` is called once, when draining begins, in the loop's thread; `limits`: default engine_limits().
+
+        `metrics` count the connections.
+        """
         config = uvicorn.Config(
             app,
             lifespan="on",
@@ -97,6 +104,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.connections = ConnectionTable(limits or engine_limits())
         self.server_state = self.connections
+        if metrics is not None:
+            metrics.watch_connections(self.connections)
         self._accept_failed_at = -SAID_EVERY_S
         self._sock = sock
         self._on_drain = on_drain
@@ -159,16 +168,3 @@ class HttpServer(uvicorn.Server):
         """Serve in this thread, in a loop of its own, until stopped."""
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
             runner.run(self.serve(sockets=[self._sock]))
-
-
-def serve(
-    app: ASGIApp,
-    host: str = "127.0.0.1",
-    port: int = 30000,
-    *,
-    sock: socket.socket | None = None,
-    on_drain: Callable[[], None] | None = None,
-    log_level: str = "warning",
-) -> None:
-    """Serve an app until SIGTERM or SIGINT; see HttpServer. Raises ConfigError (port in use)."""
-    HttpServer(app, sock or bind(host, port), on_drain=on_drain, log_level=log_level).run_here()

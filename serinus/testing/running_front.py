@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from serinus.front import EngineClient, FrontSettings, HttpServer, bind, create_app
+from serinus.front.metrics import HttpMetrics
 from serinus.testing.fake_engine import FakeEngine
 
 __all__ = ["RunningFront", "running_front", "serving"]
@@ -54,10 +55,14 @@ class RunningFront:
 
 @contextmanager
 def serving(
-    app: ASGIApp, *, on_drain: Callable[[], None] | None = None, host: str = "127.0.0.1"
+    app: ASGIApp,
+    *,
+    on_drain: Callable[[], None] | None = None,
+    host: str = "127.0.0.1",
+    metrics: HttpMetrics | None = None,
 ) -> Iterator[HttpServer]:
     """Serve an app on a free port in a thread until left."""
-    server = HttpServer(app, bind(host, 0), on_drain=on_drain)
+    server = HttpServer(app, bind(host, 0), on_drain=on_drain, metrics=metrics)
     thread = threading.Thread(target=server.run_here, name="front")
     thread.start()
     try:
@@ -81,7 +86,7 @@ def running_front(settings: FrontSettings, engine: FakeEngine) -> Iterator[Runni
     with engine:
         client = EngineClient(engine.endpoint)
         app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed)
-        with serving(app, on_drain=client.drain) as server:
+        with serving(app, on_drain=client.drain, metrics=app.state.front.metrics) as server:
             assert ready.wait(60), "testing: the front did not come up"
             assert not failed, f"testing: the front did not come up: {failed}"
             with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:

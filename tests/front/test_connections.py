@@ -19,6 +19,7 @@ from serinus.core.addresses import http_url
 from serinus.front import RouterSettings, bind, create_router_app, router_limits
 from serinus.front.connection import ConnectionLimits, ConnectionTable, HttpConnection
 from serinus.front.exchange import ClientGone, HttpExchange
+from serinus.front.metrics import HttpMetrics
 from serinus.front.server import engine_limits
 from serinus.front.upstream import fetch
 from serinus.testing.running_front import RunningFront, serving
@@ -73,11 +74,20 @@ class Listener:
 
         self.config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False)
         self.table = ConnectionTable(limits)
+        self.metrics = HttpMetrics(engine="e", role="unified")
+        self.metrics.watch_connections(self.table)
 
     def accept(self) -> tuple[HttpConnection, Wire]:
         connection, wire = HttpConnection(self.config, self.table, {}), Wire()
         connection.connection_made(wire)
         return connection, wire
+
+    def counted(self, stem: str) -> float:
+        """A metric of the connections."""
+        where = {"engine": "e", "role": "unified", "rank": "front"}
+        value = self.metrics.registry.get_sample_value(f"serinus:http_connections{stem}", where)
+        assert value is not None, stem
+        return value
 
     def sweep(self, seconds: float) -> None:
         """Look at all connections as if `seconds` had passed."""
@@ -183,7 +193,7 @@ def test_a_connection_without_a_request_is_closed() -> None:
         assert silent.closed
         assert silent.writes == []
         assert asked.closed
-        assert listener.table.timed_out == 2
+        assert listener.counted("_timed_out_total") == 2
 
     asyncio.run(story())
 
@@ -300,7 +310,7 @@ def test_the_connection_that_is_one_too_many_is_told_so(caplog: pytest.LogCaptur
         for connection, _ in refused:
             connection.connection_lost(None)
         assert not listener.table.leaving
-        assert listener.table.refused == 100
+        assert (listener.counted("_refused_total"), listener.counted("")) == (100, 2)
         go.set()
         for connection, wire in busy:
             await until_idle(connection)
@@ -320,7 +330,7 @@ def test_idle_connections_give_way_to_new_ones() -> None:
         _, wire = listener.accept()
         assert wire.writes == []
         assert sum(old.closed for _, old in idle) == 2
-        assert listener.table.refused == 0
+        assert (listener.counted("_refused_total"), listener.counted("")) == (0, 15)
 
     asyncio.run(story())
 

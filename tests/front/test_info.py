@@ -92,6 +92,8 @@ def test_metrics_join_engine_and_front(front: RunningFront) -> None:
     text = front.http.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert "serinus:num_running_reqs" in families
+    (open_connections,) = families["serinus:http_connections"].samples
+    assert open_connections.value >= 1
     requests = families["serinus:http_requests"].samples
     served = [s.value for s in requests if s.labels["path"] == "/v1/completions" and s.labels["status"] == "200"]
     assert sum(served) >= 1
