@@ -227,9 +227,12 @@ class Call:
             queue.close()
 
     async def run(self) -> None:
-        """Read until the end; the answers are in `sequences`."""
+        """Read until the end; the answers are in `sequences`. Raises what `events` does, and where all have failed."""
         async for _ in self.events():
             pass
+        failures = [sequence.failure for sequence in self.sequences]
+        if failures[0] is not None and all(failures):  # each after a token, which a stream would have shown
+            raise failures[0]
 
     def _take(self, delta: TokenDelta, now: float) -> Event | None:
         sequence = self._open.get(delta.rid)
