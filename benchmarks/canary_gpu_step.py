@@ -98,12 +98,12 @@ def attend(case: Case, layer: int, choice: Tiling, watched: tuple[Tensor, Tensor
     digest = None
     if watched is not None:
         due, sums = watched
-        digest = LayerDigest(factors=case.packed[layer], due_7B=due, sums_22E=sums, page_size=PAGE)
+        digest = LayerDigest(factors=case.packed[layer], due_7B=due, sums_P22E=sums, page_size=PAGE)
     return case.ops.watched_attention(case.q, *case.kv[layer], case.table, case.batch, SCALE, digest, choice)
 
 
 def new_sums(entries: int) -> Tensor:
-    return torch.zeros((2, 2, entries), dtype=torch.int32, device="cuda")
+    return torch.zeros((1, 2, 2, entries), dtype=torch.int32, device="cuda")
 
 
 def step(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,8 @@ from serinus.canary.coverage import DuePages, pieces
 from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
 from serinus.core.parts import Part
-from serinus.kernels import Kernels, StampLane
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane
 from serinus.models import ForwardBatch
-
-_EARLY_BYTES: Final = 1 << 20
-"""So much KV of one layer is worth a call of its own: the layer, which is computed next, finds it in a cache."""
 
 __all__ = ["CanaryHook", "Entries", "Faults", "StepChecks", "WriteCheck"]
 
@@ -85,8 +82,7 @@ class CanaryHook:
         self._faults = faults
         self._checks: StepChecks | None = None
         self._batch: ForwardBatch | None = None
-        self._early: dict[Part, bool] = {}
-        self._is_early = self._has_begun = False
+        self._is_watching = self._has_begun = False
         of_layer = sorted((i, part, at) for part, lanes in parts.items() for at, i in enumerate(lanes.layer_ids))
         self._of_layer = [(part, at) for _, part, at in of_layer]
         """Part of each layer of this rank, and its number within that part."""
@@ -96,14 +92,15 @@ class CanaryHook:
         self._checks, self._has_begun = checks, False
 
     def abandon(self) -> Mapping[Part, DuePages]:
-        """The forward pass was broken off. Where it had begun, what it was to verify is verified to the end, and no
-        TAIL is written for its rows; else returns what was due and not looked at."""
-        checks, self._checks, self._batch = self._checks, None, None
+        """The forward pass was broken off. Where it had begun, what it was to verify is verified to the end, by bytes
+        as they are now, and no TAIL is written for its rows; else returns what was due and not looked at."""
+        checks, self._checks, self._batch, self._is_watching = self._checks, None, None, False
         if checks is None:
             return {}
         if not self._has_begun:
             return checks.due
         for lanes in self._parts.values():
+            lanes.watch.drop_digests()  # the attention that was broken off may have made some of its own
             lanes.watch.verify(StampLane.TAIL_K)
         return {}
 
@@ -112,23 +109,24 @@ class CanaryHook:
         self._batch = batch
 
     def before_layer(self, layer_index: int) -> None:
-        """Before the first layer: HEAD is verified, then written. Where much of a layer is verified it is digested
-        now: attention then finds its bytes in a cache, and they are read from memory once."""
-        if not layer_index:
-            checks, batch = self._checks, self._batch
-            self._is_early = False
-            if checks is None or batch is None:
-                return
-            self._begin(checks, batch)
-        if not self._is_early:
+        """Before the first layer: HEAD is verified, then written."""
+        if layer_index:
             return
+        self._is_watching = self._checks is not None and self._batch is not None
+        if self._checks is not None and self._batch is not None:
+            self._begin(self._checks, self._batch)
+
+    def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
+        """What attention digests as it reads. Where it cannot and much of a layer is verified, that is digested now:
+        attention then finds its bytes in a cache, and they are read from memory once."""
+        if not self._is_watching:
+            return None
         part, at = self._of_layer[layer_index]
-        if self._early[part]:
-            self._parts[part].watch.digest(at)
+        return self._parts[part].watch.reads(at, attention)
 
     def after(self, batch: ForwardBatch) -> None:
         """After the last layer: TAIL is verified, with the KV itself where that is digested, then written."""
-        checks, self._checks, self._batch = self._checks, None, None
+        checks, self._checks, self._batch, self._is_watching = self._checks, None, None, False
         if checks is None:
             return
         for lanes in self._parts.values():
@@ -145,8 +143,6 @@ class CanaryHook:
         for part, lanes in self._parts.items():
             watch = lanes.watch
             watch.expand(pieces(checks.due[part], self._entries_max))
-            self._early[part] = lanes.early_bytes * watch.entry_count >= _EARLY_BYTES
-            self._is_early |= self._early[part]
             watch.verify(StampLane.HEAD_K)
             watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B)
             watch.write(StampLane.HEAD_K)

@@ -40,8 +40,6 @@ class PartLanes:
     """Violations found by the sweep."""
     writing: Ring
     """Tokens that differ from those of the token oracle."""
-    early_bytes: int
-    """Of a slot in one layer, k and v, where all of them are digested; else 0."""
     watch: Watch
     """Verifies and writes around the forward pass, into `running`."""
 
@@ -79,7 +77,6 @@ def lanes_of(
         layers_kv=pool.layers,
         layer_ids=layer_ids,
         head_ids=head_ids,
-        early_bytes=spec.slot_bytes // spec.layer_count if settings.real_data == "all" else 0,
         stamps_LS4=pool.stamps_LS4,
         table_RC=table.table,
         coefficients_L22W=coefficients,

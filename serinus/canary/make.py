@@ -16,7 +16,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.line import CommandLine
 from serinus.core.parts import Part
 from serinus.core.settings import CanarySettings, coverage_stride
-from serinus.kernels import load
+from serinus.kernels import load, warm
 from serinus.models import ModelSpec
 from serinus.parallel import Shard
 from serinus.pool import DevicePool, HostPool, RequestTable
@@ -53,6 +53,10 @@ def make_canary_rank(
     if plan is None and settings.kv_canary_perturb_api:
         plan = PerturbPlan()
     tier = {part: pool.data_PY for part, pool in host.items()}
+    kernels = load(device)
+    if settings.kv_canary_real_data == "all":  # else the first decode step would wait for what digests in attention
+        shape = (spec.head_size, spec.head_count // spec.kv_head_count)
+        warm(kernels, shapes=(shape,), dtype=pools[Part.FULL].spec.dtype, watched=True)
     return CanaryRank(
         CheckSettings(
             page_size=config.memory.page_size,
@@ -67,7 +71,7 @@ def make_canary_rank(
         pools,
         tables,
         {part: [shard.layers.start + layer for layer in own.layers_of(part)] for part in own.parts},
-        load(device),
+        kernels,
         perturber=None if plan is None else Perturber(plan, host=tier),
         oracle=oracle,
         head_ids=shard.kv_heads,

@@ -6,12 +6,14 @@ from enum import IntEnum, IntFlag
 
 from torch import Tensor
 
-__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
+__all__ = ["ANCHOR", "EARLY_BYTES", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
 
 ANCHOR = 0x5E41
 """The previous hash of position 0."""
 UNKNOWN = -1
 """A previous slot, or a token, that is not known here and so not checked."""
+EARLY_BYTES = 1 << 20
+"""So much KV of one layer is worth a digest of its own just before attention reads it: it is then found in a cache."""
 RING_FIELDS = 12
 """lane, reasons, slot, position, stored position, stored token, expected token, stored hash, expected hash, stored
 digest, found digest, sequence."""
@@ -60,7 +62,7 @@ def differing(  # type: ignore[no-untyped-def]  # Triton would read annotations 
     )
 
 
-def packed_sums(sums_22E: Tensor) -> Tensor:
+def packed_sums(sums_P22E: Tensor) -> Tensor:
     """Digests [E, 2] as `canary_digest` gives them, of the sums that `watched_attention` has added up."""
-    low, high = (sums_22E[:, i].long() & 0xFFFFFFFF for i in range(2))
+    low, high = (sums_P22E[:, :, i].long().sum(0) & 0xFFFFFFFF for i in range(2))
     return (low | high << 32).T.contiguous()

@@ -163,20 +163,18 @@ def check_watched_attention(
     batch: AttentionBatch,
     digest: LayerDigest | None,
 ) -> None:
-    """Raise ValueError: as check_paged_attention, or there is not one query a sequence, or the digest is of others."""
+    """Raise ValueError: as check_paged_attention, or the digest is of others."""
     check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch)
-    count = batch.sequence_count
-    if q_BND.shape[0] != count:
-        raise ValueError(f"kernels: {q_BND.shape[0]} queries of {count} sequences, expected one of each")
     if digest is None:
         return
-    due, sums = digest.due_7B, digest.sums_22E
+    due, sums, count = digest.due_7B, digest.sums_P22E, batch.sequence_count
     if due.shape != (7, count) or due.dtype != torch.int64 or not due.is_contiguous():
         raise ValueError(f"kernels: due {due.dtype} {tuple(due.shape)}, expected int64 (7, {count}), contiguous")
-    if sums.shape[:-1] != (2, 2) or sums.dtype != torch.int32 or not sums.is_contiguous() or digest.page_size < 1:
+    is_shaped = sums.dim() == 4 and len(sums) > 0 and sums.shape[1:3] == (2, 2)
+    if not is_shaped or sums.dtype != torch.int32 or not sums.is_contiguous() or digest.page_size < 1:
         raise ValueError(
             f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int32 "
-            "[2, 2, E], contiguous, and at least 1"
+            "[P, 2, 2, E], contiguous, and at least 1"
         )
     lanes = k_pool_SHD[0].numel() * k_pool_SHD.element_size() // 2
     if digest.factors.lane_count != lanes:

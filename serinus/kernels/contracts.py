@@ -77,10 +77,12 @@ class LayerDigest:
     factors: PackedFactors
     """The coefficients of this layer."""
     due_7B: Tensor
-    """As `canary_plan` takes it; one column for every sequence of the batch, in its order."""
-    sums_22E: Tensor
-    """int32 [half, sum, E], of the slots that `canary_plan` names; zeros before the first layer, each adds its own
-    modulo 2**32. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is not defined."""
+    """As `canary_plan` takes it; one column for every sequence of the batch, in its order. Positions [low, high) that
+    are due are such as its query sees; none of a sequence with several queries (low = high)."""
+    sums_P22E: Tensor
+    """int32 [P, half, sum, E], of the slots that `canary_plan` names; zeros before the first layer, each adds its own
+    modulo 2**32. P >= 1: a kernel that cuts the heads over threads uses all P, others the first; the digest is the sum
+    over P. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is not defined."""
     page_size: int
     """Positions of a page."""
 
@@ -154,6 +156,8 @@ class WatchedAttention(Protocol):
         scale: float,
         digest: LayerDigest | None = None,
         tiling: Tiling | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...
 
 
@@ -180,8 +184,8 @@ class Watch(Protocol):
         watch.verify(StampLane.HEAD_K)     their stamps, without digests
         watch.stand(slots, ...)            the tokens that this pass computes
         watch.write(StampLane.HEAD_K)      their stamps
-        watch.digest(layer)                optional, layer by layer, in order, before attention reads those bytes
-        watch.verify(StampLane.TAIL_K)     with the digests of all layers; those not digested yet are digested now
+        watch.reads(layer, batch)          optional, layer by layer, in order, before attention reads those bytes
+        watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
         watch.write(StampLane.TAIL_K)
 
     It knows no requests and waits for no device.
@@ -195,8 +199,14 @@ class Watch(Protocol):
         the pass before are forgotten."""
         ...
 
-    def digest(self, layer: int) -> None:
-        """Digest one more layer of what was expanded; from 0 on, without gaps."""
+    def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
+        """Attention is about to read a layer, for these queries. What it gets it must hand to `watched_attention` of
+        the same column: that digests what it reads, and no pass reads it a second time. None: it attends as ever; much
+        to digest is digested now, so that attention finds it in a cache."""
+        ...
+
+    def drop_digests(self) -> None:
+        """Forget the digests of this pass: attention may have ended in the middle of one. All are made anew."""
         ...
 
     def verify(self, lane: int) -> None:

@@ -93,7 +93,8 @@ class Kernels:
     pack_factors: Callable[[Tensor, int], PackedFactors]
     """(coefficients_22W, kv_heads) -> packed"""
     watched_attention: WatchedAttention
-    """(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, digest=None, tiling=None) -> out_BND"""
+    """(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, digest=None, tiling=None, window=None,
+    softcap=None) -> out_BND"""
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
@@ -120,8 +121,14 @@ class Kernels:
     """(stamps_LS4, lane, slots_T, positions_T, tokens_T, q_starts_B1, table_RC, rows_B, digests_T2)"""
     canary_watch: MakeWatch
     """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size) -> Watch"""
-    warmer: Callable[[Sequence[tuple[int, int]], torch.dtype], None] | None = None
-    """(head size, query heads per KV head, dtype): makes the machine code of all ops ready; None: there is none."""
+    warmer: Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None = None
+    """([(head size, query heads per KV head)], dtype, watched): makes the machine code of all ops ready; None: there is
+    none."""
+
+    @property
+    def digests_reads(self) -> bool:
+        """Whether `watched_attention` may stand in for `paged_attention`: both are kernels of one column."""
+        return self.columns["watched_attention"] == self.columns["paged_attention"] != "ref"
 
     def summary(self) -> str:
         """Which ops run on which column, in words: for the log at start and for `serinus doctor`."""
@@ -168,21 +175,23 @@ _USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 
 
 
 def warm(
-    kernels: Kernels, *, shapes: Sequence[tuple[int, int]] = _USUAL_SHAPES, dtype: torch.dtype = torch.bfloat16
-) -> None:
+    kernels: Kernels, *, shapes: Sequence[tuple[int, int]] = _USUAL_SHAPES, dtype: torch.dtype = torch.bfloat16,
+    watched: bool = False,
+) -> None:  # fmt: skip
     """Make the machine code ready: compiled once, from the disk ever after. Idempotent.
 
     Args:
         kernels: from `load`.
         shapes: (head size, query heads per KV head) of models; none = only what does not depend on the model.
         dtype: torch.bfloat16 or torch.float32.
+        watched: of these shapes nothing but attention that digests what it reads, for the canary.
     Raises:
         ConfigError: there is no place to keep compiled kernels.
     Cost: half a second from the disk; the first time about 20 s, 10 s of them for what does not depend on the model.
     What was not warmed is compiled at first use.
     """
     if kernels.warmer is not None:
-        kernels.warmer(shapes, dtype)
+        kernels.warmer(shapes, dtype, watched)
 
 
 def _find(op: str, column: str) -> tuple[Any, str]:
@@ -203,7 +212,7 @@ def _module(column: str, file: str) -> ModuleType | None:
     return import_module(name) if find_spec(name) is not None else None
 
 
-def _warmer(column: str) -> Callable[[Sequence[tuple[int, int]], torch.dtype], None] | None:
+def _warmer(column: str) -> Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None:
     module = _module(column, "warm")
-    found: Callable[[Sequence[tuple[int, int]], torch.dtype], None] | None = getattr(module, "warm", None)
+    found: Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None = getattr(module, "warm", None)
     return found

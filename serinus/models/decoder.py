@@ -154,10 +154,12 @@ class Decoder:
                 residual_TE = residual_TE.index_select(0, batch.wanted_W)
                 if not len(q_TND):
                     break
-            table_RC = tables[layer.part]
-            mixed_TND = kernels.paged_attention(
-                q_TND, k_SHD, v_SHD, table_RC, attention, self._scale, layer.window, cap
-            )
+            inputs = q_TND, k_SHD, v_SHD, tables[layer.part], attention, self._scale
+            digest = hook.reads(i, attention) if kernels.digests_reads else None
+            if digest is None:
+                mixed_TND = kernels.paged_attention(*inputs, layer.window, cap)
+            else:
+                mixed_TND = kernels.watched_attention(*inputs, digest, None, layer.window, cap)
             x_TE = total(kernels.linear(mixed_TND.view(len(mixed_TND), -1), layer.output))
             if layer.attention_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from serinus.kernels import AttentionBatch, LayerDigest
 from serinus.models.batch import ForwardBatch
 
 __all__ = ["ForwardHook", "NullHook", "compose_hooks"]
@@ -22,6 +23,11 @@ class ForwardHook(Protocol):
         """No KV of this layer, old or new, is touched before this returns. Layers come in order, each once a pass."""
         ...
 
+    def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
+        """Asked before attention reads a layer, by models whose attention can digest as it reads: what of it to digest,
+        and where its sums go. None: nothing. A model that asks must have it done."""
+        ...
+
     def after(self, batch: ForwardBatch) -> None:
         """All layers ran: the KV of the batch is in the pool."""
         ...
@@ -35,6 +41,9 @@ class NullHook:
 
     def before_layer(self, layer_index: int) -> None:
         pass
+
+    def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
+        return None
 
     def after(self, batch: ForwardBatch) -> None:
         pass
@@ -53,6 +62,11 @@ class _Hooks:
     def before_layer(self, layer_index: int) -> None:
         for hook in self._hooks:
             hook.before_layer(layer_index)
+
+    def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
+        wanted = [digest for hook in self._hooks if (digest := hook.reads(layer_index, attention)) is not None]
+        assert len(wanted) <= 1, f"models: {len(wanted)} hooks want layer {layer_index} digested, expected one"
+        return wanted[0] if wanted else None
 
     def after(self, batch: ForwardBatch) -> None:
         for hook in reversed(self._hooks):

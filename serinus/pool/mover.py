@@ -279,6 +279,9 @@ class LayerGate:
         for copy in self._loads:
             self._mover.wait_layer(copy, layer_index)
 
+    def reads(self, layer_index: int, attention: object) -> None:
+        """Nothing of it is digested for the gate."""
+
     def after(self, batch: object) -> None:
         """Nothing is waited for any more."""
         self._loads = ()

@@ -102,5 +102,8 @@ class StrayWrites:
     def before_layer(self, layer_index: int) -> None:
         """It happens before the first one."""
 
+    def reads(self, layer_index: int, attention: object) -> None:
+        """Nothing of it is digested."""
+
     def after(self, batch: ForwardBatch) -> None:
         """It happens before the layers."""

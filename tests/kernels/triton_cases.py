@@ -75,15 +75,15 @@ def watched_attention(seed: int, device: str) -> str:
         context_B=torch.tensor(contexts, device=device),
     )
     slots = ref.canary_plan(table, due, entries, page_size=page)[0]
-    whole, stood_in = (torch.zeros((2, 2, entries), dtype=torch.int32, device=device) for _ in range(2))
+    whole, stood_in = (torch.zeros((1, 2, 2, entries), dtype=torch.int32, device=device) for _ in range(2))
     wrong = ""
     for layer, (k, v) in enumerate(kv):
         inputs = (q, k, v, table, attention, 0.25)
         given = {"due_7B": due, "page_size": page}
-        digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_22E=whole, **given)
+        digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_P22E=whole, **given)
         found = fast.watched_attention(*inputs, digest, TILING)
         plain = fast.watched_attention(*inputs, None, TILING)
-        digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_22E=stood_in, **given)
+        digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_P22E=stood_in, **given)
         expected = ref.watched_attention(*inputs, digest)
         if not torch.allclose(found.float(), expected.float(), atol=0.03):
             wrong += f" attention of layer {layer} by {float((found.float() - expected.float()).abs().max()):.3f}"

@@ -120,6 +120,9 @@ class Diary:
     def before_layer(self, layer_index: int) -> None:
         self._note(f"layer {layer_index}")
 
+    def reads(self, layer_index: int, attention: object) -> None:
+        """Nothing is digested for a diary."""
+
     def after(self, batch: ForwardBatch) -> None:
         self._note("after")
 

@@ -1,23 +1,35 @@
 """The canary's watch with buffers and addresses that stay: a decode step has few slots to verify, and then the calls of
-the kernels cost more than the kernels."""
+the kernels cost more than the kernels.
+
+Sequences with one query that attention can watch are digested by it, as it reads them; the others by a pass of their
+own, before attention reads the layer where that is much. Both kinds of sums meet in verify.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import StampLane
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.canary import EARLY_BYTES, StampLane
 from serinus.kernels.checks import check_digest
-from serinus.kernels.contracts import CanaryOps, LayersKv, Watch
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch
 from serinus.kernels.cpu import canary as kernels
+from serinus.kernels.cpu.paged_attention import cuts_of, watches
+from serinus.kernels.cpu.watched_attention import pack_factors
+from serinus.kernels.packed import PackedFactors
 
 __all__ = ["canary_watch"]
 
 _WORD = 8
+_Span = tuple[int, int]
+"""Entries: the first, how many."""
 
 
 def canary_watch(
@@ -32,6 +44,18 @@ def canary_watch(
     return _CpuWatch(table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What is digested how, of the layers that one attention batch reads."""
+
+    batch: AttentionBatch
+    due_7B: Tensor
+    """Of the sequences that attention watches, in the batch's order."""
+    has_watched: bool
+    rest: tuple[_Span, ...]
+    """What attention does not digest."""
+
+
 class _CpuWatch:
     """The argument structures of the kernels, filled once; of each pass only what differs is written into them."""
 
@@ -41,36 +65,87 @@ class _CpuWatch:
     ) -> None:  # fmt: skip
         self._holds = (table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring)
         self._pools = _Pools(layers_kv, coefficients_L22W) if coefficients_L22W is not None else None
-        self._plan = (table_RC.data_ptr(), table_RC.shape[1], page_size)
+        self._page_size, self._row_count = page_size, len(table_RC)
+        plan = (table_RC.data_ptr(), table_RC.shape[1])
         rows_QF, count_1, checked_L = ring
-        self._stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
-        self._ring = (rows_QF.data_ptr(), len(rows_QF), count_1.data_ptr(), checked_L.data_ptr())
-        self._pieces: list[_Piece] = []
-        self._live = 0
-        self._digested = 0
+        stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
+        rings = (rows_QF.data_ptr(), len(rows_QF), count_1.data_ptr(), checked_L.data_ptr())
+        self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size)
+        self._verify = kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *rings, 0, kernels.VERIFY_STEP, 0, 0)
+        self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
+        self._words = np.empty(0, np.int64)
+        self._columns_7C = np.empty((7, 0), np.int64)
         self._sums_T2 = np.empty((0, 2), np.int64)
         self._batch: list[Tensor] = []
-        self._write = kernels.Write(0, *self._stamps, 0, 0, 0, 0, 0, 0, *self._plan[:2], 0, 0, 0)
         self.entry_count = 0
+        self._reading: _Reading | None = None
+        """Of the batch that was asked about last."""
+        self._sums_P22E: Tensor | None = None
+        """What attention digests; None: nothing in this pass."""
+        self._all: tuple[_Span, ...] = ()
+        """All entries of this pass."""
+        self._left: list[tuple[int, int, tuple[_Span, ...]]] = []
+        """First layer, end, entries: what is to be digested by a pass of its own."""
+        self._taken = 0
+        """Layers of this pass of which that is settled."""
+        self._has_digests = False
+        """Whether sums lie behind the entries."""
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
-        self._live, self._digested, self.entry_count = 0, 0, 0
-        for columns, count in due:
-            if self._live == len(self._pieces):
-                self._pieces.append(_Piece(self._plan, self._stamps, self._ring))
-            self._pieces[self._live].expand(columns, count)
-            self._live += 1
-            self.entry_count += count
+        """The pieces are put together again: what they would save is kept from pass to pass anyway."""
+        columns, begin = [], 0
+        for piece, count in due:
+            columns.append(piece if not begin else piece + np.array([[0]] * 6 + [[begin]]))
+            begin += count
+        self.entry_count = count = begin
+        self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
+        self.drop_digests()
+        if not count:
+            return
+        # Slots, positions, previous slots, names, then two sums each.
+        if len(self._words) < 6 * count:
+            self._words = np.empty(12 * count, np.int64)
+        base, plan, verify = self._words.ctypes.data, self._plan, self._verify
+        plan.ticket, plan.due, plan.out = 0, self._columns_7C.ctypes.data, base
+        plan.sequence_count, plan.entry_count = self._columns_7C.shape[1], count
+        kernels.run_plan(plan)
+        verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
+        verify.count = count
 
-    def digest(self, layer: int) -> None:
-        self._digest_to(layer + 1)
+    def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
+        pools = self._pools
+        if pools is None or not self.entry_count:
+            return None
+        reading = self._reading
+        if reading is None or reading.batch is not batch:
+            reading = self._reading = self._read_by(batch, pools)
+        self._leave(layer, self._all)
+        self._leave(layer + 1, reading.rest)
+        if sum(count for _, count in reading.rest) * pools.row_bytes >= EARLY_BYTES:
+            self._digest_left()
+        if not reading.has_watched or self._sums_P22E is None:
+            return None
+        return LayerDigest(
+            factors=pools.packed[layer], due_7B=reading.due_7B, sums_P22E=self._sums_P22E, page_size=self._page_size
+        )
+
+    def drop_digests(self) -> None:
+        self._reading, self._sums_P22E, self._left, self._taken, self._has_digests = None, None, [], 0, False
+        self._all = ((0, self.entry_count),) if self.entry_count else ()
 
     def verify(self, lane: int) -> None:
-        with_digests = lane >= StampLane.TAIL_K and self._pools is not None
-        if with_digests and self._pools is not None:
-            self._digest_to(self._pools.layer_count)
-        for piece in self._pieces[: self._live]:
-            piece.verify(lane, with_digests=with_digests)
+        if not self.entry_count:
+            return
+        arguments, pools = self._verify, self._pools
+        arguments.ticket, arguments.lane, arguments.digests, arguments.cuts = 0, lane, 0, 0
+        if lane >= StampLane.TAIL_K and pools is not None:
+            self._leave(pools.layer_count, self._all)
+            self._digest_left()
+            if self._has_digests:
+                arguments.digests = self._digests_at
+            if self._sums_P22E is not None:
+                arguments.sums, arguments.cuts = self._sums_P22E.data_ptr(), len(self._sums_P22E)
+        kernels.run_verify(arguments)
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor
@@ -91,16 +166,64 @@ class _CpuWatch:
             if len(self._sums_T2) < count:
                 self._sums_T2 = np.empty((2 * count, 2), np.int64)
             arguments.digests = self._sums_T2.ctypes.data
-            pools.digest(arguments.slots, arguments.digests, count, 0, pools.layer_count)
+            pools.digest(arguments.slots, arguments.digests, count, 0, pools.layer_count, adds=False)
         kernels.run_write(arguments)
 
-    def _digest_to(self, end: int) -> None:
-        first, pools = self._digested, self._pools
-        if pools is None or end <= first:
+    # ---- what is digested how -----------------------------------------------------------------------------------
+
+    def _read_by(self, batch: AttentionBatch, pools: _Pools) -> _Reading:
+        """Attention digests the sequences that have one query in this batch: that sees all that is due of them."""
+        columns = self._columns_7C
+        rows, counts = batch.rows_B.numpy(), batch.q_starts_B1.diff().numpy()
+        column_of = np.full(self._row_count, -1)
+        column_of[columns[1]] = np.arange(columns.shape[1])
+        places = column_of[rows]
+        watched = (places >= 0) & (counts == 1) if pools.packed else np.zeros(len(rows), np.bool_)
+        due_7B = np.zeros((7, len(rows)), np.int64)
+        due_7B[:, watched] = columns[:, places[watched]]
+        if watched.any() and self._sums_P22E is None:
+            seen = due_7B[3] - due_7B[2]
+            cuts = cuts_of(seen[watched].tolist(), pools.kv_heads)
+            self._sums_P22E = torch.zeros((cuts, 2, 2, self.entry_count), dtype=torch.int32)
+        left = np.ones(columns.shape[1], np.bool_)
+        left[places[watched]] = False
+        ends = np.append(columns[6, 1:], self.entry_count)
+        rest = tuple([(begin, end - begin) for begin, end in np.stack((columns[6], ends), 1)[left].tolist()])
+        return _Reading(
+            batch=batch,
+            due_7B=torch.from_numpy(due_7B),
+            has_watched=bool(watched.any()),
+            rest=self._all if left.all() else rest,
+        )
+
+    def _leave(self, end: int, spans: tuple[_Span, ...]) -> None:
+        """Of the layers up to `end` that are not settled, these entries are to be digested by a pass of their own."""
+        if end > self._taken:
+            first = self._taken
+            if spans and self._left and self._left[-1][1:] == (first, spans):
+                first = self._left.pop()[0]
+            if spans:
+                self._left.append((first, end, spans))
+            self._taken = end
+
+    def _digest_left(self) -> None:
+        """Digest what was left; sums are added to those of other layers."""
+        left, self._left = self._left, []
+        pools = self._pools
+        if not left or pools is None:
             return
-        self._digested = end
-        for piece in self._pieces[: self._live]:
-            pools.digest(piece.slots_at, piece.sums_at, piece.count, first, end)
+        count = self.entry_count
+        if not self._has_digests:
+            self._words[4 * count : 6 * count] = 0
+            self._has_digests = True
+        for first, end, spans in left:
+            for begin, entries in spans:
+                slots_at = self._words.ctypes.data + begin * _WORD
+                pools.digest(slots_at, self._digests_at + begin * 2 * _WORD, entries, first, end, adds=True)
+
+    @property
+    def _digests_at(self) -> int:
+        return self._words.ctypes.data + 4 * _WORD * self.entry_count
 
 
 class _Pools:
@@ -115,44 +238,21 @@ class _Pools:
         self._factors = coefficients_L22W.data_ptr()
         self._factor_bytes = coefficients_L22W[0].numel() * coefficients_L22W.element_size()
         pool = layers_kv[0][0]
-        slot_bytes = pool.stride(0) * pool.element_size()
-        self._digest = kernels.Digest(0, 0, 0, 0, 0, 0, 0, coefficients_L22W.shape[-1], slot_bytes, 0, 0, 0)
+        slot_bytes, lanes = pool.stride(0) * pool.element_size(), coefficients_L22W.shape[-1]
+        self._digest = kernels.Digest(0, 0, 0, 0, 0, 0, 0, lanes, slot_bytes, 0, 0, 0)
+        self.row_bytes = 4 * lanes
+        """Of a slot in one layer, as far as it is digested."""
+        self.kv_heads, size = pool.shape[1:]
+        self.packed: list[PackedFactors] = []
+        """Factors for attention that watches, by layer; none where it does not."""
+        if 2 * lanes == slot_bytes and watches(size, 1, pool.dtype):
+            self.packed = [pack_factors(factors_22W, self.kv_heads) for factors_22W in coefficients_L22W]
 
-    def digest(self, slots_at: int, sums_at: int, count: int, first: int, end: int) -> None:
-        """Of layers first .. end - 1; those behind the first are added."""
+    def digest(self, slots_at: int, sums_at: int, count: int, first: int, end: int, *, adds: bool) -> None:
+        """Of layers first .. end - 1."""
         arguments = self._digest
-        arguments.ticket, arguments.adds = 0, int(first > 0)
+        arguments.ticket, arguments.adds = 0, int(adds)
         arguments.pools = ctypes.addressof(self._addresses) + first * 2 * _WORD
         arguments.coefficients = self._factors + first * self._factor_bytes
         arguments.slots, arguments.out, arguments.count, arguments.layers = slots_at, sums_at, count, end - first
         kernels.run_digest(arguments)
-
-
-class _Piece:
-    """Slots that are verified together: one piece of a plan."""
-
-    def __init__(self, plan: tuple[int, int, int], stamps: tuple[int, int], ring: tuple[int, int, int, int]) -> None:
-        table, columns, page_size = plan
-        self._plan = kernels.Plan(0, table, 0, 0, 0, 0, columns, page_size)
-        self._verify = kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *ring, 0, kernels.VERIFY_STEP)
-        self._words = np.empty(0, np.int64)
-        self.count = self.slots_at = self.sums_at = 0
-
-    def expand(self, columns: NDArray[np.int64], count: int) -> None:
-        """Addresses follow from `count`: slots, positions, previous slots, names, then two sums each."""
-        if len(self._words) < 6 * count:
-            self._words = np.empty(12 * count, np.int64)
-        base, plan, verify = self._words.ctypes.data, self._plan, self._verify
-        self.count, self.slots_at, self.sums_at = count, base, base + 4 * _WORD * count
-        plan.ticket, plan.due, plan.out = 0, columns.ctypes.data, base
-        plan.sequence_count, plan.entry_count = columns.shape[1], count
-        kernels.run_plan(plan)
-        verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
-        verify.count = count
-
-    def verify(self, lane: int, *, with_digests: bool) -> None:
-        """Against the stamps of that lane."""
-        arguments = self._verify
-        arguments.ticket, arguments.lane = 0, lane
-        arguments.digests = self.sums_at if with_digests else 0
-        kernels.run_verify(arguments)

@@ -21,16 +21,22 @@ import numpy as np
 import torch
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
-from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, narrow
+from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
+from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
 
-__all__ = ["decode_body", "serves"]
+__all__ = ["UNIT_FIELDS", "decode_body", "serves"]
 
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
 _GROUP = 16
 """Positions that are computed together."""
-_FIELDS = 15
+UNIT_FIELDS = 8
+"""Of a work item: row, context, token, first KV head, end of KV heads, first position that it sees, sequence in the
+batch, number of its cut of the heads."""
+_FIELDS, _WATCHED_FIELDS = 15, 22
+_MISSING = -1
+"""In place of an entry: the position is not due."""
 
 
 def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
@@ -40,19 +46,71 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
     )
 
 
+@inlined(fastmath=set())
+def _find_entries(entries: Any, due: Any, batch: Any, b: Any, start: Any, count: Any, page_size: Any) -> None:
+    """entries[p] = where the sums of position start + p of sequence b go, for p < `count`; behind, and where nothing
+    is due, _MISSING. Page by page: no division a position."""
+    low, high, first = due[2 * batch + b], due[3 * batch + b], due[4 * batch + b]
+    stride, begin = due[5 * batch + b], due[6 * batch + b]
+    page, inside, entry = start // page_size, start % page_size, _MISSING
+    for p in range(_BLOCK):
+        if inside == page_size:
+            page, inside = page + 1, 0
+        if p == 0 or inside == 0:
+            entry = _MISSING
+            if stride > 0 and page >= first and (page - first) % stride == 0:
+                entry = begin + (page - first) // stride * page_size
+        is_due = entry >= 0 and p < count and low <= start + p < high
+        entries[p] = entry + inside if is_due else _MISSING
+        inside += 1
+
+
+@inlined(fastmath=set())
+def _is_due(entries: Any, first: Any) -> Any:
+    """Whether any of 16 positions is."""
+    largest = entries[first]
+    for p in range(first, first + _GROUP):
+        largest = max(largest, entries[p])
+    return largest >= 0
+
+
+@inlined(fastmath=set())
+def _add_sums(sums: Any, entry_count: Any, entries: Any, first: Any, found: Any) -> None:
+    """Add both sums of 16 rows to those of their entries. sums: int32 [2, E] at an address."""
+    if entries[first] >= 0 and entries[first + _GROUP - 1] == entries[first] + _GROUP - 1:
+        low = carray(at(sums + entries[first] * 4), _GROUP, np.int32)
+        high = carray(at(sums + (entry_count + entries[first]) * 4), _GROUP, np.int32)
+        for p in range(_GROUP):
+            low[p] += found[p]
+        for p in range(_GROUP):
+            high[p] += found[_GROUP + p]
+        return
+    both = carray(at(sums), 2 * entry_count, np.int32)
+    for p in range(_GROUP):
+        entry = entries[first + p]
+        if entry >= 0:
+            both[entry] += found[p]
+            both[entry_count + entry] += found[_GROUP + p]
+
+
 @cache
-def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> Body:
-    """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh."""
-    half = size // 2
+def decode_body(size: int, group: int, capped: bool, watched: bool = False, version: int = VERSION) -> Body:
+    """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh.
+
+    `watched`: the rows that are due are digested too, 16 positions right after attention read them, from the cache.
+    More arguments follow then: packed factors, bias, due_7B, sums_P22E, E, page size, B.
+    """
+    half, blocks = size // 2, size // BLOCK
+    field_count = _WATCHED_FIELDS if watched else _FIELDS
 
     def attend(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, _FIELDS, np.int64)
-        scale = np.float32(carray(args, _FIELDS, np.float64)[13])
-        cap = np.float32(carray(args, _FIELDS, np.float64)[14])
+        a = carray(args, field_count, np.int64)
+        scale = np.float32(carray(args, field_count, np.float64)[field_count - 2])
+        cap = np.float32(carray(args, field_count, np.float64)[field_count - 1])
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
-        units = carray(at(a[7]), (unit_count, 6), np.int64)
+        units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
         row_bytes = kv_heads * size * 2
         total = np.empty(heads * size, np.float32)
         score = np.empty(heads * _BLOCK, np.float32)
@@ -60,6 +118,10 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
         mass = np.empty(heads, np.float32)
         shrink = np.empty(heads, np.float32)
         rows = np.empty(_BLOCK + _GROUP, np.int64)
+        entries = np.empty(_BLOCK, np.int64)
+        parts = np.zeros(_GROUP * 32, np.int32)
+        found = np.empty(2 * _GROUP, np.int32)
+        bias = np.zeros(4, np.int32)
         while True:
             u = fetch_add(a.ctypes.data, 1)
             if u >= unit_count:
@@ -70,6 +132,15 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
             total[head * group * size : head_end * group * size] = np.float32(0)
             top[head * group : head_end * group] = np.float32(-np.inf)
             mass[head * group : head_end * group] = np.float32(0)
+            if watched:
+                # Of the heads of this item; factors of head h and half i lie at (i * kv_heads + h) * size * 8 bytes.
+                sums = a[16] + units[u, 7] * a[17] * 16
+                lacking = carray(at(a[14]), 4 * kv_heads, np.int32)
+                bias[:] = 0
+                for i in range(2):
+                    for h in range(head, head_end):
+                        bias[2 * i] += lacking[(i * kv_heads + h) * 2]
+                        bias[2 * i + 1] += lacking[(i * kv_heads + h) * 2 + 1]
             for start in range(units[u, 5], context, _BLOCK):
                 count = min(_BLOCK, context - start)
                 for p in range(_BLOCK + _GROUP):  # those past the block are prefetched: its successor starts there
@@ -78,7 +149,11 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
                         a[12] = row + 1
                         return
                     rows[p] = slot * row_bytes
+                if watched:
+                    due = carray(at(a[15]), 7 * a[19], np.int64)
+                    _find_entries(entries, due, a[19], units[u, 6], start, count, a[18])
                 for p in range(0, count, _GROUP):
+                    is_due = watched and _is_due(entries, p)
                     pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
                     for h in range(head, head_end):
                         dots_16(
@@ -86,6 +161,14 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK, pool + h * (size * 2),
                             rows.ctypes.data + first * 8, size, group,
                         )  # fmt: skip
+                        if is_due:
+                            absorb_16_rows(
+                                a[2] + h * (size * 2), rows.ctypes.data + p * 8, a[13] + h * (size * 8),
+                                parts.ctypes.data, blocks,
+                            )  # fmt: skip
+                    if is_due:
+                        fold_16_sums(parts.ctypes.data, bias.ctypes.data, found.ctypes.data)
+                        _add_sums(sums, a[17], entries, p, found)
                 if capped:
                     for i in range(head * group * _BLOCK, head_end * group * _BLOCK):
                         score[i] = cap_score(score[i], cap)
@@ -99,6 +182,7 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
                         _BLOCK,
                     )
                 for p in range(0, count, _GROUP):
+                    is_due = watched and _is_due(entries, p)
                     pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
                     for h in range(head, head_end):
                         add_rows(
@@ -107,6 +191,14 @@ def decode_body(size: int, group: int, capped: bool, version: int = VERSION) -> 
                             total.ctypes.data + h * (group * size * 4), shrink.ctypes.data + h * (group * 4),
                             pool + h * (size * 2), rows.ctypes.data + first * 8, size, group,
                         )  # fmt: skip
+                        if is_due:
+                            absorb_16_rows(
+                                a[3] + h * (size * 2), rows.ctypes.data + p * 8, a[13] + (kv_heads + h) * (size * 8),
+                                parts.ctypes.data, blocks,
+                            )  # fmt: skip
+                    if is_due:
+                        fold_16_sums(parts.ctypes.data, bias.ctypes.data + 8, found.ctypes.data)
+                        _add_sums(sums + a[17] * 8, a[17], entries, p, found)
                     shrink[:] = np.float32(1)
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]

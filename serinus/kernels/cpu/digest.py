@@ -9,10 +9,20 @@ from typing import Any
 
 from numba import types
 
-from serinus.kernels.cpu.llvm import I32, I64, LANES, WORDS, call, load, prefetch, shifted, store
+from serinus.kernels.cpu.llvm import I32, I64, LANES, WORDS, call, fold, load, prefetch, shifted, splat, store
 from serinus.kernels.cpu.scalar import cgutils, intrinsic, ir
 
-__all__ = ["BLOCK", "ROWS", "add_packed", "ask_for", "digest_1", "digest_8", "digest_rows"]
+__all__ = [
+    "BLOCK",
+    "ROWS",
+    "absorb_16_rows",
+    "add_packed",
+    "ask_for",
+    "digest_1",
+    "digest_8",
+    "digest_rows",
+    "fold_16_sums",
+]
 
 ROWS = 4
 """Rows digested together: they share the loads of the factors."""
@@ -20,6 +30,7 @@ BLOCK = 32
 """Lanes of one turn of the inner loop: 64 bytes of each row."""
 
 _I16 = ir.IntType(16)
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
 
 
 def _load(builder: Any, address: Any, byte_count: int, kind: Any, align: int) -> Any:
@@ -65,6 +76,77 @@ def digest_rows(typingctx: Any, rows: Any, factors: Any, others: Any, blocks: An
         return context.get_dummy_value()
 
     return types.void(rows, factors, others, blocks, out), codegen
+
+
+@intrinsic
+def absorb_16_rows(typingctx: Any, base: Any, rows: Any, packed: Any, sums: Any, BLOCKS: Any) -> Any:
+    """Add the products of BLOCKS * BLOCK lanes of 16 rows to the sums of `fold_16_sums`.
+
+    rows: 16 int64 offsets, in bytes, of the rows from `base`. packed: int16 [BLOCKS, 4, BLOCK], the signed low and high
+    halves of the first and of the second factor. sums: int32 [16 rows, 2, 16].
+
+    A lane with its upper bit turned is a signed number, 2**15 less than the lane; its products with signed halves of a
+    factor are those that a processor adds up in pairs, twice as many at a time as whole products.
+    """
+    count = BLOCKS.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        base_at, rows_at, packed_at, sums_at = args[:4]
+        turned = ir.Constant(_SHORTS, [-32768] * (2 * LANES))
+        zero, sixteen = (ir.Constant(WORDS, [word] * LANES) for word in (0, 16))
+        with cgutils.for_range(builder, I64(LANES // ROWS), intp=I64) as loop:
+            first = builder.mul(loop.index, I64(ROWS * 8))
+            spots = [
+                builder.add(base_at, _load(builder, builder.add(rows_at, first), 8 * r, I64, 8)) for r in range(ROWS)
+            ]
+            begin = builder.add(sums_at, builder.mul(loop.index, I64(ROWS * 2 * 64)))
+            lanes = [
+                [builder.xor(_load(builder, spot, i * 2 * BLOCK, _SHORTS, 2), turned) for i in range(count)]
+                for spot in spots
+            ]
+            for which in range(2):
+                totals = [zero] * ROWS
+                for half in (1, 0):
+                    for i in range(count):
+                        factor = _load(builder, packed_at, (i * 4 + 2 * which + half) * 2 * BLOCK, _SHORTS, 2)
+                        for r in range(ROWS):  # the sum is part of the instruction where there is VNNI
+                            products = call(builder, "llvm.x86.avx512.pmaddw.d.512", WORDS, [lanes[r][i], factor])
+                            totals[r] = builder.add(totals[r], products)
+                    if half:
+                        for r in range(ROWS):
+                            before = _load(builder, begin, (r * 2 + which) * 64, WORDS, 4)
+                            totals[r] = builder.add(builder.shl(totals[r], sixteen), before)
+                for r in range(ROWS):
+                    store(builder, totals[r], shifted(builder, begin, (r * 2 + which) * 64))
+        return context.get_dummy_value()
+
+    return types.void(base, rows, packed, sums, BLOCKS), codegen
+
+
+@intrinsic
+def fold_16_sums(typingctx: Any, sums: Any, bias: Any, out: Any) -> Any:
+    """out[s * 16 + r] = sum s of row r modulo 2**32, of what `absorb_16_rows` added up since this last took it: the
+    sums are zeros again. bias: int32 [2], what the sums lack. out: int32 [2, 16]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums_at, bias_at, out_at = args
+        zero = ir.Constant(WORDS, [0] * LANES)
+        for which in range(2):
+            quarters = []
+            for quarter in range(4):
+                places = [(row * 2 + which) * 64 for row in range(quarter, LANES, 4)]  # the order that `fold` asks for
+                found = [_load(builder, sums_at, place, WORDS, 4) for place in places]
+                for place in places:
+                    store(builder, zero, shifted(builder, sums_at, place))
+                pair = [fold(builder, found[0], found[2], 8), fold(builder, found[1], found[3], 8)]
+                quarters.append(fold(builder, pair[0], pair[1], 4))
+            q0, q1, q2, q3 = quarters
+            whole = fold(builder, fold(builder, q0, q2, 2), fold(builder, q1, q3, 2), 1)
+            lacking = splat(builder, _load(builder, bias_at, 4 * which, I32, 4))
+            store(builder, builder.add(whole, lacking), shifted(builder, out_at, 4 * LANES * which))
+        return context.get_dummy_value()
+
+    return types.void(sums, bias, out), codegen
 
 
 @intrinsic

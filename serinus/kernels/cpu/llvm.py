@@ -20,6 +20,7 @@ __all__ = [
     "WORDS",
     "call",
     "dot_pairs",
+    "fold",
     "load",
     "prefetch",
     "shifted",
@@ -77,6 +78,15 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
 def dot_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """total + a b of each pair, fp32 (needs AVX512-BF16)."""
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, a, b])
+
+
+def fold(builder: Any, a: Any, b: Any, width: int) -> Any:
+    """Halve the partial sums of two vectors into one: lanes with bit `width` clear hold a's, with it set b's. fp32 or
+    32-bit integers. Sixteen vectors r, folded by 8 (r with r + 8), 4, 2 and 1, are one of sixteen sums in order."""
+    low = [lane if not lane & width else lane - width + LANES for lane in range(LANES)]
+    high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
+    add = builder.fadd if a.type == FLOATS else builder.add
+    return add(*(builder.shuffle_vector(a, b, ir.Constant(WORDS, picks)) for picks in (low, high)))
 
 
 def prefetch(builder: Any, address: Any, locality: int) -> None:

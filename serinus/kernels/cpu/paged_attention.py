@@ -11,6 +11,7 @@ weighted values, four rows at a time so that the accumulator is loaded and store
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,16 +24,16 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_paged_attention
-from serinus.kernels.contracts import PagedAttention
+from serinus.kernels.contracts import LayerDigest, PagedAttention
 from serinus.kernels.cpu import chunk_attention
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
-from serinus.kernels.cpu.decode_attention import decode_body
+from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body
 from serinus.kernels.cpu.decode_attention import serves as decodes
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, dots, largest
 
-__all__ = ["new_paged_attention", "warm"]
+__all__ = ["LaidAttention", "cuts_of", "new_paged_attention", "warm", "watches"]
 
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
@@ -44,9 +45,9 @@ _DECODE_QUERIES_MAX = 8
 _PIECE = 256
 """Query tokens of a chunk that go through torch at once where there is a window or a cap."""
 
-_Arguments = fields(
-    "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad", "scale cap"
-)
+_INTEGERS = "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad"
+_Arguments = fields(_INTEGERS, "scale cap")
+_Watched = fields(_INTEGERS + " factors bias due sums entry_count page_size sequence_count", "scale cap")
 _FIELDS = len(_Arguments._fields_)
 
 
@@ -55,8 +56,8 @@ class _Layout:
     """A batch under a window, sorted by the kernel that serves each sequence; the same for every such layer of a
     step."""
 
-    units_U6: NDArray[np.int64]
-    """Row, context, token, first KV head, end of KV heads, first position that it sees."""
+    units_UF: NDArray[np.int64]
+    """Work items of the decode kernel, UNIT_FIELDS of each."""
     work: int
     """Sum of the positions that the decode items see."""
     chunks: tuple[Chunk, ...]
@@ -67,19 +68,19 @@ class _Layout:
 
 def new_paged_attention() -> PagedAttention:
     """The op, with a memory of its own: it keeps the layouts of the last batch, which the layers of a step share."""
-    return _PagedAttention()
+    return LaidAttention()
 
 
-class _PagedAttention:
-    """The op, and the layouts of its last batch."""
+class LaidAttention:
+    """The op, and the layouts of its last batch. With a digest it is `watched_attention` for heads that `watches`."""
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
-        self._layouts: dict[int | None, _Layout] = {}
+        self._layouts: dict[tuple[int | None, int], _Layout] = {}
 
     def __call__(
         self, q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
-        scale: float, window: int | None = None, softcap: float | None = None,
+        scale: float, window: int | None = None, softcap: float | None = None, digest: LayerDigest | None = None,
     ) -> Tensor:  # fmt: skip
         """softmax(cap(scale * q k)) v; see the reference.
 
@@ -89,14 +90,15 @@ class _PagedAttention:
         check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
         if self._batch is not batch:
             self._batch, self._layouts = batch, {}
-        layout = self._layouts.get(window)
+        key = window, 0 if digest is None else len(digest.sums_P22E)
+        layout = self._layouts.get(key)
         if layout is None:
-            layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape), window)
-            self._layouts[window] = layout
+            layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape), *key)
+            self._layouts[key] = layout
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        if len(layout.units_U6):
-            _decode(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, layout, scale, softcap, out_TND)
+        if len(layout.units_UF):
+            _decode(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, layout, scale, softcap, out_TND, digest)
         if len(layout.chunk_units_U8):
             units = layout.chunk_units_U8
             bad = attend_chunks(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, units, scale, window, softcap, out_TND)
@@ -113,9 +115,29 @@ def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
         chunk_attention.warm(head_size, group)
 
 
+def watches(head_size: int, group: int, dtype: torch.dtype) -> bool:
+    """Whether decode attention over such heads digests what it reads, on this processor."""
+    return decodes(head_size, group, dtype)
+
+
+def cuts_of(seen: Sequence[int], kv_heads: int) -> int:
+    """How many work items share the heads of a sequence, `seen` being the positions that each sequence's query sees.
+
+    More than one only where sequences are too few, or too uneven, to keep all threads busy: part of the heads is part
+    of every row, and memory is read faster in whole rows.
+    """
+    threads, work = thread_count(), sum(seen)
+    loads = [0] * threads
+    for positions in sorted(seen, reverse=True):
+        loads[loads.index(min(loads))] += positions
+    return min(kv_heads, threads if max(loads) * threads > _UNEVEN * work else 1)
+
+
 def _lay_out(
-    batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_shape: tuple[int, ...], window: int | None
-) -> _Layout:
+    batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_shape: tuple[int, ...], window: int | None,
+    cuts: int,
+) -> _Layout:  # fmt: skip
+    """`cuts`: of the heads of each sequence; 0 = as `cuts_of` finds best."""
     tokens, heads, size = q_TND.shape
     kv_heads = k_pool_SHD.shape[1]
     rows, contexts = batch.rows_B.tolist(), batch.context_B.tolist()
@@ -124,7 +146,7 @@ def _lay_out(
     if starts[0] != 0 or starts[-1] != tokens:
         raise ValueError(f"kernels: offsets from {starts[0]} to {starts[-1]}, expected 0 to {tokens} tokens")
     sees = width if window is None else window
-    singles: list[tuple[int, int, int, int]] = []
+    singles: list[_Single] = []
     chunks: list[Chunk] = []
     for b, row in enumerate(rows):
         count, context = starts[b + 1] - starts[b], contexts[b]
@@ -135,37 +157,33 @@ def _lay_out(
             )
         if count <= _DECODE_QUERIES_MAX:
             ends = range(context - count + 1, context + 1)
-            singles += [(row, end, starts[b] + i, max(0, end - sees)) for i, end in enumerate(ends)]
+            singles += [(row, end, starts[b] + i, max(0, end - sees), b) for i, end in enumerate(ends)]
         else:
             chunks.append(Chunk(row=row, first=starts[b], count=count, context=context))
-    work = sum(context - begin for _, context, _, begin in singles)
     has_kernel = bool(chunks) and serves(size, heads // kv_heads, q_TND.dtype)
     return _Layout(
-        units_U6=_units(singles, work, kv_heads),
-        work=work,
+        units_UF=_units(singles, kv_heads, cuts),
+        work=sum(context - begin for _, context, _, begin, _ in singles),
         chunks=() if has_kernel else tuple(chunks),
         chunk_units_U8=make_units(chunks, heads, kv_heads, window) if has_kernel else np.empty((0, 8), np.int64),
     )
 
 
-def _units(singles: list[tuple[int, int, int, int]], work: int, kv_heads: int) -> NDArray[np.int64]:
-    """Longest first; sequences are split by heads where they are too few, or too uneven, to keep all threads busy.
+_Single = tuple[int, int, int, int, int]
+"""Row, context, token, first position seen, sequence."""
 
-    Only then: part of the heads is part of every row, and memory is read faster in whole rows.
-    """
+
+def _units(singles: list[_Single], kv_heads: int, cuts: int) -> NDArray[np.int64]:
+    """Longest first; `cuts` items of each, or as many as are best."""
     if not singles:
-        return np.empty((0, 6), np.int64)
-    threads = thread_count()
+        return np.empty((0, UNIT_FIELDS), np.int64)
     singles = sorted(singles, key=lambda single: single[3] - single[1])
-    loads = [0] * threads
-    for _, context, _, begin in singles:
-        loads[loads.index(min(loads))] += context - begin
-    parts = min(kv_heads, threads if max(loads) * threads > _UNEVEN * work else 1)
+    parts = cuts or cuts_of([context - begin for _, context, _, begin, _ in singles], kv_heads)
     edges = [kv_heads * i // parts for i in range(parts + 1)]
     return np.array(
         [
-            (row, context, token, edges[i], edges[i + 1], begin)
-            for row, context, token, begin in singles
+            (row, context, token, edges[i], edges[i + 1], begin, b, i)
+            for row, context, token, begin, b in singles
             for i in range(parts)
         ],
         np.int64,
@@ -174,17 +192,26 @@ def _units(singles: list[tuple[int, int, int, int]], work: int, kv_heads: int) -
 
 def _decode(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, layout: _Layout, scale: float,
-    softcap: float | None, out: Tensor,
+    softcap: float | None, out: Tensor, digest: LayerDigest | None,
 ) -> None:  # fmt: skip
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
-    units = layout.units_U6
-    arguments = _Arguments(
+    units = layout.units_UF
+    given = (
         0, q_TND.data_ptr(), k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), table_RC.data_ptr(), out.data_ptr(),
         len(units), units.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0,
-        scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E,
     )  # fmt: skip
-    body = _pick_body(size, heads // kv_heads, q_TND.dtype, softcap is not None)
+    scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
+    if digest is None:
+        body = _pick_body(size, heads // kv_heads, q_TND.dtype, softcap is not None)
+        arguments = _Arguments(*given, *scales)
+    else:
+        assert digest.factors.bias is not None, "kernels: plain factors in a watched body"
+        body = decode_body(size, heads // kv_heads, softcap is not None, watched=True)
+        arguments = _Watched(
+            *given, digest.factors.factors.data_ptr(), digest.factors.bias.data_ptr(), digest.due_7B.data_ptr(),
+            digest.sums_P22E.data_ptr(), digest.sums_P22E.shape[-1], digest.page_size, digest.due_7B.shape[1], *scales,
+        )  # fmt: skip
     body(arguments, 1 if len(units) == 1 or layout.work * kv_heads < 256 else thread_count())
     _check_slots(arguments.bad, slot_count)
 
@@ -281,7 +308,7 @@ def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body
         cap = np.float32(carray(args, _FIELDS, np.float64)[14])
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         item = np.uint16 if bf16 else np.float32
-        units = carray(at(a[7]), (unit_count, 6), np.int64)
+        units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
         row_bytes = kv_heads * size * item_bytes
         query = np.empty(heads * size, np.float32)
         total = np.empty(heads * size, np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
@@ -42,6 +43,7 @@ cgutils: Any = numba.core.cgutils
 carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
+@cache
 def host_has(feature: str) -> bool:
     """Whether the processor has an instruction set, by LLVM's name for it."""
     return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))

@@ -22,6 +22,7 @@ from serinus.kernels.cpu.llvm import (
     WORDS,
     call,
     dot_pairs,
+    fold,
     load,
     prefetch,
     shifted,
@@ -218,17 +219,6 @@ def _load_i64(builder: Any, address: Any, index: Any) -> Any:
     return load(builder, builder.add(address, builder.mul(index, I64(8))), I64, 8)
 
 
-def _mixed(builder: Any, a: Any, b: Any, picks: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(picks)), picks))
-
-
-def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
-    """Halve the partial sums of two vectors into one: lanes with bit `width` clear hold a's, with it set b's."""
-    low = [lane if not lane & width else lane - width + LANES for lane in range(LANES)]
-    high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
-    return builder.fadd(_mixed(builder, a, b, low), _mixed(builder, a, b, high))
-
-
 @intrinsic
 def dots_16(
     typingctx: Any, q: Any, k: Any, rows: Any, scale: Any, out: Any, stride: Any, following: Any, next_rows: Any,
@@ -249,7 +239,7 @@ def dots_16(
         for quarter in range(4):
             _barrier(builder)
             keys = []
-            for p in range(quarter, LANES, 4):  # the order in which _fold deals the lanes out
+            for p in range(quarter, LANES, 4):  # the order in which `fold` deals the lanes out
                 _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, I64(p))), size * 2)
                 key = builder.add(k_at, _load_i64(builder, rows_at, I64(p)))
                 keys.append([builder.bitcast(_load_words(builder, key, first), PAIRS) for first in firsts])
@@ -261,11 +251,11 @@ def dots_16(
                     for a, b in zip(query, key, strict=True):
                         total = dot_pairs(builder, total, a, b)
                     sums.append(total)
-                pair = [_fold(builder, sums[0], sums[2], 8), _fold(builder, sums[1], sums[3], 8)]
-                quarters[g].append(_fold(builder, pair[0], pair[1], 4))
+                pair = [fold(builder, sums[0], sums[2], 8), fold(builder, sums[1], sums[3], 8)]
+                quarters[g].append(fold(builder, pair[0], pair[1], 4))
         for g in range(group):
             q0, q1, q2, q3 = quarters[g]
-            scores = _fold(builder, _fold(builder, q0, q2, 2), _fold(builder, q1, q3, 2), 1)
+            scores = fold(builder, fold(builder, q0, q2, 2), fold(builder, q1, q3, 2), 1)
             spot = builder.add(out_at, builder.mul(step, I64(4 * g)))
             store(builder, builder.fmul(scores, splat(builder, scaled)), spot)
         return context.get_dummy_value()

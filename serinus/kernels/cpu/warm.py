@@ -16,17 +16,22 @@ from serinus.kernels.cpu import (
     rms_norm,
     sampling,
     silu_mul,
+    watched_attention,
 )
 
 __all__ = ["warm"]
 
 
-def warm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+def warm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, watched: bool) -> None:
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
-    shapes. What only some models need (windows, caps, GELU, fp32 norms) is compiled at first use."""
+    shapes; where `watched`, of the latter only attention that digests what it reads. What only some models need
+    (windows, caps, GELU, fp32 norms) is compiled at first use."""
     for kernel in (pages, hashed_pages, sampling, canary):
         kernel.warm()
     for head_size, group in shapes:
+        if watched:
+            watched_attention.warm(head_size, group, dtype)
+            continue
         linear.warm(dtype)
         rms_norm.warm(dtype)
         silu_mul.warm(dtype)

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import StampLane
-from serinus.kernels.contracts import CanaryOps, LayersKv, Watch
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.canary import EARLY_BYTES, StampLane
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch
 from serinus.kernels.ref.canary import add_digests
 
 __all__ = ["canary_watch"]
@@ -66,8 +67,15 @@ class _OpsWatch:
             self._pieces.append(self._ops.canary_plan(self._table_RC, due_7B, count, page_size=page_size))
             self.entry_count += count
 
-    def digest(self, layer: int) -> None:
-        self._digest_to(layer + 1)
+    def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
+        if self._coefficients_L22W is not None:
+            row_bytes = 2 * 2 * self._coefficients_L22W.shape[-1]
+            if self.entry_count * row_bytes >= EARLY_BYTES:
+                self._digest_to(layer + 1)
+        return None
+
+    def drop_digests(self) -> None:
+        self._digested = 0
 
     def verify(self, lane: int) -> None:
         digests: Sequence[Tensor | None] = [None] * len(self._pieces)

@@ -17,7 +17,7 @@ from serinus.kernels.packed import PackedFactors
 from serinus.kernels.ref.canary import canary_digest, canary_plan
 from serinus.kernels.ref.paged_attention import paged_attention
 
-__all__ = ["pack_factors", "watched_attention"]
+__all__ = ["digest_due", "pack_factors", "watched_attention"]
 
 
 def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
@@ -42,24 +42,37 @@ def watched_attention(
     scale: float,
     digest: LayerDigest | None = None,
     tiling: Tiling | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """`paged_attention` of one query a sequence; with a digest, `canary_digest` of what is due is added to its sums.
+    """`paged_attention`; with a digest, `canary_digest` of what is due is added to its sums.
 
     Args:
-        q_BND ... scale: of `paged_attention`.
-        digest: what is due, within the context of each sequence; None = attention alone, the same to the bit.
+        q_BND ... scale, window, softcap: of `paged_attention`. A GPU takes one query a sequence, no window and no cap.
+        digest: what is due; None = attention alone, the same to the bit.
         tiling: how a GPU cuts the work; None = as measured best. Only columns of a GPU read it.
-    Returns: [B, N, D], dtype of q.
+    Returns: as `paged_attention`.
     Raises:
-        ValueError: shapes or dtypes disagree, a sequence has several queries, or the factors were packed by another
-            column or are not those of whole rows.
+        ValueError: shapes or dtypes disagree, or the factors were packed by another column or are not those of whole
+            rows.
     """
     check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
     if digest is not None:
         if digest.factors.bias is not None:
             raise ValueError("kernels: watched_attention of column ref got factors packed by another column")
-        entries, due_7B = digest.sums_22E.shape[-1], digest.due_7B
-        slots_E = canary_plan(req_to_token_RC, due_7B, entries, page_size=digest.page_size)[0]
-        found_E2 = canary_digest([(k_pool_SHD, v_pool_SHD)], slots_E, digest.factors.factors[None])
-        digest.sums_22E.add_(found_E2.view(torch.int32).view(entries, 2, 2).permute(1, 2, 0))
-    return paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale)
+        digest_due(k_pool_SHD, v_pool_SHD, req_to_token_RC, digest, digest.factors.factors)
+    return paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap)
+
+
+def digest_due(
+    k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, digest: LayerDigest, coefficients_22W: Tensor
+) -> None:
+    """Add the digests of one layer's rows that are due to the first of the sums."""
+    entries = digest.sums_P22E.shape[-1]
+    due_7B = digest.due_7B[:, digest.due_7B[3] > digest.due_7B[2]].contiguous()
+    if not entries or not due_7B.shape[1]:
+        return
+    slots_E = canary_plan(req_to_token_RC, due_7B, entries, page_size=digest.page_size)[0]
+    found_E2 = canary_digest([(k_pool_SHD, v_pool_SHD)], slots_E, coefficients_22W[None])
+    found_E2 = torch.where(slots_E[:, None] == 0, 0, found_E2)
+    digest.sums_P22E[0].add_(found_E2.view(torch.int32).view(entries, 2, 2).permute(1, 2, 0))

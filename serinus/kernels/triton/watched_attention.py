@@ -69,15 +69,23 @@ def watched_attention(
     scale: float,
     digest: LayerDigest | None = None,
     tiling: Tiling | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of one layer, [B, N, D]; with a digest that of what is due is added to its sums.
 
     Raises:
-        ValueError: as in the reference; or KV not of 16 bits, or a head size or group that this kernel does not serve.
+        ValueError: as in the reference; or KV not of 16 bits, or a head size or group that this kernel does not serve,
+            or several queries of a sequence, or a window or a cap.
     Cost: one read of the KV; no host wait.
     """
     check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
     count, heads, size = q_BND.shape
+    if count != batch.sequence_count or window is not None or softcap is not None:
+        raise ValueError(
+            f"kernels: {count} queries of {batch.sequence_count} sequences, window {window}, softcap {softcap}; "
+            "expected one query of each, and neither"
+        )
     kv_heads = k_pool_SHD.shape[1]
     group = heads // kv_heads
     if group > _GROUP or size < 16 or size != triton.next_power_of_2(size) or k_pool_SHD.element_size() != 2:
@@ -95,8 +103,8 @@ def watched_attention(
     if digest is not None:
         if digest.factors.bias is None:
             raise ValueError("kernels: watched_attention of column triton got factors packed by another column")
-        sums_22E = digest.sums_22E
-        watched = (digest.factors.factors, digest.factors.bias, digest.due_7B, sums_22E, sums_22E.shape[-1])
+        sums_P22E = digest.sums_P22E
+        watched = (digest.factors.factors, digest.factors.bias, digest.due_7B, sums_P22E, sums_P22E.shape[-1])
     _attend[(count, kv_heads, parts)](
         q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.context_B,
         partial_PBND, stats_P2BN, *watched, scale * 1.4426950408889634, stretch, count,

@@ -1,0 +1,93 @@
+"""Attention that digests the KV it reads, on the processor's 16-bit products; see the reference for what it means.
+
+16 positions are digested right after attention read them, while their rows are in the core's own caches: memory is
+read once. Heads that `paged_attention.watches` does not name (fp32, a processor without bf16 dot products) are
+digested by a pass of their own before they are attended.
+
+S = slots, H = KV heads, W = 16-bit lanes of a row of one half, E = slots digested.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.checks import check_pack_factors, check_watched_attention
+from serinus.kernels.contracts import LayerDigest, Tiling, WatchedAttention
+from serinus.kernels.cpu.decode_attention import decode_body
+from serinus.kernels.cpu.digest import BLOCK
+from serinus.kernels.cpu.paged_attention import LaidAttention, watches
+from serinus.kernels.packed import PackedFactors
+from serinus.kernels.ref.watched_attention import digest_due
+
+__all__ = ["new_watched_attention", "pack_factors", "warm"]
+
+_HALF = 1 << 15
+
+
+def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
+    """Cut coefficients into signed halves, [half, W / 32, low and high of both sums, 32] int16; plain where heads are
+    no whole blocks. Raises ValueError: they are not those of so many heads."""
+    check_pack_factors(coefficients_22W, kv_heads)
+    lanes = coefficients_22W.shape[-1]
+    if lanes // kv_heads % BLOCK:
+        return PackedFactors(factors=coefficients_22W, bias=None, lane_count=lanes)
+    low = (coefficients_22W.long() + _HALF) % (1 << 16) - _HALF
+    high = ((coefficients_22W.long() - low) >> 16) + _HALF
+    high = high % (1 << 16) - _HALF
+    packed = torch.stack((low, high), 2).view(2, 4, lanes // BLOCK, BLOCK).transpose(1, 2)
+    bias = (_HALF * coefficients_22W.long().view(2, 2, kv_heads, -1).sum(3)).transpose(1, 2)
+    return PackedFactors(
+        factors=packed.to(torch.int16).contiguous(), bias=_wrapped(bias).contiguous(), lane_count=lanes
+    )
+
+
+def new_watched_attention() -> WatchedAttention:
+    """The op, with a memory of its own: it keeps the layouts of the last batch, which the layers of a step share."""
+    return _WatchedAttention()
+
+
+def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
+    """Compile, or load from the disk; nothing where such heads are digested by a pass of their own."""
+    if watches(head_size, group, dtype):
+        decode_body(head_size, group, False, watched=True)
+
+
+class _WatchedAttention:
+    def __init__(self) -> None:
+        self._attend = LaidAttention()
+
+    def __call__(
+        self, q_BND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
+        scale: float, digest: LayerDigest | None = None, tiling: Tiling | None = None, window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`paged_attention`; with a digest, that of what is due is added to its sums.
+
+        Raises:
+            ValueError: as in the reference.
+        Cost: one read of the KV.
+        """
+        inputs = q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch
+        check_watched_attention(*inputs, digest)
+        size, group = q_BND.shape[2], q_BND.shape[1] // k_pool_SHD.shape[1]
+        if digest is not None and digest.factors.bias is not None and digest.factors.factors.dtype != torch.int16:
+            raise ValueError("kernels: watched_attention of column cpu got factors packed by another column")
+        if digest is not None and (digest.factors.bias is None or not watches(size, group, q_BND.dtype)):
+            digest_due(k_pool_SHD, v_pool_SHD, req_to_token_RC, digest, _plain(digest.factors))
+            digest = None
+        return self._attend(*inputs, scale, window, softcap, digest)
+
+
+def _plain(packed: PackedFactors) -> Tensor:
+    """The coefficients that were packed."""
+    if packed.bias is None:
+        return packed.factors
+    halves = packed.factors.long().transpose(1, 2).reshape(2, 2, 2, packed.lane_count)
+    return _wrapped(halves[:, :, 0] + (halves[:, :, 1] << 16))
+
+
+def _wrapped(words: Tensor) -> Tensor:
+    """Modulo 2**32, as int32."""
+    return ((words + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
