@@ -446,6 +446,20 @@ class PrefixCache:
         pins = (lambda node_id: tree.pins_of(tree.arena[node_id], part)) if unlocked_only else None
         return pool.sweep.walk(pool.ledger, cursor, budget, pins)
 
+    def keep_times(self, clock: Clock) -> None:
+        """Remember from now on when each cached device page was seen to be sound: `seen`, `ages`."""
+        for pool in self.pools.device.values():
+            pool.sweep.clock = clock
+            pool.sweep.seen(np.arange(pool.ledger.page_count, dtype=np.int32))
+
+    def seen(self, part: Part, pages: Pages) -> None:
+        """These device pages were verified now; what is cached newly counts as seen."""
+        self.pools.device[part].sweep.seen(pages)
+
+    def ages(self) -> NDArray[np.float64]:
+        """Seconds since each cached device page was seen last, all parts. Cost: O(pages). Only after `keep_times`."""
+        return np.concatenate([pool.sweep.ages(pool.ledger) for pool in self.pools.device.values()])
+
     def sanity_check(self, rows: Iterable[RowView] | None = None) -> None:
         """Check every invariant that holds between operations; with `rows` also those between rows and pages.
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from serinus.cache.ledger import STATE_BITS, STATE_MASK, PageLedger, Pages, PageState
 from serinus.cache.results import ResidentSlots
+from serinus.core.clock import Clock
 
 __all__ = ["SweepIndex"]
 
@@ -26,6 +27,10 @@ class SweepIndex:
         """Position of the page's first token."""
         self.previous_P: NDArray[np.int32] = np.zeros(page_count, np.int32)
         """The page before it in its sequence; 0 for the first, and where that one is not on this tier and part."""
+        self.clock: Clock | None = None
+        """Where it is set, the times of `seen_P` are kept."""
+        self.seen_P: NDArray[np.float64] = np.zeros(page_count)
+        """When the page was cached or verified last (`seen`)."""
 
     def note(self, pages: Pages, start: int, previous: int) -> None:
         """`pages` hold the positions from `start` on, behind page `previous` (0 = none)."""
@@ -34,6 +39,19 @@ class SweepIndex:
         before[0] = previous
         before[1:] = pages[:-1]
         self.previous_P[pages] = before
+        self.seen(pages)
+
+    def seen(self, pages: Pages) -> None:
+        """These pages are known to be sound now."""
+        if self.clock is not None:
+            self.seen_P[pages] = self.clock.now()
+
+    def ages(self, ledger: PageLedger) -> NDArray[np.float64]:
+        """Seconds since each cached page was seen last. Cost: O(pages); raises AssertionError without a clock."""
+        assert self.clock is not None, "cache: no times are kept, expected a clock"
+        cached_P = (ledger.owner_P & STATE_MASK) == PageState.TREE
+        ages: NDArray[np.float64] = self.clock.now() - self.seen_P[cached_P]
+        return ages
 
     def link(self, page: int, previous: int) -> None:
         """The page before `page` came or left."""

@@ -18,6 +18,7 @@ __all__ = [
     "CanaryAnswer",
     "CanaryCommand",
     "CheckArrival",
+    "CheckCount",
     "Finding",
     "PlantFaults",
     "StartCanary",
@@ -95,6 +96,18 @@ CANARY_COMMANDS: Final[tuple[type, ...]] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCount:
+    """How much one kind of check had to verify so far, and did, over all parts of a rank."""
+
+    check: str
+    """head, tail (around forward passes), arrival or sweep."""
+    due: int
+    """Slots that had to be verified."""
+    checked: int
+    """Equal, unless a device is still at work; of K and V the lower number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryAnswer:
     """A rank's answer to CheckArrival or TellCounts."""
 
@@ -108,5 +121,7 @@ class CanaryAnswer:
     """Slots that had to be verified so far."""
     slots_checked: int = 0
     """Slots that were verified so far; equal, unless a device is still at work."""
+    checks: tuple[CheckCount, ...] = ()
+    """The same check by check, the sweep included."""
     total: int = 0
     """Violations so far, those whose details were lost to the ring's overflow included."""

@@ -35,7 +35,9 @@ class PartLanes:
     coefficients_L22W: Tensor | None
     """Of the digest; None where no KV is digested."""
     running: Ring
-    """Violations found around the forward pass and at arrival."""
+    """Violations found around the forward pass."""
+    arriving: Ring
+    """Violations found at arrival."""
     sweeping: Ring
     """Violations found by the sweep."""
     writing: Ring
@@ -44,13 +46,21 @@ class PartLanes:
     """Verifies and writes around the forward pass, into `running`."""
 
     @property
-    def rings(self) -> tuple[Ring, Ring, Ring]:
-        """The three rings of the part."""
+    def rings(self) -> tuple[Ring, ...]:
+        """All rings of the part but that of arrivals, which is read by itself."""
         return self.running, self.sweeping, self.writing
+
+    @property
+    def named_rings(self) -> dict[str, Ring]:
+        """Every ring under the check that it serves, in words."""
+        return {
+            "around forward passes": self.running, "at arrival": self.arriving, "in the sweep": self.sweeping,
+            "as written": self.writing,
+        }  # fmt: skip
 
     def checked_slots(self) -> int:
         """Slots whose keys were verified so far around forward passes and at arrival. Waits for the device."""
-        return int(self.running.checked_L[StampLane.TAIL_K])
+        return sum(int(ring.checked_L[StampLane.TAIL_K]) for ring in (self.running, self.arriving))
 
 
 def lanes_of(
@@ -68,7 +78,7 @@ def lanes_of(
             partial=settings.real_data == "partial",
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
-    running = Ring(spec.device, settings.ring_rows)
+    running = Ring(spec.device, settings.ring_rows, late=settings.reads_late)
     watch = kernels.canary_watch(
         kernels, table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, settings.page_size
     )
@@ -81,7 +91,8 @@ def lanes_of(
         table_RC=table.table,
         coefficients_L22W=coefficients,
         running=running,
-        sweeping=Ring(spec.device, settings.ring_rows),
-        writing=Ring(spec.device, settings.ring_rows),
+        arriving=Ring(spec.device, settings.ring_rows, late=settings.reads_late),
+        sweeping=Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V), late=settings.reads_late),
+        writing=Ring(spec.device, settings.ring_rows, (), late=settings.reads_late),
         watch=watch,
     )

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serinus.cache import PrefixCache, Tier
 from serinus.canary.commands import (
@@ -41,12 +42,13 @@ from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings, coverage_stride
 from serinus.kernels import Reason
 
-__all__ = ["CanaryLead", "Verdict", "perturb"]
+__all__ = ["CanaryLead", "Requests", "Verdict", "perturb"]
 
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
 _LOOK_S: Final = 0.05
 _INJECTIONS_KEPT: Final = 1024
+_SEEN_S: Final = 1.0
 _HEARD_KEPT: Final = 256
 _TOLD_KEPT: Final = 4096
 _log = get_logger("canary")
@@ -60,6 +62,22 @@ class Verdict:
     reason: str
 
 
+class Requests(Protocol):
+    """What the lead asks about requests; sched.Scheduler."""
+
+    def users_of(self, part: Part, page: int) -> tuple[str, ...]:
+        """The requests whose rows name a page."""
+        ...
+
+    def rows_of(self, rids: Iterable[str]) -> Mapping[Part, NDArray[np.int32]]:
+        """The pages that rows of these requests name, by part."""
+        ...
+
+    def client_of(self, rid: str) -> str:
+        """What its client calls a request, where this engine calls it by the handoff."""
+        ...
+
+
 class CanaryLead:
     """One for an engine, of one rank or of many. The engine's thread owns it."""
 
@@ -68,8 +86,7 @@ class CanaryLead:
         settings: CanarySettings,
         line: CommandLine,
         cache: PrefixCache,
-        users_of: Callable[[Part, int], tuple[str, ...]],
-        client_of: Callable[[str], str],
+        requests: Requests,
         *,
         clock: Clock,
         parts: Sequence[Part],
@@ -79,8 +96,7 @@ class CanaryLead:
         """Ranks check from now on.
 
         Args:
-            users_of: the requests whose rows name a page (part, page).
-            client_of: what its client calls a request, where this engine calls it by the handoff.
+            requests: those of the engine.
             parts: those in which the model has layers.
             names: of the ranks, as reports have them; one rank alone has the name "".
             faults: those on purpose; None = there are none.
@@ -100,7 +116,11 @@ class CanaryLead:
         self._raises = settings.kv_canary == "raise"
         self._line = line
         self._cache = cache
-        self._users_of, self._client_of, self._clock = users_of, client_of, clock
+        self._requests, self._clock = requests, clock
+        self._running: set[str] = set()
+        """Requests of the last plan..."""
+        self._seen_at = clock.now()
+        """...and when the pages of all of them were last noted as verified."""
         self._heard: dict[tuple[str, str, str], HandoffFinding] = {}
         """What canaries of other engines told, by engine, handoff and reason; the latest."""
         self._untold: list[HandoffFinding] = []
@@ -119,6 +139,7 @@ class CanaryLead:
         self._numbers = 0
         self._answers: dict[int, dict[int, CanaryAnswer]] = {}
         """By number of the command and rank, of commands that wait for all ranks."""
+        cache.keep_times(clock)
         line.subscribe(CanaryAnswer, self._take)
         line.command(StartCanary())
 
@@ -127,6 +148,7 @@ class CanaryLead:
     def begin(self, plan: StepPlan) -> None:
         """Command what ranks check before they run this plan: a sweep, where it is due."""
         self.steps += 1
+        self._note_verified(plan)
         interval = self._settings.kv_canary_sweep_interval
         sweeps = bool(interval) and self.steps % interval == 0
         if self.faults is not None:
@@ -191,6 +213,8 @@ class CanaryLead:
             "sweep_passes": self._sweep_passes,
             "slots_due": sum(each.slots_due for _, each in answers),
             "slots_checked": sum(each.slots_checked for _, each in answers),
+            "last_verified_seconds": self._last_verified(),
+            "checks": _by_check(answer for _, answer in answers),
             "violations": sum(each.total for _, each in answers),
             "counts": [
                 {"reason": reason, "tag": tag, "count": count} for (reason, tag), count in sorted(log.counts.items())
@@ -227,17 +251,41 @@ class CanaryLead:
         metrics.set("kv_canary_incidents", self.incidents.total)
         metrics.set("kv_canary_slots", sum(each.slots_due for _, each in answers), "due")
         metrics.set("kv_canary_slots", sum(each.slots_checked for _, each in answers), "checked")
+        for page, seconds in self._last_verified().items():
+            metrics.set("kv_canary_last_verified_seconds", seconds, page)
         metrics.set("kv_canary_sweep_passes", self._sweep_passes)
         for name, number in self._injected.items():
             metrics.set("kv_faults_injected", number, name)
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
+    def _note_verified(self, plan: StepPlan) -> None:
+        """A request that is new in a plan is verified whole in that step, one that goes on at least once in so many
+        steps as coverage says: noted for the new ones at once, for all of them about once in a second."""
+        rids, now = {work.rid for work in plan.work}, self._clock.now()
+        is_time = now - self._seen_at >= _SEEN_S
+        noted = rids if is_time else rids - self._running
+        self._running = rids
+        if is_time:
+            self._seen_at = now
+        for part, pages in self._requests.rows_of(noted).items() if noted else ():
+            self._cache.seen(part, pages)
+
+    def _last_verified(self) -> dict[str, float]:
+        """Seconds since cached pages of the device were verified last: of the oldest, and the median."""
+        ages = self._cache.ages()
+        return {
+            "oldest": float(ages.max()) if len(ages) else 0.0,
+            "median": float(np.median(ages)) if len(ages) else 0.0,
+        }  # fmt: skip
+
     def _sweep(self) -> None:
         """Have all ranks verify the next cached slots that no request uses."""
         for part, cursor in self._cursor.items():
             found = self._cache.walk(cursor, self.sweep_slots, part=part, unlocked_only=True)
             self._cursor[part] = found.cursor
+            size = self._cache.page_size
+            self._cache.seen(part, (found.slots[::size] // size).astype(np.int32))
             ends_pass = found.cursor == 0
             self._sweep_passes += ends_pass
             self._line.command(
@@ -281,9 +329,9 @@ class CanaryLead:
         part, page = finding.part, finding.page
         ledger = self._cache.ledgers[Tier.DEVICE, part]
         owner = ledger.describe(int(ledger.owner_P[page]))
-        client = self._client_of(finding.rid) if finding.rid else ""
+        client = self._requests.client_of(finding.rid) if finding.rid else ""
         known = replace(
-            finding, rank=self._names[rank], owner=owner, users=self._users_of(part, page),
+            finding, rank=self._names[rank], owner=owner, users=self._requests.users_of(part, page),
             client="" if client == finding.rid else client,
         )  # fmt: skip
         incident = self.incidents.same(known)
@@ -343,6 +391,16 @@ class CanaryLead:
         for injection in answer.injections:
             self._planted(rank, injection)
         self._answers[answer.number][rank] = answer
+
+
+def _by_check(answers: Iterable[CanaryAnswer]) -> dict[str, dict[str, int]]:
+    """Slots due and checked of every kind of check, over all ranks."""
+    found: dict[str, dict[str, int]] = {}
+    for count in (count for answer in answers for count in answer.checks):
+        both = found.setdefault(count.check, {"due": 0, "checked": 0})
+        both["due"] += count.due
+        both["checked"] += count.checked
+    return found
 
 
 def _reason(violation: Violation) -> str:

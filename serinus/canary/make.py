@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from serinus.cache import PrefixCache
 from serinus.canary.faults import LeadFaults
-from serinus.canary.lead import CanaryLead
+from serinus.canary.lead import CanaryLead, Requests
 from serinus.canary.perturb import Perturber, PerturbPlan, rank_fault_plan
 from serinus.canary.rank import CanaryRank, TokenOracle
 from serinus.canary.settings import CheckSettings
@@ -84,16 +84,14 @@ def make_canary_lead(
     shards: Sequence[Shard],
     line: CommandLine,
     cache: PrefixCache,
-    users_of: Callable[[Part, int], tuple[str, ...]],
-    client_of: Callable[[str], str],
+    requests: Requests,
     clock: Clock,
 ) -> CanaryLead | None:
     """The leader's half of the canary, which starts those of the ranks; None = the settings ask for none.
 
     Args:
         spec: the whole model; shards: what each rank has of it.
-        users_of: the requests whose rows name a page (part, page).
-        client_of: what its client calls a request.
+        requests: those of the engine.
     Raises ConfigError: see make_canary_rank.
     """
     if config.canary.kv_canary == "none":
@@ -110,8 +108,7 @@ def make_canary_lead(
         config.canary,
         line,
         cache,
-        users_of,
-        client_of,
+        requests,
         clock=clock,
         parts=sorted(part for part in spec.parts if spec.layers_of(part)),
         names=[shard.name for shard in shards] if len(shards) > 1 else [""],

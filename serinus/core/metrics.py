@@ -120,6 +120,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_canary_violations", "Broken promises about KV, by reason and check", "reason", "tag"),
     _counter("kv_canary_incidents", "Places found wrong: one for each slot, reason and owner of the page"),
     _counter("kv_canary_slots", "Slots the canary had to verify, and did", "state"),
+    _gauge("kv_canary_last_verified_seconds", "Seconds since a cached page was last verified: oldest, median", "page"),
     _counter("kv_canary_sweep_passes", "Complete walks over the cached pages"),
     _counter("kv_faults_injected", "Faults planted by --kv-canary-perturb", "kind"),
     _counter("wire_bad_frames", "Frames that were refused, by reason", "reason"),

@@ -279,7 +279,7 @@ def lead(
     cache = _cache(kinds.cache, parts, ports, clock, events=events is not None)
     scheduler = kinds.scheduler(settings, cache)
     shards = spec.shards(parts.mesh, config.parallel.partition)
-    canary = make_canary_lead(config, spec, shards, line, cache, scheduler.users_of, scheduler.client_of, clock)
+    canary = make_canary_lead(config, spec, shards, line, cache, scheduler, clock)
     rank = "TP0" if starter is None else names[0]
     metrics = kinds.metrics(engine=config.engine_name, role=config.role, rank=rank)
     incarnation = kinds.incarnation()

@@ -11,7 +11,10 @@ request ends), incoming.py and outgoing.py (the two sides of a handoff).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.cache import PrefixCache
 from serinus.core.errors import BadRequest, CapacityError, InvariantError
@@ -345,6 +348,14 @@ class Scheduler:
         """Requests whose rows name a device page now, its owner or not. Cost: all pages of all requests."""
         rows = ((state.rid, row) for state in self._states.values() for row in state.rows if row.part is part)
         return tuple(rid for rid, row in rows if page in row.named())
+
+    def rows_of(self, rids: Iterable[str]) -> dict[Part, NDArray[np.int32]]:
+        """The device pages that rows of these requests name, by part; unknown ones have none. Cost: their pages."""
+        named: dict[Part, list[NDArray[np.int32]]] = {}
+        for state in (self._states[rid] for rid in rids if rid in self._states):
+            for row in state.rows:
+                named.setdefault(row.part, []).append(row.named())
+        return {part: np.concatenate(pages) for part, pages in named.items()}
 
     def client_of(self, rid: str) -> str:
         """What the client calls a request: prompts of decode engines are called by their handoff here."""

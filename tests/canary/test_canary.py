@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from serinus.canary import CheckArrival, CheckSettings, Violation
+from serinus.canary.lanes import PartLanes
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.parts import PageSpan, Part
 from serinus.core.rng import Rng
-from serinus.kernels import Reason
+from serinus.kernels import Reason, StampLane
 from serinus.testing.direct import DirectEngine, DirectSeq
 
 from .watched import PAGE, SHAPES, decode, started, sweep, watched
@@ -202,6 +204,68 @@ def test_any_flipped_byte_of_a_live_page_is_found_there_alone(tmp_path: Path, sh
         decode(engine, seqs, 1)
         assert {(v.tag[5], v.slot) for v in engine.violations} == {("KV"[half], slot)}
         flip(engine, slot, layer, half, byte)
+
+
+SKIPS = {
+    "around forward passes": lambda ring, lane: lane is StampLane.HEAD_K,
+    "in the sweep": lambda ring, lane: ring == "sweeping",
+    "at arrival": lambda ring, lane: ring == "arriving" and lane is StampLane.HEAD_K,
+}
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize("check", SKIPS)
+def test_a_check_that_is_left_out_is_found_out(tmp_path: Path, check: str, reads_late: bool) -> None:
+    """Whichever check it is, and also where counts are read one step late, as an accelerator's are."""
+    engine = watched(tmp_path, "full", is_swept=True, reads_late=reads_late)
+    canary = engine.canary
+    assert canary is not None
+    lanes = canary.parts[Part.FULL]
+    hook, watch = canary.hook, lanes.watch
+    verify, verify_now = watch.verify, hook.verify_now
+
+    def skipped(lane: StampLane) -> None:
+        if not (check == "around forward passes" and SKIPS[check]("running", lane)):
+            verify(lane)
+
+    def skipped_now(lanes: PartLanes, lane: StampLane, *more: Any) -> None:
+        name = "sweeping" if more[-1] is lanes.sweeping else "arriving"
+        if check == "around forward passes" or not SKIPS[check](name, lane):
+            verify_now(lanes, lane, *more)
+
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 2)
+    sweep(engine, Part.FULL, seqs[0].slots[:8].tolist(), list(range(8)))
+    decode(engine, seqs, 2)
+    watch.verify, hook.verify_now = skipped, skipped_now  # type: ignore[method-assign]
+    pages = (seqs[0].slots[:8:PAGE] // PAGE).astype(np.int32)
+    span = PageSpan(part=Part.FULL, first=0, pages=pages)
+
+    def all_checks() -> None:
+        canary.obey(CheckArrival(number=1, rid="mine", spans=(span,), tokens=seqs[0].prompt[:8]))
+        sweep(engine, Part.FULL, seqs[0].slots[:8].tolist(), list(range(8)))
+        decode(engine, seqs, 2)
+
+    with pytest.raises(InvariantError, match=f"slots to verify {check}, .* does not sing"):
+        all_checks()
+
+
+def test_what_is_read_one_step_late_is_found_one_step_late_and_an_arrival_at_once(tmp_path: Path) -> None:
+    engine = watched(tmp_path, "full", reads_late=True)
+    canary = engine.canary
+    assert canary is not None
+    seqs = started(engine, PROMPTS)
+    decode(engine, seqs, 3)
+    slot = int(seqs[0].slots[2])
+    flip(engine, slot)
+    decode(engine, seqs, 1)
+    assert engine.violations == []
+    pages = (seqs[0].slots[:8:PAGE] // PAGE).astype(np.int32)
+    span = PageSpan(part=Part.FULL, first=0, pages=pages)
+    (answer,) = canary.obey(CheckArrival(number=1, rid="mine", spans=(span,), tokens=seqs[0].prompt[:8]))
+    assert {(v.slot, v.rid) for v in answer.violations} == {(slot, "mine")}, "the last step's findings are not its own"
+    decode(engine, seqs, 1)
+    assert {(v.slot, v.rid) for v in engine.violations} == {(slot, f"row{seqs[0].row}")}
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -53,11 +53,10 @@ def violation(rid: str, page: int, reasons: Reason = Reason.VERIFY_REAL_KV_HASH)
     )  # fmt: skip
 
 
-def lead_over(line: AnsweringLine, engine: TinyEngine, **settings: Any) -> CanaryLead:
+def lead_over(line: AnsweringLine, engine: TinyEngine, clock: ManualClock | None = None, **settings: Any) -> CanaryLead:
     return CanaryLead(
-        CanarySettings(**{"kv_canary": "raise", **settings}), line, engine.cache, engine.scheduler.users_of,
-        engine.scheduler.client_of, clock=ManualClock(),
-        parts=[Part.FULL], names=["TP0 PP0", "TP1 PP0"] if line.size > 1 else [""],
+        CanarySettings(**{"kv_canary": "raise", **settings}), line, engine.cache, engine.scheduler,
+        clock=clock or ManualClock(),        parts=[Part.FULL], names=["TP0 PP0", "TP1 PP0"] if line.size > 1 else [""],
     )  # fmt: skip
 
 
@@ -151,6 +150,44 @@ def test_every_count_of_the_canary_exists_from_the_start_at_zero(engine: TinyEng
     assert metrics.by_labels("kv_canary_violations").keys() == zeros.keys()
     assert metrics.get("kv_canary_violations", "verify_real_kv_hash", "TAIL_K_FULL") == 2
     assert metrics.get("kv_canary_incidents") == 1
+
+
+def test_seconds_since_cached_pages_were_verified_end_with_a_sweep_a_hit_or_a_running_request(
+    engine: TinyEngine,
+) -> None:
+    clock, metrics = ManualClock(100.0), Metrics("unified-0", "unified")
+    lead = lead_over(line_to(), engine, clock, kv_canary_sweep_interval=3)
+
+    def ages() -> tuple[float, ...]:
+        lead.refresh(metrics)
+        return tuple(metrics.get("kv_canary_last_verified_seconds", page) for page in ("oldest", "median"))
+
+    another = TinyEngine()
+    another.scheduler.add(make_request("any", [1, 2, 3]))
+    plan = another.scheduler.plan(0.0)
+    assert plan is not None
+
+    def begin(rid: str = "") -> None:
+        lead.begin(replace(PLAN, work=tuple(replace(work, rid=rid) for work in plan.work if rid)))
+
+    assert ages() == (0.0, 0.0)
+    clock.advance(10.0)
+    assert ages() == (10.0, 10.0)
+    begin("runs")
+    assert ages() == (0.0, 0.0)
+    clock.advance(0.5)
+    begin("runs")
+    assert ages() == (0.5, 0.5), "of a request that goes on it is noted once in a second"
+    clock.advance(0.5)
+    begin("gone")
+    clock.advance(4.5)
+    assert ages() == (5.5, 5.5)
+    engine.scheduler.abort("runs", "a client left")
+    begin()
+    begin()
+    assert ages() == (5.5, 5.5)
+    begin()
+    assert ages() == (0.0, 0.0), "the sixth step sweeps what no request uses"
 
 
 def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
