@@ -118,7 +118,7 @@ class RowSampling:
     min_p: float = 0.0
     """Tokens less likely than this times the likeliest one are dropped."""
     bias: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-    """Different ids, and what is added to their logits."""
+    """Ids, rising, and what is added to their logits."""
     history: TokenHistory | None = None
     """What the penalties look at."""
     repetition_penalty: float = 1.0
