@@ -247,6 +247,13 @@ ROWS = (
         goal=">= {goal_gb_s:.0f} GB/s",
     ),
     Row(
+        benchmark="front_gap",
+        what="a stream's longest gap grows by, while texts and chats of 30 MB come",
+        here="{grown_ms:.0f} ms",
+        beside="longest gap without {alone_ms:.0f} ms",
+        goal="<= {goal_ms:.0f} ms",
+    ),
+    Row(
         benchmark="front",
         what="front, CPU per streamed token (chat)",
         here="{figures[front_chat_us][value]:.0f} us",

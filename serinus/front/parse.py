@@ -28,8 +28,11 @@ VALUES_MAX = 1 << 20
 """Values (ids, texts, messages...) that one body may have: more would hold the interpreter for long when parsed."""
 _OBJECTS_MAX = 1 << 16
 """Objects among them: a message, or a part of one, is one and costs as much as twenty ids."""
-_SLICE_BYTES = 1 << 18
-"""A long body is looked at in pieces of so many bytes, each a fraction of a millisecond."""
+_COUNTED_BYTES = 1 << 18
+"""The values of longer bodies are counted before anything is made of them."""
+_SLICE_BYTES = 1 << 15
+"""They are looked at in pieces of so many bytes, each a fraction of a millisecond: the event loop takes the GIL several
+times for one token, and each time waits for the piece under way."""
 _UNKNOWN_MAX = 32
 """Unknown fields that one object may have: each is compared with every name."""
 _NAME_CHARS_MAX = 64
@@ -53,7 +56,7 @@ def parse_body(raw: bytes, body_type: type[_BodyT], *, values_max: int = VALUES_
         raise BadRequest("body", "", "a JSON object")
     if not raw.isascii():
         _check_utf8(raw)
-    if len(raw) > _SLICE_BYTES:
+    if len(raw) > _COUNTED_BYTES:
         _check_counts(raw, values_max)
     try:
         body: _BodyT = _decoder(body_type).decode(raw)

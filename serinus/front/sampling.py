@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.core.errors import BadRequest, BadSampling, PromptTooLong
 from serinus.core.sampling import SamplingParams
@@ -12,7 +15,16 @@ from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, Open
 from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["asks_for_none", "check_chars", "check_limits", "check_text", "from_chat", "from_completion", "from_native"]
+__all__ = [
+    "asks_for_none",
+    "check_chars",
+    "check_limits",
+    "check_text",
+    "from_chat",
+    "from_completion",
+    "from_native",
+    "token_row",
+]
 
 _T = TypeVar("_T")
 Defaults = Mapping[str, Any]
@@ -22,6 +34,7 @@ _COMPLETION_TOKENS = 16
 _NATIVE_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _TOP_LOGPROBS_MAX = 20
+_SLICE_IDS = 1 << 16
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
@@ -157,17 +170,26 @@ def _at_most(tokens_max: int) -> str:
     return f"at most {tokens_max} tokens"
 
 
-def check_limits(field: str, prompt: Sequence[int], params: SamplingParams, ready: Ready, *, limit_field: str) -> None:
-    """Check one prompt and what is asked for it against the engine; `field`, `limit_field`: as the client names them.
+def token_row(field: str, ids: list[int], ready: Ready) -> NDArray[np.int32]:
+    """Token ids as one row, checked. Raises BadRequest. Cost: 0.08 us per id; with the GIL for 5 ms at a time."""
+    if not ids:
+        raise BadRequest(field, ids, "at least one token")
+    row = np.empty(len(ids), np.int32)
+    for start in range(0, len(ids), _SLICE_IDS):
+        piece = ids[start : start + _SLICE_IDS]
+        low, high = min(piece), max(piece)
+        if low < 0 or high >= ready.vocab_size:
+            raise BadRequest(field, low if low < 0 else high, f"token ids from 0 to {ready.vocab_size - 1}")
+        row[start : start + _SLICE_IDS] = piece
+    return row
+
+
+def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, *, limit_field: str) -> None:
+    """Check a prompt of `length` tokens and what is asked for it against the engine; `field`, `limit_field`: as the
+    client names them.
 
     Raises BadRequest, PromptTooLong, BadSampling.
     """
-    if not prompt:
-        raise BadRequest(field, list(prompt), "at least one token")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= ready.vocab_size:
-        raise BadRequest(field, low if low < 0 else high, f"token ids from 0 to {ready.vocab_size - 1}")
-    length = len(prompt)
     if length >= ready.context_length:
         expected = f"at most {ready.context_length - 1} tokens (the context holds {ready.context_length})"
         raise PromptTooLong(field, f"{length} tokens", expected)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, ConfigError, UnknownModel
@@ -23,7 +22,7 @@ from serinus.front.exchange import HttpExchange
 from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
 from serinus.front.parse import VALUES_MAX, parse_body, unknown_fields
-from serinus.front.sampling import check_limits, check_text
+from serinus.front.sampling import check_limits, check_text, token_row
 from serinus.front.schemas import refuse_unsupported
 from serinus.front.settings import FrontSettings
 from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, SuggestionCheck
@@ -53,7 +52,7 @@ def prompts_of(field: str, value: str | list[Any]) -> list[Prompt]:
         if not value:
             raise BadRequest(field, value, "a text that is not empty")
         return [value]
-    kinds = {type(item) for item in value}
+    kinds = set(map(type, value))  # in C: there may be a million
     if not value or len(kinds) != 1:
         raise BadRequest(field, value, expected)
     if kinds == {int}:
@@ -210,8 +209,8 @@ class Front:
                     raise BadRequest(field, text, "a text that is not empty")
                 check_text(field, text, tokenizer, ready.context_length)
                 ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            check_limits(field, ids, wanted, ready, limit_field=limit_field)
-            return Ask(prompt=np.asarray(ids, dtype=np.int32), text=text, sampling=wanted, rid=rid)
+            check_limits(field, len(ids), wanted, ready, limit_field=limit_field)
+            return Ask(prompt=token_row(field, ids, ready), text=text, sampling=wanted, rid=rid)
 
         def work() -> list[Ask]:
             return [ask(*each) for each in zip(prompts, params, rids or [""] * len(prompts), strict=True)]

@@ -30,8 +30,10 @@ _FILES = [
     "*.tiktoken",
     "config.json",
 ]
-_PIECE_CHARS = 1 << 18
-"""Tokens of a text much too long are counted in pieces of so many characters: what is dropped after each is small."""
+_COUNTED_CHARS = 1 << 18
+"""Tokens of a longer text are counted before it is encoded as a whole."""
+_PIECE_CHARS = 1 << 16
+"""They are counted in pieces of so many characters: the list of ids of each, made with the GIL, is short."""
 
 
 class _Encoding(Protocol):
@@ -108,7 +110,7 @@ class Tokenizer:
         Cost: that of encoding about twice so many tokens at most, however long the text is; with the GIL for a few
         milliseconds at a time. A text of less than 262,144 characters is not looked at, and a no.
         """
-        if len(text) < _PIECE_CHARS:
+        if len(text) < _COUNTED_CHARS:
             return False
         count = 0
         for start in range(0, len(text), _PIECE_CHARS):
