@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["selftest"]
 
 _ALARMS_SHOWN = 5
+_IN_TURNS = "rotating:3"
+"""The coverage of one more toy: what is checked at once when a sequence comes shows only there."""
 
 
 # ---- selftest -------------------------------------------------------------------------------------------------------
@@ -30,7 +32,10 @@ def selftest(command: Command, words: Sequence[str]) -> int:
         get_logger("canary").setLevel("CRITICAL")  # a line for each fault and each report: the table has them
         get_logger("engine").setLevel("ERROR")
     with PrivateFolder() as home:
-        cells = _run_all(_subjects(arguments, home), arguments)
+        subjects = _subjects(arguments, home)
+        if arguments.mutants:
+            return _grade_all(subjects, arguments)
+        cells = _run_all(subjects, arguments)
     _print_table(cells)
     perfect = all(cell.perfect for cell in cells)
     result = {"perfect": perfect, "settings": _settings(arguments), "cells": [cell.as_json() for cell in cells]}
@@ -54,6 +59,9 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     how = parser.add_argument_group("How to test it")
     how.add_argument("--faults", type=int, default=3, metavar="N", help="faults of each kind in each place; default: 3")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same faults; default: 0")
+    how.add_argument(
+        "--mutants", action="store_true", help="run it under planted weaknesses of the canary: each must turn it red"
+    )
     how.add_argument("--json", metavar="FILE", help="write the result there (- is standard output)")
     how.add_argument("--verbose", action="store_true", help="log every fault and every report")
     arguments = parser.arguments(words)
@@ -89,7 +97,7 @@ def _subjects(arguments: Any, home: Path) -> list[Subject]:
         folder = Path(resolve(arguments.model))
         return [Subject(name=folder.name or str(folder), checkpoint=folder, settings=settings)]
     page = settings["page_size"]
-    return [
+    toys = [
         Subject(
             name=f"toy {shape}",
             checkpoint=make_canary_toy(home / shape, shape, **({"window": 2 * page + 1} if shape != "full" else {})),
@@ -97,6 +105,11 @@ def _subjects(arguments: Any, home: Path) -> list[Subject]:
         )
         for shape in CANARY_SHAPES
     ]
+    if settings["kv_canary_coverage"] != "full":
+        return toys
+    in_turns = {**settings, "kv_canary_coverage": _IN_TURNS}
+    name, modes = f"{toys[0].name}, {_IN_TURNS}", ("req_to_token", "real_kv_used", "tier_bytes")
+    return [*toys, Subject(name=name, checkpoint=toys[0].checkpoint, settings=in_turns, modes=modes, sides=("decode",))]
 
 
 def _run_all(subjects: Sequence[Subject], arguments: Any) -> list[Cell]:
@@ -148,6 +161,8 @@ def _print_table(cells: Sequence[Cell]) -> None:
     out = console()
     out.print(table)
     out.print("latency: steps of the engine that reports, from planting to report, the longest (of those promised)")
+    for line in _coverage(cells):
+        out.print(line, highlight=False, soft_wrap=True)
     for cell in (cell for cell in cells if not cell.perfect):
         out.print(f"\n{cell.model}, {cell.mode} {cell.part} in {cell.side}: expected {cell.expected}", style="red")
         for line in [*([cell.error] if cell.error else []), *cell.alarms[:_ALARMS_SHOWN]]:
@@ -159,6 +174,44 @@ def _print_table(cells: Sequence[Cell]) -> None:
         + ("the matrix is perfect" if not wrong else f"{wrong} of {len(cells)} lines are not as they must be"),
         style="bold green" if not wrong else "bold red", highlight=False,
     )  # fmt: skip
+
+
+def _coverage(cells: Sequence[Cell]) -> list[str]:
+    """What was damaged and reported, of what there is: layers x halves x heads (and lanes x fields of stamps)."""
+    lines = ["proved: places (layers x halves x heads, of pages also lanes x fields of stamps) damaged and reported"]
+    for model in dict.fromkeys(cell.model for cell in cells):
+        own = [cell for cell in cells if cell.model == model and cell.places]
+        told = [f"{cell.mode} {cell.part.lower()} {cell.side} {cell.hit}/{cell.places}" for cell in own]
+        checks = {by.split()[1] for cell in cells if cell.model == model for by in cell.by}
+        lines.append(f"  {model}: {', '.join(told)}; checks that reported: {', '.join(sorted(checks))}")
+    return lines
+
+
+def _grade_all(subjects: Sequence[Subject], arguments: Any) -> int:
+    """The self-test under each weakness. 0 = it saw all of them, 1 = it was blind to one."""
+    from dataclasses import asdict
+
+    from serinus.cli.show import console, write_json
+    from serinus.selftest import WEAKNESSES, grade
+
+    out, grades = console(), []
+    # The toys with all layers full and in turns come first: they are quick, and see the most.
+    order = sorted(subjects, key=lambda subject: (subject.name.endswith("swa"), subject.name.endswith("both")))
+    for each in WEAKNESSES:
+        grades.append(grade(order, each, faults=arguments.faults, seed=arguments.seed))
+        found = grades[-1]
+        word = "[green]red, as it must be[/]" if found.seen_by else "[bold red]BLIND[/]"
+        out.print(f"{word}  {each.name}", highlight=False, soft_wrap=True)
+        if found.seen_by:
+            out.print(f"    {found.seen_by}: {found.said[:200]}", markup=False, highlight=False, soft_wrap=True)
+    blind = sum(not found.seen_by for found in grades)
+    write_json(arguments.json, {"perfect": not blind, "weaknesses": [asdict(found) for found in grades]})
+    out.print(
+        f"\n{len(grades)} weaknesses planted in the canary, {len(grades) - blind} turned the self-test red"
+        + (f", it was blind to {blind}" if blind else ""),
+        style="bold red" if blind else "bold green", highlight=False,
+    )  # fmt: skip
+    return 1 if blind else 0
 
 
 def _reporters(cell: Cell) -> str:

@@ -89,9 +89,10 @@ trust a deployment, with the settings you deploy. Without MODEL: toy models of f
 Engines have one rank here; in those of several, plant faults with `serinus serve --kv-canary-perturb-rank`.
 Exit code 1 = a fault was missed, found late, or something sound was accused. See docs/CANARY.md.""",
         examples=(
-            ("serinus canary selftest", "three toy models, a quarter of a minute"),
+            ("serinus canary selftest", "three toy models, half a minute"),
             ("serinus canary selftest ./model --json matrix.json", "your model; two copies of it must fit in memory"),
             ("serinus canary selftest --kv-canary-real-data partial --faults 20", "cheaper digests, more faults"),
+            ("serinus canary selftest --mutants", "is the self-test itself any good? some minutes"),
         ),
         target="serinus.cli.canary:selftest",
     ),

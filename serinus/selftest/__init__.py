@@ -1,6 +1,7 @@
 """selftest: does the canary of this machine find what it promises? What `serinus canary selftest` runs.
 
 plan_matrix, run_cell   every fault that can be planted, one at a time, against every detector (matrix.py)
+WEAKNESSES, grade       the self-test under planted weaknesses of the canary: each must turn it red (mutants.py)
 CanaryPDFixture         a prefill and a decode engine, each under its canary, and faults planted in either (fixture.py)
 EnginePair              the two engines, in one thread (pair.py), each turned by an EngineDriver (driver.py)
 
@@ -11,19 +12,26 @@ from __future__ import annotations
 
 from serinus.selftest.driver import EngineDriver
 from serinus.selftest.fixture import CANARY_SHAPES, SIDES, CanaryPDFixture, Planted, make_canary_toy
-from serinus.selftest.matrix import CLEAN, Cell, Subject, plan_matrix, run_cell
+from serinus.selftest.matrix import Cell, Subject, plan_matrix, run_cell
+from serinus.selftest.mutants import WEAKNESSES, Grade, Weakness, grade
 from serinus.selftest.pair import EnginePair
+from serinus.selftest.scenes import CLEAN, OVERFLOW
 
 __all__ = [
     "CANARY_SHAPES",
     "CLEAN",
+    "OVERFLOW",
     "SIDES",
+    "WEAKNESSES",
     "CanaryPDFixture",
     "Cell",
     "EngineDriver",
     "EnginePair",
+    "Grade",
     "Planted",
     "Subject",
+    "Weakness",
+    "grade",
     "make_canary_toy",
     "plan_matrix",
     "run_cell",

@@ -191,6 +191,14 @@ class CanaryPDFixture:
         """How the request ended; None = it has not."""
         return self.pair.decode.finish(rid)
 
+    def failed(self, rid: str) -> bool:
+        """Whether its client was answered an error."""
+        return self.finish(rid) is FinishReason.ERROR
+
+    def seed_faults(self, seed: int) -> None:
+        """The seed of the faults that are planted from the next `arm` on."""
+        self._seed = seed
+
     def release(self) -> None:
         """Give back the pages that mode raise has quarantined: the faults were ours, the memory is sound."""
         for side in SIDES:
@@ -211,14 +219,14 @@ class CanaryPDFixture:
 
     # ---- faults and findings ----------------------------------------------------------------------------------------
 
-    def arm(self, side: str, count: int = 1, *, seed: int | None = None, rank: int | None = None) -> None:
-        """From its next step on, plant so many faults of each of its modes at most, by its seed or another."""
+    def arm(self, side: str, count: int = 1, *, rank: int | None = None) -> None:
+        """From its next step on, plant so many faults of each of its modes at most."""
         faults = self.lead(side).faults
         assert faults is not None, f"testing: nothing to plant in the {side} engine, expected perturb_{side}"
         text = self._perturb[side]
         faults.order(
             FaultOrder(
-                perturb=text, target=self._target, rank=rank, seed=self._seed if seed is None else seed, count=count,
+                perturb=text, target=self._target, rank=rank, seed=self._seed, count=count,
                 seconds=SECONDS_MAX,
             )
         )  # fmt: skip

@@ -9,24 +9,26 @@ that no other check reports anything. A cell without a mode is a clean run under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serinus.canary import Violation
 from serinus.canary.perturb import MODES
 from serinus.core.parts import Part
-from serinus.core.settings import coverage_stride
-from serinus.models import load_spec
-from serinus.selftest.fixture import SIDES, CanaryPDFixture, Planted
+from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
+from serinus.models import ModelSpec, load_spec
+from serinus.selftest.fixture import SIDES, CanaryPDFixture
+from serinus.selftest.matching import Report, matched
+from serinus.selftest.scenes import CLEAN, OVERFLOW, SCENES, pages_to_sweep, scene_settings
 
 __all__ = ["CLEAN", "Cell", "Subject", "plan_matrix", "run_cell"]
 
-CLEAN = "none"
-"""The mode of a cell in which nothing is planted."""
 _AT_ARRIVAL = ("transfer_bytes", "tier_bytes")
-_TIERED = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+_LOGGED = ("real_kv_used", "real_kv_unused_cache", "real_kv_post_forward")
+"""Modes whose faults are planted one a step and stay: the canary logs them. The others end their requests."""
+_FAULTS_MAX = 96
+"""Of one cell, unless more are asked for: more places than that are drawn, not gone through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,10 @@ class Subject:
     name: str
     checkpoint: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
+    """The faults to plant, where not all."""
+    sides: tuple[str, ...] = SIDES
+    """Engines in which they are planted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +61,12 @@ class Cell:
     detected: int = 0
     by: list[str] = field(default_factory=list)
     """The checks that did report it: side and launch tag."""
+    finder: str = "decode"
+    """Engine that must report it."""
+    places: int = 0
+    """Layers x halves x heads that can be damaged, and lanes x fields of stamps where those can."""
+    hit: int = 0
+    """How many of them were damaged and reported."""
     latency: int = 0
     """Steps of the engine that found it, from planting to report; the longest."""
     alarms: list[str] = field(default_factory=list)
@@ -66,7 +78,7 @@ class Cell:
     @property
     def perfect(self) -> bool:
         """Everything planted was found by its detector in time, and nothing else was."""
-        planted = self.injected > 0 if self.mode != CLEAN else self.slots_checked > 0
+        planted = self.injected > 0 if self.mode in MODES else self.slots_checked > 0
         soon = self.promise is None or self.latency <= self.promise
         return planted and self.detected == self.injected and soon and not self.alarms and not self.error
 
@@ -79,77 +91,99 @@ def plan_matrix(subject: Subject) -> list[Cell]:
     """The cells of one model, not run yet. Raises ConfigError: the model or the settings are wrong."""
     spec = load_spec(subject.checkpoint)
     parts = sorted(part for part in spec.parts if spec.layers_of(part))
-    stride = coverage_stride(str(subject.settings.get("kv_canary_coverage", "full")))
+    partial = subject.settings.get("kv_canary_real_data") == "partial"
     cells = [Cell(model=subject.name, part="all", mode=CLEAN, side="both", expected="neither", promise=None)]
+    if Part.FULL in parts and not subject.modes:
+        says = "decode counts all"
+        cells.append(Cell(model=subject.name, part="all", mode=OVERFLOW, side="decode", expected=says, promise=None))
     for mode, facts in MODES.items():
+        if subject.modes and mode not in subject.modes:
+            continue
         for part in parts if facts.has_part else parts[:1]:
-            for side in _sides(mode):
-                handed = side == "prefill"
-                cell = Cell(
-                    model=subject.name,
-                    part=part.name if facts.has_part else "tokens",
-                    mode=mode,
-                    side=side,
-                    expected=f"decode {facts.found_by}",
-                    promise=None if handed or mode in _AT_ARRIVAL else _promise(mode, stride),
+            for side in _sides(mode, part):
+                if side not in subject.sides:
+                    continue
+                finder = "decode" if mode in ("transfer_bytes", "real_kv_post_forward") else side
+                cells.append(
+                    Cell(
+                        model=subject.name, part=part.name if facts.has_part else "tokens", mode=mode, side=side,
+                        expected=f"{finder} {facts.found_by}", finder=finder, promise=None,
+                        places=_places(spec, part, mode, partial=partial),
+                    )
                 )  # fmt: skip
-                cells.append(cell)
     return cells
 
 
-def _sides(mode: str) -> tuple[str, ...]:
+def _sides(mode: str, part: Part) -> tuple[str, ...]:
     if mode == "transfer_bytes":
         return ("prefill",)
-    return SIDES if mode == "real_kv_post_forward" else ("decode",)
+    if mode == "tier_bytes" and part is Part.SWA:  # prefill keeps pages there that no prompt ever loads: out of windows
+        return ("decode",)
+    return ("decode",) if mode == "next_token_swap" else SIDES
 
 
-def _promise(mode: str, stride: int) -> int:
-    if mode in ("req_to_token", "real_kv_used"):
-        return stride - 1
-    return {"real_kv_unused_cache": 0, "real_kv_post_forward": stride, "next_token_swap": 1}[mode]
+def _places(spec: ModelSpec, part: Part, mode: str, *, partial: bool) -> int:
+    if not MODES[mode].reads_bytes:
+        return 0
+    heads = 1 if partial else spec.kv_head_count
+    return len(spec.layers_of(part)) * 2 * heads + (STAMP_LANES * STAMP_FIELDS if mode in _AT_ARRIVAL else 0)
+
+
+def _promise(pair: CanaryPDFixture, cell: Cell) -> int | None:
+    """Steps within which a fault is reported, from the settings."""
+    stride = pair.canary(cell.finder).settings.stride
+    if cell.finder != cell.side or cell.mode in _AT_ARRIVAL:
+        return None
+    if cell.mode == "real_kv_unused_cache":
+        return pages_to_sweep(pair, cell.side, Part[cell.part])
+    return {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1)
 
 
 def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) -> Cell:
-    """Run one cell in engines of its own, `faults` faults one after the other. Returns it, filled in.
+    """Run one cell in engines of its own. Returns it, filled in.
 
-    Raises ConfigError: the settings do not fit the model; AssertionError or SerinusError: the engines broke.
-    Cost: two engines are built; then about 30 steps a fault.
+    Args:
+        faults: at least so many; where bytes are damaged also as many as there are places (96 at most).
+    Raises ConfigError: the settings do not fit the model; AssertionError or SerinusError: the engines broke, or let
+        wrong KV be used.
+    Cost: two engines are built; then a few steps a fault.
     """
     pair = _engines(cell, subject, seed)
-    length = _length(pair)
-    scene = _SCENES[cell.mode if cell.mode in _SCENES else "running"]
-    if cell.side == "prefill":
-        scene = _handed_over
-    rounds = faults if cell.mode != CLEAN else 1
-    seen = dict.fromkeys(SIDES, 0)
-    for _ in range(rounds):
-        before = len(pair.planted)
-        scene(pair, cell, length)
-        pair.run()
-        _classify(pair, cell, pair.planted[before:], seen)
-        pair.release()
-    cell.slots_checked = sum(pair.canary(side).checked_slots() for side in SIDES)
-    pair.close()
+    try:
+        handed = cell.mode == "real_kv_post_forward" and cell.side == "prefill"
+        scene = SCENES["transfer_bytes" if handed else cell.mode]
+        count = max(faults, min(cell.places, _FAULTS_MAX))
+        if cell.mode in MODES:
+            cell.promise = _promise(pair, cell)
+        if (cell.places and cell.mode != "tier_bytes") or cell.mode not in MODES:
+            scene(pair, cell.side, count)
+            pair.run()
+        else:  # each ends its request: one after the other, each with a seed of its own
+            for number in range(faults):
+                pair.seed_faults(seed + number * (1 if cell.side == "decode" else 2))
+                scene(pair, cell.side, 1)
+                pair.run()
+                pair.release()
+        _judge(pair, cell)
+        cell.slots_checked = sum(pair.canary(side).checked_slots() for side in SIDES)
+    finally:
+        pair.close()
     return cell
 
 
 def _engines(cell: Cell, subject: Subject, seed: int) -> CanaryPDFixture:
     mode = cell.mode
-    settings: dict[str, Any] = {"kv_canary": "raise", **subject.settings}
-    decode: dict[str, Any] = {"kv_canary_sweep_interval": 2}
-    prefill: dict[str, Any] = {}
-    if mode in (CLEAN, "tier_bytes"):
-        page = int(settings.get("page_size", 4))
-        decode |= {**_TIERED, "max_total_tokens": 24 * page, "max_running_requests": 2}
-    if mode == CLEAN:
-        prefill |= decode
+    logs = mode == OVERFLOW or (mode in _LOGGED and (cell.side == cell.finder))
+    settings: dict[str, Any] = {"kv_canary": "log" if logs else "raise", **subject.settings}
+    page = int(settings.get("page_size", 4))
+    prefill, decode = scene_settings(mode, cell.side, cell.part, page)
     if mode == "next_token_swap":
         settings["sampling_backend"] = "token_oracle"
-    planted = {} if mode == CLEAN else {f"perturb_{cell.side}": f"{mode}=1.0"}
+    planted = {f"perturb_{cell.side}": f"{mode}=1.0"} if mode in MODES else {}
     spec_parts = [part for part in Part if part.name == cell.part]
     target = spec_parts[0] if spec_parts else _first_part(subject)
     return CanaryPDFixture(
-        subject.checkpoint, target=None if mode == CLEAN else target, seed=seed, armed=False,
+        subject.checkpoint, target=target if planted else None, seed=seed, armed=False,
         prefill_settings=prefill, decode_settings=decode, **planted, **settings,
     )  # fmt: skip
 
@@ -159,119 +193,33 @@ def _first_part(subject: Subject) -> Part:
     return min(part for part in spec.parts if spec.layers_of(part))
 
 
-def _length(pair: CanaryPDFixture) -> int:
-    """Tokens of a prompt: three pages and a half."""
-    return 3 * pair.pair.decode.built.config.memory.page_size + 2
-
-
-# ---- scenes: what happens around one fault --------------------------------------------------------------------------
-
-Scene = Callable[[CanaryPDFixture, Cell, int], None]
-
-
-def _running(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
-    """Three requests are under way, far from their ends."""
-    stride = pair.canary("decode").settings.stride
-    rids = pair.send_parallel_short_requests(3, distinct_prompts=True, prompt_tokens=length, new_tokens=16 + 2 * stride)
-    pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
-    pair.arm("decode")
-
-
-def _handed_over(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
-    """Two prompts are computed for the decode engine."""
-    pair.arm("prefill")
-    pair.send_parallel_short_requests(2, distinct_prompts=True, prompt_tokens=length)
-
-
-def _asleep(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
-    """Some prompts are cached; another request keeps the engine at work."""
-    pair.send_parallel_short_requests(2, distinct_prompts=True, prompt_tokens=length)
-    pair.run()
-    pair.arm("decode")
-    pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=length, new_tokens=12)
-
-
-def _came_back(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
-    """Four prompts go down to the host tier and come back, until the damaged page has been among them."""
-    pair.flush()
-    page = pair.pair.decode.built.config.memory.page_size
-    prompts = [pair.random_prompt(10 * page + 1) for _ in range(4)]
-    for prompt in prompts:
-        pair.send(prompt, new_tokens=2)
-        pair.run()
-    total = pair.canary("decode").violation_count
-    pair.arm("decode")
-    for prompt in 3 * prompts:
-        pair.send(prompt, new_tokens=2)
-        pair.run()
-        if pair.canary("decode").violation_count > total:
-            return
-
-
-def _clean(pair: CanaryPDFixture, cell: Cell, length: int) -> None:
-    """Shared and distinct prompts, aborts, more tokens than the device holds, prompts that come back."""
-    page = pair.pair.decode.built.config.memory.page_size
-    shared = [pair.random_prompt(8 * page + 1) for _ in range(3)]
-    for turn in range(6):
-        rids = [pair.send([*shared[turn % 3], *pair.random_prompt(2)], new_tokens=page) for _ in range(2)]
-        rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, prompt_tokens=length)
-        for _ in range(3 + 4 * turn):
-            pair.turn()
-        if pair.finish(rids[turn % 4]) is None:
-            pair.pair.abort(rids[turn % 4])
-        pair.run()
-
-
-_SCENES: Mapping[str, Scene] = {
-    CLEAN: _clean,
-    "running": _running,
-    "real_kv_unused_cache": _asleep,
-    "tier_bytes": _came_back,
-}
-
-
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-def _classify(pair: CanaryPDFixture, cell: Cell, planted: Sequence[Planted], seen: dict[str, int]) -> None:
-    """Compare what was found since the last fault with what was planted; `seen`: violations compared, by side."""
-    cell.injected += len(planted)
-    found = list(_news(pair, seen))
-    detected: set[int] = set()
-    for side, violation in found:
-        index = next((i for i, p in enumerate(planted) if _explains(p, side, violation)), None)
-        if index is None or side != "decode" or violation.tag.split("_")[0] not in MODES[cell.mode].found_by.split("|"):
-            cell.alarms.append(f"{side}: {violation.line()}")
+def _judge(pair: CanaryPDFixture, cell: Cell) -> None:
+    """Compare what was found with what was planted."""
+    if cell.mode == OVERFLOW:
+        return  # the scene has counted
+    page = pair.built("decode").config.memory.page_size
+    matches = matched(pair.planted, _reports(pair), cell.finder, page)
+    cell.injected = len(pair.planted)
+    cell.alarms = [f"{side}: {violation.line()}" for side, violation in matches.unexplained]
+    hit = set()
+    for planted, step, reports in zip(pair.planted, matches.detected(), matches.by_fault, strict=True):
+        if step is None:
+            cell.alarms.append(f"not reported as it must be: {planted.side}: {planted.injection.line()}")
             continue
-        if index not in detected:
-            cell.latency = max(cell.latency, violation.step - planted[index].steps[side])
-        detected.add(index)
-        if (by := f"{side} {violation.tag}") not in cell.by:
-            cell.by.append(by)
-    cell.detected += len(detected)
+        cell.detected += 1
+        place = planted.injection.place
+        hit |= {place.at(byte=0, bit=0)} if place is not None else set()
+        if cell.finder == cell.side and cell.mode not in _AT_ARRIVAL:
+            cell.latency = max(cell.latency, step - planted.injection.step)
+        cell.by += [by for side, violation in reports if (by := f"{side} {violation.tag}") not in cell.by]
+    cell.by = list(dict.fromkeys(cell.by))
+    cell.hit = len(hit)
 
 
-def _news(pair: CanaryPDFixture, seen: dict[str, int]) -> Iterator[tuple[str, Violation]]:
+def _reports(pair: CanaryPDFixture) -> Iterator[Report]:
     for side in SIDES:
-        canary = pair.canary(side)
-        new, seen[side] = canary.violation_count - seen[side], canary.violation_count
-        for violation in pair.violations(side)[-new:] if new else ():
+        for violation in pair.violations(side):
             yield side, violation
-
-
-def _explains(planted: Planted, side: str, violation: Violation) -> bool:
-    """Whether this violation is what that fault leads to."""
-    injection = planted.injection
-    mode = MODES[injection.mode]
-    if violation.reasons & ~mode.reasons:
-        return False
-    if injection.mode == "next_token_swap":
-        return {violation.stored_token, violation.expected_token} == {injection.before, injection.after}
-    if violation.part.name != injection.part:
-        return False
-    if injection.mode == "req_to_token":
-        return violation.rid == injection.rid and violation.position - injection.position in (0, 1)
-    if injection.mode in _AT_ARRIVAL:
-        return True  # which page it was cannot be told from here; that it was one slot is what the stories prove
-    same_place = violation.slot == injection.slot if side == planted.side else True
-    return same_place and (injection.position < 0 or violation.position == injection.position)

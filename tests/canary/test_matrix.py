@@ -16,7 +16,19 @@ from serinus.cli.main import main
 from serinus.core.parts import Part
 from serinus.front import FrontSettings
 from serinus.models.small_checkpoints import make_checkpoint
-from serinus.selftest import CANARY_SHAPES, CLEAN, CanaryPDFixture, Subject, make_canary_toy, plan_matrix, run_cell
+from serinus.selftest import (
+    CANARY_SHAPES,
+    CLEAN,
+    OVERFLOW,
+    WEAKNESSES,
+    CanaryPDFixture,
+    Subject,
+    Weakness,
+    grade,
+    make_canary_toy,
+    plan_matrix,
+    run_cell,
+)
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import running_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
@@ -41,16 +53,63 @@ def test_every_fault_has_a_cell_in_every_part_it_can_damage(tmp_path: Path, shap
     cells = plan_matrix(subject(tmp_path, shape))
     parts = {"full": [Part.FULL], "swa": [Part.SWA], "both": [Part.FULL, Part.SWA]}[shape]
     wanted = {(name, part.name if mode.has_part else "tokens") for name, mode in MODES.items() for part in parts}
-    assert {(cell.mode, cell.part) for cell in cells} == wanted | {(CLEAN, "all")}
+    over = {(OVERFLOW, "all")} if Part.FULL in parts else set()
+    assert {(cell.mode, cell.part) for cell in cells} == wanted | {(CLEAN, "all")} | over
+    finders = {cell.mode for cell in cells if cell.finder == "prefill"}
+    assert finders >= {"req_to_token", "real_kv_used", "real_kv_unused_cache"}
     assert not any(cell.perfect for cell in cells)  # nothing is perfect that was not run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("coverage", ["full", "rotating:3"])
-def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, coverage: str) -> None:
-    model = subject(tmp_path, "full", kv_canary_coverage=coverage, kv_canary_real_data="partial")
+@pytest.mark.proof
+@pytest.mark.parametrize("shape", ["full", "both"])
+def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, shape: str) -> None:
+    model = subject(tmp_path, shape, kv_canary_real_data="partial")
     for cell in plan_matrix(model):
         assert run_cell(cell, model, faults=2, seed=5).perfect, cell
+
+
+IN_TURNS = ("req_to_token", "real_kv_used", "tier_bytes")
+
+
+@pytest.mark.proof
+def test_a_sound_canary_that_checks_in_turns_has_a_perfect_matrix(tmp_path: Path) -> None:
+    toy = make_canary_toy(tmp_path / "toy", "full")
+    turns = {"kv_canary_coverage": "rotating:3"}
+    model = Subject(name="turns", checkpoint=toy, settings=turns, modes=IN_TURNS, sides=("decode",))
+    for cell in plan_matrix(model):
+        assert run_cell(cell, model, faults=4, seed=5).perfect, cell
+
+
+def grading(folder: Path) -> list[Subject]:
+    """The models of `serinus canary selftest`, those that see most first."""
+    full = subject(folder, "full", page_size=4)
+    turns = {"kv_canary_coverage": "rotating:3"}
+    in_turns = Subject(name="turns", checkpoint=full.checkpoint, settings=turns, modes=IN_TURNS, sides=("decode",))
+    return [full, in_turns, subject(folder, "both")]
+
+
+@pytest.mark.slow
+def test_the_self_test_is_graded_by_weaknesses_of_the_canary(tmp_path: Path) -> None:
+    """One weakness that a self-test of the first byte alone was blind to, and the canary is whole again afterwards."""
+    full = subject(tmp_path, "full")
+    used = Subject(name="full", checkpoint=full.checkpoint, modes=("real_kv_used",), sides=("decode",))
+    (weak,) = [each for each in WEAKNESSES if each.name == "only keys are digested"]
+    found = grade([used], weak)
+    assert "real_kv_used full in decode" in found.seen_by
+    assert "place=layer" in found.said
+    cell = next(cell for cell in plan_matrix(used) if cell.mode == "real_kv_used")
+    assert run_cell(cell, used).perfect
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("weak", WEAKNESSES, ids=lambda weak: weak.name)
+def test_each_weakness_of_the_canary_turns_the_self_test_red(tmp_path: Path, weak: Weakness) -> None:
+    """About two minutes in all on one core."""
+    assert grade(grading(tmp_path), weak).seen_by, f"the self-test is blind: {weak.name}"
+
+
+def test_there_are_weaknesses_enough() -> None:
+    assert len({each.name for each in WEAKNESSES}) == len(WEAKNESSES) >= 12
 
 
 @pytest.mark.slow
@@ -61,8 +120,12 @@ def test_a_perfect_matrix_is_exit_code_0_and_is_written_down(
     words = ["canary", "selftest", str(toy), "--page-size", "4", "--faults", "1", "--json", str(result)]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "8 faults injected, 8 detected, 0 false alarms: the matrix is perfect" in text
     found = json.loads(result.read_text())
+    injected = sum(cell["injected"] for cell in found["cells"])
+    assert f"{injected} faults injected, {injected} detected, 0 false alarms: the matrix is perfect" in text
+    used = next(c for c in found["cells"] if c["mode"] == "real_kv_used")
+    assert (used["places"], used["hit"]) == (3 * 2 * 2, 3 * 2 * 2), "each layer, half and head"
+    assert "real_kv_used swa decode 12/12" in text
     assert found["perfect"]
     assert found["settings"]["kv_canary_coverage"] == "full"
     assert {cell["mode"] for cell in found["cells"]} == {CLEAN, *MODES}

@@ -76,6 +76,7 @@ class Places:
             lanes = [StampLane(lane).name for lane in range(STAMP_LANES)]
             self.strata += [Place(lane=lane, field=field) for lane in lanes for field in _FIELDS]
         self._deck: list[Place] = []
+        self._drawn: Place | None = None
 
     def draw(self) -> Place | None:
         """The next place; None where there are none."""
@@ -84,9 +85,15 @@ class Places:
             self._rng.shuffle(self._deck)
             if not self._deck:
                 return None
-        place = self._deck.pop()
+        self._drawn = place = self._deck.pop()
         byte = self._rng.randrange(8 if place.lane else self._byte_count)
         return place.at(byte=byte, bit=self._rng.randrange(8))
+
+    def give_back(self) -> None:
+        """What was drawn last was not damaged: it is drawn next."""
+        if self._drawn is not None:
+            self._deck.append(self._drawn)
+            self._drawn = None
 
 
 def flip_bit(lanes: PartLanes, slot: int, place: Place) -> tuple[int, int]:

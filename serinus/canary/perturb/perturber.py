@@ -83,7 +83,9 @@ class Perturber:
                 _log.warning("kv_canary perturbation: the gate is open from step %d on", checks.step)
         part = self.plan.target
         if self._due("req_to_token"):
-            done = req_to_token.run(self._rngs["req_to_token"], self._lanes[part], checks, self._counts["req_to_token"])
+            done = req_to_token.run(
+                self._rngs["req_to_token"], self._lanes[part], checks, self.plan.seed + self._counts["req_to_token"]
+            )
             self._note("req_to_token", done, "no two slots of different requests are read")
         if self._due("real_kv_used") and (place := self._place("real_kv_used")):
             lanes, spared = self._lanes[part], self._damaged_slots()
@@ -174,7 +176,10 @@ class Perturber:
                 injection = replace(injection, page=injection.slot // size)
             self.injections.append(injection)
             _log.warning("%s", injection.line())
-        elif name not in self._skipped:
+            return
+        if (places := self._places.get((name, self.plan.target))) is not None:
+            places.give_back()
+        if name not in self._skipped:
             self._skipped.add(name)
             _log.warning("kv_canary not injected: mode=%s step=%d skipped because %s", name, self._step, why_not)
 

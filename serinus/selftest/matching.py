@@ -1,0 +1,135 @@
+"""matching: which planted fault a violation is the report of, and what each fault must be reported as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from serinus.canary import Violation
+from serinus.canary.perturb import MODES, Injection
+from serinus.kernels import Reason
+from serinus.selftest.fixture import Planted
+
+__all__ = ["Report", "matched", "must_say"]
+
+_FIELDS = {
+    "token": Reason.VERIFY_TOKEN,
+    "position": Reason.VERIFY_POSITION,
+    "hash": Reason.VERIFY_CHAIN_HASH,
+    "digest": Reason.VERIFY_REAL_KV_HASH,
+}
+_ELSEWHERE = ("tier_bytes", "transfer_bytes")
+"""Damaged on another tier or on the way: the slot within the page is known, the page is not."""
+Report = tuple[str, Violation]
+"""The side that found it, and the violation."""
+
+
+def must_say(injection: Injection, *, same_position: bool) -> tuple[Reason, tuple[str, ...]]:
+    """(the reason, the checks) that a fault must be reported with: all of these checks."""
+    place, mode = injection.place, MODES[injection.mode]
+    if place is not None and place.lane:
+        return _FIELDS[place.field], (place.lane.split("_")[0],)
+    if injection.mode == "req_to_token":
+        reason = Reason.VERIFY_CHAIN_HASH if same_position else Reason.VERIFY_POSITION
+        return reason, ("HEAD", "TAIL")
+    if injection.mode == "next_token_swap":
+        return Reason.WRITE_TOKEN, ("HEAD",)
+    return Reason.VERIFY_REAL_KV_HASH, ("SWEEP",) if mode.found_by == "SWEEP" else ("TAIL",)
+
+
+def matched(planted: Sequence[Planted], reports: Iterable[Report], finder: str, page_size: int) -> Matches:
+    """Match what was found with what was planted. `finder`: the side that must find it."""
+    matches = Matches(planted, finder, page_size)
+    for side, violation in reports:
+        matches.take(side, violation)
+    return matches
+
+
+class Matches:
+    """Reports by the fault that explains them. A report of a page that is not known explains one fault only."""
+
+    def __init__(self, planted: Sequence[Planted], finder: str, page_size: int) -> None:
+        self._planted, self._finder, self._page_size = planted, finder, page_size
+        self.by_fault: list[list[Report]] = [[] for _ in planted]
+        self.unexplained: list[Report] = []
+
+    def take(self, side: str, violation: Violation) -> None:
+        """One more report, in the order of the steps."""
+        for exact in (True, False):
+            for index, planted in enumerate(self._planted):
+                if exact and not self._fits(index, violation):
+                    continue
+                if self._explains(planted, side, violation, exact=exact):
+                    self.by_fault[index].append((side, violation))
+                    return
+        self.unexplained.append((side, violation))
+
+    def detected(self) -> list[int | None]:
+        """Of each fault the step of its finder's first report, once all of its checks have reported it; None = it was
+        not found, or not as it must be."""
+        return [self._step(index) for index in range(len(self._planted))]
+
+    def _step(self, index: int) -> int | None:
+        injection = self._planted[index].injection
+        reports = [violation for side, violation in self.by_fault[index] if side == self._finder]
+        same = bool(reports) and all(
+            violation.stored_position == violation.position for violation in reports
+            if violation.position == injection.position
+        )  # fmt: skip
+        reason, checks = must_say(injection, same_position=same)
+        half = injection.place.half if injection.place is not None else ""
+        firsts = []
+        for check in checks:
+            steps = [
+                violation.step for violation in reports
+                if reason in violation.reasons and violation.tag.startswith(f"{check}_{half}")
+            ]  # fmt: skip
+            if not steps:
+                return None
+            firsts.append(min(steps))
+        return max(firsts)
+
+    def _fits(self, index: int, violation: Violation) -> bool:
+        """Whether a fault whose page is not known has this very page, or none yet."""
+        planted = self._planted[index]
+        if planted.injection.mode not in _ELSEWHERE and planted.side == self._finder:
+            return True
+        mine = self.by_fault[index]
+        return not mine or any(
+            each.rid == violation.rid and abs(each.position - violation.position) <= 1 for _, each in mine
+        )  # fmt: skip
+
+    def _explains(self, planted: Planted, side: str, violation: Violation, *, exact: bool) -> bool:
+        injection = planted.injection
+        mode = MODES[injection.mode]
+        if violation.reasons & ~mode.reasons:
+            return False
+        if injection.mode == "next_token_swap":
+            return {violation.stored_token, violation.expected_token} == {injection.before, injection.after}
+        if violation.part.name != injection.part:
+            return False
+        if injection.mode == "req_to_token":
+            return violation.rid == injection.rid and violation.position - injection.position in (0, 1)
+        place = injection.place
+        assert place is not None, f"testing: {injection.line()} has no place"
+        check, half, _ = violation.tag.split("_")
+        if not place.lane and (
+            check == "HEAD" or half != place.half or violation.reasons != Reason.VERIFY_REAL_KV_HASH
+        ):
+            return False
+        if place.lane and check != place.lane.split("_")[0]:
+            return False
+        if injection.mode in _ELSEWHERE:
+            return self._at_offset(injection, violation, exact=exact)
+        if side != self._finder:  # handed over in mode log: found there again
+            return side != planted.side and injection.position in (-1, violation.position)
+        if side == planted.side:
+            return violation.slot == injection.slot and injection.position in (-1, violation.position)
+        return violation.position == injection.position
+
+    def _at_offset(self, injection: Injection, violation: Violation, *, exact: bool) -> bool:
+        place, offset = injection.place, violation.position % self._page_size
+        assert place is not None, "testing: a page without a place"
+        if offset == injection.slot:
+            return not exact or not place.lane or _FIELDS[place.field] in violation.reasons
+        after = (injection.slot + 1) % self._page_size
+        return bool(place.lane) and offset == after and violation.reasons == Reason.VERIFY_CHAIN_HASH

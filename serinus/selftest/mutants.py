@@ -1,0 +1,372 @@
+"""mutants: planted weaknesses of the canary. A self-test that stays green under one of them proves nothing about it.
+
+A weakness is a patch of public names for as long as its `with` lasts. The self-test knows none of them; `grade` runs it
+under each, and the first line that is not as it must be ends that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from serinus.cache import PrefixCache
+from serinus.canary import CanaryLead
+from serinus.canary.ring import Ring
+from serinus.core.errors import SerinusError
+from serinus.kernels import Reason, StampLane
+from serinus.pool import DevicePool
+from serinus.selftest.matrix import Subject, plan_matrix, run_cell
+
+__all__ = ["WEAKNESSES", "Grade", "Weakness", "grade"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weakness:
+    """One way in which a canary could look at less than it says."""
+
+    name: str
+    apply: Callable[[], Any]
+    """A context manager: the canary is that weak inside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """What the self-test said under one weakness."""
+
+    weakness: str
+    seen_by: str
+    """The first line of the matrix that was not as it must be; empty = the self-test was blind to it."""
+    said: str = ""
+    """What was wrong there."""
+    cells: int = 0
+    """Lines that were run until then."""
+
+
+WEAKNESSES: list[Weakness] = []
+lanes_file: Any = import_module("serinus.canary.lanes")
+make_file: Any = import_module("serinus.canary.make")
+rank_file: Any = import_module("serinus.canary.rank")
+build_file: Any = import_module("serinus.ranks.build")
+
+
+def weakness(name: str) -> Callable[[Callable[[], Iterator[None]]], None]:
+    """Adds a generator function to WEAKNESSES."""
+
+    def add(function: Callable[[], Iterator[None]]) -> None:
+        WEAKNESSES.append(Weakness(name=name, apply=contextmanager(function)))
+
+    return add
+
+
+def grade(subjects: Sequence[Subject], each: Weakness, *, faults: int = 2, seed: int = 0) -> Grade:
+    """Run the self-test under one weakness until a line is not as it must be. Cost: seconds; a whole run where it is
+    blind."""
+    count = 0
+    with each.apply():
+        for subject in subjects:
+            for cell in plan_matrix(subject):
+                count += 1
+                try:
+                    run_cell(cell, subject, faults=faults, seed=seed)
+                except (SerinusError, AssertionError) as error:
+                    cell.error = f"{type(error).__name__}: {error}"
+                if not cell.perfect:
+                    line = f"{cell.model}: {cell.mode} {cell.part.lower()} in {cell.side}"
+                    said = cell.error or next(iter(cell.alarms), f"latency {cell.latency} of {cell.promise}")
+                    return Grade(weakness=each.name, seen_by=line, said=said, cells=count)
+    return Grade(weakness=each.name, seen_by="", cells=count)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+# ---- digests --------------------------------------------------------------------------------------------------------
+
+
+def _digested(seen: Callable[[Any], None]) -> Iterator[None]:
+    """`seen` sets to zero the coefficients [L, half, sum, lane] of what is not looked at."""
+    original = lanes_file.digest_coefficients
+
+    def weak(*rest: Any, **more: Any) -> Any:
+        factors = original(*rest, **more)
+        seen(factors)
+        return factors
+
+    with _replaced(lanes_file, "digest_coefficients", weak):
+        yield
+
+
+@weakness("only the first layer is digested")
+def _first_layer() -> Iterator[None]:
+    yield from _digested(lambda factors: factors[1:].fill(0))
+
+
+@weakness("only keys are digested")
+def _keys_only() -> Iterator[None]:
+    yield from _digested(lambda factors: factors[:, 1].fill(0))
+
+
+@weakness("only values are digested")
+def _values_only() -> Iterator[None]:
+    yield from _digested(lambda factors: factors[:, 0].fill(0))
+
+
+@weakness("only 2 bytes of each row are digested")
+def _two_bytes() -> Iterator[None]:
+    yield from _digested(lambda factors: factors[..., 1:].fill(0))
+
+
+@weakness("only the first head is digested")
+def _first_head() -> Iterator[None]:
+    yield from _digested(lambda factors: factors[..., factors.shape[-1] // 2 :].fill(0))
+
+
+# ---- reasons --------------------------------------------------------------------------------------------------------
+
+
+def _taken(change: Callable[[list[list[int]], int], tuple[list[list[int]], int]]) -> Iterator[None]:
+    """`change` makes of (rows, lost) of a ring what the canary is told."""
+    original = Ring.take
+
+    def take(self: Ring, **more: Any) -> Any:
+        found = []
+        for news in original(self, **more):
+            rows, lost = change(news.rows, news.lost)
+            found.append(replace(news, rows=rows, lost=lost))
+        return found
+
+    with _replaced(Ring, "take", take):
+        yield
+
+
+def _without(reason: Reason) -> Iterator[None]:
+    def change(rows: list[list[int]], lost: int) -> tuple[list[list[int]], int]:
+        left = [[row[0], row[1] & ~int(reason), *row[2:]] for row in rows]
+        return [row for row in left if row[1]], lost
+
+    yield from _taken(change)
+
+
+@weakness("the chain of hashes is ignored")
+def _chain_ignored() -> Iterator[None]:
+    yield from _without(Reason.VERIFY_CHAIN_HASH)
+
+
+@weakness("positions are ignored")
+def _position_ignored() -> Iterator[None]:
+    yield from _without(Reason.VERIFY_POSITION)
+
+
+@weakness("tokens are ignored")
+def _token_ignored() -> Iterator[None]:
+    yield from _without(Reason.VERIFY_TOKEN)
+
+
+@weakness("what the ring could not hold is dropped")
+def _overflow_dropped() -> Iterator[None]:
+    yield from _taken(lambda rows, lost: (rows, 0))
+
+
+@weakness("of each reading of a ring only the first violation is told")
+def _first_only() -> Iterator[None]:
+    yield from _taken(lambda rows, lost: (rows[:1], lost))
+
+
+@weakness("the token oracle is not asked")
+def _oracle_ignored() -> Iterator[None]:
+    original = build_file.make_canary_rank
+
+    def made(*rest: Any, **more: Any) -> Any:
+        return original(*rest, **{**more, "oracle": None})
+
+    with _replaced(build_file, "make_canary_rank", made):
+        yield
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _unverified(lane: StampLane) -> Iterator[None]:
+    """The watches of all parts do not verify that lane, nor the one beside it."""
+    original = make_file.load
+
+    class Blind:
+        def __init__(self, watch: Any) -> None:
+            self.watch = watch
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.watch, name)
+
+        def verify(self, of: int) -> None:
+            if of != lane:
+                self.watch.verify(of)
+
+    def weak(device: str) -> Any:
+        kernels = original(device)
+        make = kernels.canary_watch
+        return replace(kernels, canary_watch=lambda *rest, **more: Blind(make(*rest, **more)))
+
+    with _replaced(make_file, "load", weak):
+        yield
+
+
+@weakness("HEAD is never verified")
+def _head_never() -> Iterator[None]:
+    yield from _unverified(StampLane.HEAD_K)
+
+
+@weakness("TAIL is never verified")
+def _tail_never() -> Iterator[None]:
+    yield from _unverified(StampLane.TAIL_K)
+
+
+@weakness("what arrives is not verified")
+def _arrival_ignored() -> Iterator[None]:
+    with _replaced(CanaryLead, "arrived", lambda self, rid, own: ""):
+        yield
+
+
+def _read(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """`change` edits what `reads_of` is asked."""
+    original = rank_file.reads_of
+
+    def weak(rows: Any, starts: Any, is_fresh: Any, **more: Any) -> Any:
+        asked = {"rows": rows, "starts": starts, "is_fresh": is_fresh, **more}
+        change(asked)
+        reads = original(asked.pop("rows"), asked.pop("starts"), asked.pop("is_fresh"), **asked)
+        if more["window"] is not None and asked["window"] == _NOTHING:
+            reads[3] = reads[2]
+        return reads
+
+    with _replaced(rank_file, "reads_of", weak):
+        yield
+
+
+_NOTHING = 1
+
+
+@weakness("what comes back from a tier, or by a prefix hit, waits for its turn")
+def _fresh_ignored() -> Iterator[None]:
+    yield from _read(lambda asked: asked.update(is_fresh=[False] * len(asked["rows"])))
+
+
+@weakness("sliding layers are not verified")
+def _windows_ignored() -> Iterator[None]:
+    yield from _read(lambda asked: asked.update(window=None if asked["window"] is None else _NOTHING))
+
+
+@weakness("the last position that a request reads is not verified")
+def _last_skipped() -> Iterator[None]:
+    yield from _read(lambda asked: asked.update(starts=[max(0, start - 1) for start in asked["starts"]]))
+
+
+@weakness("turns leave one residue out")
+def _residue_skipped() -> Iterator[None]:
+    original = make_file.load
+
+    def weak(device: str) -> Any:
+        kernels = original(device)
+        due = kernels.canary_due
+
+        def skipping(reads: Any, step: int, page_size: int) -> Any:
+            strides = reads[4]
+            kept = (strides == 1) | (step % strides != strides - 1)
+            return due(np.ascontiguousarray(reads[:, kept]), step, page_size)
+
+        return replace(kernels, canary_due=skipping)
+
+    with _replaced(make_file, "load", weak):
+        yield
+
+
+@weakness("a prefill engine does not look at itself")
+def _prefill_blind() -> Iterator[None]:
+    original = build_file.make_canary_rank
+
+    def made(config: Any, *rest: Any, **more: Any) -> Any:
+        if config.role == "prefill":
+            config = replace(config, canary=replace(config.canary, kv_canary_coverage=f"rotating:{1 << 20}"))
+        return original(config, *rest, **more)
+
+    with _replaced(build_file, "make_canary_rank", made):
+        yield
+
+
+@weakness("no request is failed for what is found")
+def _none_failed() -> Iterator[None]:
+    original = CanaryLead.judge
+
+    def judge(self: CanaryLead, findings: Any) -> Any:
+        original(self, findings)
+        return ()
+
+    with _replaced(CanaryLead, "judge", judge):
+        yield
+
+
+# ---- sweeps and movers ----------------------------------------------------------------------------------------------
+
+
+def _walked(change: Callable[..., Any]) -> Iterator[None]:
+    """`change`(original, cache, cursor, budget, more) is the walk of a sweep; walks for other purposes are whole."""
+    original = PrefixCache.walk
+
+    def walk(self: PrefixCache, cursor: int, budget: int, **more: Any) -> Any:
+        if not more.get("unlocked_only") or budget > 1 << 30:
+            return original(self, cursor, budget, **more)
+        return change(original, self, cursor, budget, more)
+
+    with _replaced(PrefixCache, "walk", walk):
+        yield
+
+
+@weakness("one page is swept")
+def _one_page() -> Iterator[None]:
+    def change(original: Any, cache: PrefixCache, cursor: int, budget: int, more: Any) -> Any:
+        found = original(cache, 0, 1 << 30, **more)
+        one = slice(0, cache.page_size)
+        return replace(found, slots=found.slots[one], positions=found.positions[one], previous=found.previous[one])
+
+    yield from _walked(change)
+
+
+@weakness("every sweep begins at the first page again")
+def _never_on() -> Iterator[None]:
+    yield from _walked(lambda original, cache, cursor, budget, more: original(cache, 0, budget, **more))
+
+
+@weakness("one lane of stamps is not moved with its page")
+def _lane_left() -> Iterator[None]:
+    def kept(method: Callable[..., Any], inward: Callable[..., bool]) -> Callable[..., Any]:
+        def moved(self: DevicePool, *rest: Any, **more: Any) -> Any:
+            stamps = self.stamps_LS4
+            if stamps is None or not inward(*rest, **more):
+                return method(self, *rest, **more)
+            before = stamps[StampLane.HEAD_V].clone()
+            found = method(self, *rest, **more)
+            with torch.inference_mode():
+                stamps[StampLane.HEAD_V] = before
+            return found
+
+        return moved
+
+    always = lambda *rest, **more: True  # noqa: E731
+    hashed = lambda pages, rows, seed, inward=False: inward  # noqa: E731
+    with ExitStack() as stack:
+        for name, inward in (("write_pages", always), ("copy_stamps_in", always), ("hashed_pages", hashed)):
+            method = getattr(DevicePool, name)
+            stack.enter_context(_replaced(DevicePool, name, kept(method, inward)))
+        yield
