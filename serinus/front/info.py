@@ -209,7 +209,7 @@ async def cache_tree(front: Front, exchange: HttpExchange) -> None:
 
 
 async def canary(front: Front, exchange: HttpExchange) -> None:
-    """What the KV canary checked and found, and the latest violations."""
+    """What the KV canary checked and found, incident by incident."""
     await _pass_on(front, exchange, "canary")
 
 

@@ -88,9 +88,7 @@ ENDPOINTS = (
     EndpointSpec(path="/get_model_info", summary="Where the model lies"),
     EndpointSpec(path="/flush_cache", summary="Empty the prefix cache", methods=_POST, keys="admin", content=_TEXT),
     EndpointSpec(path="/cache", summary="What is cached where; ?limit= nodes of the tree", keys="admin"),
-    EndpointSpec(
-        path="/canary", summary="What the KV canary checked and found, and the latest violations", keys="admin"
-    ),
+    EndpointSpec(path="/canary", summary="What the KV canary checked and found, incident by incident", keys="admin"),
     EndpointSpec(
         path="/canary/perturb",
         summary="Faults planted on purpose; POST plants some, with a bound and an end",
