@@ -245,7 +245,7 @@ class PdSettings:
         "auto",
         "how KV travels; auto = shm on one machine, else tcp",
         flag="--disaggregation-transfer-backend",
-        choices=("auto", "shm", "tcp", "local", "nixl", "mooncake"),
+        choices=("auto", "shm", "tcp", "nixl", "mooncake"),
     )
     bootstrap_host: str = setting(
         "127.0.0.1", "address of the control port for other engines", flag="--disaggregation-bootstrap-host"

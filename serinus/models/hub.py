@@ -6,17 +6,19 @@ import re
 from pathlib import Path
 
 from serinus.core.errors import ConfigError
+from serinus.models.weight_files import INDEX, OTHER_FORMAT, SINGLE_FILE, indexed_files
 
 __all__ = ["resolve"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_TEXTS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 
 
 def resolve(model_path: str, revision: str | None = None) -> str:
     """The local directory of `model_path`, downloading a hub id where it is not cached yet.
 
-    Only weights as safetensors and texts (configs, tokenizer) are fetched.
+    Only texts (configs, tokenizer) and the safetensors files that are loaded are fetched: a repository may hold the same
+    weights once more in another form.
     Raises: ConfigError where there is neither such a directory nor such a model.
     Cost: nothing for a directory; a hub id asks the network and may download the weights.
     """
@@ -26,13 +28,27 @@ def resolve(model_path: str, revision: str | None = None) -> str:
         raise ConfigError(f"models: {model_path!r} is a file, expected a directory or a hub id such as org/name")
     if not _HUB_ID.fullmatch(model_path) or model_path.startswith((".", "/")):
         raise ConfigError(f"models: no directory {model_path!r}, expected one, or a hub id such as org/name")
-    from huggingface_hub import snapshot_download
-
     try:
-        return str(snapshot_download(model_path, revision=revision, allow_patterns=_PATTERNS))
+        return _fetched(model_path, revision)
     except (OSError, ValueError) as error:  # hub errors of every kind derive from these two
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"models: {model_path!r} is no local directory and could not be fetched from the hub ({first}), "
             "expected a directory or a reachable hub id such as org/name"
         ) from error
+
+
+def _fetched(hub_id: str, revision: str | None) -> str:
+    """The folder of a hub id. Its texts come first: an index names the files of weights. Raises OSError, ValueError."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_TEXTS))
+    if (folder / INDEX).exists():
+        wanted = sorted(set(indexed_files(folder).values()))
+    else:
+        wanted = [SINGLE_FILE]
+    folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*_TEXTS, *wanted]))
+    if wanted == [SINGLE_FILE] and not (folder / SINGLE_FILE).exists():
+        patterns = [*_TEXTS, "*.safetensors"]
+        snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=[OTHER_FORMAT])
+    return str(folder)

@@ -7,8 +7,7 @@ are unmapped with the last view of them. Knows nothing of layers.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -16,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serinus.core.errors import ConfigError
+from serinus.models.weight_files import file_of_each
 
 __all__ = ["RandomSource", "SafetensorsSource", "WeightSource"]
 
-_INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -43,14 +42,14 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """The *.safetensors files of a directory: a single file, or shards with their index."""
+    """The safetensors files of a directory: a single file, or shards with their index."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
         """Read the index or the headers. Raises ConfigError for missing, truncated or foreign files."""
         self.dtype = dtype
         self.device = device
         self._folder = folder
-        self._file_of = _shard_names(folder)
+        self._file_of = file_of_each(folder)
         self._left = set(self._file_of)
         self.bytes_taken = 0
         """Of the files, that were handed out."""
@@ -124,35 +123,3 @@ class RandomSource:
 
 def _index(span: range, dim: int) -> tuple[slice, ...]:
     return (slice(None),) * dim + (slice(span.start, span.stop),)
-
-
-def _shard_names(folder: Path) -> Mapping[str, str]:
-    """Tensor name -> file name."""
-    index = folder / _INDEX
-    if index.exists():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            pairs = {str(k): str(v) for k, v in names.items()}
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"models: {index} cannot be read ({error!r}), expected a weight_map") from None
-        for file in sorted(set(pairs.values())):
-            if "/" in file or "\\" in file or not file.endswith(".safetensors"):
-                raise ConfigError(f"models: {index} names {file!r}, expected *.safetensors beside it")
-            if not (folder / file).exists():
-                raise ConfigError(f"models: {folder / file} is missing, expected it as {_INDEX} names it")
-        return pairs
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        found = f"only {pickled[0]!r}, which is pickle and never loaded" if pickled else "no weight file"
-        raise ConfigError(f"models: {folder} has {found}, expected model.safetensors")
-    pairs = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as opened:
-                pairs.update(dict.fromkeys(opened.keys(), path.name))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"models: {path} cannot be read ({error}), expected a complete safetensors file"
-            ) from None
-    return pairs

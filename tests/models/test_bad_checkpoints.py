@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,51 @@ def test_a_directory_resolves_to_itself(broken: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_no_part_of_the_checkpoint_is_not_read(broken: Path, sharded: Path) -> None:
+    """As transformers does: beside an index what it does not name, else what is not model.safetensors."""
+    for folder in (broken, sharded):
+        (folder / "consolidated.safetensors").write_bytes(b"noise")
+        save_file({"model.norm.weight": torch.zeros(64)}, folder / "zeros.safetensors")
+        assert load_it(folder).spec.layer_count == 2
+
+
+class Hub:
+    """Stands for the hub: the files of one repository, and what was fetched of them."""
+
+    def __init__(self, repository: Path, cache: Path) -> None:
+        self._repository, self._cache = repository, cache
+
+    def snapshot_download(
+        self, hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Sequence[str] = ()
+    ) -> str:
+        assert (hub_id, revision) == ("org/name", "main")
+        self._cache.mkdir(exist_ok=True)
+        for file in self._repository.iterdir():
+            wanted, not_wanted = (
+                any(fnmatch(file.name, pattern) for pattern in each) for each in (allow_patterns, ignore_patterns)
+            )
+            if wanted and not not_wanted:
+                (self._cache / file.name).write_bytes(file.read_bytes())
+        return str(self._cache)
+
+
+@pytest.mark.parametrize("how", ["sharded", "one file", "one file of another name"])
+def test_of_a_hub_id_only_the_weights_that_are_loaded_are_fetched(
+    broken: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    repository = sharded if how == "sharded" else broken
+    if how == "one file of another name":
+        (repository / WEIGHTS).rename(repository / "weights.safetensors")
+    wanted = {file.name for file in repository.glob("*.safetensors")}
+    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "model.bin", "code.py"):
+        (repository / name).write_bytes(b"as large as the rest")
+    hub = Hub(repository, tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    folder = Path(resolve("org/name", "main"))
+    assert {file.name for file in folder.iterdir() if file.suffix != ".json"} - {"tokenizer.model"} == wanted
+    assert load_it(folder).spec.layer_count == 2
+
+
 def test_a_hub_id_that_cannot_be_fetched_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
     code = "from serinus.models import resolve; resolve('serinus-tests/no-such-model')"
     away = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
