@@ -43,6 +43,7 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
     assert answers["cuda"] == answers["cpu"]
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_two_ranks_over_nccl_give_the_tokens_of_one_gpu(family: str, tmp_path: Path) -> None:
     """Needs two GPUs, one for each rank."""
