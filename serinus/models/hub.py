@@ -17,8 +17,8 @@ _TEXTS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 def resolve(model_path: str, revision: str | None = None) -> str:
     """The local directory of `model_path`, downloading a hub id where it is not cached yet.
 
-    Only texts (configs, tokenizer) and the safetensors files that are loaded are fetched: a repository may hold the same
-    weights once more in another form.
+    Only texts (configs, tokenizer) and the safetensors files that are loaded are fetched: a repository may hold the
+    same weights once more in another form.
     Raises: ConfigError where there is neither such a directory nor such a model.
     Cost: nothing for a directory; a hub id asks the network and may download the weights.
     """
@@ -43,10 +43,7 @@ def _fetched(hub_id: str, revision: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_TEXTS))
-    if (folder / INDEX).exists():
-        wanted = sorted(set(indexed_files(folder).values()))
-    else:
-        wanted = [SINGLE_FILE]
+    wanted = sorted(set(indexed_files(folder).values())) if (folder / INDEX).exists() else [SINGLE_FILE]
     folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*_TEXTS, *wanted]))
     if wanted == [SINGLE_FILE] and not (folder / SINGLE_FILE).exists():
         patterns = [*_TEXTS, "*.safetensors"]
