@@ -103,20 +103,20 @@ class Floors:
     """One decode step of one request."""
 
 
-def floors(spec: ModelSpec, bytes_per_s: float, flops_per_s: float) -> Floors:
+def floors(spec: ModelSpec, bytes_per_s: float, flops_per_s: float, output: int = OUTPUT) -> Floors:
     qkv = (spec.head_count + 2 * spec.kv_head_count) * spec.head_size
     layer = spec.hidden_size * (qkv + spec.head_count * spec.head_size + 3 * spec.intermediate_size)
     body = layer * spec.layer_count
     head = spec.hidden_size * spec.vocab_size
     kv_token = spec.layer_count * 2 * spec.kv_head_count * spec.head_size * 2
-    mean_context = PROMPT + OUTPUT / 2
+    mean_context = PROMPT + output / 2
 
     def step(batch: int) -> float:
         step_bytes = 2 * (body + head) + batch * mean_context * kv_token
         return max(step_bytes / bytes_per_s, 2 * batch * (body + head) / flops_per_s)
 
     prefill = REQUESTS * PROMPT * 2 * body / flops_per_s
-    return Floors(prefill_s=prefill, decode_s=(OUTPUT - 1) * step(REQUESTS), stream_step_s=step(1))
+    return Floors(prefill_s=prefill, decode_s=(output - 1) * step(REQUESTS), stream_step_s=step(1))
 
 
 def main() -> None:
