@@ -54,11 +54,14 @@ class Matches:
 
     def take(self, side: str, violation: Violation) -> None:
         """One more report, in the order of the steps."""
-        for exact in (True, False):
-            for index, planted in enumerate(self._planted):
-                if exact and not self._fits(index, violation):
+        # What follows from a fault that has a report beside this one is its own, before it is the first of another.
+        faults = range(len(self._planted))
+        known = [index for index in faults if self.by_fault[index]]
+        for indices, exact in ((known, False), (faults, True), (faults, False)):
+            for index in indices:
+                if (exact or indices is known) and not self._fits(index, violation):
                     continue
-                if self._explains(planted, side, violation, exact=exact):
+                if self._explains(self._planted[index], side, violation, exact=exact):
                     self.by_fault[index].append((side, violation))
                     return
         self.unexplained.append((side, violation))

@@ -160,7 +160,8 @@ def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) ->
             pair.run()
         else:  # each ends its request: one after the other, each with a seed of its own
             for number in range(faults):
-                pair.seed_faults(seed + number * (1 if cell.side == "decode" else 2))
+                # An odd seed points a row at another request's slot: chunks of prefill read one prompt at a time.
+                pair.seed_faults(seed + number if cell.side == "decode" else 2 * (seed + number))
                 scene(pair, cell.side, 1)
                 pair.run()
                 pair.release()
