@@ -55,7 +55,9 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     what.add_argument("--kv-canary-coverage", default="full", metavar="full|rotating:N", help="default: full")
     what.add_argument("--page-size", type=int, default=0, metavar="N", help="default: 4 for toys, 16 for a MODEL")
     what.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda; default: auto")
-    what.add_argument("--dtype", default="auto", metavar="NAME", help="auto, bfloat16 or float32; default: auto")
+    what.add_argument(
+        "--dtype", default="auto", metavar="NAME", help="auto, bfloat16, float16 or float32; default: auto"
+    )
     how = parser.add_argument_group("How to test it")
     how.add_argument("--faults", type=int, default=3, metavar="N", help="faults of each kind in each place; default: 3")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same faults; default: 0")

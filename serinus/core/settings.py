@@ -39,8 +39,9 @@ class ModelSettings:
     served_model_name: str = setting("", "name that requests use; default: the model path")
     dtype: str = setting(
         "auto",
-        "type of weights and activations; auto = bfloat16 where the CPU has it",
-        choices=("auto", "bfloat16", "float32"),
+        "type of weights and activations; auto = bfloat16 where the device has it, else float16 on a GPU (float32 for"
+        " Gemma) and float32 on a CPU",
+        choices=("auto", "bfloat16", "float16", "float32"),
     )
     load_format: str = setting(
         "auto",

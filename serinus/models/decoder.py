@@ -85,7 +85,7 @@ class Decoder:
         Args:
             spec: what config.json says.
             source: where tensors come from, already in `dtype`.
-            dtype: torch.float32 or torch.bfloat16, of weights and activations.
+            dtype: torch.float32, torch.bfloat16 or torch.float16, of weights and activations.
             kernels: ops of the device.
             positions: longest sequence that will be run; None = spec.context_length.
             shard: what this rank holds; None = everything.

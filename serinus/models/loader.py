@@ -22,7 +22,7 @@ from serinus.parallel.comm import Comm
 
 __all__ = ["Model", "choose_dtype", "load_model"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Model(Protocol):
@@ -58,15 +58,28 @@ class Model(Protocol):
 def choose_dtype(spec: ModelSpec, name: str = "auto", device: str = "cpu") -> torch.dtype:
     """The element type of weights and KV.
 
-    `auto` is bfloat16 wherever the device computes in it (and for the toy, which computes nothing), else float32.
-    Raises: ConfigError for another name.
+    `auto` is bfloat16 wherever the device computes in it (and for the toy, which computes nothing). Elsewhere a GPU
+    takes float16, and a CPU float32; Gemma models take float32 there too: float16 cannot hold their activations.
+    Raises: ConfigError for another name, and for float16 on a CPU or with a Gemma.
     """
+    is_gemma = spec.architecture.startswith("Gemma")
+    if name == "float16" and (device == "cpu" or is_gemma):
+        where = f"for {spec.architecture}, whose activations are too large for it" if is_gemma else "on a CPU"
+        raise ConfigError(f"models: dtype 'float16' {where}, expected auto, float32 or bfloat16")
     if name in _DTYPES:
         return _DTYPES[name]
     if name != "auto":
         raise ConfigError(f"models: dtype {name!r}, expected auto, {', '.join(_DTYPES)}")
-    has_bf16 = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_bf16 or spec.architecture == TOY_ARCHITECTURE else torch.float32
+    if spec.architecture == TOY_ARCHITECTURE or _has_bf16(device):
+        return torch.bfloat16
+    return torch.float32 if device == "cpu" or is_gemma else torch.float16
+
+
+def _has_bf16(device: str) -> bool:
+    """Whether a device computes in bfloat16: CPUs by their instructions, GPUs since compute capability 8.0."""
+    if device == "cpu":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def load_model(

@@ -41,7 +41,7 @@ class PoolSpec:
     page_count: int
     """Pages, with page 0, which is padding; so at least 2."""
     dtype: torch.dtype
-    """Of keys and values: torch.float32 or torch.bfloat16."""
+    """Of keys and values: torch.float32, torch.bfloat16 or torch.float16."""
     device: str = "cpu"
     """Where the bytes are."""
     stamped: bool = False
@@ -53,8 +53,8 @@ class PoolSpec:
                 raise ConfigError(f"pool: {name} is {getattr(self, name)}, expected at least {low}")
         if self.page_count < 2:
             raise ConfigError(f"pool: page_count is {self.page_count}, expected at least 2 (page 0 is padding)")
-        if self.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"pool: dtype is {self.dtype}, expected torch.float32 or torch.bfloat16")
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"pool: dtype is {self.dtype}, expected torch.float32, torch.bfloat16 or torch.float16")
 
     @property
     def slot_count(self) -> int:

@@ -43,6 +43,24 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
     assert answers["cuda"] == answers["cpu"]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gpu_serves_in_sixteen_bits_under_the_canary(dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", dtype="float32")
+    prompts = [[(7 * i + j) % 500 for i in range(20 + 30 * j)] for j in range(4)]
+    first = SamplingParams(temperature=0, max_tokens=1, logprobs=1, ignore_eos=True)
+    longer = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    likeliest: dict[str, list[float]] = {}
+    for name in ("float32", dtype):
+        with LLM(
+            str(tmp_path), device="cuda", dtype=name, max_total_tokens=2048, chunked_prefill_size=64,
+            kv_canary="raise", kv_canary_real_data="all", kv_canary_coverage="full",
+        ) as llm:  # fmt: skip
+            answers = llm.generate(prompts, first, use_tqdm=False)
+            likeliest[name] = [out.outputs[0].logprobs[0].logprob for out in answers]
+            assert all(len(out.outputs[0].token_ids) == 24 for out in llm.generate(prompts, longer, use_tqdm=False))
+    assert likeliest[dtype] == pytest.approx(likeliest["float32"], abs=0.05)
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_two_ranks_over_nccl_give_the_tokens_of_one_gpu(family: str, tmp_path: Path) -> None:

@@ -234,8 +234,16 @@ def test_bf16_is_the_default_where_the_cpu_has_it(checkpoints: dict[str, Path]) 
 
 
 def test_another_dtype_is_refused(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="dtype 'float16', expected auto, float32, bfloat16"):
+    with pytest.raises(ConfigError, match="dtype 'float8', expected auto, float32, bfloat16, float16"):
+        choose_dtype(load_spec(checkpoints["llama"]), "float8")
+
+
+def test_float16_is_for_gpus_and_not_for_gemma(checkpoints: dict[str, Path]) -> None:
+    assert choose_dtype(load_spec(checkpoints["llama"]), "float16", "cuda") == torch.float16
+    with pytest.raises(ConfigError, match="'float16' on a CPU, expected auto, float32 or bfloat16"):
         choose_dtype(load_spec(checkpoints["llama"]), "float16")
+    with pytest.raises(ConfigError, match="'float16' for Gemma2ForCausalLM"):
+        choose_dtype(load_spec(checkpoints["gemma2"]), "float16", "cuda")
 
 
 def test_every_known_architecture_has_a_name_people_find_in_config_files() -> None:
