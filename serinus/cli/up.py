@@ -56,7 +56,7 @@ class Member:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.config.server.port}"
+        return http_url("127.0.0.1", self.config.server.port)
 
 
 def members(config: UpConfig) -> list[Member]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serinus.core.addresses import check_host, check_tcp_url, is_wildcard, split_host_port
 from serinus.core.canary_settings import CanarySettings, coverage_stride
 from serinus.core.errors import ConfigError
 from serinus.core.eviction import EVICTION_POLICIES
@@ -72,7 +73,7 @@ class ModelSettings:
 class ServerSettings:
     """Address, keys and limits of the HTTP server."""
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 or :: = every interface")
     port: int = setting(30000, "port to listen on; 0 = a free one", low=0, high=65535)
     name: str = setting(
         "", "name of this engine in metrics and meta_info; default: its role and 0", flag="--engine-name"
@@ -99,6 +100,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_host(self.host, "config: --host")
         for origin in self.allowed_origins:
             scheme, _, rest = origin.partition("://")
             if origin != "*" and not (scheme in ("http", "https") and rest and not set(rest) & set("/*?# ")):
@@ -249,7 +251,9 @@ class PdSettings:
         choices=("auto", "shm", "tcp", "nixl", "mooncake"),
     )
     bootstrap_host: str = setting(
-        "127.0.0.1", "address of the control port for other engines", flag="--disaggregation-bootstrap-host"
+        "127.0.0.1",
+        "address of the control port for other engines; 0.0.0.0 or :: = every interface",
+        flag="--disaggregation-bootstrap-host",
     )
     bootstrap_port: int = setting(
         0,
@@ -260,7 +264,7 @@ class PdSettings:
     )
     prefill_addresses: tuple[str, ...] = setting(
         (),
-        "control addresses of prefill engines, for decode engines without a router",
+        "control addresses of prefill engines (tcp://host:port), for decode engines without a router",
         flag="--disaggregation-prefill-addresses",
         metavar="TCP_ADDRESS",
     )
@@ -303,6 +307,14 @@ class PdSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_host(self.bootstrap_host, "config: --disaggregation-bootstrap-host")
+        if self.transfer_backend == "mooncake" and is_wildcard(self.bootstrap_host):
+            raise ConfigError(
+                f"config: --disaggregation-bootstrap-host is {self.bootstrap_host!r} with mooncake, expected an address"
+                f" of this machine: peers write to it"
+            )
+        for address in self.prefill_addresses:
+            check_tcp_url(address, "config: --disaggregation-prefill-addresses")
         if self.peer_s_max <= self.keepalive_s:
             raise ConfigError(
                 f"config: --disaggregation-peer-timeout is {self.peer_s_max},"
@@ -354,7 +366,10 @@ class ParallelSettings:
     nnodes: int = setting(1, "machines whose ranks are one engine", low=1, high=_RANKS_MAX)
     node_rank: int = setting(0, "number of this machine; 0 has the leader and answers HTTP", low=0, high=_RANKS_MAX - 1)
     dist_init_addr: str = setting(
-        "", "host:port of machine 0 where ranks of other machines report", "--master-addr", metavar="HOST:PORT"
+        "",
+        "host:port of machine 0 where ranks of other machines report; IPv6 as [::1]:5000",
+        "--master-addr",
+        metavar="HOST:PORT",
     )
     dist_s_max: float = setting(
         600.0, "seconds all ranks may take to report, and one exchange between them", flag="--dist-timeout", low=1
@@ -391,9 +406,8 @@ class ParallelSettings:
             raise ConfigError(
                 f"config: --dist-init-addr is {self.dist_init_addr!r} with --nnodes {self.nnodes}, expected {expected}"
             )
-        host, _, port = self.dist_init_addr.rpartition(":")
-        if self.dist_init_addr and not (host and port.isdecimal() and 0 < int(port) < 65536):
-            raise ConfigError(f"config: --dist-init-addr is {self.dist_init_addr!r}, expected HOST:PORT")
+        if self.dist_init_addr and not split_host_port(self.dist_init_addr, "config: --dist-init-addr")[1]:
+            raise ConfigError(f"config: --dist-init-addr is {self.dist_init_addr!r}, expected a port above 0")
 
     @property
     def size(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from serinus.core.addresses import is_loopback, tcp_url
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.handoff import HandoffFinding, PageTrace
@@ -85,9 +86,9 @@ def make_handoffs(parts: HandoffParts, clock: Clock) -> MadeHandoffs:
         return MadeHandoffs(role=NoHandoffs(parts.scheduler))
     host = config.pd.bootstrap_host
     backends = parts.backends or data_backends(config, f"{config.engine_name}-{incarnation}")
-    if host not in ("127.0.0.1", "localhost", "::1") and not config.pd.cluster_secret:
+    if not is_loopback(host) and not config.pd.cluster_secret:
         _log.warning("engines are greeted at %s without --cluster-secret: any process that reaches it may join", host)
-    bind = f"tcp://{host}:{config.pd.bootstrap_port}" if config.role == "prefill" else ""
+    bind = tcp_url(host, config.pd.bootstrap_port) if config.role == "prefill" else ""
     channel = ZmqChannel(bind, clock=clock, message_bytes_max=_MESSAGE_BYTES_MAX)
     peers = Peers(Mailbox(channel, incarnation=incarnation, clock=clock), (channel,))
     role = make_role(parts, backends, clock.now())

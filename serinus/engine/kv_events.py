@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from serinus.cache import BlockRemoved, BlockStored, KvEvent
+from serinus.core.addresses import is_loopback
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError
 
@@ -159,6 +160,7 @@ def _open(kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.linger = 0
     socket.sndhwm = hwm
+    socket.ipv6 = "[" in endpoint
     try:
         if _is_ours(endpoint):
             socket.bind(endpoint)
@@ -181,5 +183,5 @@ def _shut(socket: zmq.Socket[bytes]) -> None:
 def _is_ours(endpoint: str) -> bool:
     """Whether subscribers come to us."""
     scheme, _, where = endpoint.partition("://")
-    host = where.rsplit(":", 1)[0]
-    return scheme in ("ipc", "inproc") or host in ("*", "[::]", "::", "localhost", "[::1]") or host.startswith("127.")
+    host = where.rpartition(":")[0]
+    return scheme in ("ipc", "inproc") or host in ("*", "[::]", "::") or is_loopback(host)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
 
+from serinus.core.addresses import reachable
 from serinus.core.clock import Clock
 from serinus.core.errors import CapacityError
 from serinus.front.metrics import RouterMetrics
@@ -64,8 +66,8 @@ class FleetEngine:
 
     @property
     def pd_address(self) -> str:
-        """prefill: where decode engines reach it."""
-        return str(self.info.get("pd_address") or "")
+        """prefill: where decode engines reach it; where it listens on every interface, at the host of its URL."""
+        return reachable(str(self.info.get("pd_address") or ""), urlsplit(self.url).hostname or "127.0.0.1")
 
     @property
     def load(self) -> int:

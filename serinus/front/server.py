@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from serinus.core.addresses import bare_host
 from serinus.core.descriptors import descriptor_limit
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
@@ -44,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises ConfigError where the address cannot be had.
     """
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as err:
         raise ConfigError(f"front: host {host!r}, port {port}: {err}, expected an address of this machine") from err
     family, _, _, _, address = found[0]

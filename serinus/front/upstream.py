@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from serinus.core.addresses import http_url
+from serinus.core.addresses import host_port
 from serinus.core.errors import PeerGone
 
 __all__ = ["NotConnected", "Upstream", "UpstreamBroken", "fetch"]
@@ -42,7 +42,7 @@ class Upstream:
         self.url = url
         self._host = parts.hostname or "127.0.0.1"
         self._port = parts.port or 80
-        self._authority = http_url(self._host, self._port).removeprefix("http://")
+        self._authority = host_port(self._host, self._port)
         self._connect_s_max = connect_s_max
         self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES_MAX)
         self._reader: asyncio.StreamReader | None = None

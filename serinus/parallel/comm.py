@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from serinus.core.addresses import host_port, split_host_port
 from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel.mesh import Mesh
@@ -31,6 +32,7 @@ _torch: Any = dist
 """torch.distributed without types: its stores and groups have none."""
 _TAG: Final = 0
 """The tag of activations; a slice has one connection to the next stage."""
+_WHERE: Final = "parallel: the leader's address"
 _KNOCK_S: Final = 1.0
 _RETRY_S: Final = 0.1
 _LOOK_S: Final = 0.01
@@ -133,7 +135,7 @@ def listen(address: str) -> Meeting:
 
     Raises ConfigError: the address is not host:port, not one of this machine, or in use.
     """
-    host, port = _host_and_port(address)
+    host, port = split_host_port(address, _WHERE)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(found[4][:2], family=found[0], backlog=128)
@@ -146,7 +148,7 @@ def listen(address: str) -> Meeting:
         host_name=host, port=port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
         use_libuv=True,
     )  # fmt: skip
-    return Meeting(store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return Meeting(store, host_port(host, port))
 
 
 def find(address: str, timeout_s: float = 60.0) -> Meeting:
@@ -154,7 +156,7 @@ def find(address: str, timeout_s: float = 60.0) -> Meeting:
 
     Raises PeerGone: no leader listens there within `timeout_s`. Raises ConfigError: the address is not host:port.
     """
-    host, port = _host_and_port(address)
+    host, port = split_host_port(address, _WHERE)
     spent_s, reason = 0.0, ""
     while spent_s < timeout_s:  # torch would wait as well, with pages of C++ on stderr
         try:
@@ -169,13 +171,6 @@ def find(address: str, timeout_s: float = 60.0) -> Meeting:
             spent_s, reason = spent_s + _RETRY_S, str(error).splitlines()[0]
             Event().wait(_RETRY_S)
     raise PeerGone(f"parallel: no leader at {address} within {timeout_s:g} s ({reason})")
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"parallel: dist_init_addr is {address!r}, expected host:port")
-    return host.strip("[]"), int(port)
 
 
 class _Closed:
@@ -360,7 +355,7 @@ class TorchComm:
         options._timeout = timedelta(seconds=self._timeout_s)
         try:
             if backend == "Gloo":
-                address = host or _host_and_port(self._meeting.address)[0]
+                address = host or split_host_port(self._meeting.address, _WHERE)[0]
                 options._devices = [kind.create_device(hostname=address)]
             elif torch.device(self._device).index is not None:
                 torch.cuda.set_device(self._device)

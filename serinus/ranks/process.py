@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 from types import FrameType
 
+from serinus.core.addresses import split_host_port
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
@@ -104,9 +105,9 @@ def _obey(config: ServeConfig, rank: int, link: RankLink, clock: Clock) -> None:
 
 def _own_host(leader: str) -> str:
     """Our address as the other ranks reach it: the one from which we would speak to the leader. Sends nothing."""
-    host, _, port = leader.rpartition(":")
+    host, port = split_host_port(leader, "ranks: the leader's address")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host.strip("[]"), int(port)))
+        probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from serinus.core.addresses import host_port, split_host_port, tcp_url
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import engine_threads, threads_env
@@ -72,11 +73,15 @@ class RankProcesses:
         self._config = config
         self._mesh = mesh_of(config)
         self._exit_record = exit_record or ExitRecord()
-        self._host = parallel.dist_init_addr.rpartition(":")[0]
         self._folder = PrivateFolder(self._exit_record.folder)
         home = self._folder.path
+        self._host = "127.0.0.1"
+        bind = f"ipc://{home}/leader"
+        if parallel.dist_init_addr:
+            self._host, port = split_host_port(parallel.dist_init_addr, "config: --dist-init-addr")
+            bind = tcp_url(self._host, port)
         self.links = LeaderLinks(
-            f"tcp://{parallel.dist_init_addr}" if self._host else f"ipc://{home}/leader",
+            bind,
             mesh=self._mesh,
             clock=clock,
             settings=shared_settings(config),
@@ -117,7 +122,7 @@ class RankProcesses:
         from serinus.ranks.devices import comm_device
 
         s_max = self._config.parallel.dist_s_max
-        self._meeting = listen(f"{self._host or '127.0.0.1'}:0")
+        self._meeting = listen(host_port(self._host, 0))
         self.links.welcome(RankWelcome(store=self._meeting.address))
         self.links.gather(self._supervisor.check, s_max)
         self._comm = TorchComm(
@@ -125,7 +130,7 @@ class RankProcesses:
             self._mesh,
             0,
             device=comm_device(self._config, 0),
-            host=self._host or "127.0.0.1",
+            host=self._host,
             timeout_s=s_max,
             check=self._supervisor.check,
         )

@@ -16,6 +16,7 @@ import threading
 from dataclasses import dataclass
 from types import TracebackType
 
+from serinus.core.addresses import split_host_port
 from serinus.core.rng import Rng
 
 __all__ = ["CALM", "FaultyProxy", "Weather"]
@@ -106,12 +107,12 @@ class FaultyProxy:
     # ---- bytes ------------------------------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._target.rpartition(":")
+        host, port = split_host_port(self._target, "testing: the target")
         if self.weather.is_closed:
             writer.transport.abort()
             return
         try:
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            far_reader, far_writer = await asyncio.open_connection(host, port)
         except OSError:
             writer.transport.abort()  # no server there: refused, as without a proxy
             return

@@ -15,6 +15,8 @@ import sys
 import threading
 from types import TracebackType
 
+from serinus.core.addresses import http_url
+
 __all__ = ["READY", "Server", "free_port"]
 
 READY = r"^\[.*ready to roll"
@@ -31,17 +33,20 @@ def free_port() -> int:
 class Server:
     """`with Server("serve", path, "--port", "1234") as server: ...`; ends its whole process group at exit."""
 
-    def __init__(self, *arguments: str, port: int = 0, ready: str = READY, timeout_s: float = 120.0) -> None:
-        """Start `python -m serinus ARGUMENTS --port PORT` (a free one by default); ready when a line matches."""
+    def __init__(
+        self, *arguments: str, port: int = 0, host: str = "127.0.0.1", ready: str = READY, timeout_s: float = 120.0
+    ) -> None:  # fmt: skip
+        """Start `python -m serinus ARGUMENTS --host HOST --port PORT` (a free one by default); ready when a line
+        matches."""
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = http_url(host, self.port)
         self._ready = ready
         self._timeout_s = timeout_s
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._ended = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serinus", *arguments, "--port", str(self.port)],
+            [sys.executable, "-m", "serinus", *arguments, "--host", host, "--port", str(self.port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -12,12 +12,14 @@ are trusted may send messages of `message_bytes_max`. A peer that does not read 
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import zmq
 
+from serinus.core.addresses import bare_host, tcp_url
 from serinus.core.clock import Clock
 from serinus.core.errors import FrameError
 from serinus.wire.channels import Arrived, ChannelEvent, Gone
@@ -97,6 +99,7 @@ class TcpListener:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.RCVHWM, _READS_QUEUED_MAX)
         self._socket.setsockopt(zmq.SNDHWM, _UNREAD_MAX)
+        address = _bindable(address)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
             self._socket.bind(address)
@@ -263,3 +266,19 @@ class TcpListener:
         self._connections.pop(connection.routing_id, None)
         self._strangers.pop(connection.routing_id, None)
         self._peers.pop(connection.peer, None)
+
+
+def _bindable(address: str) -> str:
+    """zmq listens at addresses and interfaces alone: the name of a machine is looked up here, as IPv4 where it has such
+    an address: zmq does so where it connects."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    named = not (host == "*" or bare_host(host) != host or host in [name for _index, name in socket.if_nameindex()])
+    if not (named and port.isdecimal()):
+        return address
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+        except OSError:
+            continue
+        return tcp_url(str(found[0][4][0]), int(port))
+    return address  # zmq's error names it

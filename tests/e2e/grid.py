@@ -107,10 +107,10 @@ def _ip(*words: str, check: bool = True) -> bool:
 
 @contextlib.contextmanager
 def two_hosts(how: str) -> Iterator[Hosts]:
-    """`namespaces`: the second host has a network stack of its own, and a cable to ours; else it has but a second
-    loopback address."""
+    """`namespaces`: the second host has a network stack of its own, and a cable to ours; `IPv6`: it has our loopback
+    address; else it has but a second loopback address."""
     if how != "namespaces":
-        yield Hosts(address="127.0.0.2", prefix=())
+        yield Hosts(address="[::1]" if how == "IPv6" else "127.0.0.2", prefix=())
         return
     tag = os.getpid() % 60_000
     name, ours, theirs = f"serinus-{tag}", f"sa{tag}", f"sb{tag}"

@@ -14,7 +14,7 @@ import pytest
 
 from serinus.testing.servers import Server
 
-from .cluster import HTTP, generate, has_open, paused, until
+from .cluster import HTTP, generate, handed_over, has_open, paused, until
 from .conftest import small
 
 pytestmark = pytest.mark.slow
@@ -65,3 +65,25 @@ def test_an_engine_ends_at_once_when_its_front_ended_before_it_began(tmp_path: P
     words = ["--config", str(tmp_path / "none"), "--endpoint", f"ipc://{tmp_path}/x", "--parent", "1"]
     done = subprocess.run([sys.executable, "-m", "serinus.engine.process", *words], timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.proof
+def test_engines_and_a_router_at_ipv6_addresses_hand_a_prompt_over(checkpoint: Path) -> None:
+    """Prefill listens on every interface: the router names the host of its URL."""
+    more = ("--disaggregation-transfer-backend", "tcp", "--cluster-secret", "all know it")
+    words = ("serve", str(checkpoint), *small(), *more, "--disaggregation-mode")
+    with (
+        Server(*words, "prefill", "--disaggregation-bootstrap-host", "::", host="::1") as prefill,
+        Server(*words, "decode", host="::1") as decode,
+        Server(
+            "router", "--prefill", prefill.url, "--decode", decode.url, "--cluster-secret", "all know it",
+            host="::1", ready="router on",
+        ) as router,
+    ):  # fmt: skip
+        assert prefill.url.startswith("http://[::1]:")
+        until(lambda: handed_over(router.url, [7] * 99), "prompts are handed over")
+        meta = generate(router.url, list(range(40)), 3)["meta_info"]
+        assert (meta["prefill_engine"], meta["handoff_tokens"]) == ("prefill-0", 40)
+        assert HTTP.get(f"{prefill.url}/server_info").json()["pd_address"].startswith("tcp://[::]:")
+        peers = HTTP.get(f"{decode.url}/server_info").text
+        assert "tcp://[::1]:" in peers

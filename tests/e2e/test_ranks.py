@@ -91,7 +91,7 @@ def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Pa
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("hosts", [HOSTS])
+@pytest.mark.parametrize("hosts", [HOSTS, "IPv6"])
 def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str) -> None:
     with two_hosts(hosts) as pair:
         words = (str(checkpoint), "--tp-size", "2", "--nnodes", "2", *SMALL)

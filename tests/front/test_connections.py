@@ -353,20 +353,6 @@ def test_the_soft_limit_of_descriptors_is_raised_and_never_lowered(monkeypatch: 
 # ---- IPv6 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("localhost", "http://localhost:80"),
-        ("::1", "http://[::1]:80"),
-        ("[::1]", "http://[::1]:80"),
-        ("::", "http://[::]:80"),
-    ],
-)
-def test_an_address_is_written_as_urls_have_it(host: str, url: str) -> None:
-    assert http_url(host, 80) == url
-
-
 @pytest.mark.slow
 def test_an_engine_and_its_router_speak_ipv6(front: RunningFront) -> None:
     inner = create_router_app(RouterSettings(decode_urls=(front.url,), poll_s=0.02))

@@ -70,6 +70,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
         decode: int,
         prefill: int,
         *,
+        pd_address: str = "tcp://{}:1",
         keys: dict[str, Any] | None = None,
         stall: tuple[bool, ...] = (),
         keep_alive_s: float = 5.0,
@@ -85,7 +86,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
                         engine=name,
                         role=role,
                         vocab_size=267,
-                        pd_address=f"tcp://{name}:1" if role == "prefill" else "",
+                        pd_address=pd_address.format(name) if role == "prefill" else "",
                         stall=role == "decode" and index < len(stall) and stall[index],
                         context_length=100_000,
                         max_total_tokens=200_000,
@@ -130,6 +131,12 @@ def test_requests_go_to_decode_with_a_prefill_engine_suggested(route: Any) -> No
         suggested = {request.prefill_address for request in requests_of(running.decode[0])}
         assert suggested == {"tcp://prefill-0:1", "tcp://prefill-1:1"}
         assert not requests_of(running.prefill[0])
+
+
+def test_a_prefill_engine_that_listens_on_every_interface_is_suggested_at_the_host_of_its_url(route: Any) -> None:
+    with route(1, 1, pd_address="tcp://[::]:7") as running:
+        assert running.http.post("/generate", json=GREEDY).json()["output_ids"] == EXPECTED
+        assert [request.prefill_address for request in requests_of(running.decode[0])] == ["tcp://127.0.0.1:7"]
 
 
 def test_a_client_cannot_name_the_prefill_engine_through_the_router(route: Any) -> None:

@@ -21,7 +21,7 @@ from serinus.parallel.comm import Comm, Meeting, SoloComm, TorchComm, find, list
 from serinus.parallel.near import NearFile, NearStage
 from serinus.testing.thread_comm import ThreadComm
 
-KINDS = ("threads", "gloo", "memory")
+KINDS = ("threads", "gloo", "gloo over IPv6", "memory")
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ def _ranks(kind: str, mesh: Mesh) -> Iterator[Sequence[Comm]]:
     if kind == "threads":
         ranks = ThreadComm.ranks_of(mesh, 30.0)
     else:
-        ranks = _joined(listen("127.0.0.1:0"), mesh, near=kind == "memory")
+        ranks = _joined(listen("[::1]:0" if "IPv6" in kind else "127.0.0.1:0"), mesh, near=kind == "memory")
     yield ranks
     for comm in ranks:
         comm.close()
@@ -249,6 +249,8 @@ def test_an_address_is_listened_on_once_and_only_on_this_machine() -> None:
         listen(meeting.address)
     with pytest.raises(ConfigError, match="expected host:port"):
         find("localhost")
+    with pytest.raises(ConfigError, match="in brackets"):
+        find("::1:5000")
     with pytest.raises(PeerGone, match=r"no leader at 127\.0\.0\.1:1 within 0\.1 s"):
         find("127.0.0.1:1", 0.1)
 

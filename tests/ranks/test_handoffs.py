@@ -52,6 +52,18 @@ def test_every_layout_hands_over_to_every_other(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("host", "shown"), [("::1", "tcp://[::1]:"), ("::", "tcp://[::]:")])
+def test_a_prompt_is_handed_over_by_ipv6(toy: Path, host: str, shown: str) -> None:
+    with pair(toy, {}, {}, "tcp", bootstrap_host=host, cluster_secret="both know it") as engines:
+        assert engines.prefill.built.pd_address.startswith(shown)
+        prompt = list(range(1, 38))
+        engines.add("a", prompt, 6)
+        engines.run()
+        assert engines.tokens("a") == toy_continue(load_spec(toy), prompt, 6)
+        assert count(engines.decode, "kv_transfer_pages") == 10
+
+
+@pytest.mark.slow
 def test_ranks_without_layers_of_a_part_hand_over_what_they_have(tmp_path: Path) -> None:
     """Of FSFS cut 1,1,2 stage 1 has no FULL layer and stage 0 no sliding one; decode has one stage."""
     path = make_toy(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.addresses import bare_host, host_port
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
 from serinus.pd.backends.one_sided import (
@@ -100,7 +101,7 @@ class MooncakeBackend:
         Raises ConfigError where the package or a library of its is missing.
         """
         self._library = _installed() if library is None else library
-        self._host = host
+        self._host = bare_host(host)
         self._regions: tuple[Region, ...] = ()
         self._peers: dict[str, _Peer] = {}
         self._ops: dict[int, tuple[str, Write]] = {}
@@ -137,7 +138,7 @@ class MooncakeBackend:
     @property
     def endpoint(self) -> bytes:
         """Ours, for the peers; another one after each fence."""
-        return pack_endpoint(f"{self._host}:{self._engine.get_rpc_port()}".encode(), self._regions)
+        return pack_endpoint(host_port(self._host, self._engine.get_rpc_port()).encode(), self._regions)
 
     # ---- peers --------------------------------------------------------------------------------------------------
 
