@@ -1,10 +1,21 @@
-"""Tests of several accelerators are skipped where there are fewer: only `pytest -m gpu` has them."""
+"""The log is left as each test found it. Tests of several accelerators are skipped where there are fewer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Commands send the log to stderr, which is the test's own: later tests must not write there."""
+    logger = logging.getLogger("serinus")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

@@ -70,7 +70,7 @@ def test_json_that_is_no_tree_is_refused(text: str, complaint: str) -> None:
         (ServerSettings, {"drain_s_max": float("nan")}, "--drain-timeout is nan"),
         (MemorySettings, {"mem_fraction_static": 1.5}, "expected at most 0.98"),
         (MemorySettings, {"page_size": 0}, "--page-size is 0, expected at least 1"),
-        (ModelSettings, {"dtype": "float16"}, "expected one of auto, bfloat16, float32"),
+        (ModelSettings, {"dtype": "float8"}, "expected one of auto, bfloat16, float16, float32"),
         (ModelSettings, {"context_length": 1.5}, "--context-length is 1.5, expected an integer"),
         (PdSettings, {"mode": "both"}, "--disaggregation-mode is 'both'"),
         (PdSettings, {"keepalive_s": 5.0, "peer_s_max": 5.0}, "expected more than"),

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from serinus.core.log import fields, get_logger, setup_logging
-
-
-@pytest.fixture(autouse=True)
-def quiet_after() -> Iterator[None]:
-    """Leave the logger of the package as it was."""
-    logger = logging.getLogger("serinus")
-    before = (list(logger.handlers), logger.level, logger.propagate)
-    yield
-    logger.handlers, logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def test_a_line_names_its_time_and_rank(capsys: pytest.CaptureFixture[str]) -> None:
