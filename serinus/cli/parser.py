@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,9 +21,11 @@ from serinus.core.config import (
     parse_text,
     read_environment,
     read_file,
+    roles_of,
     settings_in,
 )
 from serinus.core.errors import ConfigError
+from serinus.core.fleet_settings import ROLES
 from serinus.core.setting import KINDS, Setting
 
 __all__ = ["Command", "Parser", "UsageProblem", "add_settings", "read_config"]
@@ -134,8 +137,28 @@ def add_settings(parser: Parser, tree: type[ConfigTree], *, positional_model: bo
         for owner, setting in settings_in(tree):
             if owner == name:
                 _add_setting(section, name, setting, getattr(getattr(defaults, name), setting.name))
+    _add_role_settings(parser, tree)
     section = parser.add_argument_group("Where settings come from")
     section.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings by the names of their flags")
+
+
+def _add_role_settings(parser: Parser, tree: type[ConfigTree]) -> None:
+    """The flags for engines of one role: the pattern is explained once, instead of a line for each of them."""
+    roles = roles_of(tree)
+    if not roles:
+        return
+    names = [setting.key.removeprefix(f"{setting.role}-") for _, setting in settings_in(tree) if setting.role]
+    text = (
+        f"{' and '.join(f'--{role}-FLAG' for role in roles)} give engines of one role another value than --FLAG gives"
+        f" all; FLAG is one of {', '.join(dict.fromkeys(names))}. They take what --FLAG takes; a switch goes"
+        f" off by --no-{roles[0]}-FLAG."
+    )
+    section = parser.add_argument_group(
+        "Engines of one role", "\n".join(textwrap.wrap(text, 112, break_on_hyphens=False))
+    )
+    for role, setting in settings_in(tree):
+        if setting.role:
+            _add_setting(section, role, setting, None)
 
 
 def _add_setting(section: Any, group: str, setting: Setting, default: Any) -> None:
@@ -143,7 +166,7 @@ def _add_setting(section: Any, group: str, setting: Setting, default: Any) -> No
     kind, _ = KINDS[setting.kind]
     names = (setting.flag, *setting.aliases)
     shown = "" if default in (None, "", (), False) else f" (default: {default})"
-    text = (setting.help + shown).replace("%", "%%")
+    text = argparse.SUPPRESS if setting.role else (setting.help + shown).replace("%", "%%")
     if kind is bool:
         section.add_argument(*names, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
         for inverse in setting.inverse:
@@ -205,6 +228,7 @@ def _unknown_flag(parser: Parser, word: str) -> UsageProblem:
     known = list(parser._option_string_actions)
     stem = f"--{flag.lstrip('-')}-"  # --tp or -tp for --tp-size
     near = sorted((name for name in known if name.startswith(stem)), key=len)
-    near = near or get_close_matches(flag, known, n=1, cutoff=0.6)
+    base = next((f"--{flag.removeprefix(f'--{role}-')}" for role in ROLES if flag.startswith(f"--{role}-")), "")
+    near = near or [base] * (base in known) or get_close_matches(flag, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"expected one of those that `{parser.prog} --help` lists"
     return UsageProblem(f"unknown flag {flag}: {hint}")

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from serinus.core.config import ConfigTree, RouterConfig, ServeConfig, UpConfig, groups_of, settings_in
+from serinus.core.config import ConfigTree, RouterConfig, ServeConfig, UpConfig, groups_of, roles_of, settings_in
 from serinus.core.setting import KINDS, Setting
 
 __all__ = ["settings_markdown"]
@@ -17,6 +17,12 @@ Every setting is a flag, an environment variable and a key of a settings file (`
 without its dashes). Flags win over variables, variables over the file. A wrong value is refused before anything starts.
 
 This page is made by `serinus doctor --settings-doc > docs/settings.md`; a test compares it with the code.
+"""
+_ROLES = """**Engines of one role.**
+
+What holds for all engines may have another value in prefill engines, or in decode engines (with `--prefill 0`: in those
+that do both). A switch that is on for all goes off for a role by `--no-prefill-...`, or by `false` in a variable or a
+file. `--prefill-kv-canary none` leaves those engines without a canary, whatever else is set for the canary of all.
 """
 _PAGES: tuple[tuple[str, str, type[ConfigTree], frozenset[str]], ...] = (
     ("serinus serve MODEL", "One engine and its HTTP server.", ServeConfig, frozenset()),
@@ -56,6 +62,15 @@ def _rows(tree: type[ConfigTree], name: str) -> Iterator[str]:
         yield f"| {flags} | `{setting.env}` | {_values(setting)} | {default} | {setting.help} |"
 
 
+def _role_rows(tree: type[ConfigTree]) -> Iterator[str]:
+    """One row for each setting, with the flags of all roles."""
+    twins = [[setting for owner, setting in settings_in(tree) if owner == role] for role in roles_of(tree)]
+    for settings in zip(*twins, strict=True):
+        flags = ", ".join(f"`{setting.flag}`" for setting in settings)
+        variables = ", ".join(f"`{setting.env}`" for setting in settings)
+        yield f"| {flags} | {variables} | {_values(settings[0])} | that of all |"
+
+
 def settings_markdown() -> str:
     """The text of docs/settings.md."""
     lines = [_HEAD]
@@ -67,4 +82,6 @@ def settings_markdown() -> str:
             lines += [f"**{inspect.cleandoc(group.__doc__ or name)}**", ""]
             lines += ["| flag | variable | values | default | meaning |", "|---|---|---|---|---|"]
             lines += [*_rows(tree, name), ""]
+        if roles_of(tree):
+            lines += [_ROLES, "| flag | variable | values | default |", "|---|---|---|---|", *_role_rows(tree), ""]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from serinus.core.addresses import http_url
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig, UpConfig
 from serinus.core.cores import engine_threads, threads_env
+from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger, setup_logging
 
 if TYPE_CHECKING:
@@ -91,6 +92,14 @@ def run(command: Command, words: Sequence[str]) -> int:
         return asyncio.run(_Group(config, sock, clock, started, arguments.ready_fd).live())
 
 
+def _check(member: Member) -> None:
+    """Refuse ranks or planned faults that this engine's role or model cannot have. Raises ConfigError."""
+    try:
+        check_shape(member.config)
+    except ConfigError as err:
+        raise ConfigError(f"{err} (of {member.name})") from err
+
+
 class _Group:
     """The engines of `serinus up`, and the router."""
 
@@ -104,7 +113,7 @@ class _Group:
         self._started = started
         self._members = members(config)
         for member in self._members:
-            check_shape(member.config)
+            _check(member)
         self._code = 0
         self._ending = False
         self._url = http_url(config.server.host, sock.getsockname()[1])

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serinus.core.errors import ConfigError
-from serinus.core.fleet_settings import RouteSettings, UpSettings
-from serinus.core.setting import KINDS, Setting, settings_of
+from serinus.core.fleet_settings import ROLES, RouteSettings, UpSettings, role_settings
+from serinus.core.setting import KINDS, Setting, check_value, settings_of
 from serinus.core.settings import (
     CacheSettings,
     CanarySettings,
@@ -41,6 +41,7 @@ __all__ = [
     "parse_text",
     "read_environment",
     "read_file",
+    "roles_of",
     "settings_in",
 ]
 
@@ -56,6 +57,7 @@ _GROUPS: dict[str, type] = {
 }  # fmt: skip
 _ROUTER_PORT = 8000
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
+_GroupT = TypeVar("_GroupT", ParallelSettings, CanarySettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +155,43 @@ class UpConfig(EngineConfig):
     """`serinus up`: several engines and the router on one machine. Inherited groups are each engine's."""
 
     up: UpSettings = field(default_factory=UpSettings)
-    """Number and ranks of the engines."""
+    """Number of the engines."""
     server: ServerSettings = field(default_factory=_router_server)
     """The router's HTTP server; its keys and log level hold for the engines too."""
 
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    """By field, the settings (see role_settings) that were given for prefill engines only."""
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    """The same of decode engines; with `--prefill 0`, of those that do both."""
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            for setting in role_settings(role):
+                if setting.name not in getattr(self, role):
+                    continue
+                value = getattr(self, role)[setting.name]
+                check_value(setting, value)
+                if role == "prefill" and not self.up.prefill:
+                    raise ConfigError(f"config: {setting.flag} is {value!r} with --prefill 0, expected prefill engines")
+            self.ranks_of(role)
+            self.canary_of(role)
+
     def ranks_of(self, role: str) -> ParallelSettings:
         """The numbers of ranks of an engine of this role."""
-        up = self.up
-        own = (up.prefill_tp_size, up.prefill_pp_size) if role == "prefill" else (up.decode_tp_size, up.decode_pp_size)
-        return replace(self.parallel, tp_size=own[0] or self.parallel.tp_size, pp_size=own[1] or self.parallel.pp_size)
+        return self._of_role(self.parallel, role)
+
+    def canary_of(self, role: str) -> CanarySettings:
+        """The canary of an engine of this role; one that is switched off for it takes over nothing."""
+        own = self.prefill if role == "prefill" else self.decode
+        return self._of_role(CanarySettings() if own.get("kv_canary") == "none" else self.canary, role)
+
+    def _of_role(self, group: _GroupT, role: str) -> _GroupT:
+        given = self.prefill if role == "prefill" else self.decode
+        own: dict[str, Any] = {item.name: given[item.name] for item in settings_of(type(group)) if item.name in given}
+        try:
+            return replace(group, **own)
+        except ConfigError as err:
+            raise ConfigError(f"{err} (of {role} engines)") from err
 
     def engine(self, *, role: str, name: str, port: int, threads: int) -> ServeConfig:
         """The settings of one engine: `role` unified, prefill or decode, on loopback, on `port`."""
@@ -176,7 +206,7 @@ class UpConfig(EngineConfig):
             cache=self.cache,
             pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
             parallel=self.ranks_of(role),
-            canary=self.canary,
+            canary=self.canary_of(role),
             kernels=replace(self.kernels, threads=threads),
         )
 
@@ -195,16 +225,25 @@ def groups_of(tree: type[ConfigTree]) -> Iterator[tuple[str, type]]:
     """Name and class of each group of a tree: those that the tree itself names first, then those it inherits."""
     own = list(tree.__annotations__)
     for item in sorted(fields(tree), key=lambda item: own.index(item.name) if item.name in own else len(own)):
-        yield item.name, _GROUPS[str(item.type)]
+        if str(item.type) in _GROUPS:
+            yield item.name, _GROUPS[str(item.type)]
+
+
+def roles_of(tree: type[ConfigTree]) -> tuple[str, ...]:
+    """The roles of engines that a tree has settings of their own for; each is the name of such a group."""
+    return ROLES if issubclass(tree, UpConfig) else ()
 
 
 def settings_in(tree: type[ConfigTree]) -> Iterator[tuple[str, Setting]]:
-    """Group and setting, for everything that can be set in a tree, in order."""
+    """Group and setting, for everything that can be set in a tree, in order; last those of one role's engines."""
     left_out = _LEFT_OUT.get(tree.__name__, frozenset())
     for name, group in groups_of(tree):
         for setting in settings_of(group):
             if f"{name}.{setting.name}" not in left_out:
                 yield name, setting
+    for role in roles_of(tree):
+        for setting in role_settings(role):
+            yield role, setting
 
 
 def _places(tree: type[ConfigTree]) -> dict[str, tuple[str, Setting]]:
@@ -219,22 +258,23 @@ def _places(tree: type[ConfigTree]) -> dict[str, tuple[str, Setting]]:
 
 def build_tree(tree: type[_TreeT], *layers: Layer) -> _TreeT:
     """A tree from what its sources say, the strongest source first; defaults fill the rest. Raises ConfigError."""
-    groups = dict(groups_of(tree))
+    groups = {name: {item.name for item in settings_of(group)} for name, group in groups_of(tree)}
+    groups |= {role: {item.name for item in role_settings(role)} for role in roles_of(tree)}
     defaults = tree()
     for layer in layers:
         unknown = sorted(set(layer) - set(groups))
         if unknown:
             raise ConfigError(f"config: unknown group {unknown[0]!r}, expected one of {', '.join(groups)}")
     made: dict[str, Any] = {}
-    for name, group in groups.items():
-        known = {setting.name: setting for setting in settings_of(group)}
+    for name, known in groups.items():
         values: dict[str, Any] = {}
         for layer in reversed(layers):
             for key, value in layer.get(name, {}).items():
                 if key not in known:
-                    raise ConfigError(f"config: unknown setting {name}.{key}, expected one of {', '.join(known)}")
+                    expected = ", ".join(sorted(known))
+                    raise ConfigError(f"config: unknown setting {name}.{key}, expected one of {expected}")
                 values[key] = tuple(value) if isinstance(value, list) else value
-        made[name] = replace(getattr(defaults, name), **values)
+        made[name] = values if name in roles_of(tree) else replace(getattr(defaults, name), **values)
     return tree(**made)
 
 

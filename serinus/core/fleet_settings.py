@@ -1,24 +1,37 @@
-"""The settings of several engines: how many `serinus up` starts, and which a router knows. Plain data."""
+"""The settings of several engines: how many `serinus up` starts, how they differ by role, and which a router knows.
+
+Plain data.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
-from serinus.core.setting import check_fields, setting
+from serinus.core.canary_settings import CanarySettings
+from serinus.core.setting import Setting, check_fields, of_role, setting, settings_of
+from serinus.core.settings import ParallelSettings
 
-__all__ = ["RouteSettings", "UpSettings"]
+__all__ = ["ROLES", "RouteSettings", "UpSettings", "role_settings"]
+
+ROLES = ("prefill", "decode")
+"""Of engines under `serinus up`; with `--prefill 0` those of `--decode` do both."""
+_RANKS = ("tp_size", "pp_size")
+
+
+@cache
+def role_settings(role: str) -> tuple[Setting, ...]:
+    """The settings that engines of one role may have otherwise than all: their ranks and their canary."""
+    ranks = [item for item in settings_of(ParallelSettings) if item.name in _RANKS]
+    return tuple(of_role(item, role) for item in (*ranks, *settings_of(CanarySettings)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpSettings:
-    """How many engines of which kind on this machine, and of how many ranks each."""
+    """How many engines of which kind on this machine."""
 
     prefill: int = setting(1, "prefill engines; 0 = every engine does both", low=0, high=64, metavar="P")
     decode: int = setting(1, "decode engines", low=1, high=64, metavar="D")
-    prefill_tp_size: int | None = setting(None, "--tp-size of prefill engines; default: that of all", low=1)
-    prefill_pp_size: int | None = setting(None, "--pp-size of prefill engines; default: that of all", low=1)
-    decode_tp_size: int | None = setting(None, "--tp-size of decode engines; default: that of all", low=1)
-    decode_pp_size: int | None = setting(None, "--pp-size of decode engines; default: that of all", low=1)
     no_restart: bool = setting(False, "do not restart an engine that died")
     ready_s_max: float = setting(300.0, "seconds all engines may take to be ready", flag="--ready-timeout", low=1)
 

@@ -5,13 +5,13 @@ Knows no setting itself (`core/settings.py` has them), nor where values come fro
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["KINDS", "Setting", "check_fields", "check_value", "setting", "settings_of"]
+__all__ = ["KINDS", "Setting", "check_fields", "check_value", "of_role", "setting", "settings_of"]
 
 KINDS: dict[str, tuple[type, bool]] = {
     "str": (str, False),
@@ -54,6 +54,8 @@ class Setting:
     """What the help calls the value."""
     help: str
     """One sentence for people."""
+    role: str = ""
+    """prefill or decode, where it holds for engines of that role only; else empty."""
 
     @property
     def env(self) -> str:
@@ -106,6 +108,27 @@ def _settings_of(group: type) -> tuple[Setting, ...]:
 def settings_of(group: type) -> tuple[Setting, ...]:
     """The settings of one group (a dataclass of this file), in order."""
     return _settings_of(group)
+
+
+def of_role(setting: Setting, role: str) -> Setting:
+    """The same setting for engines of one role only: `--kv-canary` as `--prefill-kv-canary`."""
+
+    def named(flag: str) -> str:
+        return f"--{role}-{flag.removeprefix('--')}"
+
+    flag = named(setting.flag)
+    inverse = tuple(map(named, setting.inverse))
+    if KINDS[setting.kind][0] is bool:
+        inverse += (f"--no-{flag.removeprefix('--')}",)
+    return replace(
+        setting,
+        default=None,
+        flag=flag,
+        aliases=tuple(map(named, setting.aliases)),
+        inverse=inverse,
+        help=f"{setting.flag} of {role} engines only; default: as {setting.flag}",
+        role=role,
+    )
 
 
 def check_value(setting: Setting, value: Any) -> None:

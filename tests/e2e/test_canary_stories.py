@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,21 @@ class Cluster:
         assert self.canary("decode")["checks"]["arrival"]["checked"]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    kind, words = SHAPES[request.param]
-    folder = make_toy(tmp_path_factory.mktemp(request.param), context=512, tokenizer=False, **kind)
-    with Server("up", str(folder), *SETTINGS, *words, timeout_s=240) as server:
+@contextmanager
+def running(kind: str, folder: Path, *words: str) -> Iterator[Cluster]:
+    """A cluster of one toy model."""
+    toy, ranks = SHAPES[kind]
+    folder = make_toy(folder, context=512, tokenizer=False, **toy)
+    with Server("up", str(folder), *SETTINGS, *ranks, *words, timeout_s=240) as server:
         until(lambda: len(engines(server.url)) == 2, "the router knows both engines")
         sides = {side: url_of(server.url, f"{side}-0") for side in ("prefill", "decode")}
-        yield Cluster(url=server.url, folder=folder, part=request.param, **sides)
+        yield Cluster(url=server.url, folder=folder, part=kind, **sides)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(request.param, tmp_path_factory.mktemp(request.param)) as made:
+        yield made
 
 
 def test_shared_prompts_are_answered_and_no_request_is_accused(cluster: Cluster) -> None:
@@ -229,3 +237,19 @@ def test_what_prefill_damages_after_its_pass_is_found_by_decode_alone_and_no_tok
     assert metric(cluster.decode, "pages", state="quarantined", tier="device") > 0
     until(lambda: HTTP.post(f"{cluster.url}/flush_cache").status_code == 200, "both engines have flushed")
     idle(cluster.url)
+
+
+def test_faults_that_a_flag_plants_in_prefill_engines_alone_are_found_by_decode_alone(tmp_path: Path) -> None:
+    """Pages are damaged on their way: what prefill keeps is sound, what arrives is convicted and computed again."""
+    flags = ("--prefill-kv-canary-perturb", "transfer_bytes=1", "--prefill-kv-canary-perturb-warmup-steps", "0")
+    with running("full", tmp_path, *flags, "--prefill-kv-canary", "log") as cluster:
+        prompts = cluster.prompts(6, 70, seed=7)
+        answers = generate_all(cluster.url, [(prompt, 10) for prompt in prompts])
+        prefill, decode = cluster.canary("prefill"), cluster.canary("decode")
+    assert (prefill["mode"], decode["mode"]) == ("log", "raise")
+    assert [a["output_ids"] for a in answers] == [cluster.right(prompt, 10) for prompt in prompts]
+    assert {a["meta_info"]["local_reason"] for a in answers} == {"kv_canary"}
+    assert {each["mode"] for each in prefill["injected"]} == {"transfer_bytes"}
+    assert not decode["injected"]
+    assert prefill["violations"] == 0, prefill["incidents"]
+    assert {i["handoff"]["from"] for i in decode["incidents"]} == {"prefill-0"}

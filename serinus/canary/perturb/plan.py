@@ -117,7 +117,9 @@ class PerturbPlan:
         self._need("real_kv_unused_cache", sweep_interval > 0, "--kv-canary-sweep-interval above 0")
         self._need("tier_bytes", has_host, "--enable-hierarchical-cache")
         self._need("next_token_swap", has_oracle, "--sampling-backend token_oracle")
-        self._need("transfer_bytes", sends, "--disaggregation-mode prefill")
+        self._need(
+            "transfer_bytes", sends, "--disaggregation-mode prefill (of `serinus up`: --prefill-kv-canary-perturb)"
+        )
 
     def _need(self, name: str, there: bool, what: str) -> None:
         if self.probabilities.get(name) and not there:

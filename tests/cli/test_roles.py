@@ -1,0 +1,153 @@
+"""`--prefill-FLAG` and `--decode-FLAG` of `serinus up`: which engines they reach, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serinus.cli import main, read_config
+from serinus.cli.main import COMMANDS
+from serinus.cli.parser import add_settings, make_parser
+from serinus.cli.up import members
+from serinus.core.config import ServeConfig, UpConfig, settings_in
+from serinus.models.small_checkpoints import make_toy
+
+UP = next(command for command in COMMANDS if command.name == "up")
+
+
+def group(*words: str) -> list[ServeConfig]:
+    """What the engines of `serinus up m WORDS` would be told, without starting any."""
+    parser = make_parser(UP)
+    add_settings(parser, UpConfig, positional_model=True)
+    config, _ = read_config(UpConfig, parser, ["m", *words])
+    assert UpConfig.from_json(config.to_json()) == config
+    return [ServeConfig.from_json(member.config.to_json()) for member in members(config)]
+
+
+def by_engine(words: str, value: Callable[[ServeConfig], Any]) -> dict[str, Any]:
+    return {config.engine_name: value(config) for config in group(*words.split())}
+
+
+def test_faults_can_be_planted_in_the_engines_of_one_role_alone() -> None:
+    words = "--decode 2 --kv-canary raise --prefill-kv-canary-perturb transfer_bytes=0.1"
+    assert by_engine(words, lambda c: (c.canary.kv_canary, c.canary.kv_canary_perturb)) == {
+        "prefill-0": ("raise", "transfer_bytes=0.1"),
+        "decode-0": ("raise", ""),
+        "decode-1": ("raise", ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "prefill", "decode"),
+    [
+        ("--decode-kv-canary log --prefill-kv-canary raise", ("raise", "none"), ("log", "none")),
+        ("--decode-kv-canary log --decode-kv-canary-real-data all", ("none", "none"), ("log", "all")),
+        (
+            "--kv-canary log --kv-canary-real-data all --prefill-kv-canary-real-data partial",
+            ("log", "partial"), ("log", "all"),
+        ),
+        ("--kv-canary log --kv-canary-real-data all --prefill-kv-canary none", ("none", "none"), ("log", "all")),
+    ],
+)  # fmt: skip
+def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: object) -> None:
+    """One that is switched off for a role takes over nothing of the canary of all, which would need it."""
+    got = by_engine(words, lambda c: (c.canary.kv_canary, c.canary.kv_canary_real_data))
+    assert got == {"prefill-0": prefill, "decode-0": decode}
+
+
+def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
+    values: dict[str, Any] = {
+        "tp_size": 2, "pp_size": 2, "kv_canary": "raise", "kv_canary_real_data": "all", "kv_canary_coverage": "full",
+        "kv_canary_perturb": "real_kv_used=1", "kv_canary_perturb_target": "swa", "kv_canary_perturb_api": True,
+    }  # fmt: skip
+    for role in ("prefill", "decode"):
+        own = [setting for name, setting in settings_in(UpConfig) if name == role]
+        assert {setting.name for setting in own} >= set(values)
+        given = {setting: values.get(setting.name, 7) for setting in own}
+        words: list[str] = []
+        for item, value in given.items():
+            words += [item.flag] if value is True else [item.flag, str(value)]
+        for config in group(*words):
+            for item, value in given.items():
+                got = getattr(config.parallel if item.name in ("tp_size", "pp_size") else config.canary, item.name)
+                assert (got == value) == (config.role == role), f"{item.flag}: {got!r} in {config.engine_name}"
+
+
+def test_names_of_vllm_switches_and_their_opposites_have_roles_too() -> None:
+    assert by_engine("--decode-tensor-parallel-size 2", lambda c: c.parallel.tp_size) == {"prefill-0": 1, "decode-0": 2}
+    words = "--kv-canary log --kv-canary-perturb-api --no-decode-kv-canary-perturb-api"
+    assert by_engine(words, lambda c: c.canary.kv_canary_perturb_api) == {"prefill-0": True, "decode-0": False}
+    words = "--kv-canary log --kv-canary-perturb real_kv_used=1 --kv-canary-perturb-rank 1"
+    words += " --prefill-kv-canary-perturb-rank none"
+    assert by_engine(words, lambda c: c.canary.kv_canary_perturb_rank) == {"prefill-0": None, "decode-0": 1}
+
+
+def test_variables_and_files_say_it_too_and_flags_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("kv-canary: log\nprefill-kv-canary-perturb-seed: 1\ndecode_pp_size: 3\ndecode-tp-size: 3\n")
+    monkeypatch.setenv("SERINUS_PREFILL_KV_CANARY", "none")
+    monkeypatch.setenv("SERINUS_DECODE_TP_SIZE", "2")
+    config = {c.role: c for c in group("--config", str(file), "--prefill-kv-canary", "raise")}
+    assert (config["prefill"].canary.kv_canary, config["decode"].canary.kv_canary) == ("raise", "log")
+    assert (config["prefill"].canary.kv_canary_perturb_seed, config["decode"].canary.kv_canary_perturb_seed) == (1, 0)
+    assert (config["prefill"].parallel.size, config["decode"].parallel.size) == (1, 6)
+
+
+def test_without_prefill_engines_the_flags_of_decode_hold_for_those_that_do_both() -> None:
+    words = "--prefill 0 --decode 2 --decode-kv-canary log"
+    assert by_engine(words, lambda c: c.canary.kv_canary) == {"unified-0": "log", "unified-1": "log"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--prefill-kv-canary rise", "--prefill-kv-canary is 'rise', expected one of none, log, raise (did you mean"),
+        ("--decode-pp-size 0", "--decode-pp-size is 0, expected at least 1"),
+        ("--decode-kv-canary-perturb-seed x", "--decode-kv-canary-perturb-seed is 'x', expected an integer"),
+        ("--prefill 0 --prefill-kv-canary log", "--prefill-kv-canary is 'log' with --prefill 0, expected prefill eng"),
+        ("--decode-kv-canary-real-data all", "without --kv-canary, expected --kv-canary log or raise (of decode"),
+        ("--kv-canary log --decode-kv-canary-coverage half", "is 'half', expected full or rotating:N with N > 0 (of"),
+        ("--prefill-tp-size 33 --pp-size 2", "is 66 ranks, expected at most 64 (of prefill engines)"),
+        ("--prefill-page-size 8", "unknown flag --prefill-page-size: did you mean --page-size?"),
+        ("--prefill-kv-canry log", "did you mean --prefill-kv-canary?"),
+        (
+            "--kv-canary log --kv-canary-real-data all --kv-canary-perturb transfer_bytes=1",
+            "`serinus up`: --prefill-kv-canary-perturb), expected it (of decode-0)",
+        ),
+        ("--kv-canary log --prefill-kv-canary-perturb real_kv_usd=1", "'real_kv_usd', expected one of req_to_token"),
+        ("--kv-canary log --prefill-kv-canary-perturb real_kv_used=1", "--kv-canary-real-data is none"),
+        (
+            "--kv-canary log --kv-canary-perturb req_to_token=1 --prefill-pp-size 2 --kv-canary-perturb-rank 1",
+            "--kv-canary-perturb-rank is 1, expected one of 0 (of 1 ranks from 0 on those that hold layers of part full"
+            ") (of decode-0)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_role_cannot_have_is_refused_in_words_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    async def spawned(*_: object, **__: object) -> None:
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    toy = make_toy(tmp_path / "toy", kv_heads=2, tokenizer=False)
+    assert main(["up", str(toy), "--port", "0", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_the_help_names_the_pattern_once_and_every_flag_that_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    out = capsys.readouterr().out
+    section = out.split("Engines of one role:")[1].split("\n\n")[0]
+    assert "--prefill-FLAG and --decode-FLAG" in section
+    assert len(section.splitlines()) < 8
+    for name, setting in settings_in(UpConfig):
+        if name == "prefill":
+            assert f" {setting.key.removeprefix('prefill-')}" in section.replace("\n", " ")
