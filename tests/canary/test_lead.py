@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings
+from serinus.front.calls import RequestFailed
+from serinus.front.exchange import error_of
 from serinus.kernels import Reason
 from serinus.testing.answering_line import AnsweringLine
 from serinus.testing.builders import make_request
@@ -92,6 +96,10 @@ def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyE
     (verdict,) = lead.judge([(0, violation("", page))])
     assert verdict.rid == "runs"
     assert verdict.reason == f"KV integrity: verify_real_kv_hash at slot {4 * page}, position 0 (TAIL_K_FULL, step 1)"
+    _, body = error_of(RequestFailed(verdict.reason, 500))
+    for told, page_of_docs in ((body.decode(), "docs/CANARY.md"), (verdict.reason, "README.md")):
+        quoted = (Path(__file__).parents[2] / page_of_docs).read_text()
+        assert re.sub(r"\d+", "N", told) in re.sub(r"\d+", "N", quoted), f"{page_of_docs} quotes what a client is told"
     assert engine.cache.stats().pages.quarantined == 2, "the page, and the page of the tree behind it"
     (known,) = lead.violations
     assert known.owner.startswith("TREE(")
