@@ -35,7 +35,8 @@ SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """Toy models, and the ranks of the engines: the full one is computed in two stages."""
 SETTINGS = (
     "--prefill", "1", "--decode", "1", "--skip-tokenizer-init", "--device", "cpu", "--dtype", "bfloat16", "--page-size",
-    "8", "--max-total-tokens", "2048", "--chunked-prefill-size", "256", "--max-running-requests", "16",
+    "8", "--max-total-tokens", "2048", "--chunked-prefill-size", "256", "--max-step-ms", "0",
+    "--max-running-requests", "16",
     "--disaggregation-min-tokens", "1", "--disaggregation-optimistic-prefill", "--enable-hierarchical-cache",
     "--hicache-ratio", "4", "--hicache-write-policy", "write_back", "--kv-canary", "raise", "--kv-canary-real-data",
     "all", "--kv-canary-coverage", "full", "--kv-canary-sweep-interval", "4", "--kv-canary-perturb-api",
@@ -214,7 +215,8 @@ def test_what_prefill_damages_after_its_pass_is_found_by_decode_alone_and_no_tok
     answer = HTTP.post(f"{cluster.prefill}/canary/perturb", json=order)
     assert answer.status_code == 200, answer.text
     prompts = cluster.prompts(6, 70, seed=6)
-    answers = generate_all(cluster.url, [(prompt, 10) for prompt in prompts])
+    # One after another: of a prompt in two steps the second would read what was damaged after the first.
+    answers = [generate(cluster.url, prompt, 10) for prompt in prompts]
     assert HTTP.post(f"{cluster.prefill}/canary/perturb", json={"perturb": {}}).status_code == 200
     assert [a["output_ids"] for a in answers] == [cluster.right(prompt, 10) for prompt in prompts]
     reasons = [a["meta_info"]["local_reason"] for a in answers]

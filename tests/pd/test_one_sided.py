@@ -69,12 +69,10 @@ def test_pages_out_of_a_region_are_refused_before_anything_moves() -> None:
         strips_of_part((region(),), (region(),), Part.SWA, good, good)
 
 
-@pytest.mark.parametrize(("name", "extra"), [("nixl", r"serinus\[nixl\]"), ("mooncake", r"serinus\[mooncake\]")])
-def test_a_missing_package_is_said_with_the_extra_that_brings_it(
-    monkeypatch: pytest.MonkeyPatch, name: str, extra: str
-) -> None:
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+def test_a_missing_package_is_said_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in (name, f"{name}.engine", f"{name}._api"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=extra):
+    with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{name}\]'"):
         make_one_sided(name, tag="t")
     assert make_one_sided("tcp", tag="t") is None
