@@ -46,7 +46,8 @@ class PageStorage(Protocol):
     """
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
-        """Ask which keys are stored, for each part."""
+        """Ask which keys are stored, for each part; those behind the first key that the first part lacks may count as
+        missing."""
         ...
 
     def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:

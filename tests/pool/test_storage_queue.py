@@ -102,6 +102,35 @@ def test_a_cancelled_read_ends_after_the_page_it_is_at(host: HostPool) -> None:
     storage.close()
 
 
+class CountingShelf(PageDict):
+    """A shelf that counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def has(self, part: Part, key: bytes) -> bool:
+        self.asked += 1
+        return super().has(part, key)
+
+
+def test_a_question_ends_at_the_first_key_that_its_first_part_lacks(host: HostPool) -> None:
+    shelf = CountingShelf()
+    storage = QueuedStorage(shelf, host={FULL: host}, clock=WallClock())
+    for part, indices in {FULL: (0, 1, 3), Part.SWA: (1, 2, 3)}.items():
+        shelf.pages |= {(part, KEYS[index]): b"" for index in indices}
+    storage.query(1, KEYS[:4], [FULL, Part.SWA])
+    found = [part.tolist() for part in only(storage.wait()).present]
+    assert found == [[True, True, False, False], [False, True, False, False]]
+    assert shelf.asked == 5
+    shelf.asked = 0
+    storage.query(2, [b"%016d" % index for index in range(60_000)], [FULL, Part.SWA])  # shares of 512, two workers
+    done = only(storage.wait())
+    assert not any(part.any() for part in done.present)
+    assert shelf.asked <= 2, "no more than one key of each worker"
+    storage.close()
+
+
 def test_what_does_not_fit_the_queue_ends_at_once_as_not_done(host: HostPool, caplog: pytest.LogCaptureFixture) -> None:
     shelf, storage = held(host, queued_pages_max=4)
     storage.write(1, FULL, KEYS[:3], pages(1, 3))

@@ -157,7 +157,9 @@ class QueuedStorage:
     # ---- the engine's side --------------------------------------------------------------------------------------
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
-        """Ask which keys are stored, for each part."""
+        """Ask which keys are stored, for each part. What follows the first key that the first part lacks is of no
+        use: it is not looked for and counts as missing. Of a prompt that is not stored one key is looked for.
+        """
         self._submit(op, "query", tuple(parts), keys, np.zeros(0, np.int32), _TASK_KEYS)
 
     def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
@@ -252,8 +254,7 @@ class QueuedStorage:
         good, error, moved = task.start, "", 0
         try:
             if op.what == "query":
-                self._look(task)
-                good = task.end
+                good = self._look(task)
             else:
                 page_bytes = self._host[op.parts[0]].page_bytes
                 for good in range(task.start, task.end + 1):
@@ -274,13 +275,18 @@ class QueuedStorage:
                 self._end(op)
             self._workers.notify()
 
-    def _look(self, task: _Share) -> None:
-        op = task.op
+    def _look(self, task: _Share) -> int:
+        """Look for the keys of a share; index of the first one that was not looked for or that the first part lacks."""
+        op, end = task.op, task.end
         for part, present in zip(op.parts, op.present, strict=True):
-            for i in range(task.start, task.end):
-                if op.cancelled:
-                    return
+            for i in range(task.start, end):
+                if op.cancelled or i >= op.good:
+                    return i
                 present[i] = self.shelf.has(part, op.keys[i])
+                if not present[i] and part is op.parts[0]:
+                    end = i
+                    break
+        return end
 
     def _one(self, op: _Op, index: int) -> bool:
         """Move one page; False: it is missing."""
