@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["selftest"]
 
 _ALARMS_SHOWN = 5
+_RANKS_MAX = 16
 _IN_TURNS = "rotating:3"
 """The coverage of one more toy: what is checked at once when a sequence comes shows only there."""
 
@@ -54,7 +56,18 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     what.add_argument("--kv-canary-real-data", default="all", metavar="{partial,all}", help="default: all")
     what.add_argument("--kv-canary-coverage", default="full", metavar="full|rotating:N", help="default: full")
     what.add_argument("--page-size", type=int, default=0, metavar="N", help="default: 4 for toys, 16 for a MODEL")
-    what.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda; default: auto")
+    what.add_argument(
+        "--tp-size", type=int, default=1, metavar="N",
+        help="slices of each layer, each a rank with its own heads and pages; default: 1",
+    )  # fmt: skip
+    what.add_argument(
+        "--pp-size", type=int, default=1, metavar="N",
+        help="stages, each a rank (or tp-size of them) with its own layers; default: 1. The ranks are threads of this"
+        " process on the CPU, and each of them is damaged",
+    )  # fmt: skip
+    what.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto, cpu or cuda; default: auto, of several ranks cpu"
+    )
     what.add_argument(
         "--dtype", default="auto", metavar="NAME", help="auto, bfloat16, float16 or float32; default: auto"
     )
@@ -74,7 +87,29 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
             f"--kv-canary-real-data is {arguments.kv_canary_real_data!r}, expected partial or all: without digests"
             f" most faults cannot be found"
         )
+    _check_ranks(arguments)
     return arguments
+
+
+def _check_ranks(arguments: Any) -> None:
+    """Whether these ranks can be threads of this process; whether the model can be divided so is asked of it."""
+    sizes = {"--tp-size": arguments.tp_size, "--pp-size": arguments.pp_size}
+    for flag, size in sizes.items():
+        if size < 1:
+            raise UsageProblem(f"{flag} is {size}, expected at least 1")
+    ranks = arguments.tp_size * arguments.pp_size
+    if ranks > _RANKS_MAX:
+        raise UsageProblem(
+            f"--tp-size {arguments.tp_size} --pp-size {arguments.pp_size} makes {ranks} ranks, expected at most"
+            f" {_RANKS_MAX}: they are threads of this process"
+        )
+    if ranks > 1 and arguments.device == "auto":
+        arguments.device = "cpu"
+    if ranks > 1 and arguments.device != "cpu":
+        raise UsageProblem(
+            f"--device is {arguments.device!r} with {ranks} ranks, expected cpu: here ranks are threads, which share"
+            f" one device"
+        )
 
 
 def _settings(arguments: Any) -> dict[str, Any]:
@@ -87,6 +122,8 @@ def _settings(arguments: Any) -> dict[str, Any]:
         "chunked_prefill_size": 16 * page,
         "device": arguments.device,
         "dtype": arguments.dtype,
+        "tp_size": arguments.tp_size,
+        "pp_size": arguments.pp_size,
     }
 
 
@@ -98,11 +135,10 @@ def _subjects(arguments: Any, home: Path) -> list[Subject]:
     if arguments.model:
         folder = Path(resolve(arguments.model))
         return [Subject(name=folder.name or str(folder), checkpoint=folder, settings=settings)]
-    page = settings["page_size"]
     toys = [
         Subject(
             name=f"toy {shape}",
-            checkpoint=make_canary_toy(home / shape, shape, **({"window": 2 * page + 1} if shape != "full" else {})),
+            checkpoint=make_canary_toy(home / shape, shape, **_toy(shape, arguments, settings["page_size"])),
             settings=settings,
         )
         for shape in CANARY_SHAPES
@@ -112,6 +148,17 @@ def _subjects(arguments: Any, home: Path) -> list[Subject]:
     in_turns = {**settings, "kv_canary_coverage": _IN_TURNS}
     name, modes = f"{toys[0].name}, {_IN_TURNS}", ("req_to_token", "real_kv_used", "tier_bytes")
     return [*toys, Subject(name=name, checkpoint=toys[0].checkpoint, settings=in_turns, modes=modes, sides=("decode",))]
+
+
+def _toy(shape: str, arguments: Any, page: int) -> dict[str, Any]:
+    """What fits the page size and the ranks: a window of two pages and a slot, KV heads and layers for all of them."""
+    layers = max(3, arguments.pp_size)
+    kind: dict[str, Any] = {"kv_heads": max(2, arguments.tp_size), "layers": layers}
+    if shape != "full":
+        kind["window"] = 2 * page + 1
+    if shape == "both":
+        kind["layer_types"] = ("SF" * layers)[:layers]
+    return kind
 
 
 def _run_all(subjects: Sequence[Subject], arguments: Any) -> list[Cell]:
@@ -186,7 +233,16 @@ def _coverage(cells: Sequence[Cell]) -> list[str]:
         told = [f"{cell.mode} {cell.part.lower()} {cell.side} {cell.hit}/{cell.places}" for cell in own]
         checks = {by.split()[1] for cell in cells if cell.model == model for by in cell.by}
         lines.append(f"  {model}: {', '.join(told)}; checks that reported: {', '.join(sorted(checks))}")
+        if ranks := _ranks([cell for cell in cells if cell.model == model]):
+            lines.append(f"  {model}, kinds of faults that each rank had and reported itself: {ranks}")
     return lines
+
+
+def _ranks(cells: Sequence[Cell]) -> str:
+    """Of each rank in how many cells it was damaged and reported that, of those in which it can be damaged."""
+    able = Counter(name for cell in cells for name in cell.ranks)
+    hit = Counter(name for cell in cells for name in cell.ranks if name in cell.ranks_hit)
+    return ", ".join(f"{name} {hit[name]}/{able[name]}" for name in able)
 
 
 def _grade_all(subjects: Sequence[Subject], arguments: Any) -> int:
@@ -194,12 +250,14 @@ def _grade_all(subjects: Sequence[Subject], arguments: Any) -> int:
     from dataclasses import asdict
 
     from serinus.cli.show import console, write_json
-    from serinus.selftest import WEAKNESSES, grade
+    from serinus.selftest import RANK_WEAKNESSES, WEAKNESSES, grade, plan_matrix
 
+    for subject in subjects:
+        plan_matrix(subject)  # a model that does not fit so many ranks is no weakness that was seen
     out, grades = console(), []
     # The toys with all layers full and in turns come first: they are quick, and see the most.
     order = sorted(subjects, key=lambda subject: (subject.name.endswith("swa"), subject.name.endswith("both")))
-    for each in WEAKNESSES:
+    for each in [*WEAKNESSES, *(RANK_WEAKNESSES if arguments.tp_size * arguments.pp_size > 1 else [])]:
         grades.append(grade(order, each, faults=arguments.faults, seed=arguments.seed))
         found = grades[-1]
         word = "[green]red, as it must be[/]" if found.seen_by else "[bold red]BLIND[/]"

@@ -177,7 +177,7 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
 
 
 class RankStarter(Protocol):
-    """Starts, finds and ends the ranks that do not lead: processes (RankProcesses), or threads in tests."""
+    """Starts, finds and ends the ranks that do not lead: processes (RankProcesses), or threads (ThreadRanks)."""
 
     links: LeaderLinks
     """The leader's connections to them."""

@@ -1,7 +1,7 @@
 """parallel: several ranks of one engine: what each has of the model, and tensors between ranks.
 
 `Mesh` numbers the ranks, `shards_of` says what each holds of a model. Tensors between ranks go through a `Comm`
-(`parallel/comm.py`, which needs torch, as near.py does). Knows nothing of schedulers, KV or models.
+(`parallel/comm.py`, which needs torch, as near.py and thread_comm.py do). Knows nothing of schedulers, KV or models.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ WEAKNESSES, grade       the self-test under planted weaknesses of the canary: ea
 CanaryPDFixture         a prefill and a decode engine, each under its canary, and faults planted in either (fixture.py)
 EnginePair              the two engines, in one thread (pair.py), each turned by an EngineDriver (driver.py)
 
-The engines are whole; only processes, sockets and the router are left out.
+The engines are whole, of one rank or of several (threads); only processes and the router are left out, and sockets
+where an engine has one rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from serinus.selftest.driver import EngineDriver
 from serinus.selftest.fixture import CANARY_SHAPES, SIDES, CanaryPDFixture, Planted, make_canary_toy
 from serinus.selftest.matrix import Cell, Subject, plan_matrix, run_cell
-from serinus.selftest.mutants import WEAKNESSES, Grade, Weakness, grade
+from serinus.selftest.mutants import RANK_WEAKNESSES, WEAKNESSES, Grade, Weakness, grade
 from serinus.selftest.pair import EnginePair
 from serinus.selftest.scenes import CLEAN, OVERFLOW
 
@@ -21,6 +22,7 @@ __all__ = [
     "CANARY_SHAPES",
     "CLEAN",
     "OVERFLOW",
+    "RANK_WEAKNESSES",
     "SIDES",
     "WEAKNESSES",
     "CanaryPDFixture",

@@ -9,11 +9,16 @@
 The two engines are whole: cores, roles, handoff machines, pools, tiers (pair.py). The router is left out: it only names
 an address, touches no KV, and would bring processes and sockets into tests that must own the order of events. Nothing
 sleeps: turns are taken until what is awaited has happened.
+
+With `tp_size` and `pp_size` each engine has several ranks: the leaders in this thread, the others in threads of their
+own, joined by sockets and segments of this machine. Their order is then that of the threads: the same seed plants
+faults in the same ranks and places, but which slots are in use at that moment may differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +28,16 @@ import numpy as np
 
 from serinus.canary import SECONDS_MAX, CanaryLead, CanaryRank, FaultOrder, Finding, Violation, reason_names
 from serinus.canary.perturb import Injection, Perturber
+from serinus.core.clock import Clock
+from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
+from serinus.core.private_folder import PrivateFolder
 from serinus.core.request import FinishReason
 from serinus.core.rng import Rng
 from serinus.engine.build import Built
 from serinus.models import make_toy
+from serinus.parallel import Mesh
+from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.ranks.tier_parts import pause
 from serinus.selftest.pair import EnginePair
 
@@ -50,6 +60,8 @@ _DEFAULTS: dict[str, Any] = {
     "kv_canary_coverage": "full",
     "kv_canary_stats_interval": 0,
 }
+_RANKED: dict[str, Any] = {"transfer_backend": "shm", "bootstrap_port": 0, "max_step_ms": 0}
+"""How engines of several ranks are joined: each rank moves its share. Time is real there: no chunk depends on it."""
 _WAIT_S = 0.0005
 
 
@@ -89,6 +101,7 @@ class CanaryPDFixture:
         the settings are those of engines, by their names, of both or of one."""
         self._perturb = {"prefill": perturb_prefill, "decode": perturb_decode}
         self._target, self._seed = "" if target is None else target.name.lower(), seed
+        self._rank: int | None = None
         gate: dict[str, Any] = {"kv_canary_perturb_target": self._target, "kv_canary_perturb_seed": seed}
         gate["kv_canary_perturb_warmup_steps"] = 0
         own = {"prefill": dict(prefill_settings or {}), "decode": dict(decode_settings or {})}
@@ -96,12 +109,21 @@ class CanaryPDFixture:
             if text:
                 planned = {"kv_canary_perturb": text, **gate} if armed else {"kv_canary_perturb_api": True}
                 own[side] = {**planned, **own[side]}
-        self.pair = EnginePair(
-            checkpoint,
-            prefill_settings=own["prefill"],
-            decode_settings=own["decode"],
-            **{**_DEFAULTS, **settings},
-        )
+        self.mesh = Mesh(tp=settings.get("tp_size", 1), pp=settings.get("pp_size", 1))
+        """The ranks of each of the two engines."""
+        with ExitStack() as undo:
+            starter = partial(_threads, undo.enter_context(PrivateFolder())) if self.mesh.size > 1 else None
+            self.pair = EnginePair(
+                checkpoint,
+                prefill_settings=own["prefill"],
+                decode_settings=own["decode"],
+                starter=starter,
+                **{**_DEFAULTS, **(_RANKED if starter else {}), **settings},
+            )
+            undo.callback(self.pair.close)
+            self._ends = undo.pop_all()
+        self.ranks = [self.mesh.name(rank) for rank in range(self.mesh.size)] if self.mesh.size > 1 else [""]
+        """Their names in reports; one rank alone has the name ""."""
         self.planted: list[Planted] = []
         """Every fault, in order."""
         self.prompts: dict[str, list[int]] = {}
@@ -122,7 +144,7 @@ class CanaryPDFixture:
         return lead
 
     def canary(self, side: str) -> CanaryRank:
-        """The canary of its only rank."""
+        """The canary of its first rank, the leader's."""
         canary = self.built(side).canary
         assert canary is not None, f"testing: the {side} engine has no canary"
         return canary
@@ -161,7 +183,11 @@ class CanaryPDFixture:
         for side, turn in (("prefill", self.pair.turn_prefill), ("decode", self.pair.turn_decode)):
             before = self.canary(side).steps
             turn()
-            if self.canary(side).steps == before and self.built(side).engine.scheduler.in_flight:
+            if self.canary(side).steps > before:
+                continue
+            if self.mesh.size > 1:
+                self.built(side).line.pump(_WAIT_S)  # for other ranks, which answer when they can
+            elif self.built(side).engine.scheduler.in_flight:
                 pause(_WAIT_S)  # as the engine's own loop waits for copies, which threads of their own carry
 
     def run_until(self, happened: Callable[[], bool], *, turns_max: int = 20_000) -> bool:
@@ -195,9 +221,10 @@ class CanaryPDFixture:
         """Whether its client was answered an error."""
         return self.finish(rid) is FinishReason.ERROR
 
-    def seed_faults(self, seed: int) -> None:
-        """The seed of the faults that are planted from the next `arm` on."""
-        self._seed = seed
+    def seed_faults(self, seed: int, *, rank: int | None = None) -> None:
+        """The seed of the faults that are planted from the next `arm` on, and the rank whose KV they damage; None = one
+        drawn from the seed."""
+        self._seed, self._rank = seed, rank
 
     def release(self) -> None:
         """Give back the pages that mode raise has quarantined: the faults were ours, the memory is sound."""
@@ -214,19 +241,19 @@ class CanaryPDFixture:
             cache.reset()
 
     def close(self) -> None:
-        """Close both engines, with the threads of their tiers."""
-        self.pair.close()
+        """Close both engines, with the threads of their ranks and tiers."""
+        self._ends.close()
 
     # ---- faults and findings ----------------------------------------------------------------------------------------
 
-    def arm(self, side: str, count: int = 1, *, rank: int | None = None) -> None:
+    def arm(self, side: str, count: int = 1) -> None:
         """From its next step on, plant so many faults of each of its modes at most."""
         faults = self.lead(side).faults
         assert faults is not None, f"testing: nothing to plant in the {side} engine, expected perturb_{side}"
         text = self._perturb[side]
         faults.order(
             FaultOrder(
-                perturb=text, target=self._target, rank=rank, seed=self._seed, count=count,
+                perturb=text, target=self._target, rank=self._rank, seed=self._seed, count=count,
                 seconds=SECONDS_MAX,
             )
         )  # fmt: skip
@@ -250,9 +277,14 @@ class CanaryPDFixture:
     def assert_no_violation(self, *, side: str = "") -> None:
         """On that side, or on both, nothing was found, and slots were looked at."""
         for each in (side,) if side else SIDES:
-            canary = self.canary(each)
-            assert canary.violation_count == 0, f"testing: the {each} side is not clean: {self._report()}"
-            assert canary.checked_slots() == sum(canary.due_slots.values()), f"testing: the {each} side was not watched"
+            view = self.lead(each).view()
+            assert view["violations"] == 0, f"testing: the {each} side is not clean: {self._report()}"
+            assert view["slots_checked"] == view["slots_due"], f"testing: the {each} side was not watched"
+
+    def checked_slots(self, side: str) -> list[int]:
+        """Slots that each rank of that side has verified so far, by rank. Waits for all of them."""
+        view = self.lead(side).view()
+        return [each["slots_checked"] for each in view.get("ranks", [view])]
 
     def _hear(self, side: str, finding: Finding) -> None:
         if isinstance(finding, Violation):
@@ -265,3 +297,10 @@ class CanaryPDFixture:
         lines = [f"planted in {p.side}: {p.injection.line()}" for p in self.planted]
         lines += [f"found by {side}: {v.line()}" for side in SIDES for v in self.violations(side)[:8]]
         return "\n".join(["", *lines]) if lines else "nothing planted, nothing found"
+
+
+def _threads(home: Path, config: ServeConfig, clock: Clock) -> ThreadRanks:
+    """The ranks of one engine that do not lead."""
+    place = home / config.role
+    place.mkdir()
+    return ThreadRanks(config, place, clock)

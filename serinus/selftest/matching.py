@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from serinus.canary import Violation
 from serinus.canary.perturb import MODES, Injection
@@ -36,19 +37,25 @@ def must_say(injection: Injection, *, same_position: bool) -> tuple[Reason, tupl
     return Reason.VERIFY_REAL_KV_HASH, ("SWEEP",) if mode.found_by == "SWEEP" else ("TAIL",)
 
 
-def matched(planted: Sequence[Planted], reports: Iterable[Report], finder: str, page_size: int) -> Matches:
-    """Match what was found with what was planted. `finder`: the side that must find it."""
-    matches = Matches(planted, finder, page_size)
+def matched(
+    planted: Sequence[Planted], reports: Iterable[Report], finder: str, page_size: int, ranks: Sequence[str] = ("",)
+) -> Matches:
+    """Match what was found with what was planted. `finder`: the side that must find it; `ranks`: the names of the ranks
+    of either side."""
+    matches = Matches(planted, finder, page_size, ranks)
     for side, violation in reports:
         matches.take(side, violation)
     return matches
 
 
 class Matches:
-    """Reports by the fault that explains them. A report of a page that is not known explains one fault only."""
+    """Reports by the fault that explains them. A report of a page that is not known explains one fault only.
 
-    def __init__(self, planted: Sequence[Planted], finder: str, page_size: int) -> None:
-        self._planted, self._finder, self._page_size = planted, finder, page_size
+    Damaged KV is reported by the rank that holds it and by no other; of a page that was handed over, by the rank of the
+    other engine with the same heads and layers. Wrong tokens are written by all ranks, and all report them."""
+
+    def __init__(self, planted: Sequence[Planted], finder: str, page_size: int, ranks: Sequence[str]) -> None:
+        self._planted, self._finder, self._page_size, self._ranks = planted, finder, page_size, ranks
         self.by_fault: list[list[Report]] = [[] for _ in planted]
         self.unexplained: list[Report] = []
 
@@ -81,10 +88,12 @@ class Matches:
         reason, checks = must_say(injection, same_position=same)
         half = injection.place.half if injection.place is not None else ""
         firsts = []
-        for check in checks:
+        ranks = (injection.rank,) if MODES[injection.mode].has_part else self._ranks
+        for check, rank in product(checks, ranks):
             steps = [
                 violation.step for violation in reports
-                if reason in violation.reasons and violation.tag.startswith(f"{check}_{half}")
+                if (reason in violation.reasons and violation.tag.startswith(f"{check}_{half}")
+                    and violation.rank == rank)
             ]  # fmt: skip
             if not steps:
                 return None
@@ -108,7 +117,7 @@ class Matches:
             return False
         if injection.mode == "next_token_swap":
             return {violation.stored_token, violation.expected_token} == {injection.before, injection.after}
-        if violation.part.name != injection.part:
+        if (violation.part.name, violation.rank) != (injection.part, injection.rank):
             return False
         if injection.mode == "req_to_token":
             return violation.rid == injection.rid and violation.position - injection.position in (0, 1)

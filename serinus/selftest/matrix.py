@@ -5,6 +5,9 @@
 A cell plants one kind of fault in one part of one model, on one side of a prefill/decode pair, waits for the reports of
 both canaries, and compares them with what `MODES` promises: which check reports it, for which reason, how soon, and
 that no other check reports anything. A cell without a mode is a clean run under abort, eviction and reload.
+
+Where the engines have several ranks, every rank that holds KV of the part is damaged, one after the other in an order
+by the seed, and that very rank must report it.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import Any
 
 from serinus.canary.perturb import MODES
 from serinus.core.parts import Part
+from serinus.core.rng import Rng
 from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
 from serinus.models import ModelSpec, load_spec
+from serinus.parallel import Mesh
 from serinus.selftest.fixture import SIDES, CanaryPDFixture
 from serinus.selftest.matching import Report, matched
 from serinus.selftest.scenes import CLEAN, OVERFLOW, SCENES, pages_to_sweep, scene_settings
@@ -63,8 +68,12 @@ class Cell:
     """The checks that did report it: side and launch tag."""
     finder: str = "decode"
     """Engine that must report it."""
+    ranks: list[str] = field(default_factory=list)
+    """Ranks whose KV can be damaged; empty = tokens are damaged, or an engine has one rank."""
+    ranks_hit: list[str] = field(default_factory=list)
+    """Those that were damaged and reported it."""
     places: int = 0
-    """Layers x halves x heads that can be damaged, and lanes x fields of stamps where those can."""
+    """Layers x halves x heads that can be damaged, and on each rank lanes x fields of stamps where those can."""
     hit: int = 0
     """How many of them were damaged and reported."""
     latency: int = 0
@@ -80,7 +89,8 @@ class Cell:
         """Everything planted was found by its detector in time, and nothing else was."""
         planted = self.injected > 0 if self.mode in MODES else self.slots_checked > 0
         soon = self.promise is None or self.latency <= self.promise
-        return planted and self.detected == self.injected and soon and not self.alarms and not self.error
+        whole = set(self.ranks) <= set(self.ranks_hit)
+        return planted and whole and self.detected == self.injected and soon and not self.alarms and not self.error
 
     def as_json(self) -> dict[str, Any]:
         """The cell as JSON-ready data."""
@@ -88,10 +98,11 @@ class Cell:
 
 
 def plan_matrix(subject: Subject) -> list[Cell]:
-    """The cells of one model, not run yet. Raises ConfigError: the model or the settings are wrong."""
-    spec = load_spec(subject.checkpoint)
+    """The cells of one model, not run yet. Raises ConfigError: the model or the settings are wrong, or the model cannot
+    be divided among so many ranks."""
+    spec, mesh = load_spec(subject.checkpoint), _mesh(subject)
+    spec.shards(mesh)
     parts = sorted(part for part in spec.parts if spec.layers_of(part))
-    partial = subject.settings.get("kv_canary_real_data") == "partial"
     cells = [Cell(model=subject.name, part="all", mode=CLEAN, side="both", expected="neither", promise=None)]
     if Part.FULL in parts and not subject.modes:
         says = "decode counts all"
@@ -104,11 +115,13 @@ def plan_matrix(subject: Subject) -> list[Cell]:
                 if side not in subject.sides:
                     continue
                 finder = "decode" if mode in ("transfer_bytes", "real_kv_post_forward") else side
+                places = _places(spec, subject, part, mode)
                 cells.append(
                     Cell(
                         model=subject.name, part=part.name if facts.has_part else "tokens", mode=mode, side=side,
                         expected=f"{finder} {facts.found_by}", finder=finder, promise=None,
-                        places=_places(spec, part, mode, partial=partial),
+                        ranks=[mesh.name(rank) for rank in places] if mesh.size > 1 else [],
+                        places=sum(places.values()),
                     )
                 )  # fmt: skip
     return cells
@@ -122,11 +135,22 @@ def _sides(mode: str, part: Part) -> tuple[str, ...]:
     return ("decode",) if mode == "next_token_swap" else SIDES
 
 
-def _places(spec: ModelSpec, part: Part, mode: str, *, partial: bool) -> int:
-    if not MODES[mode].reads_bytes:
-        return 0
-    heads = 1 if partial else spec.kv_head_count
-    return len(spec.layers_of(part)) * 2 * heads + (STAMP_LANES * STAMP_FIELDS if mode in _AT_ARRIVAL else 0)
+def _mesh(subject: Subject) -> Mesh:
+    return Mesh(tp=subject.settings.get("tp_size", 1), pp=subject.settings.get("pp_size", 1))
+
+
+def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str) -> dict[int, int]:
+    """The ranks that a mode can damage, and how many places it can hit there; empty: it damages tokens."""
+    partial = subject.settings.get("kv_canary_real_data") == "partial"
+    stamped = STAMP_LANES * STAMP_FIELDS if mode in _AT_ARRIVAL else 0
+    found = {}
+    for shard in spec.shards(_mesh(subject)) if MODES[mode].has_part else ():
+        layers, heads = len(spec.on(shard).layers_of(part)), len(shard.kv_heads)
+        if partial and MODES[mode].reads_bytes:
+            heads = int(0 in shard.kv_heads)  # the first bytes of head 0 alone are digested
+        if layers and heads:
+            found[shard.rank] = layers * 2 * heads + stamped if MODES[mode].reads_bytes else 0
+    return found
 
 
 def _promise(pair: CanaryPDFixture, cell: Cell) -> int | None:
@@ -136,7 +160,8 @@ def _promise(pair: CanaryPDFixture, cell: Cell) -> int | None:
         return None
     if cell.mode == "real_kv_unused_cache":
         return pages_to_sweep(pair, cell.side, Part[cell.part])
-    return {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1)
+    # With stages as many steps are under way as there are stages, and a request runs in one of so many.
+    return pair.mesh.pp * {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1)
 
 
 def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) -> Cell:
@@ -146,30 +171,43 @@ def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) ->
         faults: at least so many; where bytes are damaged also as many as there are places (96 at most).
     Raises ConfigError: the settings do not fit the model; AssertionError or SerinusError: the engines broke, or let
         wrong KV be used.
-    Cost: two engines are built; then a few steps a fault.
+    Cost: two engines are built, for each rank that is damaged; then a few steps a fault.
     """
+    if cell.mode not in MODES:
+        _run_in(cell, subject, None, faults, seed)
+        return cell
+    part = _target(cell, subject)
+    places = _places(load_spec(subject.checkpoint), subject, part, cell.mode)
+    victims: list[int | None] = [*(places or (None,))]
+    Rng(seed).split(f"ranks of {cell.mode}").shuffle(victims)
+    for victim in victims:
+        every = 0 if victim is None or cell.mode == "tier_bytes" else min(places[victim], _FAULTS_MAX)
+        _run_in(cell, subject, victim, max(faults, every), seed)
+    return cell
+
+
+def _run_in(cell: Cell, subject: Subject, rank: int | None, faults: int, seed: int) -> None:
+    """Run a cell in a pair of its own. `rank`: the one that is damaged; None = no KV is."""
     pair = _engines(cell, subject, seed)
     try:
         handed = cell.mode == "real_kv_post_forward" and cell.side == "prefill"
         scene = SCENES["transfer_bytes" if handed else cell.mode]
-        count = max(faults, min(cell.places, _FAULTS_MAX))
         if cell.mode in MODES:
             cell.promise = _promise(pair, cell)
         if (cell.places and cell.mode != "tier_bytes") or cell.mode not in MODES:
-            scene(pair, cell.side, count)
+            pair.seed_faults(seed, rank=rank)
+            scene(pair, cell.side, faults)
             pair.run()
         else:  # each ends its request: one after the other, each with a seed of its own
             for number in range(faults):
                 # An odd seed points a row at another request's slot: chunks of prefill read one prompt at a time.
-                pair.seed_faults(seed + number if cell.side == "decode" else 2 * (seed + number))
+                pair.seed_faults(seed + number if cell.side == "decode" else 2 * (seed + number), rank=rank)
                 scene(pair, cell.side, 1)
                 pair.run()
                 pair.release()
         _judge(pair, cell)
-        cell.slots_checked = sum(pair.canary(side).checked_slots() for side in SIDES)
     finally:
         pair.close()
-    return cell
 
 
 def _engines(cell: Cell, subject: Subject, seed: int) -> CanaryPDFixture:
@@ -177,47 +215,55 @@ def _engines(cell: Cell, subject: Subject, seed: int) -> CanaryPDFixture:
     logs = mode == OVERFLOW or (mode in _LOGGED and (cell.side == cell.finder))
     settings: dict[str, Any] = {"kv_canary": "log" if logs else "raise", **subject.settings}
     page = int(settings.get("page_size", 4))
-    prefill, decode = scene_settings(mode, cell.side, cell.part, page)
+    prefill, decode = scene_settings(mode, cell.side, cell.part, page, _mesh(subject).pp)
     if mode == "next_token_swap":
         settings["sampling_backend"] = "token_oracle"
     planted = {f"perturb_{cell.side}": f"{mode}=1.0"} if mode in MODES else {}
-    spec_parts = [part for part in Part if part.name == cell.part]
-    target = spec_parts[0] if spec_parts else _first_part(subject)
     return CanaryPDFixture(
-        subject.checkpoint, target=target if planted else None, seed=seed, armed=False,
+        subject.checkpoint, target=_target(cell, subject) if planted else None, seed=seed, armed=False,
         prefill_settings=prefill, decode_settings=decode, **planted, **settings,
     )  # fmt: skip
 
 
-def _first_part(subject: Subject) -> Part:
+def _target(cell: Cell, subject: Subject) -> Part:
+    """The part that is damaged; of tokens, the first there is."""
     spec = load_spec(subject.checkpoint)
-    return min(part for part in spec.parts if spec.layers_of(part))
+    parts = [part for part in spec.parts if spec.layers_of(part)]
+    return next((part for part in parts if part.name == cell.part), min(parts))
 
 
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
 def _judge(pair: CanaryPDFixture, cell: Cell) -> None:
-    """Compare what was found with what was planted."""
+    """Compare what was found with what was planted; add it to the cell."""
+    checked = [pair.checked_slots(side) for side in SIDES]
+    cell.slots_checked += sum(map(sum, checked))
+    if cell.mode == CLEAN:
+        silent = [f"{side} {name}" for side, found in zip(SIDES, checked, strict=True)
+                  for name, slots in zip(pair.ranks, found, strict=True) if not slots]  # fmt: skip
+        cell.alarms += [f"checked nothing: {name}" for name in silent]
     if cell.mode == OVERFLOW:
         return  # the scene has counted
     page = pair.built("decode").config.memory.page_size
-    matches = matched(pair.planted, _reports(pair), cell.finder, page)
-    cell.injected = len(pair.planted)
-    cell.alarms = [f"{side}: {violation.line()}" for side, violation in matches.unexplained]
+    matches = matched(pair.planted, _reports(pair), cell.finder, page, pair.ranks)
+    cell.injected += len(pair.planted)
+    cell.alarms += [f"{side}: {violation.line()}" for side, violation in matches.unexplained]
     hit = set()
     for planted, step, reports in zip(pair.planted, matches.detected(), matches.by_fault, strict=True):
+        injection = planted.injection
         if step is None:
-            cell.alarms.append(f"not reported as it must be: {planted.side}: {planted.injection.line()}")
+            cell.alarms.append(f"not reported as it must be: {planted.side}: {injection.line()}")
             continue
         cell.detected += 1
-        place = planted.injection.place
-        hit |= {place.at(byte=0, bit=0)} if place is not None else set()
+        hit |= {(injection.rank, injection.place.at(byte=0, bit=0))} if injection.place is not None else set()
+        if injection.rank and injection.rank not in cell.ranks_hit:
+            cell.ranks_hit.append(injection.rank)
         if cell.finder == cell.side and cell.mode not in _AT_ARRIVAL:
-            cell.latency = max(cell.latency, step - planted.injection.step)
+            cell.latency = max(cell.latency, step - injection.step)
         cell.by += [by for side, violation in reports if (by := f"{side} {violation.tag}") not in cell.by]
     cell.by = list(dict.fromkeys(cell.by))
-    cell.hit = len(hit)
+    cell.hit += len(hit)
 
 
 def _reports(pair: CanaryPDFixture) -> Iterator[Report]:

@@ -17,6 +17,7 @@ import torch
 
 from serinus.cache import PrefixCache
 from serinus.canary import CanaryLead
+from serinus.canary.perturb import Injection
 from serinus.canary.ring import Ring
 from serinus.core.errors import SerinusError
 from serinus.kernels import Reason, StampLane
@@ -49,17 +50,19 @@ class Grade:
 
 
 WEAKNESSES: list[Weakness] = []
+RANK_WEAKNESSES: list[Weakness] = []
+"""Those that only engines of several ranks can have."""
 lanes_file: Any = import_module("serinus.canary.lanes")
 make_file: Any = import_module("serinus.canary.make")
 rank_file: Any = import_module("serinus.canary.rank")
 build_file: Any = import_module("serinus.ranks.build")
 
 
-def weakness(name: str) -> Callable[[Callable[[], Iterator[None]]], None]:
-    """Adds a generator function to WEAKNESSES."""
+def weakness(name: str, of: list[Weakness] = WEAKNESSES) -> Callable[[Callable[[], Iterator[None]]], None]:
+    """Adds a generator function to a list of weaknesses."""
 
     def add(function: Callable[[], Iterator[None]]) -> None:
-        WEAKNESSES.append(Weakness(name=name, apply=contextmanager(function)))
+        of.append(Weakness(name=name, apply=contextmanager(function)))
 
     return add
 
@@ -292,17 +295,22 @@ def _residue_skipped() -> Iterator[None]:
         yield
 
 
-@weakness("a prefill engine does not look at itself")
-def _prefill_blind() -> Iterator[None]:
+def _never_due(is_blind: Callable[[Any, int], bool]) -> Iterator[None]:
+    """Of (settings, rank) those that `is_blind` says have turns that no request lives to see."""
     original = build_file.make_canary_rank
 
-    def made(config: Any, *rest: Any, **more: Any) -> Any:
-        if config.role == "prefill":
+    def made(config: Any, spec: Any, shards: Any, rank: int, *rest: Any, **more: Any) -> Any:
+        if is_blind(config, rank):
             config = replace(config, canary=replace(config.canary, kv_canary_coverage=f"rotating:{1 << 20}"))
-        return original(config, *rest, **more)
+        return original(config, spec, shards, rank, *rest, **more)
 
     with _replaced(build_file, "make_canary_rank", made):
         yield
+
+
+@weakness("a prefill engine does not look at itself")
+def _prefill_blind() -> Iterator[None]:
+    yield from _never_due(lambda config, rank: config.role == "prefill")
 
 
 @weakness("no request is failed for what is found")
@@ -370,3 +378,33 @@ def _lane_left() -> Iterator[None]:
             method = getattr(DevicePool, name)
             stack.enter_context(_replaced(DevicePool, name, kept(method, inward)))
         yield
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@weakness("only the leader's rank looks at what it has in use", of=RANK_WEAKNESSES)
+def _leader_only() -> Iterator[None]:
+    yield from _never_due(lambda config, rank: rank > 0)
+
+
+def _judged(change: Callable[[int], int | None]) -> Iterator[None]:
+    """The leader takes what a rank found as that of rank `change`(rank); None = it is dropped."""
+    original = CanaryLead.judge
+
+    def judge(self: CanaryLead, findings: Any) -> Any:
+        taken = [(rank if isinstance(found, Injection) else change(rank), found) for rank, found in findings]
+        return original(self, [(rank, found) for rank, found in taken if rank is not None])
+
+    with _replaced(CanaryLead, "judge", judge):
+        yield
+
+
+@weakness("what other ranks than the leader's find is dropped", of=RANK_WEAKNESSES)
+def _others_dropped() -> Iterator[None]:
+    yield from _judged(lambda rank: None if rank else rank)
+
+
+@weakness("every violation is told as one of the leader's rank", of=RANK_WEAKNESSES)
+def _rank_mistaken() -> Iterator[None]:
+    yield from _judged(lambda rank: 0)

@@ -26,7 +26,7 @@ Scene = Callable[[CanaryPDFixture, str, int], None]
 """(pair, side in which is planted, faults)."""
 
 
-def scene_settings(mode: str, side: str, part: str, page: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def scene_settings(mode: str, side: str, part: str, page: int, stages: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of the prefill and of the decode engine that the scene of a mode needs."""
     prefill: dict[str, Any] = {}
     decode: dict[str, Any] = {}
@@ -49,9 +49,16 @@ def scene_settings(mode: str, side: str, part: str, page: int) -> tuple[dict[str
         prefill["chunked_prefill_size"] = 2 * page
     if mode == "real_kv_unused_cache" and side == "prefill":
         prefill["chunked_prefill_size"] = page
+    if mode == "real_kv_post_forward" and side == "prefill":  # prompts in one chunk each: decode is the next reader
+        prefill["chunked_prefill_size"] = 4 * _HANDOFFS * page
     if mode == OVERFLOW:
-        decode["max_total_tokens"] = 2048
+        decode |= {"max_total_tokens": 4096 * stages, "max_running_requests": _overflowing(stages)}
     return prefill, decode
+
+
+def _overflowing(stages: int) -> int:
+    """Requests that are read at once; with stages a step has only its share of them, which is not always even."""
+    return 8 if stages == 1 else 12 * stages
 
 
 def pages_to_sweep(pair: CanaryPDFixture, side: str, part: Part) -> int:
@@ -145,8 +152,11 @@ def _clean(pair: CanaryPDFixture, side: str, count: int) -> None:
 
 
 def _overflow(pair: CanaryPDFixture, side: str, count: int) -> None:
-    """Every slot that eight requests read is changed at once."""
-    rids = pair.send_parallel_short_requests(8, distinct_prompts=True, prompt_tokens=100, new_tokens=12)
+    """Every slot that these requests read on the leader's rank is changed at once."""
+    stages = pair.mesh.pp
+    rids = pair.send_parallel_short_requests(
+        _overflowing(stages), distinct_prompts=True, prompt_tokens=100, new_tokens=12 if stages == 1 else 60
+    )
     pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
     canary = pair.canary(side)
     found, due, steps = canary.violation_count, sum(canary.due_slots.values()), canary.steps
@@ -159,6 +169,9 @@ def _overflow(pair: CanaryPDFixture, side: str, count: int) -> None:
     assert expected > canary.settings.ring_rows, f"{expected} violations do not fill {canary.settings.ring_rows} rows"
     counted = canary.violation_count - found
     assert counted == expected, f"{expected} violations in one step, keys and values, but {counted} were counted"
+    for rid in rids:  # each further step would find as many
+        if pair.finish(rid) is None:
+            pair.pair.decode.abort(rid)
 
 
 SCENES: Final[Mapping[str, Scene]] = {

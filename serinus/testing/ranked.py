@@ -21,10 +21,10 @@ from serinus.kernels import load
 from serinus.models import ForwardHook, Model, load_model, load_spec
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
+from serinus.parallel.thread_comm import ThreadComm
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
-from serinus.testing.thread_comm import ThreadComm
 
 __all__ = ["RankedRunner", "RunnerRank", "ranked_engine"]
 

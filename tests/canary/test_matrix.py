@@ -20,6 +20,7 @@ from serinus.selftest import (
     CANARY_SHAPES,
     CLEAN,
     OVERFLOW,
+    RANK_WEAKNESSES,
     WEAKNESSES,
     CanaryPDFixture,
     Subject,
@@ -68,6 +69,57 @@ def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, shape: str) -> None
         assert run_cell(cell, model, faults=2, seed=5).perfect, cell
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize(("shape", "tp", "pp"), [("full", 2, 1), ("both", 1, 2)])
+def test_every_rank_of_an_engine_finds_the_faults_that_are_planted_in_it(
+    tmp_path: Path, shape: str, tp: int, pp: int
+) -> None:
+    model = subject(tmp_path, shape, tp_size=tp, pp_size=pp)
+    cells = [run_cell(cell, model, faults=1, seed=5) for cell in plan_matrix(model)]
+    for cell in cells:
+        assert cell.perfect, cell
+        assert cell.hit == cell.places or cell.mode == "tier_bytes", cell
+    names = {"TP0 PP0", "TP1 PP0" if tp == 2 else "TP0 PP1"}
+    for mode in ("req_to_token", "real_kv_used", "tier_bytes", "transfer_bytes"):
+        assert {name for cell in cells if cell.mode == mode for name in cell.ranks_hit} == names
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("weak", RANK_WEAKNESSES, ids=lambda weak: weak.name)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_each_weakness_of_the_canary_of_one_rank_turns_the_self_test_red(
+    tmp_path: Path, weak: Weakness, tp: int, pp: int
+) -> None:
+    toy = make_canary_toy(tmp_path / "toy", "full")
+    ranked = {"tp_size": tp, "pp_size": pp}
+    model = Subject(name="ranks", checkpoint=toy, settings=ranked, modes=("real_kv_used",), sides=("decode",))
+    assert "real_kv_used full in decode" in grade([model], weak).seen_by, f"the self-test is blind: {weak.name}"
+
+
+@pytest.mark.slow
+def test_a_fault_is_found_by_the_rank_that_has_it(tmp_path: Path) -> None:
+    toy = make_canary_toy(tmp_path / "toy", "full")
+    model = Subject(name="ranks", checkpoint=toy, settings={"tp_size": 2}, modes=("real_kv_used",), sides=("decode",))
+    cell = next(cell for cell in plan_matrix(model) if cell.mode == "real_kv_used")
+    assert (cell.ranks, cell.places) == (["TP0 PP0", "TP1 PP0"], 3 * 2 * 2), "each has one head"
+    assert run_cell(cell, model, faults=1).perfect, cell
+    assert (cell.hit, sorted(cell.ranks_hit)) == (12, ["TP0 PP0", "TP1 PP0"])
+    cell.ranks_hit.remove("TP1 PP0")
+    assert not cell.perfect, "a rank that was not damaged proves nothing"
+
+
+def test_places_are_those_of_the_ranks_that_hold_the_part(tmp_path: Path) -> None:
+    staged = {
+        cell.part: cell for cell in plan_matrix(subject(tmp_path, "both", pp_size=2)) if cell.mode == "real_kv_used"
+    }
+    assert staged["FULL"].ranks == ["TP0 PP0"], "the second stage has the last layer, which slides"
+    assert staged["SWA"].ranks == ["TP0 PP0", "TP0 PP1"]
+    partial = plan_matrix(subject(tmp_path, "full", tp_size=2, kv_canary_real_data="partial"))
+    by_mode = {cell.mode: cell for cell in partial}
+    assert by_mode["real_kv_used"].ranks == ["TP0 PP0"], "only head 0 is digested"
+    assert by_mode["req_to_token"].ranks == ["TP0 PP0", "TP1 PP0"]
+
+
 IN_TURNS = ("req_to_token", "real_kv_used", "tier_bytes")
 
 
@@ -110,6 +162,22 @@ def test_each_weakness_of_the_canary_turns_the_self_test_red(tmp_path: Path, wea
 
 def test_there_are_weaknesses_enough() -> None:
     assert len({each.name for each in WEAKNESSES}) == len(WEAKNESSES) >= 12
+    assert len({each.name for each in RANK_WEAKNESSES}) == len(RANK_WEAKNESSES) >= 3
+
+
+def test_a_model_that_does_not_fit_so_many_ranks_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = str(make_canary_toy(tmp_path / "toy", "full"))
+    for words, said in (
+        (["--tp-size", "3"], "tp_size is 3, expected a divisor of 2, the model's KV heads"),
+        (["--pp-size", "4"], "pp_size is 4, expected at most 3, the model's layers"),
+        (["--tp-size", "4", "--mutants"], "tp_size is 4, expected a divisor of 2"),
+    ):
+        assert main(["canary", "selftest", toy, *words]) == 2
+        found = capsys.readouterr()
+        assert said in found.err
+        assert not found.out
 
 
 @pytest.mark.slow
@@ -159,6 +227,9 @@ def test_what_makes_no_sense_is_said(capsys: pytest.CaptureFixture[str]) -> None
         (["selftest", "--faults", "0"], "--faults is 0, expected at least 1"),
         (["selftest", "--kv-canary-real-data", "none"], "expected partial or all"),
         (["selftest", "--fault", "1"], "did you mean --faults?"),
+        (["selftest", "--tp-size", "0"], "--tp-size is 0, expected at least 1"),
+        (["selftest", "--tp-size", "8", "--pp-size", "4"], "makes 32 ranks, expected at most 16"),
+        (["selftest", "--pp-size", "2", "--device", "cuda"], "--device is 'cuda' with 2 ranks, expected cpu"),
         (["show", "--limit", "0"], "--limit is 0, expected at least 1"),
         (["show", "http://127.0.0.1:9"], "expected a running engine or router"),
         (["test"], "expected `serinus canary selftest`"),

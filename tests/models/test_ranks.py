@@ -22,10 +22,10 @@ from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.models.weights import RandomSource, SafetensorsSource
 from serinus.parallel import Mesh, Shard
+from serinus.parallel.thread_comm import ThreadComm
 from serinus.testing.direct import DirectEngine, DirectSeq
 from serinus.testing.oracle import toy_continue
 from serinus.testing.ranked import RankedRunner, ranked_engine
-from serinus.testing.thread_comm import ThreadComm
 from tests.models.parity import GREEDY, engine, random_ids
 
 PROMPT = random_ids(21, 70)

@@ -19,7 +19,7 @@ from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel import Mesh
 from serinus.parallel.comm import Comm, Meeting, SoloComm, TorchComm, find, listen
 from serinus.parallel.near import NearFile, NearStage
-from serinus.testing.thread_comm import ThreadComm
+from serinus.parallel.thread_comm import ThreadComm
 
 KINDS = ("threads", "gloo", "gloo over IPv6", "memory")
 T = TypeVar("T")

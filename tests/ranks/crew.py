@@ -12,8 +12,8 @@ from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.engine import build_engine
 from serinus.engine.build import Built
+from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.selftest import EngineDriver
-from serinus.testing.thread_ranks import ThreadRanks
 
 __all__ = ["Crew", "config_of", "crew"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
+from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.selftest import EngineDriver, EnginePair
-from serinus.testing.thread_ranks import ThreadRanks
 from tests.ranks.crew import SETTINGS
 
 __all__ = ["Pair", "count", "pair"]

@@ -37,7 +37,7 @@ FLOORS = {
 TORCH_FREE = ("core", "wire", "cache", "text", "front", "sched", "parallel")
 """Rooms that never import torch, nor anything that does. `cli` may, but only while a command runs."""
 
-TORCH_FILES = tuple(f"serinus/parallel/{name}.py" for name in ("comm", "near"))
+TORCH_FILES = tuple(f"serinus/parallel/{name}.py" for name in ("comm", "near", "thread_comm"))
 """Files of these rooms that do. Import them by module path, not from the room's face."""
 
 

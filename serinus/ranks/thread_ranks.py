@@ -1,9 +1,10 @@
-"""ThreadRanks: an engine of several ranks in one process, each rank that follows in a thread of its own. For tests.
+"""ThreadRanks: an engine of several ranks in one process, each rank that follows in a thread of its own.
 
     built = build_engine(config, clock, ThreadRanks(config, folder, clock))
 
 Everything is as in an engine of processes (connections over zmq, frames, one body per rank) but the processes, and the
-torch.distributed groups between them. Nothing watches the ranks: one that fails fails all.
+torch.distributed groups between them. For the self-test of the canary and for tests: ranks share one interpreter and
+one device. Nothing watches the ranks: one that fails fails all.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.parallel.comm import Comm
+from serinus.parallel.thread_comm import ThreadComm
 from serinus.ranks import LeaderLinks, RankLink, RankLoop, make_rank_loop
 from serinus.ranks.handshake import hello_of, shared_settings
 from serinus.ranks.rank_processes import mesh_of
-from serinus.testing.thread_comm import ThreadComm
 from serinus.wire.messages import RankWelcome
 
 __all__ = ["ThreadRanks"]

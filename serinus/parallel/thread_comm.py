@@ -1,4 +1,6 @@
-"""ThreadComm: the Comm of ranks that are threads of one process, which is enough to prove that they add up."""
+"""ThreadComm: the Comm of ranks that are threads of one process, which is enough to prove that they add up.
+
+For the self-test of the canary and for tests: on the CPU, or all ranks on one device."""
 
 from __future__ import annotations
 
