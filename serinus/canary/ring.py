@@ -69,6 +69,11 @@ class Ring:
         self._late = 0
 
     @property
+    def steps_late(self) -> int:
+        """Steps by which a reading may be behind, at most; 0 = none."""
+        return 0 if self._here is not None else 1 + LATE_MAX
+
+    @property
     def is_silent(self) -> bool:
         """Whether a host sees at once that there is nothing new; of an accelerator's ring it does not."""
         return self._here is not None and self.due == self._seen_due and int(self._here[0][0]) == self._read

@@ -155,13 +155,13 @@ def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str) -> dict[in
 
 def _promise(pair: CanaryPDFixture, cell: Cell) -> int | None:
     """Steps within which a fault is reported, from the settings."""
-    stride = pair.canary(cell.finder).settings.stride
+    stride, late = pair.canary(cell.finder).settings.stride, pair.steps_late(cell.finder)
     if cell.finder != cell.side or cell.mode in _AT_ARRIVAL:
         return None
     if cell.mode == "real_kv_unused_cache":
-        return pages_to_sweep(pair, cell.side, Part[cell.part])
+        return pages_to_sweep(pair, cell.side, Part[cell.part]) + late
     # With stages as many steps are under way as there are stages, and a request runs in one of so many.
-    return pair.mesh.pp * {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1)
+    return pair.mesh.pp * {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1) + late
 
 
 def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) -> Cell:
