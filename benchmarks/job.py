@@ -127,7 +127,7 @@ def main() -> None:
     arguments.add_argument("--no-transformers", action="store_true")
     args = arguments.parse_args()
     path = checkpoint_221m(args.checkpoint)
-    settings = {"model_path": str(path), "max_total_tokens": POOL_TOKENS, "threads": args.threads}
+    settings = {"model_path": str(path), "max_total_tokens": POOL_TOKENS, "threads": args.threads, "max_step_ms": 0}
     begin = CLOCK.now()
     built = build_engine(from_names(ServeConfig, {**settings, "decode_log_interval": 0, "context_length": 1024}), CLOCK)
     load_s = CLOCK.now() - begin

@@ -73,7 +73,8 @@ def serve_jobs(name: str, path: Path) -> None:
     tp, pp = MESHES[name]
     cores = len(os.sched_getaffinity(0))
     settings = {
-        "model_path": str(path), "max_total_tokens": POOL_TOKENS, "context_length": 1024, "decode_log_interval": 0,
+        "model_path": str(path), "max_total_tokens": POOL_TOKENS, "max_step_ms": 0, "context_length": 1024,
+        "decode_log_interval": 0,
         "tp_size": tp, "pp_size": pp, "threads": max(1, cores // (tp * pp)),
     }  # fmt: skip
     built = build_engine(from_names(ServeConfig, settings), CLOCK)

@@ -60,7 +60,8 @@ def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float
     """One row, in this process: the best of the rounds."""
     torch.set_num_threads(threads)
     settings = {
-        "model_path": str(path), "max_total_tokens": 8192, "threads": threads, "decode_log_interval": 0,
+        "model_path": str(path), "max_total_tokens": 8192, "max_step_ms": 0, "threads": threads,
+        "decode_log_interval": 0,
         "context_length": 1024, "skip_tokenizer_init": True,
     }  # fmt: skip
     built = build_engine(from_names(ServeConfig, settings), CLOCK)

@@ -48,7 +48,8 @@ CLOCK = WallClock()
 
 def built_with(path: Path, threads: int, **tiers: object) -> Built:
     settings = {
-        "model_path": str(path), "max_total_tokens": POOL_TOKENS, "threads": threads, "decode_log_interval": 0,
+        "model_path": str(path), "max_total_tokens": POOL_TOKENS, "max_step_ms": 0, "threads": threads,
+        "decode_log_interval": 0,
         "context_length": 4096, **tiers,
     }  # fmt: skip
     return build_engine(from_names(ServeConfig, settings), CLOCK)
