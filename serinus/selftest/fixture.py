@@ -150,7 +150,7 @@ class CanaryPDFixture:
         return canary
 
     def steps_late(self, side: str) -> int:
-        """Steps by which its verdicts may be late: on an accelerator they are read behind the step."""
+        """Steps by which its reports may be late: on an accelerator a ring is read behind the step."""
         return max(lanes.running.steps_late for lanes in self.canary(side).parts.values())
 
     def perturber(self, side: str) -> Perturber:

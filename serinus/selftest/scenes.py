@@ -128,7 +128,7 @@ def _came_back(pair: CanaryPDFixture, side: str, count: int) -> None:
         rid = pair.send(prompt, new_tokens=2)
         pair.run()
         found = pair.violations(side)[known:]
-        # A verdict that is read behind the step comes after the step's tokens.
+        # What is read behind the step is reported after its tokens.
         local = pair.built(side).config.pd.min_remote_tokens == _NEVER and not pair.steps_late(side)
         if local and any(violation.rid == rid for violation in found):
             assert not pair.tokens(rid), f"{rid} got tokens from pages that were wrong when they came back"
