@@ -81,6 +81,7 @@ def test_engines_and_a_router_at_ipv6_addresses_hand_a_prompt_over(checkpoint: P
         ) as router,
     ):  # fmt: skip
         assert prefill.url.startswith("http://[::1]:")
+        until(lambda: HTTP.get(f"{router.url}/health").status_code == 200, "the router has looked at its engines")
         until(lambda: handed_over(router.url, [7] * 99), "prompts are handed over")
         meta = generate(router.url, list(range(40)), 3)["meta_info"]
         assert (meta["prefill_engine"], meta["handoff_tokens"]) == ("prefill-0", 40)
