@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import subprocess
 import time
@@ -21,23 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from report import best_ms
 
 from serinus.kernels import AttentionBatch, Kernels, RowSampling, load, warm
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, SIZE, MLP, VOCAB = 12, 1024, 16, 8, 128, 3072, 32000
 PAGE, CONTEXT = 16, 300
 BF16 = torch.bfloat16
-
-
-def best_ms(job: Callable[[], object], repeat: int) -> float:
-    """The best of `repeat` runs: what the code costs where nobody disturbs it."""
-    job()
-    best = math.inf
-    for _ in range(repeat):
-        start = time.perf_counter()
-        job()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e3
 
 
 def measure_bandwidth(repeat: int) -> float:

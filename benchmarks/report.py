@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,17 @@ _CLOCK = WallClock()
 def emit(name: str, **values: Any) -> None:
     """Print the result line."""
     print(json.dumps({"benchmark": name, **values, "machine": _machine(), "commit": _commit()}), flush=True)
+
+
+def best_ms(job: Callable[[], object], repeat: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The best of `repeat` runs, after one that is not counted: what the code costs where nobody disturbs it."""
+    job()
+    best = math.inf
+    for _ in range(repeat):
+        begin = clock()
+        job()
+        best = min(best, clock() - begin)
+    return best * 1e3
 
 
 def bandwidth(kernels: Kernels, dtype: torch.dtype, rounds: int = 20) -> float:

@@ -8,7 +8,6 @@ Claim: any mixture takes at most 5 ms. Floor: every logit is read once at the me
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import emit
+from report import best_ms, emit
 
 from serinus.core.history import TokenHistory
 from serinus.core.plan import SampleSpec
@@ -46,15 +45,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def best_ms(job: Callable[[], object], repeat: int) -> float:
+def thread_ms(job: Callable[[], object], repeat: int) -> float:
     """The best of `repeat` runs, in time of this thread: what others do on this core does not count."""
-    job()
-    best = math.inf
-    for _ in range(repeat):
-        begin = time.thread_time()
-        job()
-        best = min(best, time.thread_time() - begin)
-    return best * 1e3
+    return best_ms(job, repeat, time.thread_time)
 
 
 def histories() -> list[TokenHistory]:
@@ -85,7 +78,7 @@ def main() -> None:
             )
             for i in range(ROWS)
         ]  # fmt: skip
-        flat, peaked = (best_ms(partial(sampler.sample, logits, specs), arguments.repeat) for logits in kinds.values())
+        flat, peaked = (thread_ms(partial(sampler.sample, each, specs), arguments.repeat) for each in kinds.values())
         milliseconds[name] = round(max(flat, peaked), 2)
         print(f"{name:20s} {flat:7.2f} ms flat  {peaked:7.2f} ms peaked")
     plain = kinds[1.0].view(torch.int32)
@@ -95,7 +88,7 @@ def main() -> None:
         vocab=VOCAB,
         ms=milliseconds,
         worst_ms=max(milliseconds.values()),
-        floor_ms=round(best_ms(plain.sum, arguments.repeat), 2),
+        floor_ms=round(thread_ms(plain.sum, arguments.repeat), 2),
         goal_ms=GOAL_MS,
     )
 
