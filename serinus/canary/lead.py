@@ -46,6 +46,10 @@ __all__ = ["CanaryLead", "Requests", "Verdict", "perturb"]
 
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
+_SWEEP_SLOTS_MIN: Final = 1024
+"""By time, sweeps wait until so many slots are due, or a sixteenth of the part."""
+_SWEEP_HASTE: Final = 1.2
+"""So much faster than asked for, so that a pass ends in time though sweeps are cut and may come late."""
 _LOOK_S: Final = 0.05
 _INJECTIONS_KEPT: Final = 1024
 _SEEN_S: Final = 1.0
@@ -132,6 +136,7 @@ class CanaryLead:
         self.sweep_slots = _SWEEP_SLOTS
         """Slots of one sweep at most, by part."""
         self._cursor = dict.fromkeys(parts, 0)
+        self._swept_at = dict.fromkeys(parts, clock.now())
         self._possible = possible_counts(parts)
         self._sweep_passes = 0
         self._outside: list[Verdict] = []
@@ -150,11 +155,19 @@ class CanaryLead:
         self.steps += 1
         self._note_verified(plan)
         interval = self._settings.kv_canary_sweep_interval
-        sweeps = bool(interval) and self.steps % interval == 0
+        budgets = self._due_by_time()
+        if interval and self.steps % interval == 0:
+            budgets = dict.fromkeys(self._cursor, self.sweep_slots)
         if self.faults is not None:
-            self.faults.begin(sweeps=sweeps)
-        if sweeps:
-            self._sweep()
+            self.faults.begin(sweeps=bool(budgets))
+        self._sweep(budgets)
+
+    def idle(self) -> None:
+        """No step is under way: sweep what is due by time. Waits for all ranks where something is."""
+        budgets = self._due_by_time()
+        if budgets:
+            self._sweep(budgets)
+            self._counts()
 
     def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
         """What follows from what ranks found in a step, before it is committed: (rank, Violation or Injection).
@@ -279,10 +292,22 @@ class CanaryLead:
             "median": float(np.median(ages)) if len(ages) else 0.0,
         }  # fmt: skip
 
-    def _sweep(self) -> None:
-        """Have all ranks verify the next cached slots that no request uses."""
-        for part, cursor in self._cursor.items():
-            found = self._cache.walk(cursor, self.sweep_slots, part=part, unlocked_only=True)
+    def _due_by_time(self) -> dict[Part, int]:
+        """Slots that a sweep should verify now, by part, so that a pass over each takes no longer than is asked for."""
+        period, now, budgets = self._settings.kv_canary_sweep_seconds / _SWEEP_HASTE, self._clock.now(), {}
+        for part, since in self._swept_at.items() if period else ():
+            slots = self._cache.ledgers[Tier.DEVICE, part].page_count * self._cache.page_size
+            due = int(slots * (now - since) / period)
+            if due >= min(_SWEEP_SLOTS_MIN, slots // 16):
+                budgets[part] = min(due, self.sweep_slots)
+                # What is more than one sweep stays due, up to one pass.
+                self._swept_at[part] = max(since + budgets[part] * period / slots, now - period)
+        return budgets
+
+    def _sweep(self, budgets: Mapping[Part, int]) -> None:
+        """Have all ranks verify the next cached slots that no request uses: so many of each part, its free ones too."""
+        for part, budget in budgets.items():
+            found = self._cache.walk(self._cursor[part], budget, part=part, unlocked_only=True)
             self._cursor[part] = found.cursor
             size = self._cache.page_size
             self._cache.seen(part, (found.slots[::size] // size).astype(np.int32))
@@ -371,7 +396,12 @@ class CanaryLead:
             hear(finding)
 
     def _counts(self) -> list[tuple[int, CanaryAnswer]]:
-        return self._ask(TellCounts(number=self._number()))
+        """What all ranks have checked so far. What their sweeps found meanwhile is filed."""
+        answers = self._ask(TellCounts(number=self._number()))
+        self._outside += self._classify(
+            self._filed((rank, each) for rank, answer in answers for each in answer.violations)
+        )
+        return answers
 
     def _number(self) -> int:
         self._numbers += 1

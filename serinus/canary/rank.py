@@ -167,7 +167,7 @@ class CanaryRank:
             case CheckArrival():
                 return (self._answer(command.number, self._arrived(command)),)
             case TellCounts():
-                return (self._answer(command.number, ()),)
+                return (self._answer(command.number, self._take()),)
             case CachedPages() if self.perturber is not None:
                 self.perturber.cached["host" if command.is_host else "device", command.part] = command.pages
             case PlantFaults() if self.perturber is not None:

@@ -29,9 +29,15 @@ class CanarySettings:
         "full = every slot of a running request in every step; rotating:N = each at least once in N steps",
         metavar="full|rotating:N",
     )
+    kv_canary_sweep_seconds: float = setting(
+        3600.0,
+        "every cached page that no request uses is verified at least once in so many seconds, a few a step, and while"
+        " the engine is idle; 0 = never",
+        low=0.0,
+    )
     kv_canary_sweep_interval: int = setting(
         0,
-        "steps between two sweeps of cached pages that no request uses; 0 = never",
+        "steps between two sweeps of 4,096 slots of cached pages that no request uses, beside those by time; 0 = none",
         low=0,
     )
     kv_canary_stats_interval: int = setting(100, "steps between two lines of statistics; 0 = none", low=0)

@@ -211,6 +211,8 @@ class Engine:
         if self._unchecked and self.scheduler.idle:
             self._unchecked = False
             self.scheduler.sanity_check()
+        if self.canary is not None:
+            self.canary.idle()
         return not self.scheduler.idle and self._release_quarantined()
 
     def _release_quarantined(self) -> bool:

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serinus.cache import Tier
+from serinus.cache.ledger import STATE_MASK, PageState
 from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Violation
+from serinus.canary.commands import TellCounts
 from serinus.canary.perturb import Injection
 from serinus.core.clock import ManualClock
 from serinus.core.metrics import Metrics
@@ -37,11 +40,14 @@ class Rank:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.found: tuple[Violation, ...] = ()
+        self.swept: tuple[Violation, ...] = ()
 
     def obey(self, command: Any) -> CanaryAnswer | None:
         self.commands.append(command)
         number = getattr(command, "number", 0)
         found = self.found if isinstance(command, CheckArrival) else ()
+        if isinstance(command, TellCounts):
+            found, self.swept = self.swept, ()
         return CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4) if number else None
 
 
@@ -89,6 +95,45 @@ def test_ranks_are_started_once_and_swept_before_every_step_that_is_due(engine: 
     assert [type(command) for command in commands] == [StartCanary, SweepSlots, SweepSlots]
     assert commands[1].ends_pass, "33 pages are one walk"
     assert lead.view()["sweep_passes"] == 2
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize("turn_s", [1.0, 7.0, 900.0])
+def test_a_pass_over_the_cache_ends_within_the_time_asked_for_idle_or_not(
+    engine: TinyEngine, turn_s: float, is_idle: bool
+) -> None:
+    line, clock = line_to(), ManualClock(5.0)
+    lead = lead_over(line, engine, clock, kv_canary_sweep_seconds=3600.0)
+
+    def pages_swept() -> list[int]:
+        line.pump()
+        commands = [each for each in line.ranks[0].commands if isinstance(each, SweepSlots)]
+        return [slot // 4 for each in commands for slot in each.slots[::4].tolist()]
+
+    engine.scheduler.abort("runs", "a client left")
+    cached = sorted(
+        np.flatnonzero((engine.cache.ledgers[Tier.DEVICE, Part.FULL].owner_P & STATE_MASK) == PageState.TREE).tolist()
+    )
+    for _ in range(int(3600 / turn_s)):
+        clock.advance(turn_s)
+        lead.idle() if is_idle else lead.begin(PLAN)
+    assert cached
+    assert set(pages_swept()) == set(cached)
+    assert len(pages_swept()) <= 2 * len(cached), "a second pass may have begun"
+    assert lead.view()["sweep_passes"] >= 1
+
+
+def test_what_an_idle_engine_finds_is_filed_at_once(engine: TinyEngine) -> None:
+    line, clock = line_to(), ManualClock()
+    lead = lead_over(line, engine, clock)
+    line.ranks[0].swept = (violation("", page_of(engine, "runs")),)
+    lead.idle()
+    assert not len(lead.violations)
+    clock.advance(3600.0)
+    lead.idle()
+    assert len(lead.violations) == 1
+    (verdict,) = lead.judge(())
+    assert verdict.rid == "runs"
 
 
 def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyEngine) -> None:
