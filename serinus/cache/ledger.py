@@ -6,6 +6,7 @@ page, what it is, what was expected, and its last operations. Knows nothing of t
     FREE -> REQUEST(rid) -> TREE(node) -> FREE
     FREE -> COPY(op) -> REQUEST | TREE | FREE        while a copy fills it
     any owned state -> QUARANTINED -> FREE           quarantined by the canary, later released
+                                   -> RETIRED        it failed twice: never handed out again
 
 A page with holds may lose its owner (it becomes FREE), but it is handed out again only when its last hold is gone.
 """
@@ -52,9 +53,11 @@ class PageState(IntEnum):
     COPY = 3
     """A copy or a transfer is filling it."""
     QUARANTINED = 4
-    """The canary found its bytes wrong."""
+    """The canary found its KV wrong."""
     PADDING = 5
     """Page 0: written by padded rows, never owned, never read."""
+    RETIRED = 6
+    """Its KV was found wrong twice: it is never handed out again."""
 
 
 LEGAL_MOVES: Mapping[PageState, frozenset[PageState]] = {
@@ -62,8 +65,9 @@ LEGAL_MOVES: Mapping[PageState, frozenset[PageState]] = {
     PageState.REQUEST: frozenset({PageState.TREE, PageState.FREE, PageState.COPY, PageState.QUARANTINED}),
     PageState.TREE: frozenset({PageState.TREE, PageState.FREE, PageState.QUARANTINED}),
     PageState.COPY: frozenset({PageState.REQUEST, PageState.TREE, PageState.FREE, PageState.QUARANTINED}),
-    PageState.QUARANTINED: frozenset({PageState.FREE}),
+    PageState.QUARANTINED: frozenset({PageState.FREE, PageState.RETIRED}),
     PageState.PADDING: frozenset(),
+    PageState.RETIRED: frozenset(),
 }
 """From each state, where a page may go. Out of FREE only through `take`, which reads the free stack."""
 
@@ -97,7 +101,9 @@ class PageCounts:
     copy: int
     """Pages that a copy or a transfer is filling."""
     quarantined: int
-    """In quarantine: their bytes were found wrong."""
+    """In quarantine: their KV was found wrong."""
+    retired: int
+    """Their KV was found wrong twice: never handed out again."""
 
 
 class PageLedger:
@@ -155,6 +161,7 @@ class PageLedger:
             tree=count[PageState.TREE],
             copy=count[PageState.COPY],
             quarantined=count[PageState.QUARANTINED],
+            retired=count[PageState.RETIRED],
         )
 
     # Requests
@@ -178,6 +185,15 @@ class PageLedger:
                 f"cache: O1 page {page} is {self.describe(owner)}, expected a request's; {self.history(page)}"
             )
         return self._rid_of[owner >> STATE_BITS]
+
+    @property
+    def operation(self) -> int:
+        """Number of the next operation."""
+        return self._operation
+
+    def taken_at(self, page: int) -> int:
+        """Number of the operation that handed `page` out last; 0 = it never was."""
+        return int(self._entered_SP[[PageState.REQUEST, PageState.COPY], page].max())
 
     def pages_of_request(self, rid: str) -> int:
         """How many pages `rid` owns; 0 for a request that never took any."""
@@ -365,7 +381,7 @@ class PageLedger:
         """O1, O4, O6 and the free stack against the states. Raises InvariantError. Cost: O(page_count)."""
         state_P = self.owner_P & STATE_MASK
         actual = np.bincount(state_P, minlength=len(PageState)).tolist()
-        expected = [*self._count[: PageState.PADDING], 1]
+        expected = [*self._count[: PageState.PADDING], 1, *self._count[PageState.PADDING + 1 :]]
         if actual != expected:
             raise InvariantError(f"cache: O4 pages by state are {actual}, expected {expected}")
         if self.owner_P[0] != PageState.PADDING:

@@ -25,6 +25,7 @@ from serinus.cache.results import (
     CacheGeometry,
     CacheNews,
     CacheStats,
+    Condemned,
     Eviction,
     Insertion,
     Loaded,
@@ -121,7 +122,7 @@ class PrefixCache:
 
     @property
     def used_pages(self) -> int:
-        """Device FULL pages that `allocate` cannot give now: of requests, pinned, held, in copies, or quarantined."""
+        """Device FULL pages that `allocate` cannot give now: of requests, pinned, held, in copies, not to be used."""
         return self.page_count - 1 - self.available_pages
 
     @property
@@ -391,16 +392,17 @@ class PrefixCache:
         if self.tiers.prefetches is not None:
             self.tiers.prefetches.forget(rid)
 
-    def quarantine(self, part: Part, pages: Pages) -> int:
-        """These device pages hold wrong KV: they are never handed out before `release_quarantined`.
+    def condemn(self, part: Part, pages: Pages, *, counts: bool = True) -> Condemned:
+        """These device pages hold wrong KV: they are not handed out before `release_quarantined`, and never again where
+        it is their second failure (`counts`: it is their own).
 
         Cached ones: no request finds their nodes from there on, or anything below, on any tier; a request with a lease
         on them keeps it, but publishes nothing behind it (`lease.sound_end`). A request's own: its `finish` publishes
-        nothing from the first of them on. Free ones are left alone. Returns the tokens no longer found.
+        nothing from the first of them on. Free ones are left alone.
         """
         self._check_committed()
         loading = [node for node in self.tiers.table.nodes() if node.loading]
-        return self.tiers.quarantine.add(part, pages, loading)
+        return self.tiers.quarantine.condemn(part, pages, loading, counts=counts)
 
     def release_quarantined(self, part: Part, pages: Pages) -> None:
         """Quarantined pages may be handed out again, once nothing owns them. Harmless for others."""
@@ -415,7 +417,7 @@ class PrefixCache:
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 
-        Quarantined pages are released: nothing of what they held is left. What storage has of it is still not read.
+        Quarantined pages are released (retired ones are not). What storage has of them is still not read.
         Raises CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
         """
         self._check_committed()

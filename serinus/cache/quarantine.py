@@ -1,22 +1,33 @@
 """KV that cannot be trusted: nodes leave the tree at once, pages only when nothing reads them any more.
 
-Two causes: a load that failed (its pages are fine to use again once they are free), and pages whose bytes were found
-wrong (they stay QUARANTINED until released). All that was computed behind wrong KV is as wrong.
+Two causes: a load that failed (its pages are fine to use again once they are free), and pages whose KV was found wrong
+(they stay QUARANTINED until released; the second time they are RETIRED). All that was computed behind wrong KV is as
+wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, Pages, PageState
 from serinus.cache.node import NO_PAGES, Lease, Node, Tier
 from serinus.cache.page_pools import PagePool, PagePools
+from serinus.cache.results import Condemned
 from serinus.core.parts import Part
 
 __all__ = ["CutOff", "PageQuarantine"]
+
+FAILURES_MAX: Final = 2
+"""So often a page may fail before it is retired."""
+_QUARANTINED_MIN: Final = 16
+_QUARANTINED_SHARE: Final = 16
+"""As many pages, or one in so many of the pool, are in quarantine at most: of more, the first are released."""
+_CONDEMNED: Final = [PageState.REQUEST, PageState.TREE, PageState.COPY, PageState.QUARANTINED]
+"""States in which a page has KV that something may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +55,11 @@ class PageQuarantine:
         """Topmost nodes that left the tree while leases stand on them."""
         self.failed: list[Lease] = []
         """Leases whose KV never came, since they were last taken."""
-        self.banned: dict[Part, set[int]] = {pool.part: set() for pool in pools.device.values()}
-        """Device pages with wrong bytes: owned ones are not published, freed ones stay here until released."""
+        self.banned: dict[Part, dict[int, None]] = {pool.part: {} for pool in pools.device.values()}
+        """Device pages with wrong KV, the first found first: owned ones are not published, freed ones stay here until
+        released."""
+        self.failures: dict[tuple[Part, int], int] = {}
+        """By part and device page, how often its KV was found wrong; a flush does not forget it."""
         self.keys: set[bytes] = set()
         """Keys of pages that may have been stored wrong: never read again by this engine."""
 
@@ -85,35 +99,44 @@ class PageQuarantine:
         """Free the pages of nodes that were cut off as soon as no lease and no copy needs them."""
         if not self._records and not self.cut_off:
             return
-        kept = []
+        kept, idle = [], dict[Part, list[int]]()
         for record in self._records:
             if self._is_needed(record):
                 kept.append(record)
-            else:
-                pages = record.pages
-                if record.pool.tier is Tier.DEVICE:
-                    pages = pages[~self._is_banned(record.pool.part, pages)]
-                record.pool.ledger.move(pages, record.owner, FREE_OWNER, "free quarantined")
+                continue
+            pages = record.pages
+            if record.pool.tier is Tier.DEVICE:
+                bad = self._is_banned(record.pool.part, pages)
+                idle.setdefault(record.pool.part, []).extend(pages[bad].tolist())
+                pages = pages[~bad]
+            record.pool.ledger.move(pages, record.owner, FREE_OWNER, "free quarantined")
         self._records = kept
         self.cut_off = [top for top in self.cut_off if top.pins]
+        for part, pages_ in idle.items():
+            self._retire(part, pages_)
 
     def _is_needed(self, record: CutOff) -> bool:
         """Whether a copy is at it, or a lease reads it: in a part with a window only from there, on the host never."""
         node, pool = record.node, record.pool
         return node.busy > 0 or (pool.tier is Tier.DEVICE and self._tree.pins_of(node, pool.part) > 0)
 
-    # Pages with wrong bytes
+    # Pages with wrong KV
 
-    def add(self, part: Part, pages: Pages, loading: Iterable[Node]) -> int:
-        """These device pages hold wrong KV; returns the tokens that are not found any more for it.
+    def condemn(self, part: Part, pages: Pages, loading: Iterable[Node], *, counts: bool) -> Condemned:
+        """These device pages hold wrong KV: nothing of them is found any more, nor what was computed behind them.
 
-        loading: nodes that a copy fills; the ledger lists their pages under the copy.
+        loading: nodes that a copy fills; the ledger lists their pages under the copy. counts: it is a failure of these
+        pages, and the second one retires them.
         """
         pool = self._pools.device[part]
         states = pool.ledger.owner_P[pages] & STATE_MASK
-        bad = pages[(states != PageState.FREE) & (states != PageState.PADDING)]
-        self.banned[part] |= set(bad.tolist())
-        tokens = 0
+        bad = pages[np.isin(states, _CONDEMNED)]
+        for page in bad.tolist():
+            if page not in self.banned[part]:
+                self.banned[part][page] = None
+                self.failures[part, page] = self.failures.get((part, page), 0) + counts
+        below: list[Node] = []
+        gone: dict[Part, list[Pages]] = {part: [bad]}
         size = self._tree.page_size
         for node in sorted({*self._pools.nodes_of(pool, bad), *loading}, key=lambda node: node.start):
             hit = np.flatnonzero(np.isin(pool.of(node), bad)) if node.alive else NO_PAGES
@@ -122,30 +145,65 @@ class PageQuarantine:
             position = node.start + int(hit[0]) * size
             if position > node.start:
                 self._pools.split(node, position)
-            for each in self.cut(node, tell=False):
-                tokens += each.end - each.start
-                self.keys |= self._pools.keys.split(self._pools.keys.of(each))
+            below += self._condemn_below(node, gone)
         self.release()
-        return tokens
+        self._bound(part)
+        return Condemned(
+            tokens=sum(node.end - node.start for node in below),
+            pages={each: np.unique(np.concatenate(found)) for each, found in gone.items()},
+        )
 
-    def release_quarantined(self, part: Part, pages: Pages) -> None:
-        """These pages may be handed out again, once nothing owns them; other pages are left alone."""
-        pool = self._pools.device[part]
-        banned = self.banned[part]
-        mine = [page for page in pages.tolist() if page in banned]
-        banned -= set(mine)
-        pending = {page for record in self._records if record.pool is pool for page in record.pages.tolist()}
-        for page in mine:
-            owner = int(pool.ledger.owner_P[page])
-            if owner & STATE_MASK == PageState.QUARANTINED and page not in pending:
-                pool.ledger.move(np.array([page], np.int32), owner, FREE_OWNER, "release_quarantined")
+    def _condemn_below(self, top: Node, gone: dict[Part, list[Pages]]) -> list[Node]:
+        """Cut `top` off for its wrong KV, and add the device pages of all that goes with it to `gone`."""
+        pending = [top]
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            self.keys |= self._pools.keys.split(self._pools.keys.of(node))
+            for pool in self._pools.device.values():
+                gone.setdefault(pool.part, []).append(pool.of(node))
+        return self.cut(top, tell=False)
+
+    def _bound(self, part: Part) -> None:
+        """Where quarantine has grown large, release what came first: a page that fails once may do well again."""
+        ledger, banned = self._pools.device[part].ledger, self.banned[part]
+        over = len(banned) - max(_QUARANTINED_MIN, ledger.page_count // _QUARANTINED_SHARE)
+        if over > 0:
+            self.release_quarantined(part, np.array(list(banned)[:over], np.int32), owned=False)
+
+    def release_quarantined(self, part: Part, pages: Pages, *, owned: bool = True) -> None:
+        """These pages may be handed out again, once nothing owns them (`owned` False: those that something owns stay as
+        they are); other pages are left alone."""
+        ledger, banned = self._pools.device[part].ledger, self.banned[part]
+        for page in [page for page in pages.tolist() if page in banned]:
+            idle = self._is_idle(part, page)
+            if idle or owned:
+                del banned[page]
+            if idle:
+                ledger.move(np.array([page], np.int32), int(ledger.owner_P[page]), FREE_OWNER, "release_quarantined")
 
     def release_all_quarantined(self) -> int:
         """All quarantined pages may be handed out again, once nothing owns them; how many there were."""
         count = sum(map(len, self.banned.values()))
         for part, banned in self.banned.items():
-            self.release_quarantined(part, np.array(sorted(banned), np.int32))
+            self.release_quarantined(part, np.array(list(banned), np.int32))
         return count
+
+    def _retire(self, part: Part, pages: Sequence[int]) -> None:
+        """Those of these quarantined pages that failed too often are never handed out again."""
+        ledger = self._pools.device[part].ledger
+        for page in pages:
+            if self.failures.get((part, page), 0) >= FAILURES_MAX and self._is_idle(part, page):
+                del self.banned[part][page]
+                owner = int(ledger.owner_P[page])
+                ledger.move(np.array([page], np.int32), owner, int(PageState.RETIRED), "retire")
+
+    def _is_idle(self, part: Part, page: int) -> bool:
+        """Whether a banned page is in quarantine, and nothing reads it any more."""
+        pool = self._pools.device[part]
+        if int(pool.ledger.owner_P[page]) & STATE_MASK != PageState.QUARANTINED:
+            return False
+        return not any(record.pool is pool and page in record.pages for record in self._records)
 
     def sound_count(self, part: Part, pages: Pages) -> int:
         """How many of a request's own pages, from the first on, may be published."""
@@ -155,11 +213,12 @@ class PageQuarantine:
         return int(bad.argmax()) if bad.any() else len(pages)
 
     def free_own(self, part: Part, pages: Pages, owner: Owner, verb: str) -> None:
-        """A request gives up pages of its own: free, or quarantined if their bytes were found wrong."""
+        """A request gives up pages of its own: free, or quarantined if their KV was found wrong."""
         ledger = self._pools.device[part].ledger
         if self.banned[part]:
             bad = self._is_banned(part, pages)
             ledger.move(pages[bad], owner, PageState.QUARANTINED, verb)
+            self._retire(part, pages[bad].tolist())
             pages = pages[~bad]
         ledger.move(pages, owner, FREE_OWNER, verb)
 

@@ -18,6 +18,7 @@ __all__ = [
     "CacheGeometry",
     "CacheNews",
     "CacheStats",
+    "Condemned",
     "Eviction",
     "InsertedPart",
     "Insertion",
@@ -282,6 +283,16 @@ class CacheNews:
     """Requests whose prefetch came to an end."""
     in_flight: int = 0
     """Copies and storage operations that have not ended: an idle engine goes on polling while there are any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condemned:
+    """What was condemned with a page whose KV is wrong: itself, and all that was computed behind it."""
+
+    tokens: int
+    """Tokens that no request finds any more."""
+    pages: Mapping[Part, Pages]
+    """The device pages of it, by part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,7 +327,7 @@ class CanaryLead:
             users: tuple[str, ...] = ()
             if Reason.VERIFY_REAL_KV_HASH in violation.reasons:
                 users = violation.users
-                self._cache.quarantine(violation.part, np.array([violation.page], np.int32))
+                self._cache.condemn(violation.part, np.array([violation.page], np.int32))
             touched = dict.fromkeys(rid for rid in (violation.rid, *users) if rid)
             if not touched and not violation.owner:
                 raise KvViolation(f"canary: {_reason(violation)}, and nobody owns the page")

@@ -48,6 +48,7 @@ def cache_lines(view: dict[str, Any], *, where: str = "") -> Iterator[str]:
             f"({pool['evictable'] * size:,} evictable), {pool['request'] * size:,} of requests, "
             f"{pool['copy'] * size:,} in copies, {pool['free'] * size:,} free"
             + (f", {bad * size:,} in quarantine" if bad else "")
+            + (f", {retired * size:,} retired" if (retired := pool.get("retired", 0)) else "")
         )
     if "storage" in view:
         held = view["storage"]

@@ -63,6 +63,7 @@ def cache_view(cache: PrefixCache, limit: int, facts: EngineFacts | None = None)
             "request": pool.pages.request,
             "copy": pool.pages.copy,
             "quarantined": pool.pages.quarantined,
+            "retired": pool.pages.retired,
         }
         for (tier, part), pool in sorted(stats.pools.items())
     ]

@@ -140,7 +140,7 @@ class StepMetrics:
                 metrics.set("swa_token_usage", used / pool.page_count)
 
     def _set_pages(self, tier: str, part: str, pages: PageCounts) -> None:
-        for state in ("free", "parked", "request", "tree", "copy", "quarantined"):
+        for state in ("free", "parked", "request", "tree", "copy", "quarantined", "retired"):
             self.metrics.set("pages", getattr(pages, state), state, tier, part)
 
     def _count(self, outcome: Outcome, seconds: float, now: float) -> None:

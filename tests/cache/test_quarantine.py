@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from serinus.cache import PrefetchState, Tier
@@ -16,7 +17,7 @@ def test_a_quarantined_page_takes_all_behind_it_out_of_sight_and_nothing_before_
     shop.serve("b", span(0, 24))
     row = shop.cache.match_prefix("", span(0, 24), 24)
     shop.cache.release(row.lease)
-    assert shop.cache.quarantine(Part.FULL, row.pages[2:3]) == 16
+    assert shop.cache.condemn(Part.FULL, row.pages[2:3]).tokens == 16
     assert shop.lengths(span(0, 24)) == (8, 8)
     assert (shop.cache.ledger.counts().quarantined, shop.cache.free_pages) == (1, 29)
     shop.check()
@@ -35,8 +36,8 @@ def test_a_flush_releases_what_was_quarantined_and_a_refused_one_does_not() -> N
     shop = Shop(swa=33, window=10)
     guest = shop.seat("a", span(0, 24))
     shop.publish(guest, 24)
-    shop.cache.quarantine(Part.SWA, guest.swa[4:5])
-    shop.cache.quarantine(Part.FULL, guest.row[1:2])
+    shop.cache.condemn(Part.SWA, guest.swa[4:5])
+    shop.cache.condemn(Part.FULL, guest.row[1:2])
     with pytest.raises(CapacityError):
         shop.cache.reset()
     shop.leave(guest)
@@ -53,7 +54,7 @@ def test_requests_that_hold_a_quarantined_page_keep_it_and_publish_nothing_behin
     guest = shop.seat("a", span(0, 24))
     shop.publish(guest, 12)
     other = shop.seat("b", span(0, 8))
-    assert shop.cache.quarantine(Part.FULL, guest.row[1:2]) == 8
+    assert shop.cache.condemn(Part.FULL, guest.row[1:2]).tokens == 8
     assert (guest.lease.sound_end, other.lease.sound_end) == (4, None)
     shop.check(guest, other)
     shop.publish(guest, 24)
@@ -70,7 +71,7 @@ def test_a_running_requests_own_quarantined_page_is_not_published_and_not_handed
     shop = Shop()
     guest = shop.seat("a", span(0, 24))
     bad = guest.row[3:4].copy()
-    assert shop.cache.quarantine(Part.FULL, bad) == 0
+    assert shop.cache.condemn(Part.FULL, bad).tokens == 0
     shop.publish(guest, 24)
     assert guest.lease.end == 12
     shop.check(guest)
@@ -86,7 +87,7 @@ def test_a_quarantined_window_page_ends_its_prefix_too() -> None:
     shop = Shop(full=33, swa=33, window=8)
     guest = shop.seat("a", span(0, 24))
     shop.publish(guest, 16)
-    shop.cache.quarantine(Part.SWA, guest.swa[5:6])
+    shop.cache.condemn(Part.SWA, guest.swa[5:6])
     shop.leave(guest)
     assert shop.lengths(span(0, 24)) == (20, 20)
     assert shop.cache.ledgers[Tier.DEVICE, Part.SWA].counts().quarantined == 1
@@ -100,7 +101,7 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
     shop.storage.answer("write")
     shop.cache.poll()
     found = shop.cache.match_prefix("", span(0, 16), 16)
-    shop.cache.quarantine(Part.FULL, found.pages[1:2])
+    shop.cache.condemn(Part.FULL, found.pages[1:2])
     shop.cache.release(found.lease)
     assert shop.cache.ledger.counts().quarantined == 1
     assert len(shop.cache.host_pages()) == 1
@@ -117,6 +118,57 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
 
 def test_what_is_free_cannot_be_quarantined() -> None:
     shop = Shop()
-    assert shop.cache.quarantine(Part.FULL, span(1, 9)) == 0
+    assert shop.cache.condemn(Part.FULL, span(1, 9)).tokens == 0
     assert shop.cache.free_pages == 32
     assert shop.cache.allocate("a", 32) is not None
+
+
+def test_a_page_that_fails_twice_is_retired_and_a_flush_does_not_bring_it_back() -> None:
+    shop = Shop()
+    for times in (1, 2):
+        shop.serve("a", span(0, 8))
+        found = shop.cache.match_prefix("", span(0, 8), 8)
+        page = found.pages[:1].copy()
+        shop.cache.condemn(Part.FULL, page)
+        shop.cache.condemn(Part.FULL, page)  # the same failure, told twice
+        shop.cache.release(found.lease)
+        counts = shop.cache.ledger.counts()
+        assert (counts.quarantined, counts.retired) == ((1, 0) if times == 1 else (0, 1))
+        shop.cache.reset()
+        shop.check()
+    shop.cache.release_all_quarantined()
+    assert shop.cache.ledger.counts().retired == 1
+    got = shop.cache.allocate("b", 31)
+    assert got is not None
+    assert page[0] not in got[0]
+    assert shop.cache.allocate("b", 1) is None
+
+
+def test_a_requests_own_page_is_retired_when_it_gives_it_back_and_what_a_peer_sent_wrong_is_no_failure() -> None:
+    shop = Shop()
+    own = None
+    for times, counts in ((0, False), (1, True), (2, True)):
+        guest = shop.seat("a", span(0, 24))
+        own = guest.row[3:4].copy() if own is None else own
+        assert own[0] in guest.row
+        shop.cache.condemn(Part.FULL, own, counts=counts)
+        shop.leave(guest)
+        assert shop.cache.ledger.counts().retired == (times == 2)
+        shop.cache.reset()
+    shop.check()
+
+
+def test_quarantine_is_bounded_the_first_pages_of_it_go_back_to_work() -> None:
+    shop = Shop()
+    shop.serve("a", span(0, 80))
+    found = shop.cache.match_prefix("", span(0, 80), 80)
+    for page in found.pages[::-1]:
+        shop.cache.condemn(Part.FULL, np.array([page], np.int32))
+    assert shop.cache.ledger.counts().quarantined == 20, "the lease reads all of them still"
+    shop.cache.release(found.lease)
+    shop.serve("b", span(100, 104))
+    other = shop.cache.match_prefix("", span(100, 104), 4)
+    shop.cache.release(other.lease)
+    shop.cache.condemn(Part.FULL, other.pages)
+    assert shop.cache.ledger.counts().quarantined == 16
+    shop.check()

@@ -35,7 +35,7 @@ VIEW = {
     "page_size": 16,
     "pools": [
         pool("device", "full", 100, cached=60, evictable=50, free=30, request=9, copy=1),
-        pool("host", "swa", 2000, cached=5, free=1993, quarantined=2),
+        pool("host", "swa", 2000, cached=5, free=1993, quarantined=2, retired=1),
     ],
     "storage": {"pages": 12, "bytes": 3_500_000_000, "removed": 2, "bad": 1},
     "tree": {
@@ -56,7 +56,7 @@ def test_the_tree_says_what_lies_where() -> None:
         "decode-0 (decode) at http://x, pages of 16 tokens",
         "  device full        1,600 tokens: 960 cached (800 evictable), 144 of requests, 16 in copies, 480 free",
         "  host swa          32,000 tokens: 80 cached (0 evictable), 0 of requests, 0 in copies, 31,888 free,"
-        " 32 in quarantine",
+        " 32 in quarantine, 16 retired",
         "  storage               12 pages, 3.500 GB; removed for room 2, found bad 1",
         "  tree: 9 nodes, the first 5 of them",
         "    [0, 1024) 1,024 tokens, pages device 64; hits 4, idle 9, pins 2: 100000 100001 100002 100003 100004 10...",

@@ -153,7 +153,7 @@ def test_quarantined_pages_are_released_before_a_request_waits_for_ever(toys: di
         engine.add(f"r{turn}", [*shared, 201])
         engine.run()
         cached = np.flatnonzero(cache.ledger.owner_P % 8 == PageState.TREE)
-        cache.quarantine(Part.FULL, cached[: len(cached) // 2].astype(np.int32))
+        cache.condemn(Part.FULL, cached[: len(cached) // 2].astype(np.int32))
     assert cache.stats().pages.quarantined >= 10
     long = list(range(20, 100))
     engine.add("long", long, count=20)

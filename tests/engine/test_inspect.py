@@ -59,6 +59,6 @@ def test_pages_in_quarantine_are_counted_apart() -> None:
     publish(cache, "", list(range(16)))
     match = cache.match_prefix("", np.arange(16, dtype=np.int32), 16)
     cache.release(match.lease)
-    cache.quarantine(Part.FULL, match.pages[2:3])
+    cache.condemn(Part.FULL, match.pages[2:3])
     (pool,) = cache_view(cache, 10)["pools"]
     assert pool["quarantined"] == 1

@@ -183,7 +183,7 @@ def test_a_prompt_that_needs_quarantined_pages_gets_them(toy: Path) -> None:
     llm = LLM(str(toy), skip_tokenizer_init=True, page_size=4, max_total_tokens=128)
     llm.generate([list(range(1, 60))], GREEDY)
     cache = llm._built.cache
-    cache.quarantine(Part.FULL, np.arange(1, 33, dtype=np.int32))
+    cache.condemn(Part.FULL, np.arange(1, 33, dtype=np.int32))
     assert cache.stats().pages.quarantined > 8
     prompt = [(7 * i) % 64 for i in range(110)]
     (output,) = llm.generate([prompt], GREEDY)
