@@ -20,6 +20,8 @@ TIERED: Final[Mapping[str, Any]] = {"enable_hierarchical_cache": True, "hicache_
 _SWEEP_PAGES: Final = 16
 """Pages of one sweep: a pass over the cache is many sweeps."""
 _HANDOFFS: Final = 6
+_OVERFLOWING: Final = 8
+"""Requests that are read at once; with stages, in each of the steps that are under way."""
 _NEVER: Final = 1 << 30
 _LOOPS: Final = 3
 Scene = Callable[[CanaryPDFixture, str, int], None]
@@ -37,9 +39,12 @@ def scene_settings(mode: str, side: str, part: str, page: int, stages: int) -> t
     if mode == CLEAN:
         decode["kv_canary_sweep_interval"] = 2
         prefill |= decode
-    if mode == "tier_bytes" and side == "decode" and part == Part.FULL.name:
-        # It computes every prompt by itself: every token is its own. In part SWA it would keep pages that no prompt
-        # loads, being out of all windows; those that come by handoff are in one.
+    if side == "decode" and (
+        SCENES[mode] in (_running, _overflow) or (mode == "tier_bytes" and part == Part.FULL.name)
+    ):
+        # It computes every prompt by itself: every token is its own, and all requests run within a few steps, while
+        # handoffs take as long as the machine likes. In part SWA tier_bytes would keep pages that no prompt loads,
+        # being out of all windows; those that come by handoff are in one.
         decode["min_remote_tokens"] = _NEVER
     if mode == "tier_bytes" and side == "prefill":
         decode["disable_radix_cache"] = True  # every prompt is asked of prefill again
@@ -52,13 +57,9 @@ def scene_settings(mode: str, side: str, part: str, page: int, stages: int) -> t
     if mode == "real_kv_post_forward" and side == "prefill":  # prompts in one chunk each: decode is the next reader
         prefill["chunked_prefill_size"] = 4 * _HANDOFFS * page
     if mode == OVERFLOW:
-        decode |= {"max_total_tokens": 4096 * stages, "max_running_requests": _overflowing(stages)}
+        decode |= {"max_total_tokens": 4096 * stages, "max_running_requests": _OVERFLOWING * stages}
+        decode |= {"chunked_prefill_size": 4096 * stages}
     return prefill, decode
-
-
-def _overflowing(stages: int) -> int:
-    """Requests that are read at once; with stages a step has only its share of them, which is not always even."""
-    return 8 if stages == 1 else 12 * stages
 
 
 def pages_to_sweep(pair: CanaryPDFixture, side: str, part: Part) -> int:
@@ -84,10 +85,24 @@ def _running(pair: CanaryPDFixture, side: str, count: int) -> None:
         tokens = (2 * (count + 4) // 3 + 4 + stride) * _page(pair) + 2
         pair.send_parallel_short_requests(3, distinct_prompts=True, prompt_tokens=tokens, new_tokens=2)
         return
-    tokens = 16 + count + 2 * stride
-    rids = pair.send_parallel_short_requests(3, distinct_prompts=True, prompt_tokens=_length(pair), new_tokens=tokens)
-    pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
+    _decoding(pair, 3, _length(pair), count + 2 * stride)
     pair.arm(side, count)
+
+
+def _decoding(pair: CanaryPDFixture, count: int, length: int, more: int) -> list[str]:
+    """So many requests decode, each at least `more` steps from its end. The engine computes the prompts by itself, so
+    that none can be late: a request gets at most one token in each step."""
+    settings = pair.built("decode").engine.scheduler.settings
+    assert settings.min_remote_tokens == _NEVER, "selftest: prompts are computed elsewhere, expected here"
+    # Each is sent in a turn of its own; then chunks, which take turns with the decodes of every stage.
+    steps = count * (1 + -(-length // settings.chunked_prefill_size))
+    rids = pair.send_parallel_short_requests(
+        count, distinct_prompts=True, prompt_tokens=length, new_tokens=16 + pair.mesh.pp * steps + more
+    )
+    pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
+    ended = [rid for rid in rids if pair.finish(rid) is not None]
+    assert not ended, f"selftest: {ended} ended before all of {count} requests were under way"
+    return rids
 
 
 def _handed_over(pair: CanaryPDFixture, side: str, count: int) -> None:
@@ -154,11 +169,7 @@ def _clean(pair: CanaryPDFixture, side: str, count: int) -> None:
 
 def _overflow(pair: CanaryPDFixture, side: str, count: int) -> None:
     """Every slot that these requests read on the leader's rank is changed at once."""
-    stages = pair.mesh.pp
-    rids = pair.send_parallel_short_requests(
-        _overflowing(stages), distinct_prompts=True, prompt_tokens=100, new_tokens=12 if stages == 1 else 60
-    )
-    pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
+    rids = _decoding(pair, _OVERFLOWING * pair.mesh.pp, 100, 8)
     canary = pair.canary(side)
     found, due, steps = canary.violation_count, sum(canary.due_slots.values()), canary.steps
     for lanes in canary.parts.values():
