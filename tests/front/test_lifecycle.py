@@ -84,7 +84,7 @@ def test_a_client_that_hangs_up_before_the_first_token_aborts_its_request(
 def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_its_request(
     settings: FrontSettings, new_endpoint: Callable[[], str]
 ) -> None:
-    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=100_000, max_total_tokens=200_000)
+    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=100_000, step_s=0.01)
     with running_front(settings, engine) as front:
         body = {**ASK, "max_tokens": 90_000, "stream": True}
         with front.http.stream("POST", "/v1/completions", json=body) as response:

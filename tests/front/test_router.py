@@ -290,6 +290,7 @@ def test_engines_that_cannot_be_reached_or_have_no_room_never_had_the_request(ro
 
 def test_a_stream_that_breaks_midway_ends_with_an_error_event(route: Any) -> None:
     with route(1, 0) as running:
+        running.decode[0].engine.step_s = 0.01  # it has minutes to go
         body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 90_000}}
         with running.http.stream("POST", "/generate", json=body) as response:
             parts = response.iter_bytes()  # not iter_lines: a text may hold U+2028, which is no end of a line here
@@ -328,6 +329,7 @@ def test_without_a_prefill_engine_none_is_suggested(route: Any) -> None:
 
 def test_a_client_that_hangs_up_is_hung_up_on_the_engine_too(route: Any) -> None:
     with route(1, 0) as running:
+        running.decode[0].engine.step_s = 0.01  # it has minutes to go
         body = {"text": "x", "stream": True, "rid": "left", "sampling_params": {"max_new_tokens": 90_000}}
         with running.http.stream("POST", "/generate", json=body) as response:
             next(response.iter_lines())
