@@ -74,7 +74,7 @@ def main() -> None:
     def plan(stride: int) -> Callable[[], tuple[Tensor, ...]]:
         zeros = [0] * REQUESTS
         reads = [zeros, [*range(1, REQUESTS + 1)], zeros, [CONTEXT] * REQUESTS, [stride] * REQUESTS]
-        columns, entries, _ = canary_due(torch.tensor(reads).numpy(), 0, PAGE)
+        columns, entries, _ = canary_due(torch.tensor(reads).numpy(), PAGE)
         due = torch.from_numpy(columns).cuda()
         return lambda: ops.canary_plan(table, due, entries, page_size=PAGE)
 

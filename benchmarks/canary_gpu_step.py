@@ -72,7 +72,7 @@ class Case:
         """What is verified of all but the token that the step itself writes."""
         reads = torch.tensor([[*range(REQUESTS)], [*range(1, REQUESTS + 1)], [0] * REQUESTS,
                               [CONTEXT - 1] * REQUESTS, [stride] * REQUESTS])  # fmt: skip
-        columns, entries, _ = self.ops.canary_due(reads.numpy(), 5, PAGE)
+        columns, entries, _ = self.ops.canary_due(reads.numpy(), PAGE)
         return torch.from_numpy(columns).cuda(), entries
 
     def stamp_all(self, data: str) -> None:
@@ -90,7 +90,7 @@ class Case:
         """Plan inputs of every token."""
         reads = torch.tensor([[*range(REQUESTS)], [*range(1, REQUESTS + 1)], [0] * REQUESTS, [CONTEXT] * REQUESTS,
                               [1] * REQUESTS])  # fmt: skip
-        columns, entries, _ = self.ops.canary_due(reads.numpy(), 0, PAGE)
+        columns, entries, _ = self.ops.canary_due(reads.numpy(), PAGE)
         return self.table, torch.from_numpy(columns).cuda(), entries
 
 

@@ -1,19 +1,19 @@
 """Which stamps are verified in which step: each sequence's stride, and a plan cut into pieces. Plain data, no tensors.
 
-`full` is a stride of 1: every page of every running request in every step. `rotating:N` is stride N: page p in the
-steps with step % N == p % N, so each at least once in N steps; a sequence that just came (prefix hit, load, handoff)
-whole. Which pages that are in a step is worked out by `canary_due`.
+`full` is a stride of 1: every page of every running request in every step. `rotating:N` is stride N: each page once in
+any N steps of the request, by the position that it computes; where the leader says so (SeqWork.whole) all of them at
+once. Which pages that are in a step is worked out by `canary_due`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DuePages", "pieces", "reads_of"]
+__all__ = ["DuePages", "due_pages", "pieces", "reads_of"]
 
 Counts = NDArray[np.int64]
 
@@ -29,18 +29,36 @@ class DuePages:
     """Those of them that are verified: what the device must report as checked."""
 
 
+def due_pages(
+    canary_due: Callable[[Counts, int], tuple[Counts, int, int]], reads_5B: Counts, page_size: int, window: int | None
+) -> DuePages:
+    """What is due of these reads. Of a part with a window also each slot that leaves it: read for the last time in this
+    step, its turn might come after its last reader."""
+    columns, entries, slots = canary_due(reads_5B, page_size)
+    if window is not None:
+        low, high, strides = reads_5B[2:5]
+        leaves = (high > low) & (high - low == window - 1) & ((high - low // page_size) % strides != 0)
+        if leaves.any():
+            last = reads_5B[:, leaves]
+            last[3], last[4] = last[2] + 1, 1
+            before, entries_before, slots_before = canary_due(last, page_size)
+            columns[6] += entries_before
+            # They stand before the others: attention, which digests what it reads, looks for the last of a row.
+            columns = np.concatenate((before, columns), axis=1)
+            entries, slots = entries + entries_before, slots + slots_before
+    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
+
+
 def reads_of(
-    rows: Sequence[int], starts: Sequence[int], is_fresh: Sequence[bool], *, first_name: int, stride: int,
+    rows: Sequence[int], starts: Sequence[int], wholes: Sequence[bool], *, first_name: int, stride: int,
     window: int | None,
 ) -> Counts:  # fmt: skip
     """Input of `canary_due`, [5, B]: names from `first_name` on, rows, what each reads (all before its start, or the
-    `window` that its next token sees, less that token), strides: 1 where it just came. A slot has its turn before it
-    leaves the window."""
+    `window` that its next token sees, less that token), strides: 1 where it is verified as a whole."""
     low: Sequence[int] = [0] * len(starts)
     if window is not None:
-        stride = min(stride, max(1, window - 1))
         low = [max(0, start - window + 1) for start in starts]
-    strides = [1 if fresh else stride for fresh in is_fresh]
+    strides = [1 if whole else stride for whole in wholes]
     return np.array([range(first_name, first_name + len(starts)), rows, low, starts, strides], np.int64)
 
 

@@ -30,7 +30,7 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
 )
-from serinus.canary.coverage import DuePages, reads_of
+from serinus.canary.coverage import due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, StepChecks, WriteCheck
 from serinus.canary.lanes import PartLanes, lanes_of
 from serinus.canary.perturb import Injection, Perturber
@@ -101,7 +101,6 @@ class CanaryRank:
         self._oracle = oracle
         self._is_started = False
         self._injections_told = 0
-        self._expected_starts: deque[dict[str, int]] = deque(maxlen=settings.plans_open)
         self._rids: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_STEPS_NAMED)
         self._arriving = ""
         if perturber is not None:
@@ -118,18 +117,15 @@ class CanaryRank:
         rids = tuple([each.rid for each in work])
         self._rids.append((base, rids))
         checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
-        rows, starts = [each.row for each in work], [each.start for each in work]
-        is_fresh = [self._expected_start(rid) != start for rid, start in zip(rids, starts, strict=True)]
-        self._expected_starts.append({each.rid: each.start + len(each.tokens) for each in work})
+        rows, starts, wholes = [each.row for each in work], [each.start for each in work], [each.whole for each in work]
         settings = self.settings
         for part, lanes in self.parts.items():
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
-                rows, starts, is_fresh, first_name=base, stride=settings.stride, window=window
+                rows, starts, wholes, first_name=base, stride=settings.stride, window=window
             )
-            columns, entries, slots = self._kernels.canary_due(reads, self.steps, settings.page_size)
-            checks.due[part] = DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
-            lanes.running.due += slots
+            due = checks.due[part] = due_pages(self._kernels.canary_due, reads, settings.page_size, window)
+            lanes.running.due += due.slot_count
         self.hook.arm(checks)
 
     def returned(self, result: StepResult | None) -> StepResult | None:
@@ -299,13 +295,6 @@ class CanaryRank:
             _log.info("%s", self.stats_line())
         if settings.divergence_interval and self.steps % settings.divergence_interval == 0:
             _log.info("%s", self.divergence_line())
-
-    def _expected_start(self, rid: str) -> int:
-        """Where a request that ran in one of the latest plans goes on; -1 = it did not."""
-        for starts in reversed(self._expected_starts):
-            if rid in starts:
-                return starts[rid]
-        return -1
 
     def _write_check(self, work: Sequence[SeqWork]) -> WriteCheck | None:
         if self._oracle is None or not work:

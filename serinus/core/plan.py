@@ -54,6 +54,9 @@ class SeqWork:
     """For each part of the model, FULL first, n slots where their KV goes; never 0."""
     sample: SampleSpec | None = None
     """Set when the last of `tokens` is the last known token of the sequence."""
+    whole: bool = False
+    """Whether a canary verifies in this step all that the sequence reads, whatever its coverage is: prompt chunks, and
+    the first step on KV that came from elsewhere."""
     prompt_logprobs: int | None = None
     """Where asked for: k of the log-probabilities of the *next* prompt token at each of the n positions."""
     next_ids: NDArray[np.int32] | None = None

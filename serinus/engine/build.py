@@ -24,6 +24,7 @@ from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
+from serinus.core.settings import coverage_stride
 from serinus.engine.engine import Engine
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_handoffs
 from serinus.engine.inspect import EngineFacts
@@ -460,4 +461,5 @@ def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> S
         ),
         prefetch_s_max=config.cache.hicache_prefetch_s_max,
         depth=depth,
+        verify_steps=0 if config.canary.kv_canary == "none" else coverage_stride(config.canary.kv_canary_coverage),
     )

@@ -59,8 +59,8 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
 
     step: Count
     rids: tuple[str, ...]
-    work_3N: NDArray[np.int32]
-    """Row, start, token count."""
+    work_4N: NDArray[np.int32]
+    """Row, start, token count, 1 where it is verified as a whole."""
     tokens_T: NDArray[np.int32]
     parts_P: tuple[Count, ...]
     """The parts of the model, FULL first."""
@@ -151,7 +151,7 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
     return PlanColumns(
         step=plan.step,
         rids=tuple([w.rid for w in work]),
-        work_3N=_columns([(w.row, w.start, len(w.tokens)) for w in work], 3),
+        work_4N=_columns([(w.row, w.start, len(w.tokens), w.whole) for w in work], 4),
         tokens_T=np.concatenate([w.tokens for w in work]) if work else _NONE.astype(np.int32),
         parts_P=tuple([int(part) for part in parts]),
         slots_PT=_slots(work, parts),
@@ -188,7 +188,7 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:
 def unpack_plan(columns: PlanColumns) -> StepPlan:
     """The reverse. Raises FrameError where the columns do not fit each other. Cost: about 2 us a sequence."""
     rids = columns.rids
-    rows, starts, counts = _lists(columns.work_3N, 3, "work")
+    rows, starts, counts, wholes = _lists(columns.work_4N, 4, "work")
     if len(rids) != len(rows):
         raise FrameError("body", f"a plan of {len(rids)} requests has {len(rows)} rows, expected one for each")
     cuts = _cuts(counts, 1)
@@ -213,6 +213,7 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
                 tokens=tokens_T[begin:end],
                 slots={part: slots_T[begin:end] for part, slots_T in slots_P},
                 sample=specs.get(index),
+                whole=bool(wholes[index]),
                 prompt_logprobs=None if wanted is None else wanted.count,
                 next_ids=None if wanted is None else wanted.next_ids,
             )

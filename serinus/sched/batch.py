@@ -128,8 +128,10 @@ class Batch:
                     tokens=state.tokens[start:known],
                     slots={row.part: row.slots[start:known] for row in state.rows},
                     sample=state.sample_spec(),
+                    whole=state.is_new,
                 )
             )
+            state.is_new = False
         return work
 
     def chunk_work(self, state: ReqState, budget: int) -> SeqWork | None:
@@ -156,6 +158,7 @@ class Batch:
             tokens=state.tokens[start:end],
             slots={row.part: row.slots[start:end] for row in state.rows},
             sample=state.sample_spec() if end == state.known else None,
+            whole=True,
             prompt_logprobs=state.request.sampling.prompt_logprobs if wants_logprobs else None,
             next_ids=state.tokens[start + 1 : min(end + 1, state.prompt_len)] if wants_logprobs else None,
         )

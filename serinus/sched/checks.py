@@ -113,8 +113,15 @@ def _check_rows(states: Iterable[ReqState], allocator: PageAllocator, settings: 
 def _check_positions(state: ReqState, settings: SchedSettings, allocator: PageAllocator) -> None:
     name = f"request {state.rid} ({state.phase.name})"
     _require(
-        0 <= state.published <= state.computed <= state.planned <= state.known <= settings.context_length,
-        f"{name} has published {state.published}, computed {state.computed}, planned {state.planned} of {state.known}",
+        0
+        <= state.published
+        <= state.verified
+        <= state.computed
+        <= state.planned
+        <= state.known
+        <= settings.context_length,
+        f"{name} has published {state.published}, verified {state.verified}, computed {state.computed}, planned"
+        f" {state.planned} of {state.known}",
     )
     _require(state.known <= state.limit, f"{name} knows {state.known} tokens, expected at most {state.limit}")
     if state.phase in (Phase.WAITING, Phase.PREALLOC) or (state.phase is Phase.INFLIGHT and state.aborting):

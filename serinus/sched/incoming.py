@@ -119,7 +119,8 @@ class Incoming:
     def take_over(self, state: ReqState) -> None:
         """The pages of a request are filled: publish them, give the request a row, and let it decode."""
         del self._batch.transfer[state.rid]
-        state.computed = state.planned = state.prompt_len
+        state.computed = state.verified = state.planned = state.prompt_len
+        state.is_new = True
         state.handoff_tokens = state.prompt_len - state.held
         state.handoff_pages = state.full.end - state.held // self._allocator.page_size
         self._allocator.take_row(state)

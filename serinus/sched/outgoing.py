@@ -30,8 +30,8 @@ class Outgoing:
         state.sent_pages = handoff.held // self._allocator.page_size
 
     def announce(self, state: ReqState) -> ChunkReady | None:
-        """A chunk of the full pages that were computed since the last chunk; None if there are none."""
-        spans = self._snapshot(state, state.computed // self._allocator.page_size)
+        """A chunk of the full pages that were verified since the last chunk; None if there are none."""
+        spans = self._snapshot(state, state.verified // self._allocator.page_size)
         if spans is None:
             return None
         return self._chunk(state, spans)

@@ -205,7 +205,7 @@ class PageAllocator:
         state.row = 0
 
     def publish(self, state: ReqState) -> None:
-        """Insert its computed full pages into the tree.
+        """Insert its full pages into the tree, as far as they are verified.
 
         Where the tree had them already, its own duplicates go back and its rows are rewritten to the canonical pages:
         first the rows, then the release (a duplicate freed before could be another request's while a row names it).
@@ -213,7 +213,7 @@ class PageAllocator:
         request brings the same pages from the host, that load is settled first: what was computed never comes to lie
         on KV that may not come.
         """
-        size, end = self.page_size, state.computed // self.page_size * self.page_size
+        size, end = self.page_size, state.verified // self.page_size * self.page_size
         if not self.shares or end <= state.published:
             return
         if self.open_loads and state.lease is not None:
@@ -255,9 +255,10 @@ class PageAllocator:
 
     def release(self, state: ReqState, *, park: bool = False) -> None:
         """Give everything back: the only exit for finish, abort, retract and recompute. `park`: it will come again,
-        so what it published goes to the host at once, where there is one. An untrusted one publishes nothing more."""
+        so what it published goes to the host at once, where there is one. What is not verified is not published; of an
+        untrusted one nothing more is."""
         if state.lease is not None:
-            tokens = state.tokens[: state.published if state.untrusted else state.computed]
+            tokens = state.tokens[: state.published if state.untrusted else state.verified]
             spans = tuple([row.span() for row in state.rows])
             self.cache.finish(state.rid, state.lease, tokens, spans, park=park)
         if state.row:

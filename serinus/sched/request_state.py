@@ -1,8 +1,12 @@
 """One request as the scheduler sees it: its tokens, its place, how far it is. Decides nothing.
 
 Positions: `known` tokens are decided (prompt + generated), the first `planned` of them were handed out to plans, the KV
-of the first `computed` is written (their plans are committed), that of the first `published` lies in the tree. Always
-published <= computed <= planned <= known. What is planned and not computed is under way.
+of the first `computed` is written (their plans are committed), that of the first `verified` is sound, that of the first
+`published` lies in the tree. Always published <= verified <= computed <= planned <= known. What is planned and not
+computed is under way.
+
+Verified means: a canary has found the KV of these positions sound after it was last read to compute one of them. So the
+tokens up to and including position `verified` are right; what lies beyond may have been computed on wrong bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffSpec
 from serinus.core.history import TokenHistory
 from serinus.core.parts import OwnPages, PageSpan, Part
-from serinus.core.plan import SampleSpec
+from serinus.core.plan import SampleSpec, SeqWork
 from serinus.core.request import Request, TokenLogprobs, Usage
 from serinus.sched.page_row import PageRow
 
@@ -103,6 +107,10 @@ class ReqState:
     computed: int = 0
     sure: bool = False
     """Every load that its pages came by has ended well: a chunk of it was committed since, or its pages are granted."""
+    verified: int = 0
+    """How far a canary vouches for its KV; without one as far as it is computed."""
+    is_new: bool = False
+    """Its KV came from elsewhere, and no step has read it yet: the next one verifies all of it."""
     published: int = 0
     load: LoadPlan | None = None
     """What the host could add to its match, until that is loaded or let go."""
@@ -210,8 +218,18 @@ class ReqState:
 
     def go_on_from(self, length: int) -> None:
         """The KV of its first `length` tokens was found cached."""
-        self.planned = self.computed = self.published = length
+        self.planned = self.computed = self.verified = self.published = length
         self.sure = False
+
+    def step_done(self, work: SeqWork, verify_steps: int) -> None:
+        """A step of it has ended, and no canary found anything wrong with it in that step.
+
+        `verify_steps`: a slot is verified in one of so many decode steps; 0 = always sound. By now every slot
+        that the step with start - verify_steps + 1 read has had its turn since that step read it.
+        """
+        self.computed = work.start + len(work.tokens)
+        complete = work.whole or verify_steps <= 1
+        self.verified = self.computed if complete else max(self.verified, work.start - verify_steps + 1)
 
     def append(self, token: int) -> None:
         """One more known token."""

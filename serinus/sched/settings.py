@@ -53,6 +53,9 @@ class SchedSettings:
     depth: int = 1
     """Plans that may be under way at once; more than 1 where the ranks work on several steps at a time. Each then takes
     its share of the decoding requests."""
+    verify_steps: int = 0
+    """A canary verifies each slot that a decoding request reads in one of so many steps of that request; 1 = in each;
+    0 = there is no canary: all that is computed counts as verified."""
     lpm_scan_requests: int = 128
     """Waiting requests whose cached prefix lpm looks up in one step."""
     lpm_skips_max: int = 256
@@ -84,6 +87,8 @@ class SchedSettings:
             )
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
             raise ConfigError(f"sched: max_total_tokens is {self.max_total_tokens}, expected at least 2")
+        if self.verify_steps < 0:
+            raise ConfigError(f"sched: verify_steps is {self.verify_steps}, expected at least 0")
         if self.growth_tokens < 0 or self.min_remote_tokens < 0:
             raise ConfigError(
                 f"sched: growth_tokens is {self.growth_tokens} and min_remote_tokens {self.min_remote_tokens},"

@@ -29,13 +29,14 @@ class StepCommit:
     def __init__(
         self,
         vocab_size: int,
+        verify_steps: int,
         allocator: PageAllocator,
         batch: Batch,
         outgoing: Outgoing,
         requests: RequestQueues,
         totals: Totals,
     ) -> None:
-        self._vocab_size = vocab_size
+        self._vocab_size, self._verify_steps = vocab_size, verify_steps
         self._allocator = allocator
         self._batch = batch
         self._outgoing = outgoing
@@ -50,7 +51,7 @@ class StepCommit:
         for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
             if state is None:
                 continue
-            state.computed = work.start + len(work.tokens)
+            state.step_done(work, self._verify_steps)
             if state.aborting:
                 if not state.under_way:
                     self._requests.end(state)

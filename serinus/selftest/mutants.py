@@ -246,10 +246,10 @@ def _read(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """`change` edits what `reads_of` is asked."""
     original = rank_file.reads_of
 
-    def weak(rows: Any, starts: Any, is_fresh: Any, **more: Any) -> Any:
-        asked = {"rows": rows, "starts": starts, "is_fresh": is_fresh, **more}
+    def weak(rows: Any, starts: Any, wholes: Any, **more: Any) -> Any:
+        asked = {"rows": rows, "starts": starts, "wholes": wholes, **more}
         change(asked)
-        reads = original(asked.pop("rows"), asked.pop("starts"), asked.pop("is_fresh"), **asked)
+        reads = original(asked.pop("rows"), asked.pop("starts"), asked.pop("wholes"), **asked)
         if more["window"] is not None and asked["window"] == _NOTHING:
             reads[3] = reads[2]
         return reads
@@ -263,7 +263,7 @@ _NOTHING = 1
 
 @weakness("what comes back from a tier, or by a prefix hit, waits for its turn")
 def _fresh_ignored() -> Iterator[None]:
-    yield from _read(lambda asked: asked.update(is_fresh=[False] * len(asked["rows"])))
+    yield from _read(lambda asked: asked.update(wholes=[False] * len(asked["rows"])))
 
 
 @weakness("sliding layers are not verified")
@@ -284,10 +284,10 @@ def _residue_skipped() -> Iterator[None]:
         kernels = original(device)
         due = kernels.canary_due
 
-        def skipping(reads: Any, step: int, page_size: int) -> Any:
-            strides = reads[4]
-            kept = (strides == 1) | (step % strides != strides - 1)
-            return due(np.ascontiguousarray(reads[:, kept]), step, page_size)
+        def skipping(reads: Any, page_size: int) -> Any:
+            ends, strides = reads[3:]
+            kept = (strides == 1) | (ends % strides != strides - 1)
+            return due(np.ascontiguousarray(reads[:, kept]), page_size)
 
         return replace(kernels, canary_due=skipping)
 

@@ -214,6 +214,7 @@ class DirectEngine:
             tokens=tokens,
             slots={part: slots[seq.done : end] for part, slots in _slots_of(seq).items()},
             sample=self._sample(seq, known) if end == known else None,
+            whole=seq.done < len(seq.prompt),
             prompt_logprobs=asks,
             next_ids=None if asks is None else seq.prompt[seq.done + 1 : end + 1],
         )

@@ -63,7 +63,7 @@ def watched_attention(seed: int, device: str) -> str:
     reads = torch.tensor(
         [[*range(batch)], [*range(1, batch + 1)], [0] * batch, [c - 1 for c in contexts], [stride] * batch]
     )
-    columns_7B, entries, _ = ref.canary_due(reads.numpy(), rng.randrange(9), page)
+    columns_7B, entries, _ = ref.canary_due(reads.numpy(), page)
     if columns_7B.shape[1] != batch:
         return ""  # every sequence stands in its place
     due, table = torch.from_numpy(columns_7B).to(device), table.to(device)

@@ -111,6 +111,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 tokens=np.array(draw(st.lists(ids(), min_size=count, max_size=count)), np.int32),
                 slots={part: np.arange(count, dtype=np.int64) + draw(ids(1)) for part in parts},
                 sample=sample,
+                whole=draw(st.booleans()),
                 prompt_logprobs=asks,
                 next_ids=None if asks is None else np.arange(count, dtype=np.int32),
             )
@@ -275,10 +276,10 @@ def test_a_command_of_any_other_content_is_refused_or_what_its_type_says(name: s
     ("change", "reason"),
     [
         ({"rids": ("a",)}, "a plan of 1 requests has 2 rows"),
-        ({"work_3N": np.array([[1, 2], [0, 0], [0, 2]], np.int32)}, "a stretch of 0"),
-        ({"work_3N": np.array([[1, 2], [0, -1], [1, 1]], np.int32)}, "numbers from 0"),
-        ({"work_3N": np.zeros((2, 2), np.int32)}, "expected 3"),
-        ({"work_3N": np.zeros((3, 2), np.int64)}, "expected int32"),
+        ({"work_4N": np.array([[1, 2], [0, 0], [0, 2], [0, 0]], np.int32)}, "a stretch of 0"),
+        ({"work_4N": np.array([[1, 2], [0, -1], [1, 1], [0, 1]], np.int32)}, "numbers from 0"),
+        ({"work_4N": np.zeros((3, 2), np.int32)}, "expected 4"),
+        ({"work_4N": np.zeros((4, 2), np.int64)}, "expected int32"),
         ({"tokens_T": np.zeros(3, np.int32)}, "column tokens of a plan"),
         ({"slots_PT": np.zeros((1, 3), np.int64)}, "expected a row for each part"),
         ({"parts_P": (0, 0), "slots_PT": np.zeros((2, 2), np.int64)}, "expected a row for each part"),

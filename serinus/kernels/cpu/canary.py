@@ -41,7 +41,7 @@ __all__ = [
 
 Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds")
 """`adds`: the sums are added to what `out` holds."""
-Due = fields("ticket reads out count step page_size live entry_count slot_count")
+Due = fields("ticket reads out count page_size live entry_count slot_count")
 """The last three are answers."""
 Plan = fields("ticket table due out sequence_count entry_count columns page_size")
 Verify = fields(
@@ -77,12 +77,12 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     return out_E2
 
 
-def canary_due(reads_5B: NDArray[np.int64], step: int, page_size: int) -> tuple[NDArray[np.int64], int, int]:
+def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int]:
     """Columns of `canary_plan`, their entries, and how many of those are verified."""
     reads_5B = np.ascontiguousarray(reads_5B, np.int64)
     count = reads_5B.shape[1]
     words = np.empty(7 * count, np.int64)
-    arguments = Due(0, reads_5B.ctypes.data, words.ctypes.data, count, step, page_size, 0, 0, 0)
+    arguments = Due(0, reads_5B.ctypes.data, words.ctypes.data, count, page_size, 0, 0, 0)
     _due_body(VERSION)(arguments, 1)
     live = arguments.live
     return words[: 7 * live].reshape(7, live), arguments.entry_count, arguments.slot_count
@@ -247,17 +247,17 @@ def _due_body(version: int) -> Body:
     def due(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 9, np.int64)
-        count, step, page_size = a[3], a[4], a[5]
+        a = carray(args, 8, np.int64)
+        count, page_size = a[3], a[4]
         reads = carray(at(a[1]), 5 * count, np.int64)
         live = 0
         for b in range(count):
-            live += _due_count(reads[2 * count + b], reads[3 * count + b], reads[4 * count + b], step, page_size)[1] > 0
+            live += _due_count(reads[2 * count + b], reads[3 * count + b], reads[4 * count + b], page_size)[1] > 0
         out = carray(at(a[2]), 7 * count, np.int64)
         i, entries, slots = 0, 0, 0
         for b in range(count):
             low, high, stride = reads[2 * count + b], reads[3 * count + b], reads[4 * count + b]
-            first, pages = _due_count(low, high, stride, step, page_size)
+            first, pages = _due_count(low, high, stride, page_size)
             if pages > 0:
                 out[i], out[live + i], out[2 * live + i], out[3 * live + i] = reads[b], reads[count + b], low, high
                 out[4 * live + i], out[5 * live + i], out[6 * live + i] = first, stride, entries
@@ -266,16 +266,16 @@ def _due_body(version: int) -> Body:
                 slots += pages * page_size - max(0, low - first * page_size)
                 slots -= max(0, (last + 1) * page_size - high)
                 i += 1
-        a[6], a[7], a[8] = live, entries, slots
+        a[5], a[6], a[7] = live, entries, slots
 
     return compile_body(due)
 
 
 @inlined(fastmath=set())
-def _due_count(low: Any, high: Any, stride: Any, step: Any, page_size: Any) -> Any:
+def _due_count(low: Any, high: Any, stride: Any, page_size: Any) -> Any:
     """(first page due, how many)."""
     start, end = low // page_size, (high + page_size - 1) // page_size
-    turn = (step - start) % stride
+    turn = (high - start) % stride
     first = start + (turn if turn >= 0 else turn + stride)
     return first, (0 if high <= low or first >= end else (end - first + stride - 1) // stride)
 

@@ -70,18 +70,19 @@ def add_digests(one: Tensor, other: Tensor) -> Tensor:
     return low | (high << 32)
 
 
-def canary_due(reads_5B: NDArray[np.int64], step: int, page_size: int) -> tuple[NDArray[np.int64], int, int]:
+def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int]:
     """Which pages of each sequence are due in a step; on the host, for every column.
 
     Args:
         reads_5B: name, row, low and high (positions [low, high) may be verified) and stride of each sequence: page p is
-            due in the steps with step % stride == p % stride.
+            due where high % stride == p % stride. Decoding, `high` grows by one in each step of the sequence, so that
+            each page is due in one of any `stride` steps of its own, in whatever steps of the engine they are.
     Returns: due_7B as `canary_plan` takes it, in the same order, without sequences that have nothing due; entries of
         all due pages; how many of them are within [low, high).
     """
     names, rows, low, high, strides = reads_5B
     start_page, end_page = low // page_size, -(-high // page_size)
-    first_page = start_page + (step - start_page) % strides
+    first_page = start_page + (high - start_page) % strides
     page_count = np.maximum((end_page - first_page + strides - 1) // strides, 0)
     page_count[high <= low] = 0
     last_page = first_page + (page_count - 1) * strides
