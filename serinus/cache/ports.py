@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.core.moves import Move, MoveDone, StorageDone
+from serinus.core.moves import Move, MoveDone, PageOrigin, StorageDone
 from serinus.core.parts import Part
 
 __all__ = ["PageMover", "PageStorage"]
@@ -42,7 +42,8 @@ class PageStorage(Protocol):
     """Pages outside the engine (files, memory), by key. A key names everything that shapes the bytes but the part.
 
     `key`: 16 bytes, a digest chained over the namespace and all tokens up to the page's end. Host pages given to a
-    read or a write stay reserved until its StorageDone came; `cancel` is a hint.
+    read or a write stay reserved until its StorageDone came; `cancel` is a hint. `origin`: what the pages are the KV
+    of; None = not known, and only what the pages say of themselves can be checked.
     """
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
@@ -50,12 +51,27 @@ class PageStorage(Protocol):
         missing."""
         ...
 
-    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        """Fill host pages, in order, up to the first that is missing, torn or foreign."""
+    def read(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
+        """Fill host pages, in order, up to the first that is missing, torn, foreign, or not what its stamps vouch for
+        (which is removed from the storage)."""
         ...
 
-    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        """Store host pages; what is stored already costs nothing."""
+    def write(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
+        """Store host pages, in order, up to the first that is not what its stamps vouch for; what is stored already
+        costs nothing."""
+        ...
+
+    def remove(self, op: int, keys: Sequence[bytes]) -> None:
+        """Delete these pages, of every part, and all stored pages that continue one of them; writes of them that were
+        asked for earlier are undone too. Engines that share the storage learn it (`recalled`)."""
+        ...
+
+    def recalled(self) -> Sequence[bytes]:
+        """Keys of pages that another engine removed since the last call: what was read of them must not be used."""
         ...
 
     def cancel(self, op: int) -> None:

@@ -7,7 +7,7 @@ fill stay in state COPY until the read is answered, even if the request has ende
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.ports import PageStorage
 from serinus.cache.results import PrefetchState
 from serinus.core.errors import InvariantError
-from serinus.core.moves import StorageDone
+from serinus.core.moves import PageOrigin, StorageDone
 from serinus.core.parts import PageSpan, Part
 
 __all__ = ["Prefetches", "StorageWrites"]
@@ -58,12 +58,16 @@ class Prefetch:
     """Index of the first page asked for."""
     keys: list[bytes]
     """Keys of the pages from `first` on."""
+    before: bytes
+    """The key before them."""
     owner: Owner
     """The owner of its host pages until they are grafted."""
     state: PrefetchState = PrefetchState.QUERY
     query: int = 0
     batches: dict[int, ReadBatch] = field(default_factory=dict)
     """The reads of this prefetch, by operation number."""
+    refused_at: int | None = None
+    """Index in the sequence of the first page that was condemned meanwhile; None = there is none."""
     grafted: int = 0
     """Pages that are nodes of the tree now."""
     wanted: bool = True
@@ -129,10 +133,11 @@ class Prefetches:
             return False
         data = data[: (first + count) * stride]
         names = self._pools.keys
-        chained = names.chain(names.seed(namespace.encode()), data)[first * HASH_BYTES :]
-        keys = [chained[at : at + HASH_BYTES] for at in range(0, len(chained), HASH_BYTES)]
+        chained = names.seed(namespace.encode())
+        chained += names.chain(chained, data)
+        before, *keys = (chained[at : at + HASH_BYTES] for at in range(first * HASH_BYTES, len(chained), HASH_BYTES))
         op = self._table.take_op()
-        prefetch = Prefetch(rid, namespace, data, first, keys, copy_owner(op), query=op)
+        prefetch = Prefetch(rid, namespace, data, first, keys, before, copy_owner(op), query=op)
         self._by_rid[rid] = self._by_op[op] = prefetch
         self._storage.query(op, keys, self._parts)
         return True
@@ -171,6 +176,13 @@ class Prefetches:
         for op in prefetch.open_ops:
             self._storage.cancel(op)
         self._free_answered(prefetch)
+
+    def refuse(self, keys: Set[bytes]) -> None:
+        """Pages of these keys were condemned: what was read of them, or will be, becomes no node."""
+        for prefetch in self._by_rid.values():
+            bad = next((at for at, key in enumerate(prefetch.keys, prefetch.first) if key in keys), None)
+            if bad is not None and prefetch.wanted:
+                prefetch.refused_at = min(bad, bad if prefetch.refused_at is None else prefetch.refused_at)
 
     def done(self, done: StorageDone) -> bool:
         """An operation was answered; False if it does not belong to a prefetch.
@@ -232,8 +244,14 @@ class Prefetches:
             op = self._table.take_op()
             prefetch.batches[op] = batch
             self._by_op[op] = prefetch
-            low = batch.first - prefetch.first
-            self._storage.read(op, part, prefetch.keys[low : low + len(batch.pages)], batch.pages)
+            low, count = batch.first - prefetch.first, len(batch.pages)
+            stride = self._tree.page_size * TOKEN_BYTES
+            origin = PageOrigin(
+                before=prefetch.keys[low - 1] if low else prefetch.before,
+                start=batch.first * self._tree.page_size,
+                tokens=np.frombuffer(prefetch.data[batch.first * stride : (batch.first + count) * stride], np.int32),
+            )
+            self._storage.read(op, part, prefetch.keys[low : low + count], batch.pages, origin)
 
     def _first_needed(self, first: int, count: int, window: int) -> int:
         """Index of the first page to read of a part whose window is `window`, for a prefix of first + count pages."""
@@ -262,7 +280,9 @@ class Prefetches:
         spans = [self._arrived(prefetch, Part(part)) for part, _ in self._rules]
         full = spans[0]
         first, end = prefetch.first, prefetch.first + len(full.pages)
-        if not len(full.pages) or prefetch.grafted:
+        if prefetch.refused_at is not None:
+            end = min(end, prefetch.refused_at)
+        if end <= first or prefetch.grafted:
             return
         root = self._tree.roots.get(prefetch.namespace)
         if root is None and first:
@@ -345,6 +365,7 @@ class StorageWrites:
                 continue
             keys = self._pools.keys.of(node)
             named = [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
+            origin = PageOrigin(before=self._pools.keys.before(node), start=node.start, tokens=node.token_ids())
             for pool in self._pools.host.values():
                 pages = pool.of(node)
                 if len(pages):
@@ -354,7 +375,7 @@ class StorageWrites:
                     self._pools.tree.set_storing(span, 1)
                     self._pages += len(pages)
                     self._by_op[op] = (pool, pages, span)
-                    self._storage.write(op, pool.part, named, pages)
+                    self._storage.write(op, pool.part, named, pages, origin)
 
     def done(self, done: StorageDone) -> bool:
         """A write was answered; False if it is not one of these writes."""

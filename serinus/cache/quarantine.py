@@ -7,12 +7,13 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from serinus.cache.keys import HASH_BYTES
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, Pages, PageState
 from serinus.cache.node import NO_PAGES, Lease, Node, Tier
 from serinus.cache.page_pools import PagePool, PagePools
@@ -61,7 +62,7 @@ class PageQuarantine:
         self.failures: dict[tuple[Part, int], int] = {}
         """By part and device page, how often its KV was found wrong; a flush does not forget it."""
         self.keys: set[bytes] = set()
-        """Keys of pages that may have been stored wrong: never read again by this engine."""
+        """Keys of pages that may have been stored wrong: not read before the storage has removed them (removals.py)."""
 
     def cut(self, top: Node, *, tell: bool) -> list[Node]:
         """Nothing at or below `top` is found any more. Leases there are unsound; `tell`: they are also reported."""
@@ -82,6 +83,28 @@ class PageQuarantine:
         self._tree.cut_off(top, below)
         self.cut_off.append(top)
         return below
+
+    def cut_keys(self, keys: Set[bytes]) -> int:
+        """Pages of these keys are wrong, or were computed from wrong ones, wherever their KV lies: their nodes leave
+        the tree with all that is below, and leases on them are reported. Returns the tokens that are not found any
+        more.
+
+        Cost: a look at the keys of every node that has some.
+        """
+        size, tokens = self._tree.page_size, 0
+        for node in list(self._tree.nodes()):
+            if not node.alive or not node.hashes:
+                continue
+            hashes = node.hashes
+            places = range(0, len(hashes), HASH_BYTES)
+            bad = next((at for at in places if hashes[at : at + HASH_BYTES] in keys), None)
+            if bad is None:
+                continue
+            if bad:
+                self._pools.split(node, node.start + bad // HASH_BYTES * size)
+            tokens += sum(each.end - each.start for each in self.cut(node, tell=True))
+        self.release()
+        return tokens
 
     def _mark_users(self, top: Node, *, tell: bool) -> None:
         for lease in self._tree.leases:

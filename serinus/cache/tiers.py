@@ -17,6 +17,7 @@ from serinus.cache.policy import WritePolicy
 from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.prefetch import Prefetches, StorageWrites
 from serinus.cache.quarantine import PageQuarantine
+from serinus.cache.removals import StorageRemovals
 from serinus.cache.results import CacheNews, Loaded
 from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
@@ -49,9 +50,11 @@ class TierController:
         self.loads = Loads(pools, self.table, self.quarantine, windows)
         self.prefetches: Prefetches | None = None
         self.writes: StorageWrites | None = None
+        self.removals: StorageRemovals | None = None
         if storage is not None:
             self.prefetches = Prefetches(pools, self.table, self.host, storage, self.quarantine.keys)
             self.writes = StorageWrites(pools, self.table, storage)
+            self.removals = StorageRemovals(self.table, storage, self.prefetches, self.quarantine.keys)
         self._early: list[MoveDone] = []
         """Completions that came while something else was waited for: they count at the next poll."""
         self._ended_loads: list[int] = []
@@ -66,7 +69,8 @@ class TierController:
         """Copies and storage operations that have not ended, or not begun."""
         storing = 0 if self.writes is None else self.writes.in_flight
         reading = 0 if self.prefetches is None else self.prefetches.in_flight
-        return len(self.table) + self.backups.queued + storing + reading
+        removing = 0 if self.removals is None else self.removals.in_flight
+        return len(self.table) + self.backups.queued + storing + reading + removing
 
     def poll(self, settle: Collection[int]) -> CacheNews:
         """Take the operations that ended, in the order of submission; then begin those that wait. Blocks until the
@@ -78,14 +82,28 @@ class TierController:
             self._end(each)
         open_ops = {copy.op for copy in self.table.all()}
         self.wait([op for op in settle if op in open_ops])
-        if self._storage is not None and self.prefetches is not None and self.writes is not None:
-            for answer in self._storage.poll():
-                if not self.prefetches.done(answer) and not self.writes.done(answer):
-                    raise InvariantError(f"cache: C2 storage operation {answer.op} is done, expected one in flight")
+        if self._storage is not None:
+            self._poll_storage(self._storage)
         self.backups.drain()
         if self.writes is not None:
             self.writes.drain()
         return self._news()
+
+    def _poll_storage(self, storage: PageStorage) -> None:
+        """What other engines removed is condemned here too, before anything is made of what was read; then what this
+        one condemned is removed."""
+        prefetches, writes, removals = self.prefetches, self.writes, self.removals
+        assert prefetches, "cache: a storage that nothing reads"
+        assert writes, "cache: a storage that nothing writes"
+        assert removals, "cache: a storage from which nothing is removed"
+        answers = storage.poll()
+        recalled = removals.recalled()
+        if recalled:
+            self.quarantine.cut_keys(set(recalled))
+        removals.drain()
+        for answer in answers:
+            if not any(owner.done(answer) for owner in (prefetches, writes, removals)):
+                raise InvariantError(f"cache: C2 storage operation {answer.op} is done, expected one in flight")
 
     def _news(self) -> CacheNews:
         failed = self.quarantine.failed

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from serinus.core.parts import Part
 
-__all__ = ["Move", "MoveDone", "MoveKind", "StorageDone"]
+__all__ = ["Move", "MoveDone", "MoveKind", "PageOrigin", "StorageDone"]
 
 
 class MoveKind(Enum):
@@ -53,6 +53,18 @@ class MoveDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageOrigin:
+    """What consecutive pages, as a storage reads or writes them, are the KV of."""
+
+    before: bytes
+    """Key of the page before the first one; of a sequence's first page, what stands in its place (PageKeys.seed)."""
+    start: int
+    """Position of their first token."""
+    tokens: NDArray[np.int32]
+    """All of their tokens, whole pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorageDone:
     """A storage operation has ended: its host pages are no longer read or written."""
 
@@ -60,7 +72,11 @@ class StorageDone:
     present: tuple[NDArray[np.bool_], ...] = ()
     """Of a query: for each part asked for, which keys are stored."""
     good: int = 0
-    """Of a read: leading pages whose bytes came whole and verified. Of a write: pages that are stored now."""
+    """Of a read: leading pages whose bytes came whole and verified. Of a write: pages that are stored now. Of a
+    removal: pages that were there and are not any more."""
+    bad: tuple[int, ...] = ()
+    """Of a read or a write: indices of pages whose bytes are not those that their stamps vouch for. They were not
+    stored, or are stored no more."""
     error: str = ""
     """In words, where something failed; the pages beyond `good` count as missing."""
     seconds: float = 0.0

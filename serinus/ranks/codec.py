@@ -28,7 +28,7 @@ from serinus.ranks.plans import (
     unpack_plan,
     unpack_result,
 )
-from serinus.ranks.tiers import TIER_COMMANDS
+from serinus.ranks.tiers import TIER_COMMANDS, PagesRecalled
 from serinus.wire import Forms, Frame, Item, ObjectReader, ObjectWriter, PackedForm, Parts, decode, encode
 from serinus.wire.messages import RankAnswers, RankHeader
 
@@ -61,6 +61,7 @@ ANSWERS: Final[tuple[type, ...]] = (
     RankHoldings,
     MoveDone,
     StorageDone,
+    PagesRecalled,
     *PAGE_ANSWERS,
     CanaryAnswer,
 )

@@ -20,7 +20,7 @@ from serinus.cache import PageMover, PageStorage
 from serinus.core.errors import InvariantError
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
-from serinus.core.moves import Move, MoveDone, StorageDone
+from serinus.core.moves import Move, MoveDone, PageOrigin, StorageDone
 from serinus.core.parts import Part
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ __all__ = [
     "CancelPages",
     "CopyPages",
     "EndCopies",
+    "PagesRecalled",
     "QueryPages",
     "RankMover",
     "RankStorage",
     "ReadPages",
+    "RemovePages",
     "TierPorts",
     "TierWorker",
     "WritePages",
@@ -82,6 +84,7 @@ class ReadPages:
     part: Part
     keys: tuple[bytes, ...]
     pages: NDArray[np.int32]
+    origin: PageOrigin | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,15 @@ class WritePages:
     part: Part
     keys: tuple[bytes, ...]
     pages: NDArray[np.int32]
+    origin: PageOrigin | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovePages:
+    """Delete pages, and those that continue them; see PageStorage.remove."""
+
+    op: int
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +113,15 @@ class CancelPages:
     op: int
 
 
-TIER_COMMANDS = (CopyPages, EndCopies, QueryPages, ReadPages, WritePages, CancelPages)
+TIER_COMMANDS = (CopyPages, EndCopies, QueryPages, ReadPages, WritePages, RemovePages, CancelPages)
 """What a TierWorker obeys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesRecalled:
+    """A rank's answer: another engine removed these pages from the storage; see PageStorage.recalled."""
+
+    keys: tuple[bytes, ...]
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
@@ -140,22 +159,27 @@ class TierWorker:
                 return self._ended(self._mover.wait(self._copies.intersection(ops)))
             case QueryPages(op=op, keys=keys, parts=parts):
                 self._begin(command).query(op, keys, parts)
-            case ReadPages(op=op, part=part, keys=keys, pages=pages):
-                self._begin(command).read(op, part, keys, pages)
-            case WritePages(op=op, part=part, keys=keys, pages=pages):
-                self._begin(command).write(op, part, keys, pages)
+            case ReadPages(op=op, part=part, keys=keys, pages=pages, origin=origin):
+                self._begin(command).read(op, part, keys, pages, origin)
+            case WritePages(op=op, part=part, keys=keys, pages=pages, origin=origin):
+                self._begin(command).write(op, part, keys, pages, origin)
+            case RemovePages(op=op, keys=keys):
+                self._begin(command).remove(op, keys)
             case CancelPages(op=op):
                 self._shelf(command).cancel(op)
             case _:
                 raise InvariantError(f"engine: {type(command).__name__} for the tiers, expected one of their commands")
         return ()
 
-    def answers(self) -> list[MoveDone | StorageDone]:
-        """What ended since the last call. Never blocks."""
-        found: list[MoveDone | StorageDone] = [*self._ended(self._mover.poll())] if self._copies else []
-        if self._operations and self._storage is not None:
+    def answers(self) -> list[MoveDone | StorageDone | PagesRecalled]:
+        """What ended since the last call, and what other engines removed. Never blocks."""
+        found: list[MoveDone | StorageDone | PagesRecalled] = [*self._ended(self._mover.poll())] if self._copies else []
+        if self._storage is not None:
             stored = self._storage.poll()
             self._operations -= len(stored)
+            recalled = self._storage.recalled()  # after the answers: what they were made with is known by now
+            if recalled:
+                found.append(PagesRecalled(keys=tuple(recalled)))
             found += stored
         return found
 
@@ -297,24 +321,40 @@ class RankStorage:
     def __init__(self, line: CommandLine, names: Sequence[str]) -> None:
         """`names`: of all ranks, in order, as errors say them."""
         line.subscribe(StorageDone, self.take)
+        line.subscribe(PagesRecalled, self._take_recalled)
         self._line = line
         self._folds = _Folds(names)
         self._ended: list[StorageDone] = []
+        self._recalled: dict[bytes, None] = {}
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
         """Ask every rank which keys are stored."""
         self._folds.begin(op, "query")
         self._line.command(QueryPages(op=op, keys=tuple(keys), parts=tuple(parts)))
 
-    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
+    def read(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
         """Fill the same host pages of every rank."""
         self._folds.begin(op, "read")
-        self._line.command(ReadPages(op=op, part=part, keys=tuple(keys), pages=pages.copy()))
+        self._line.command(ReadPages(op=op, part=part, keys=tuple(keys), pages=pages.copy(), origin=origin))
 
-    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
+    def write(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
         """Store the same host pages of every rank."""
         self._folds.begin(op, "write")
-        self._line.command(WritePages(op=op, part=part, keys=tuple(keys), pages=pages.copy()))
+        self._line.command(WritePages(op=op, part=part, keys=tuple(keys), pages=pages.copy(), origin=origin))
+
+    def remove(self, op: int, keys: Sequence[bytes]) -> None:
+        """Delete every rank's share of these pages, and of those that continue them."""
+        self._folds.begin(op, "removal")
+        self._line.command(RemovePages(op=op, keys=tuple(keys)))
+
+    def recalled(self) -> Sequence[bytes]:
+        """Keys of pages of which another engine removed a share, since the last call."""
+        found, self._recalled = tuple(self._recalled), {}
+        return found
 
     def cancel(self, op: int) -> None:
         """Every rank may stop; all still answer."""
@@ -337,12 +377,16 @@ class RankStorage:
                     np.logical_and.reduce(columns)
                     for columns in zip(*(answer.present for answer in answers), strict=True)
                 ),
-                good=min(answer.good for answer in answers),
+                good=(max if fold.what == "removal" else min)(answer.good for answer in answers),
+                bad=tuple(sorted({index for answer in answers for index in answer.bad})),
                 error=self._folds.errors(fold),
                 seconds=max(answer.seconds for answer in answers),
                 byte_count=sum(answer.byte_count for answer in answers),
             )
         )
+
+    def _take_recalled(self, rank: int, recalled: PagesRecalled) -> None:
+        self._recalled.update(dict.fromkeys(recalled.keys))
 
     def poll(self) -> list[StorageDone]:
         """The operations that ended on all ranks since the last poll."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.rng import Rng
-from serinus.pool.storage import FileEntry
+from serinus.pool.storage import SECRET_BYTES, FileEntry
 
 __all__ = ["Folders", "SimDisk"]
 
@@ -40,16 +40,10 @@ class Folders:
         """Names of locks, and whether a living process holds each."""
         self.torn_count = 0
         """Files that crashes tore, or took away."""
-        self._used = 0
 
-    def put(self, path: str, data: bytes, writer: SimDisk) -> None:
+    def put(self, path: str, data: bytes, writer: SimDisk, used_ns: int) -> None:
         """A file is there."""
-        self.files[path] = _File(data, writer, self._now(), self.use())
-
-    def use(self) -> int:
-        """A time of use that is later than all before it."""
-        self._used += 1
-        return self._used
+        self.files[path] = _File(data, writer, self._now(), used_ns)
 
     def tear(self, writer: SimDisk, torn: float) -> None:
         """This process was killed. With this probability, for each file that it wrote a moment ago, that is gone, cut
@@ -88,9 +82,10 @@ class SimDisk:
             self._folders.locks[name] = False
         self._folders.tear(self, torn)
 
-    def open_folder(self, folder: str, writer: str) -> None:
+    def open_folder(self, folder: str, writer: str) -> bytes:
         self._held.add(f"{folder}/{writer}")
         self._folders.locks[f"{folder}/{writer}"] = True
+        return folder.encode().ljust(SECRET_BYTES)[:SECRET_BYTES]
 
     def close_folder(self, folder: str, writer: str) -> None:
         self._held.discard(f"{folder}/{writer}")
@@ -127,16 +122,21 @@ class SimDisk:
         into[:] = np.frombuffer(data, np.uint8, offset=len(header))
         return ""
 
-    def touch(self, path: str) -> None:
-        self._file(path).used_ns = self._folders.use()
+    def head(self, path: str, header: bytearray) -> bool:
+        data = self._file(path).data[: len(header)]
+        header[: len(data)] = data
+        return len(data) == len(header)
 
-    def write(self, path: str, header: bytes, data: NDArray[np.uint8]) -> None:
+    def touch(self, path: str, used_ns: int) -> None:
+        self._file(path).used_ns = used_ns
+
+    def write(self, path: str, header: bytes, data: NDArray[np.uint8], used_ns: int) -> None:
         """See FileSystem. Raises OSError: the medium fails."""
         whole = header + data.tobytes()
         if self._fails():
-            self._folders.put(path, whole[: len(whole) // 2], self)
+            self._folders.put(path, whole[: len(whole) // 2], self, used_ns)
             raise OSError("sim: the medium cannot be written")
-        self._folders.put(path, whole, self)
+        self._folders.put(path, whole, self, used_ns)
 
     def rename(self, path: str, target: str) -> None:
         """See FileSystem. Raises OSError: the process cannot put it there, and the temporary file stays."""

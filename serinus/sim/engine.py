@@ -207,7 +207,8 @@ class SimEngine:
         if not self._stores_files or self.world.canary or not len(tokens):
             return
         names = PageKeys(self.ranks[0].parts.namespace, size)
-        chained = names.chain(names.seed(salt.encode()), tokens.tobytes())
+        chained = names.seed(salt.encode())
+        chained += names.chain(chained, tokens.tobytes())
         keys = [chained[at : at + HASH_BYTES] for at in range(0, len(chained), HASH_BYTES)]
         for number, rank in enumerate(self.ranks):
             page_bytes = {part: pool.page_bytes for part, pool in rank.pools.items()}
@@ -218,8 +219,8 @@ class SimEngine:
             for part in rank.pools:
                 own = rank.model.kv.get(part)
                 pages = np.empty((len(keys), 0), np.uint8) if own is None else own.pages_of(tokens, size)
-                for key, page in zip(keys, pages, strict=True):
-                    files.save(part, key, page)
+                for before, key, page in zip(keys, keys[1:], pages, strict=False):
+                    files.save(part, key, page, before)
             files.close()
 
     # ---- faults -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
+from serinus.core.moves import Move, MoveDone, MoveKind, PageOrigin, StorageDone
 from serinus.core.parts import Part
 
 __all__ = ["POISON", "FakeMover", "FakeStorage", "PageUse", "StorageKind", "StoredPages"]
@@ -248,6 +248,7 @@ class StorageKind(Enum):
     QUERY = "query"
     READ = "read"
     WRITE = "write"
+    REMOVE = "remove"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -281,23 +282,39 @@ class FakeStorage:
         self.auto = auto
         self.pending: dict[int, _StorageOp] = {}
         self.submitted: list[int] = []
+        self.recalls: list[bytes] = []
+        """What another engine is about to be known to have removed."""
+        self._before: dict[bytes, bytes] = {}
         self._done: list[StorageDone] = []
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
         self._begin(op, _StorageOp(kind=StorageKind.QUERY, keys=tuple(keys), parts=tuple(parts)))
 
-    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
+    def read(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
         assert len(keys) == len(pages) > 0, f"testing: {len(keys)} keys into {len(pages)} pages"
         self._begin(op, _StorageOp(kind=StorageKind.READ, keys=tuple(keys), parts=(part,), pages=pages.copy()))
         self.use.begin(f"storage read {op}", "host", part, pages, write=True)
         self.host[part][pages] = np.uint64(POISON | op)
 
-    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
+    def write(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
         assert len(keys) == len(pages) > 0, f"testing: {len(keys)} keys for {len(pages)} pages"
+        if origin is not None:
+            self._before.update(zip(keys, (origin.before, *keys), strict=False))
         work = _StorageOp(kind=StorageKind.WRITE, keys=tuple(keys), parts=(part,), pages=pages.copy())
         work.then = self.host[part][pages]
         self._begin(op, work)
         self.use.begin(f"storage write {op}", "host", part, pages, write=False)
+
+    def remove(self, op: int, keys: Sequence[bytes]) -> None:
+        self._begin(op, _StorageOp(kind=StorageKind.REMOVE, keys=tuple(keys), parts=()))
+
+    def recalled(self) -> list[bytes]:
+        found, self.recalls = self.recalls, []
+        return found
 
     def cancel(self, op: int) -> None:
         """As PageStorage; the test decides how much sooner the operation ends."""
@@ -328,6 +345,11 @@ class FakeStorage:
             )
             self._done.append(StorageDone(op=op, present=found, error=error))
             return
+        if work.kind is StorageKind.REMOVE:
+            gone = self._continuing(set(work.keys)) if limit else []
+            self.lose(gone)
+            self._done.append(StorageDone(op=op, good=len(gone), error=error))
+            return
         reads = work.kind is StorageKind.READ
         good = self._read(work, limit) if reads else self._write(op, work, limit)
         self.use.end("host", work.parts[0], work.pages, write=reads)
@@ -337,6 +359,12 @@ class FakeStorage:
         """These pages are stored no more (a size bound, a torn file)."""
         for key in list(keys):
             self.stored.pop(key, None)
+
+    def _continuing(self, keys: set[bytes]) -> list[tuple[bytes, Part]]:
+        """What is stored of these keys and of all that come after one of them."""
+        while more := {key for key, before in self._before.items() if before in keys} - keys:
+            keys |= more
+        return [entry for entry in self.stored if entry[0] in keys]
 
     def _begin(self, op: int, work: _StorageOp) -> None:
         assert op > 0, f"testing: storage operation {op}, expected numbers from 1"

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from serinus.cache import CacheGeometry, Lease, Match, Pages, PartGeometry, PrefixCache, RowView
-from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
+from serinus.cache.keys import PageKeys
+from serinus.core.moves import Move, MoveDone, MoveKind, PageOrigin, StorageDone
 from serinus.core.parts import PageSpan, Part
 
 SIZE = 4
@@ -57,21 +58,41 @@ class HandStorage:
         self.stored: set[tuple[Part, bytes]] = set()
         self.asked: list[tuple[str, int, tuple[Part, ...], list[bytes]]] = []
         self.cancelled: list[int] = []
+        self.recalls: list[bytes] = []
         self._ended: list[StorageDone] = []
 
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
         self.asked.append(("query", op, tuple(parts), list(keys)))
 
-    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: Pages) -> None:
-        assert len(keys) == len(pages)
+    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: Pages, origin: PageOrigin | None = None) -> None:
         self.asked.append(("read", op, (part,), list(keys)))
+        self._check(pages, keys, origin)
 
-    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: Pages) -> None:
-        assert len(keys) == len(pages)
+    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: Pages, origin: PageOrigin | None = None) -> None:
         self.asked.append(("write", op, (part,), list(keys)))
+        self._check(pages, keys, origin)
+
+    def _check(self, pages: Pages, keys: Sequence[bytes], origin: PageOrigin | None) -> None:
+        """What the cache says of the pages leads to their keys."""
+        assert origin is not None
+        assert len(keys) == len(pages)
+        names = PageKeys("", len(origin.tokens) // len(keys))
+        assert names.split(names.chain(origin.before, origin.tokens.tobytes())) == set(keys)
+        assert origin.start or origin.before in {names.seed(ns) for ns in (b"", b"x", b"salt")}
+
+    def remove(self, op: int, keys: Sequence[bytes]) -> None:
+        self.asked.append(("remove", op, (), list(keys)))
+
+    def recalled(self) -> Sequence[bytes]:
+        found, self.recalls = self.recalls, []
+        return found
 
     def cancel(self, op: int) -> None:
         self.cancelled.append(op)
+
+    def fail(self, op: int) -> None:
+        """This removal did not succeed."""
+        self._ended.append(StorageDone(op=op, error="the test says so"))
 
     def answer(self, kind: str, *, torn: int | None = None) -> int:
         """Everything of this kind is answered; a read brings `torn` pages at most. Returns how many."""
@@ -82,6 +103,8 @@ class HandStorage:
             good = len(keys) if torn is None else min(torn, len(keys))
             if kind == "write":
                 self.stored |= {(parts[0], key) for key in keys}
+            if kind == "remove":
+                self.stored = {entry for entry in self.stored if entry[1] not in keys}
             self._ended.append(StorageDone(op=op, present=present if kind == "query" else (), good=good))
         return len(mine)
 

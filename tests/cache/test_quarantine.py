@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from serinus.cache import PrefetchState, Tier
+from serinus.cache.keys import PageKeys
 from serinus.core.errors import CapacityError
 from serinus.core.parts import Part
-from tests.cache.shop import Shop, span
+from tests.cache.shop import SIZE, Shop, span
 
 
 def test_a_quarantined_page_takes_all_behind_it_out_of_sight_and_nothing_before_it() -> None:
@@ -172,3 +173,106 @@ def test_quarantine_is_bounded_the_first_pages_of_it_go_back_to_work() -> None:
     shop.cache.condemn(Part.FULL, other.pages)
     assert shop.cache.ledger.counts().quarantined == 16
     shop.check()
+
+
+def stored_keys(shop: Shop) -> list[bytes]:
+    names = PageKeys("", SIZE)
+    chained = names.chain(names.seed(b""), span(0, 16).tobytes())
+    return [chained[at : at + 16] for at in range(0, len(chained), 16)]
+
+
+def stored_shop() -> tuple[Shop, np.ndarray]:
+    """A prompt of four pages on every tier, and its device pages."""
+    shop = Shop(full=33, host=65, storage=True)
+    shop.serve("a", span(0, 16))
+    shop.settle()
+    shop.storage.answer("write")
+    shop.cache.poll()
+    match = shop.cache.match_prefix("", span(0, 16), 16)
+    shop.cache.release(match.lease)
+    return shop, match.pages
+
+
+def test_what_was_condemned_is_removed_from_the_storage_and_read_again_only_when_it_is_gone() -> None:
+    shop, pages = stored_shop()
+    keys = stored_keys(shop)
+    assert shop.cache.condemn(Part.FULL, pages[2:3])
+    assert shop.cache.poll().in_flight == 1
+    assert shop.storage.asked == [("remove", shop.storage.asked[0][1], (), sorted(keys[2:]))]
+    shop.cache.evict(99)
+    shop.cache.evict(99, Tier.HOST)
+    assert shop.cache.prefetch("b", "", span(0, 20))
+    shop.storage.answer("query")
+    shop.cache.poll()
+    assert [len(entry[3]) for entry in shop.storage.asked if entry[0] == "read"] == [2]
+    shop.storage.answer("read")
+    shop.cache.poll()
+    shop.cache.release_aborted_request("b")
+    assert shop.storage.answer("remove") == 1
+    assert shop.cache.poll().in_flight == 0
+    shop.cache.poll()
+    assert not shop.storage.asked, "removed twice"
+    shop.serve("c", span(0, 16))
+    shop.settle()
+    shop.storage.answer("write")
+    shop.cache.poll()
+    shop.cache.evict(99)
+    shop.cache.evict(99, Tier.HOST)
+    assert shop.cache.prefetch("d", "", span(0, 20))
+    shop.storage.answer("query")
+    shop.cache.poll()
+    assert [len(entry[3]) for entry in shop.storage.asked if entry[0] == "read"] == [4], "the right pages are no use"
+    shop.storage.answer("read")
+    shop.cache.poll()
+    shop.check()
+
+
+def test_a_removal_that_failed_leaves_its_pages_unread() -> None:
+    shop, pages = stored_shop()
+    shop.cache.condemn(Part.FULL, pages[:1])
+    shop.cache.poll()
+    (entry,) = shop.storage.asked
+    shop.storage.asked.clear()
+    shop.storage.fail(entry[1])
+    assert shop.cache.poll().in_flight == 0
+    assert shop.cache.prefetch("b", "", span(0, 20))
+    shop.storage.answer("query")
+    shop.cache.poll()
+    assert shop.cache.prefetch_state("b") is PrefetchState.MISS
+    assert not shop.storage.asked, "it is asked for again and again"
+
+
+def test_what_was_read_before_its_page_was_condemned_becomes_no_node() -> None:
+    shop, _ = stored_shop()
+    keys = stored_keys(shop)
+    shop.cache.evict(99)
+    shop.cache.evict(99, Tier.HOST)
+    assert shop.cache.prefetch("b", "", span(0, 20))
+    shop.storage.answer("query")
+    shop.cache.poll()
+    shop.storage.recalls += [keys[3], keys[1]]
+    shop.storage.answer("read")
+    shop.cache.poll()
+    assert shop.lengths(span(0, 20)) == (0, 4)
+    assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.copy == 0
+    shop.check()
+
+
+def test_what_another_engine_removed_is_cut_here_and_requests_on_it_are_told() -> None:
+    shop, pages = stored_shop()
+    keys = stored_keys(shop)
+    above = shop.seat("above", span(0, 10))
+    below = shop.seat("below", span(0, 20))
+    assert (above.lease.end, below.lease.end) == (8, 16)
+    shop.publish(below, 20)
+    shop.storage.recalls += [b"nobodys key 1234", keys[2], keys[3]]
+    assert shop.cache.poll().failed_loads == (below.lease,)
+    assert below.lease.sound_end == 8
+    assert shop.lengths(span(0, 20)) == (8, 8)
+    assert not [entry for entry in shop.storage.asked if entry[0] == "remove"], "they are removed already"
+    shop.check(above, below)
+    shop.leave(above)
+    shop.leave(below)
+    assert shop.cache.stats().pages.quarantined == 0
+    shop.check()
+    assert len(pages) == 4

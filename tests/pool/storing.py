@@ -10,7 +10,7 @@ import numpy as np
 from serinus.core.moves import StorageDone
 from serinus.core.parts import Part
 from serinus.pool import HostPool
-from serinus.pool.storage import QueuedStorage
+from serinus.pool.storage import FileStorage, PageFiles, QueuedStorage
 from serinus.pool.storage.file import HEADER_BYTES
 from tests.pool.writers import SPEC, bytes_of, key_of
 
@@ -42,6 +42,17 @@ def read(storage: QueuedStorage, host: HostPool, keys: Sequence[bytes] = KEYS, o
     for i, key in enumerate(keys[: done.good]):
         assert np.array_equal(host.data_PY[11 + i], bytes_of(key)), f"page {i} came wrong"
     return done.good
+
+
+def file_of(storage: FileStorage, key: bytes, part: Part = FULL) -> Path:
+    assert isinstance(storage.shelf, PageFiles)
+    return storage.shelf.path_of(part, key)
+
+
+def moved(file: Path, target: Path) -> None:
+    """A file under another page's name."""
+    target.parent.mkdir(exist_ok=True)
+    file.rename(target)
 
 
 def files(folder: Path) -> list[Path]:

@@ -17,7 +17,20 @@ from serinus.core.errors import ConfigError
 from serinus.pool import HostPool
 from serinus.pool.storage import Disk, FileStorage, ShelfCounts
 from serinus.pool.storage.file import HEADER_BYTES
-from tests.pool.storing import FILE_BYTES, FULL, KEYS, SWA, files, leftovers, only, pages, read, stored
+from tests.pool.storing import (
+    FILE_BYTES,
+    FULL,
+    KEYS,
+    SWA,
+    file_of,
+    files,
+    leftovers,
+    moved,
+    only,
+    pages,
+    read,
+    stored,
+)
 from tests.pool.writers import SPEC, key_of, storage_of
 
 
@@ -90,7 +103,7 @@ def test_a_file_of_another_length_is_a_miss_and_makes_room_for_the_right_one(
 ) -> None:
     first = storage_of(tmp_path, host)
     stored(first)
-    os.truncate(files(tmp_path)[1], size)
+    os.truncate(file_of(first, KEYS[1]), size)
     first.close()
     second = storage_of(tmp_path, host)
     with caplog.at_level(logging.WARNING, "serinus"):
@@ -129,11 +142,11 @@ def test_pages_of_another_model_another_key_or_another_part_are_never_believed(
     assert "another namespace than expected" in caplog.text
     stored(ours, KEYS[:1], op=2)
     (file,) = files(tmp_path)
-    file.rename(file.with_name(f"{key_of(5).hex()}-0.page"))
+    moved(file, file_of(ours, key_of(5)))
     assert read(ours, host, [key_of(5)], op=903) == 0
     stored(ours, KEYS[1:2], op=3)
     (file,) = files(tmp_path)
-    file.rename(file.with_name(file.name.replace("-0.page", "-1.page")))
+    moved(file, file_of(ours, KEYS[1], SWA))
     both = FileStorage(
         tmp_path, host={FULL: host, SWA: host}, namespace="model at revision, fp32", byte_max=None, clock=WallClock()
     )
@@ -158,7 +171,8 @@ def test_files_of_other_people_are_left_alone(tmp_path: Path, host: HostPool) ->
 def test_a_pipe_a_folder_or_a_link_in_place_of_a_page_blocks_no_reader(tmp_path: Path, host: HostPool) -> None:
     storage = storage_of(tmp_path, host)
     stored(storage, KEYS[:3])
-    for file, make in zip(files(tmp_path), (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)), strict=True):
+    paths = [file_of(storage, key) for key in KEYS[:3]]
+    for file, make in zip(paths, (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)), strict=True):
         file.unlink()
         make(file)
     for op, key in enumerate(KEYS[:3]):
@@ -169,8 +183,8 @@ def test_a_pipe_a_folder_or_a_link_in_place_of_a_page_blocks_no_reader(tmp_path:
 def test_the_longest_unused_pages_go_first_also_after_a_restart(tmp_path: Path, host: HostPool) -> None:
     first = storage_of(tmp_path, host, byte_max=4 * FILE_BYTES)
     stored(first, KEYS[:4])
-    for age, file in enumerate(files(tmp_path)):
-        os.utime(file, (1000 + age, 1000 + age))
+    for age, key in enumerate(KEYS[:4]):
+        os.utime(file_of(first, key), (1000 + age, 1000 + age))
     assert read(first, host, KEYS[:1]) == 1  # used: now the youngest
     first.close()
     second = storage_of(tmp_path, host, byte_max=4 * FILE_BYTES)

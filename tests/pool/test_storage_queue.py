@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -33,8 +34,17 @@ class PageDict:
             into[:] = np.frombuffer(data, np.uint8)
         return data is not None
 
-    def save(self, part: Part, key: bytes, data: np.ndarray) -> None:
+    def save(self, part: Part, key: bytes, data: np.ndarray, before: bytes) -> None:
         self.pages[part, key] = data.tobytes()
+
+    def remove(self, keys: Collection[bytes]) -> int:
+        gone = [entry for entry in self.pages if entry[1] in keys]
+        for entry in gone:
+            del self.pages[entry]
+        return len(gone)
+
+    def recalled(self) -> list[bytes]:
+        return []
 
     def counts(self) -> ShelfCounts:
         return ShelfCounts(pages=len(self.pages))
@@ -63,9 +73,9 @@ class HeldShelf(PageDict):
         self._wait("load", key)
         return super().load(part, key, into)
 
-    def save(self, part: Part, key: bytes, data: np.ndarray) -> None:
+    def save(self, part: Part, key: bytes, data: np.ndarray, before: bytes) -> None:
         self._wait("save", key)
-        super().save(part, key, data)
+        super().save(part, key, data, before)
 
 
 def held(host: HostPool, **more: int) -> tuple[HeldShelf, QueuedStorage]:

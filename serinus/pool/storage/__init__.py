@@ -4,15 +4,17 @@
 shelf that knows one page at a time: files.
 """
 
-from serinus.pool.storage.disk import Disk, FileEntry, FileSystem
+from serinus.pool.storage.disk import SECRET_BYTES, Disk, FileEntry, FileSystem
 from serinus.pool.storage.file import FileStorage, PageFiles
-from serinus.pool.storage.io import PageShelf, QueuedStorage, ShelfCounts
+from serinus.pool.storage.io import PageCheck, PageShelf, QueuedStorage, ShelfCounts
 
 __all__ = [
+    "SECRET_BYTES",
     "Disk",
     "FileEntry",
     "FileStorage",
     "FileSystem",
+    "PageCheck",
     "PageFiles",
     "PageShelf",
     "QueuedStorage",

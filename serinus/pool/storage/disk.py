@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,9 +18,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Disk", "FileEntry", "FileSystem"]
+from serinus.core.clock import Clock
+from serinus.core.log import get_logger
 
-_WRITERS = ".writers"
+__all__ = ["SECRET_BYTES", "Disk", "FileEntry", "FileSystem", "this_hour"]
+
+_log = get_logger("pool.storage")
+_WRITERS, _SECRET = ".writers", ".secret"
+SECRET_BYTES = 32
+"""Of a folder's secret."""
+_OURS = re.compile(r"\.(writers|removed|secret)|[0-9a-f]{2}|tp[0-9]+-pp[0-9]+-.*")
+"""What a storage folder may hold that engines have used before."""
+_NO_ATIME = getattr(os, "O_NOATIME", 0)
+_HOUR_S = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +41,19 @@ class FileEntry:
     path: str
     byte_count: int
     used_ns: int
-    """When it was used last."""
+    """When it was used last, as told by its writer or by `touch`; unix time."""
 
 
 class FileSystem(Protocol):
     """Files in folders `FOLDER/ab/`, and writers that are alive as long as they hold a lock. Every method may raise
     OSError, and may be called from several threads at once."""
 
-    def open_folder(self, folder: str, writer: str) -> None:
-        """Make the folder where it is not there, and hold the lock of a new writer in it."""
+    def open_folder(self, folder: str, writer: str) -> bytes:
+        """Make the folder where it is not there, for its owner alone, and hold the lock of a new writer in it.
+
+        Returns the folder's secret, SECRET_BYTES random bytes that its first writer made. Raises OSError: others than
+        the owner may look into the folder, and that cannot or must not be changed.
+        """
         ...
 
     def close_folder(self, folder: str, writer: str) -> None:
@@ -54,7 +69,7 @@ class FileSystem(Protocol):
         ...
 
     def entries(self, folder: str) -> Iterator[FileEntry]:
-        """What lies in the folders `ab/` of a storage folder."""
+        """What lies in the folders `ab/` of a storage folder; nothing where the folder is not there."""
         ...
 
     def byte_count(self, path: str) -> int:
@@ -66,12 +81,17 @@ class FileSystem(Protocol):
         FileNotFoundError."""
         ...
 
-    def touch(self, path: str) -> None:
-        """It was used just now."""
+    def head(self, path: str, header: bytearray) -> bool:
+        """Fill a header from the first bytes of a file; False: there are not so many. Raises FileNotFoundError."""
         ...
 
-    def write(self, path: str, header: bytes, data: NDArray[np.uint8]) -> None:
-        """Make a new file, and its folder where that is missing. Where it raises, part of the file may be there."""
+    def touch(self, path: str, used_ns: int) -> None:
+        """It was used at this time."""
+        ...
+
+    def write(self, path: str, header: bytes, data: NDArray[np.uint8], used_ns: int) -> None:
+        """Make a new file, and its folder where that is missing, used at this time. Where it raises, part of the file
+        may be there."""
         ...
 
     def rename(self, path: str, target: str) -> None:
@@ -93,10 +113,12 @@ class Disk:
         """A descriptor of a new file; only its owner may read it (KV tells what was in the prompt)."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def open_folder(self, folder: str, writer: str) -> None:
-        Path(folder, _WRITERS).mkdir(parents=True, exist_ok=True)
+    def open_folder(self, folder: str, writer: str) -> bytes:
+        _make_private(Path(folder))
+        Path(folder, _WRITERS).mkdir(mode=0o700, exist_ok=True)
         path = _lock_path(folder, writer)
         self._locks[path] = _locked(path)
+        return _secret_of(folder)
 
     def close_folder(self, folder: str, writer: str) -> None:
         path = _lock_path(folder, writer)
@@ -126,8 +148,9 @@ class Disk:
         return [path.stem for path in Path(folder, _WRITERS).glob("*.lock")]
 
     def entries(self, folder: str) -> Iterator[FileEntry]:
-        with os.scandir(folder) as tops:
-            names = [top.path for top in tops if len(top.name) == 2 and top.is_dir(follow_symlinks=False)]
+        names: list[str] = []
+        with suppress(FileNotFoundError), os.scandir(folder) as tops:
+            names += [top.path for top in tops if len(top.name) == 2 and top.is_dir(follow_symlinks=False)]
         for name in names:
             with suppress(FileNotFoundError), os.scandir(name) as inside:
                 for entry in inside:
@@ -141,8 +164,7 @@ class Disk:
         return os.stat(path).st_size
 
     def read(self, path: str, header: bytearray, into: NDArray[np.uint8]) -> str:
-        # O_NONBLOCK: a pipe of this name must not hold the reader up.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = _opened(path)
         try:
             found, expected = os.fstat(fd), len(header) + into.nbytes
             if not stat.S_ISREG(found.st_mode):
@@ -155,19 +177,27 @@ class Disk:
             os.close(fd)
         return ""
 
-    def touch(self, path: str) -> None:
-        os.utime(path)
+    def head(self, path: str, header: bytearray) -> bool:
+        fd = _opened(path)
+        try:
+            return _read_all(fd, header, np.empty(0, np.uint8)) == len(header)
+        finally:
+            os.close(fd)
 
-    def write(self, path: str, header: bytes, data: NDArray[np.uint8]) -> None:
+    def touch(self, path: str, used_ns: int) -> None:
+        os.utime(path, ns=(used_ns, used_ns))
+
+    def write(self, path: str, header: bytes, data: NDArray[np.uint8], used_ns: int) -> None:
         try:
             fd = self.create(path)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             fd = self.create(path)
         try:
             views = _views(header, data)
             while views:
                 views = _after(views, os.writev(fd, views))
+            os.utime(fd, ns=(used_ns, used_ns))
         finally:
             os.close(fd)
 
@@ -176,6 +206,58 @@ class Disk:
 
     def remove(self, path: str) -> None:
         os.unlink(path)
+
+
+def this_hour(clock: Clock) -> int:
+    """The beginning of this hour, unix time in ns: all that the times of files tell."""
+    return int(clock.unix()) // _HOUR_S * _HOUR_S * 10**9
+
+
+def _opened(path: str) -> int:
+    """A descriptor that reads. O_NONBLOCK: a pipe of this name must not hold the reader up."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_ATIME)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that its owner alone may look into. One that is there and wider becomes so where nothing but pages
+    lies in it; a folder of other things (a home, /tmp) is refused. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.geteuid():
+        raise PermissionError(f"it belongs to user {about.st_uid}, not to {os.geteuid()}, who runs this engine")
+    if not about.st_mode & 0o077:
+        return
+    mode = f"{stat.S_IMODE(about.st_mode):04o}"
+    strangers = sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
+    if strangers:
+        raise PermissionError(
+            f"its mode is {mode}, expected 0700, and it holds other things than pages, e.g. {strangers[0]!r}: name a"
+            f" folder of its own"
+        )
+    folder.chmod(0o700)
+    if folder.stat().st_mode & 0o077:
+        raise PermissionError(f"its mode is {mode} and the file system keeps it so, expected 0700")
+    _log.warning("pool: mode of storage folder %s was %s, is 0700 now: KV tells what was in prompts", folder, mode)
+
+
+def _secret_of(folder: str) -> bytes:
+    """The folder's secret; made where there is none. Raises OSError: what is there is no secret, or no secret one."""
+    fd = os.open(f"{folder}/{_SECRET}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        about = os.fstat(fd)
+        if about.st_mode & 0o077 or about.st_size not in (0, SECRET_BYTES):
+            raise PermissionError(
+                f"{_SECRET} has mode {stat.S_IMODE(about.st_mode):04o} and {about.st_size} bytes, expected 0600 and"
+                f" {SECRET_BYTES}: remove the folder"
+            )
+        if not about.st_size:
+            os.pwrite(fd, os.urandom(SECRET_BYTES), 0)
+        return os.pread(fd, SECRET_BYTES, 0)
+    finally:
+        os.close(fd)
 
 
 def _lock_path(folder: str, writer: str) -> str:

@@ -8,9 +8,12 @@ log. Nothing is flushed to the disk: after a power cut a page may be torn, and t
     FOLDER/ab/abcdef...-0.page        header, payload
     FOLDER/ab/.abcdef...WRITER.tmp    being written by WRITER
     FOLDER/.writers/WRITER.lock       locked while WRITER is alive; temporary files of others are leftovers
+    FOLDER/.removed/                  which pages were removed lately; see removals.py
+    FOLDER/.secret                    names are digests of page keys under this: they tell no prompt
 
 The index of names is in memory, oldest use first; it is made from a scan at start and again now and then, so that
-several processes keep one size bound between them. A page's time of last use is its file's mtime.
+several processes keep one size bound between them. A page's time of last use is its file's mtime, to the hour: it
+tells little of when a prompt was asked. Pages used in one hour by other processes count as equally old.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -33,22 +38,37 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
-from serinus.pool.storage.disk import Disk, FileSystem
+from serinus.pool.storage.disk import Disk, FileSystem, this_hour
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
+from serinus.pool.storage.removals import Notices
 from serinus.pool.workers import Workers
 
 __all__ = ["HEADER_BYTES", "FileStorage", "PageFiles"]
 
 _log = get_logger("pool.storage")
-_HEADER = struct.Struct("<8sHHBxxxQI4x16s16s16s48x")
-_MAGIC, _VERSION = b"SERINUSP", 1
+_HEADER = struct.Struct("<8sHHBxxxQI4x16s16s16s16s32x")
+_MAGIC, _VERSION = b"SERINUSP", 2
 HEADER_BYTES = _HEADER.size
-"""Magic, version, header size, part, payload bytes, bytes of stamps (none yet), namespace, key, digest; 48 of room."""
-_FIELDS = ("magic", "version", "header size", "part", "size", "stamps", "namespace", "key", "digest")
+"""Magic, version, header size, part, payload bytes, bytes of stamps (none yet), namespace, key, digest, key of the
+page before; 32 of room."""
+_FIELDS = ("magic", "version", "header size", "part", "size", "stamps", "namespace", "key", "digest", "page before")
+_KEY, _BEFORE = 7, 9
+"""Of the header's fields."""
+_UNKNOWN = bytes(16)
+"""The key of a page before that the writer did not know."""
 _PAGE = re.compile(r"[0-9a-f]{32}-[0-9]\.page")
 _TEMP = re.compile(r"\.[0-9a-f]{32}-[0-9]\.([0-9a-f]+)-[0-9]+\.tmp")
 _RESCAN_OF_BOUND = 16
 """The folder is scanned again after writing this fraction of the bound: by so much may each process overstep it."""
+
+
+@dataclass(slots=True)
+class _File:
+    """What the index knows of a file."""
+
+    size: int
+    before: str | None = None
+    """Digest in the names of the page before it; None = not known yet."""
 
 
 class PageFiles:
@@ -73,7 +93,7 @@ class PageFiles:
             clock: spaces warnings.
             disk: where the folder is; None = the operating system's.
         Raises:
-            ConfigError: the folder cannot be used, or not one page fits the bound.
+            ConfigError: the folder cannot be used, others may look into it, or not one page fits the bound.
         Cost: a scan of the folder, about 3 us a file.
         """
         largest = max(page_bytes.values(), default=0) + HEADER_BYTES
@@ -84,13 +104,15 @@ class PageFiles:
         self._folder = str(folder)
         self._namespace = xxhash.xxh3_128_digest(namespace.encode())
         self._byte_max, self._disk = byte_max, disk or Disk()
+        self._parts, self._clock = tuple(page_bytes), clock
         self._bad_warning = RareWarning(clock)
         self._lock = threading.Lock()
-        self._index: OrderedDict[str, int] = OrderedDict()
+        self._index: OrderedDict[str, _File] = OrderedDict()
         self._bytes = self._written = self._removed = self._bad = self._temps = 0
         self._writer = f"{new_incarnation():x}"
         try:
-            self._disk.open_folder(self._folder, self._writer)
+            self._secret = self._disk.open_folder(self._folder, self._writer)
+            self._notices = Notices(self._disk, self._folder, self._writer, self._secret, clock)
             self._scan()
             self._remove_leftovers()
         except OSError as error:
@@ -103,7 +125,7 @@ class PageFiles:
     # ---- one page -----------------------------------------------------------------------------------------------
 
     def has(self, part: Part, key: bytes) -> bool:
-        name = _name(part, key)
+        name = self._name(part, key)
         if name in self._index:
             return True
         try:
@@ -114,20 +136,21 @@ class PageFiles:
         return True
 
     def load(self, part: Part, key: bytes, into: NDArray[np.uint8]) -> bool:
-        name = _name(part, key)
+        name = self._name(part, key)
         path, header = self._path(name), bytearray(HEADER_BYTES)
         try:
             wrong = self._disk.read(path, header, into)
         except FileNotFoundError:
             self._forget(name)
             return False
-        wrong = wrong or self._differs(header, self._header(part, key, into))
+        before: bytes = _HEADER.unpack(header)[_BEFORE]
+        wrong = wrong or self._differs(header, self._header(part, key, into, before))
         if wrong:
             self._throw_away(name, wrong)
             return False
         with suppress(OSError):  # a folder that can only be read still serves pages
-            self._disk.touch(path)
-        self._note(name, HEADER_BYTES + into.nbytes)
+            self._disk.touch(path, this_hour(self._clock))
+        self._note(name, HEADER_BYTES + into.nbytes, self._digest(before))
         return True
 
     @staticmethod
@@ -139,31 +162,96 @@ class PageFiles:
         differ = [name for name, a, b in zip(_FIELDS, theirs, ours, strict=True) if a != b]
         return f"another {', '.join(differ) or 'reserve'} than expected"
 
-    def save(self, part: Part, key: bytes, data: NDArray[np.uint8]) -> None:
+    def save(self, part: Part, key: bytes, data: NDArray[np.uint8], before: bytes = _UNKNOWN) -> None:
         if self.has(part, key):
             return
-        name, size = _name(part, key), HEADER_BYTES + data.nbytes
+        name, size = self._name(part, key), HEADER_BYTES + data.nbytes
         self._keep_bound(size)
         with self._lock:
             self._temps += 1
             temp = f".{name.removesuffix('.page')}.{self._writer}-{self._temps}.tmp"
         path, temp_path = self._path(name), self._path(temp)
         try:
-            self._disk.write(temp_path, self._header(part, key, data), data)
+            self._disk.write(temp_path, self._header(part, key, data, before), data, this_hour(self._clock))
             self._disk.rename(temp_path, path)
         except OSError:
             with suppress(OSError):
                 self._disk.remove(temp_path)
             raise
-        self._note(name, size)
+        self._note(name, size, self._digest(before))
         with self._lock:
             self._written += size
 
-    def _header(self, part: Part, key: bytes, data: NDArray[np.uint8]) -> bytes:
-        digest = xxhash.xxh3_128_digest(data.data)
+    def _header(self, part: Part, key: bytes, data: NDArray[np.uint8], before: bytes) -> bytes:
+        digest = xxhash.xxh3_128_digest(data.data, xxhash.xxh3_64_intdigest(before))
         return _HEADER.pack(
-            _MAGIC, _VERSION, HEADER_BYTES, int(part), data.nbytes, 0, self._namespace, key, digest
+            _MAGIC, _VERSION, HEADER_BYTES, int(part), data.nbytes, 0, self._namespace, key, digest, before
         )  # fmt: skip
+
+    # ---- removal ------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Collection[bytes]) -> int:
+        """Delete pages, and all that continue them in this folder, also of other processes; then tell these.
+
+        Returns how many files went. Cost: a scan of the folder, a read of the header of each file that this process
+        neither wrote nor read nor looked at for an earlier removal (about 15 us each). Raises OSError: the medium
+        fails; what was not told is told with the next removal, or when others are looked for.
+        """
+        named = {self._digest(key): key for key in keys}
+        self._scan()
+        names = self._continuing(set(named))
+        for name in names:
+            header = bytearray(HEADER_BYTES)
+            with suppress(OSError):
+                if self._disk.head(self._path(name), header):
+                    named.setdefault(_digest_in(name), _HEADER.unpack(header)[_KEY])
+        asked = [_file_name(digest, part) for digest in named for part in self._parts]
+        count, failure = 0, None
+        for name in dict.fromkeys((*names, *asked)):
+            self._forget(name)
+            try:
+                self._disk.remove(self._path(name))
+                count += 1
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                failure = error
+        self._notices.put(named.values())
+        if failure is not None:
+            raise failure
+        return count
+
+    def recalled(self) -> Sequence[bytes]:
+        """Keys of pages that other processes removed since the last call, from this folder. Raises OSError."""
+        found = self._notices.take()
+        for name in (self._name(part, key) for key in found for part in self._parts):
+            self._forget(name)
+        return found
+
+    def _continuing(self, digests: set[str]) -> list[str]:
+        """Names of the files of these pages, and of all that come after them."""
+        with self._lock:
+            known = list(self._index.items())
+        after: dict[str, list[str]] = {}
+        for name, file in known:
+            if file.before is None:
+                file.before = self._looked_up(name)
+            after.setdefault(file.before, []).append(name)
+        found = [name for name, _ in known if _digest_in(name) in digests]
+        pending = list(digests)
+        while pending:
+            for name in after.pop(pending.pop(), ()):
+                found.append(name)
+                pending.append(_digest_in(name))
+        return list(dict.fromkeys(found))
+
+    def _looked_up(self, name: str) -> str:
+        """Digest in the names of the page before a file's; empty where it is no page of ours."""
+        header = bytearray(HEADER_BYTES)
+        with suppress(OSError):
+            if self._disk.head(self._path(name), header) and header[:8] == _MAGIC:
+                return self._digest(_HEADER.unpack(header)[_BEFORE])
+        return ""
 
     # ---- the index ----------------------------------------------------------------------------------------------
 
@@ -177,19 +265,33 @@ class PageFiles:
         """Give the lock back: temporary files of this process are leftovers from now on."""
         self._disk.close_folder(self._folder, self._writer)
 
+    def path_of(self, part: Part, key: bytes) -> Path:
+        """Where a page's file is, or would be."""
+        return Path(self._path(self._name(part, key)))
+
+    def _name(self, part: Part, key: bytes) -> str:
+        return _file_name(self._digest(key), part)
+
+    def _digest(self, key: bytes) -> str:
+        """What stands for a page key in the names of this folder. Cost: about a microsecond."""
+        assert len(key) == 16, f"pool: a storage key of {len(key)} bytes, expected 16"
+        return blake2b(key, digest_size=16, key=self._secret).hexdigest()
+
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name.lstrip('.')[:2]}/{name}"
 
-    def _note(self, name: str, size: int) -> None:
+    def _note(self, name: str, size: int, before: str | None = None) -> None:
         """It is there, and was used just now."""
         with self._lock:
-            self._bytes += size - self._index.get(name, 0)
-            self._index[name] = size
+            file = self._index.setdefault(name, _File(0))
+            self._bytes += size - file.size
+            file.size, file.before = size, before or file.before
             self._index.move_to_end(name)
 
     def _forget(self, name: str) -> None:
         with self._lock:
-            self._bytes -= self._index.pop(name, 0)
+            file = self._index.pop(name, None)
+            self._bytes -= 0 if file is None else file.size
 
     def _throw_away(self, name: str, why: str) -> None:
         """A file that has our name and is no page of ours: remove it, so that the page can be stored again."""
@@ -215,22 +317,24 @@ class PageFiles:
                 if self._bytes + size <= self._byte_max or not self._index:
                     return
                 name, gone = self._index.popitem(last=False)
-                self._bytes -= gone
+                self._bytes -= gone.size
                 self._removed += 1
             with suppress(FileNotFoundError):
                 self._disk.remove(self._path(name))
 
     def _scan(self) -> None:
-        """Make the index from the folder."""
-        found = [
-            (entry.used_ns, entry.name, entry.byte_count)
-            for entry in self._disk.entries(self._folder)
-            if _PAGE.fullmatch(entry.name)
-        ]
-        found.sort()
+        """Make the index from the folder. Of files used in the same hour, those that this process used last come last,
+        in its order."""
+        found = [entry for entry in self._disk.entries(self._folder) if _PAGE.fullmatch(entry.name)]
         with self._lock:
-            self._index = OrderedDict((name, size) for _, name, size in found)
-            self._bytes = sum(self._index.values())
+            before = self._index
+            place = {name: at for at, name in enumerate(before, 1)}
+            found.sort(key=lambda entry: (entry.used_ns, place.get(entry.name, 0), entry.name))
+            self._index = OrderedDict()
+            for entry in found:
+                known = before.get(entry.name)
+                self._index[entry.name] = _File(entry.byte_count, known.before if known is not None else None)
+            self._bytes = sum(file.size for file in self._index.values())
 
     def _remove_leftovers(self) -> None:
         """Temporary files of writers that are dead, and their locks."""
@@ -273,6 +377,10 @@ class FileStorage(QueuedStorage):
         super().__init__(files, host=host, clock=clock, workers=workers)
 
 
-def _name(part: Part, key: bytes) -> str:
-    assert len(key) == 16, f"pool: a storage key of {len(key)} bytes, expected 16"
-    return f"{key.hex()}-{int(part)}.page"
+def _file_name(digest: str, part: Part) -> str:
+    return f"{digest}-{int(part)}.page"
+
+
+def _digest_in(name: str) -> str:
+    """The first half of a file's name: of all parts of one page the same."""
+    return name.partition("-")[0]

@@ -1,15 +1,17 @@
 """QueuedStorage: the PageStorage of an engine: workers that take pages from and to a shelf, in parallel.
 
-Calls return at once; what ended is taken by `poll`. Questions and reads go before writes: a request waits for them.
-Every failure of the shelf is a page that is missing, or that is not stored, and a line in the log; never more.
+Calls return at once; what ended is taken by `poll`. Questions, reads and removals go before writes: a request waits for
+them. Every failure of the shelf is a page that is missing, or that is not stored, and a line in the log; never more.
+Pages are checked on the host before they are stored and after they were read, where there is something to check them
+by: a damaged page would get a file with a sound header.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,12 +20,12 @@ from numpy.typing import NDArray
 from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError
 from serinus.core.log import get_logger
-from serinus.core.moves import StorageDone
+from serinus.core.moves import PageOrigin, StorageDone
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
 from serinus.pool.workers import Task, ThreadWorkers, Workers
 
-__all__ = ["PageShelf", "QueuedStorage", "RareWarning", "ShelfCounts"]
+__all__ = ["PageCheck", "PageShelf", "QueuedStorage", "RareWarning", "ShelfCounts"]
 
 _log = get_logger("pool.storage")
 _THREADS = 2
@@ -32,6 +34,11 @@ _TASK_BYTES = 1 << 20
 _TASK_KEYS = 512
 """...or so many keys of a question."""
 _WARN_EVERY_S = 30.0
+_LOOK_EVERY_S = 1.0
+"""Seconds between two looks at what other engines removed; before a question there is one in any case."""
+_NO_PAGES = np.zeros(0, np.int32)
+_NO_KEY = bytes(16)
+"""Of a page before that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +67,18 @@ class PageShelf(Protocol):
         """
         ...
 
-    def save(self, part: Part, key: bytes, data: NDArray[np.uint8]) -> None:
-        """Store the bytes; cheap where they are stored already. Raises OSError: they are not stored."""
+    def save(self, part: Part, key: bytes, data: NDArray[np.uint8], before: bytes) -> None:
+        """Store the bytes; cheap where they are stored already. `before`: key of the page that this one continues.
+        Raises OSError: they are not stored."""
+        ...
+
+    def remove(self, keys: Collection[bytes]) -> int:
+        """Delete these pages, of every part, and all that continue them; how many there were. Other users of the
+        medium learn it. Raises OSError: some may be there still."""
+        ...
+
+    def recalled(self) -> Sequence[bytes]:
+        """Keys of pages that other users of the medium removed since the last call. From one thread at a time."""
         ...
 
     def counts(self) -> ShelfCounts:
@@ -70,6 +87,16 @@ class PageShelf(Protocol):
 
     def close(self) -> None:
         """Nothing is asked any more."""
+        ...
+
+
+class PageCheck(Protocol):
+    """Holds host pages against what vouches for them. Called from several threads at once."""
+
+    def __call__(
+        self, part: Part, pages: NDArray[np.int32], origin: PageOrigin | None, first: int
+    ) -> NDArray[np.bool_]:
+        """Which of these host pages are sound. They are the pages `first`, `first` + 1, ... of what `origin` says."""
         ...
 
 
@@ -100,14 +127,19 @@ class _Op:
 
     op: int
     what: str
-    """query, read or write."""
+    """query, read, write or removal."""
     parts: tuple[Part, ...]
     keys: Sequence[bytes]
     pages: NDArray[np.int32]
+    origin: PageOrigin | None
     begin: float
     present: tuple[NDArray[np.bool_], ...]
     good: int
-    """Leading keys of which nothing bad is known."""
+    """Leading keys of which nothing bad is known; of a removal, pages that went."""
+    bad: list[int] = field(default_factory=list)
+    """Pages that are not what their stamps vouch for."""
+    writes: set[int] = field(default_factory=set)
+    """Of a removal: writes that were under way when it was asked for. It is done again once they have ended."""
     tasks: int = 0
     """Tasks that have not ended."""
     cancelled: bool = False
@@ -115,11 +147,15 @@ class _Op:
     byte_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Share:
+    """The keys of an operation that one worker takes at a time."""
+
     op: _Op
     start: int
     end: int
+    good: int = -1
+    """The first of them that is not done, or not known to be; set while it is carried out."""
 
 
 class QueuedStorage:
@@ -147,9 +183,16 @@ class QueuedStorage:
         self._warning = RareWarning(clock)
         self._soon: deque[_Share] = deque()
         self._later: deque[_Share] = deque()
-        self._waiting = {"query": 0, "read": 0, "write": 0}
+        self._waiting = {"query": 0, "read": 0, "write": 0, "removal": 0}
         self._open: dict[int, _Op] = {}
         self._ended: list[StorageDone] = []
+        self._recalled: list[bytes] = []
+        self._looked_at, self._look = clock.now(), threading.Lock()
+        self._is_due = False
+        self._repeated: list[_Op] = []
+        """Removals that wait for writes."""
+        self.check: PageCheck | None = None
+        """What vouches for pages; None = nothing does."""
         self._closing = False
         self._workers: Workers = workers or ThreadWorkers("serinus-storage", _THREADS)
         self._workers.start(self._take)
@@ -160,15 +203,37 @@ class QueuedStorage:
         """Ask which keys are stored, for each part. What follows the first key that the first part lacks is of no
         use: it is not looked for and counts as missing. Of a prompt that is not stored one key is looked for.
         """
-        self._submit(op, "query", tuple(parts), keys, np.zeros(0, np.int32), _TASK_KEYS)
+        self._submit(op, "query", tuple(parts), keys, _NO_PAGES, None, _TASK_KEYS)
 
-    def read(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        """Fill host pages, in order, up to the first that is missing, torn or foreign."""
-        self._submit(op, "read", (part,), keys, pages, self._task_pages(part))
+    def read(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
+        """Fill host pages, in order, up to the first that is missing, torn or foreign, or that is not what its stamps
+        vouch for: that one is removed from the shelf."""
+        self._submit(op, "read", (part,), keys, pages, origin, self._task_pages(part))
 
-    def write(self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32]) -> None:
-        """Store host pages, in order, up to the first that fails; what is stored already costs nothing."""
-        self._submit(op, "write", (part,), keys, pages, self._task_pages(part))
+    def write(
+        self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
+    ) -> None:
+        """Store host pages, in order, up to the first that fails or that is not what its stamps vouch for; what is
+        stored already costs nothing."""
+        self._submit(op, "write", (part,), keys, pages, origin, self._task_pages(part))
+
+    def remove(self, op: int, keys: Sequence[bytes]) -> None:
+        """Delete pages of every part, and all that continue them. What of them is being written now is deleted when it
+        is there."""
+        self._submit(op, "removal", tuple(self._host), keys, _NO_PAGES, None, max(1, len(keys)))
+
+    def recalled(self) -> list[bytes]:
+        """Keys of pages that other engines removed since the last call. They are looked for before each question, and
+        about once in a second in which this is called."""
+        with self._workers:
+            found, self._recalled = self._recalled, []
+            if self._clock.now() - self._looked_at >= _LOOK_EVERY_S and not self._closing:
+                self._looked_at = self._clock.now()
+                self._is_due = True
+                self._workers.tasks_added()
+        return found
 
     def cancel(self, op: int) -> None:
         """The answer is not needed any more; its StorageDone still comes, sooner."""
@@ -207,17 +272,20 @@ class QueuedStorage:
         return max(1, _TASK_BYTES // max(1, self._host[part].page_bytes))
 
     def _submit(
-        self, op: int, what: str, parts: tuple[Part, ...], keys: Sequence[bytes], pages: NDArray[np.int32], step: int
-    ) -> None:
-        if what != "query" and (len(pages) != len(keys) or not _inside(pages, self._host[parts[0]].page_count)):
+        self, op: int, what: str, parts: tuple[Part, ...], keys: Sequence[bytes], pages: NDArray[np.int32],
+        origin: PageOrigin | None, step: int,
+    ) -> None:  # fmt: skip
+        if what in ("read", "write") and (
+            len(pages) != len(keys) or not _inside(pages, self._host[parts[0]].page_count)
+        ):
             raise InvariantError(
                 f"pool: storage {what} {op} of {len(keys)} keys and {len(pages)} host pages, "
                 f"expected as many, each inside of its pool"
             )
         present = tuple(np.zeros(len(keys), np.bool_) for _ in parts) if what == "query" else ()
         made = _Op(
-            op=op, what=what, parts=parts, keys=keys, pages=pages, begin=self._clock.now(),
-            present=present, good=len(keys),
+            op=op, what=what, parts=parts, keys=keys, pages=pages, origin=origin, begin=self._clock.now(),
+            present=present, good=0 if what == "removal" else len(keys),
         )  # fmt: skip
         tasks = [_Share(made, at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
         full = False
@@ -225,7 +293,10 @@ class QueuedStorage:
             self._workers.check()
             if op in self._open or self._closing:
                 raise InvariantError(f"pool: storage operation {op} submitted twice or after close, expected neither")
-            full = self._waiting[what] + len(keys) > self._queued_max
+            if what == "removal":
+                self._call_off(made)
+            else:
+                full = self._waiting[what] + len(keys) > self._queued_max
             if full:
                 made.good, made.error = 0, f"{self._waiting[what]} keys wait for a {what} already"
             self._open[op] = made
@@ -240,76 +311,156 @@ class QueuedStorage:
         if full:
             self._warning.say(f"pool: dropped a storage {what} of {len(keys)} keys: {made.error}")
 
+    def _call_off(self, removal: _Op) -> None:
+        """Writes of what is to be removed go no further. With the lock held."""
+        keys = set(removal.keys)
+        for op in self._open.values():
+            if op.what == "write":
+                removal.writes.add(op.op)
+                op.cancelled = op.cancelled or not keys.isdisjoint(op.keys)
+
     # ---- the workers --------------------------------------------------------------------------------------------
 
     def _take(self) -> Task | None:
-        """Questions and reads go before writes. With the lock held."""
+        """Questions, reads and removals go before writes. With the lock held."""
+        if self._is_due:
+            self._is_due = False
+            return self._look_around
         if not self._soon and not self._later:
             return None
         task = self._soon.popleft() if self._soon else self._later.popleft()
         return lambda: self._carry(task)
 
     def _carry(self, task: _Share) -> None:
-        op = task.op
-        good, error, moved = task.start, "", 0
+        op, error = task.op, ""
+        task.good = task.start
         try:
-            if op.what == "query":
-                good = self._look(task)
-            else:
-                page_bytes = self._host[op.parts[0]].page_bytes
-                for good in range(task.start, task.end + 1):
-                    if good == task.end or op.cancelled or op.good < task.start or not self._one(op, good):
-                        break
-                    moved += page_bytes
+            match op.what:
+                case "query":
+                    self._look_around()
+                    self._look_up(task)
+                case "removal":
+                    op.good += self.shelf.remove(op.keys)
+                    task.good = task.end
+                case "read":
+                    self._read(task)
+                case _:
+                    self._write(task)
         except (OSError, MemoryError) as failure:
             error = f"{type(failure).__name__}: {failure}"
-            self._warning.say(f"pool: storage {op.what} failed and counts as missing: {error}")
+            then = "is not complete" if op.what == "removal" else "counts as missing"
+            self._warning.say(f"pool: storage {op.what} failed and {then}: {error}")
         with self._workers:
             self._waiting[op.what] -= task.end - task.start
-            op.byte_count += moved
             op.error = op.error or error
-            if good < task.end:
-                op.good = min(op.good, good)
+            if op.what in ("read", "write"):
+                op.byte_count += (task.good - task.start) * self._host[op.parts[0]].page_bytes
+            if task.good < task.end and op.what != "removal":
+                op.good = min(op.good, task.good)
             op.tasks -= 1
             if not op.tasks:
                 self._end(op)
             self._workers.notify()
 
-    def _look(self, task: _Share) -> int:
-        """Look for the keys of a share; index of the first one that was not looked for or that the first part lacks."""
+    def _look_around(self) -> None:
+        """Learn what other engines removed."""
+        with self._look:
+            try:
+                found = self.shelf.recalled()
+            except OSError as failure:
+                self._warning.say(f"pool: what was removed from the storage cannot be read: {failure}")
+                return
+        if found:
+            with self._workers:
+                self._recalled += found
+
+    def _look_up(self, task: _Share) -> None:
+        """Look for the keys of a share, up to the first that the first part lacks."""
         op, end = task.op, task.end
         for part, present in zip(op.parts, op.present, strict=True):
             for i in range(task.start, end):
                 if op.cancelled or i >= op.good:
-                    return i
+                    task.good = i
+                    return
                 present[i] = self.shelf.has(part, op.keys[i])
                 if not present[i] and part is op.parts[0]:
                     end = i
                     break
-        return end
+        task.good = end
 
-    def _one(self, op: _Op, index: int) -> bool:
-        """Move one page; False: it is missing."""
-        part = op.parts[0]
-        page = self._host[part].data_PY[int(op.pages[index])]
-        if op.what == "read":
-            return self.shelf.load(part, op.keys[index], page)
-        self.shelf.save(part, op.keys[index], page)
-        return True
+    def _read(self, task: _Share) -> None:
+        """Fill the pages of a share, and check what came, also where the medium failed midway."""
+        op, part = task.op, task.op.parts[0]
+        data_PY, came = self._host[part].data_PY, task.start
+        try:
+            while came < task.end and not op.cancelled and op.good >= task.start:
+                if not self.shelf.load(part, op.keys[came], data_PY[int(op.pages[came])]):
+                    break
+                came += 1
+        finally:
+            task.good = self._sound_end(op, task.start, came)
+        if task.good < came:
+            self.shelf.remove([op.keys[task.good]])
+
+    def _write(self, task: _Share) -> None:
+        """Store the pages of a share that are sound."""
+        op, part = task.op, task.op.parts[0]
+        if op.cancelled or op.good < task.start:
+            return
+        data_PY, end = self._host[part].data_PY, self._sound_end(op, task.start, task.end)
+        while task.good < end and not op.cancelled and op.good >= task.start:
+            at, before = task.good, _NO_KEY
+            if op.origin is not None:
+                before = op.keys[at - 1] if at else op.origin.before
+            self.shelf.save(part, op.keys[at], data_PY[int(op.pages[at])], before)
+            task.good += 1
+
+    def _sound_end(self, op: _Op, start: int, end: int) -> int:
+        """Where these pages of an operation stop being what their stamps vouch for, as far as that is known; the first
+        one that is not is noted."""
+        if self.check is None or start == end:
+            return end
+        sound = self.check(op.parts[0], op.pages[start:end], op.origin, start)
+        if sound.all():
+            return end
+        first = start + int(sound.argmin())
+        op.bad.append(first)
+        return first
 
     def _end(self, op: _Op) -> None:
-        """With the lock held: no worker touches its pages any more."""
+        """With the lock held: no worker touches its pages any more. A removal begins anew where writes that it found
+        under way have ended since: what they stored must go too."""
+        if op.what == "removal" and op.writes:
+            op.writes &= self._open.keys()
+            if op.writes:
+                self._repeated.append(op)
+            else:
+                self._again(op)
+            return
         del self._open[op.op]
+        if op.what == "write":
+            for removal in [each for each in self._repeated if op.op in each.writes]:
+                removal.writes.discard(op.op)
+                if not removal.writes:
+                    self._repeated.remove(removal)
+                    self._again(removal)
         self._ended.append(
             StorageDone(
                 op=op.op,
                 present=op.present,
                 good=0 if op.what == "query" else op.good,
+                bad=tuple(sorted(op.bad)),
                 error=op.error,
                 seconds=self._clock.now() - op.begin,
                 byte_count=op.byte_count,
             )
         )
+
+    def _again(self, removal: _Op) -> None:
+        removal.tasks = 1
+        self._waiting["removal"] += len(removal.keys)
+        self._soon.append(_Share(removal, 0, len(removal.keys)))
+        self._workers.tasks_added()
 
 
 def _inside(pages: NDArray[np.int32], page_count: int) -> bool:

@@ -1,0 +1,115 @@
+"""Notices: which pages were removed from a storage folder lately, for the processes that share it.
+
+A page that was removed may have been read by another engine before; a removal is therefore noted in the folder, and the
+others look there. Knows no files of pages.
+
+    FOLDER/.removed/00/WRITER-N.removed     what WRITER removed at once: a header, then 32 bytes a page
+
+A notice is deleted hours later, by the first process that looks then: an engine that did not look for so long has
+missed it. What stands in it are page keys under a mask made of the folder's secret: without that they tell nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from hashlib import blake2b
+
+import numpy as np
+import xxhash
+
+from serinus.core.clock import Clock
+from serinus.core.log import get_logger
+from serinus.pool.storage.disk import FileSystem, this_hour
+
+__all__ = ["Notices"]
+
+_log = get_logger("pool.storage")
+_HEADER = struct.Struct("<8sQ")
+_MAGIC = b"SERINUSR"
+_NAME = re.compile(r"([0-9a-f]+)-[0-9]+\.removed")
+_KEY_BYTES = 16
+_RECORD_BYTES = 2 * _KEY_BYTES
+_KEPT_S = 4 * 3600
+
+
+class Notices:
+    """The notices of one folder, as one process writes and reads them. Safe to call from several threads."""
+
+    def __init__(self, disk: FileSystem, folder: str, writer: str, secret: bytes, clock: Clock) -> None:
+        """What is there already is old: nothing that this process has read was removed by it. Raises OSError."""
+        self._disk, self._folder, self._writer = disk, f"{folder}/.removed", writer
+        self._secret, self._clock = secret, clock
+        self._count = 0
+        self._lock = threading.Lock()
+        self._untold: dict[bytes, None] = {}
+        self._seen = {entry.name for entry in disk.entries(self._folder)}
+
+    def put(self, keys: Iterable[bytes]) -> None:
+        """Tell the others that these pages were removed. Raises OSError: they are told by the next call."""
+        with self._lock:
+            self._untold.update(dict.fromkeys(keys))
+            self._tell()
+
+    def take(self) -> list[bytes]:
+        """Keys of the pages that others removed since the last call. Raises OSError. Cost: one look into a folder."""
+        with self._lock:
+            self._tell()
+            return self._take()
+
+    def _tell(self) -> None:
+        if not self._untold:
+            return
+        body = b"".join(record for key in self._untold for record in self._masked(key))
+        self._count += 1
+        name = f"{self._writer}-{self._count}.removed"
+        temp, path = f"{self._folder}/00/.{name}", f"{self._folder}/00/{name}"
+        header = _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(body))
+        data = np.frombuffer(body, np.uint8)
+        self._disk.write(temp, header, data, this_hour(self._clock))
+        self._disk.rename(temp, path)
+        self._untold.clear()
+
+    def _take(self) -> list[bytes]:
+        found: dict[bytes, None] = {}
+        names = set()
+        old_ns = this_hour(self._clock) - _KEPT_S * 10**9
+        for entry in self._disk.entries(self._folder):
+            if entry.used_ns < old_ns:
+                with suppress(FileNotFoundError):
+                    self._disk.remove(entry.path)
+                continue
+            names.add(entry.name)
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and match[1] != self._writer and entry.name not in self._seen:
+                found.update(dict.fromkeys(self._read(entry.path, entry.byte_count)))
+        self._seen = names
+        return list(found)
+
+    def _read(self, path: str, byte_count: int) -> list[bytes]:
+        header, body = bytearray(_HEADER.size), np.empty(max(0, byte_count - _HEADER.size), np.uint8)
+        try:
+            wrong = self._disk.read(path, header, body)
+        except FileNotFoundError:  # it was old
+            return []
+        magic, digest = _HEADER.unpack(header)
+        if wrong or magic != _MAGIC or digest != xxhash.xxh3_64_intdigest(body.data) or len(body) % _RECORD_BYTES:
+            _log.warning("pool: %s tells of removed pages and cannot be read: %s", path, wrong or "it is damaged")
+            return []
+        rows = body.reshape(-1, _RECORD_BYTES)
+        return [_xor(row[_KEY_BYTES:].tobytes(), self._mask(row[:_KEY_BYTES].tobytes())) for row in rows]
+
+    def _masked(self, key: bytes) -> tuple[bytes, bytes]:
+        """A digest of the key, and the key under the mask that belongs to it."""
+        name = blake2b(key, digest_size=_KEY_BYTES, key=self._secret, person=b"removed").digest()
+        return name, _xor(key, self._mask(name))
+
+    def _mask(self, name: bytes) -> bytes:
+        return blake2b(name, digest_size=_KEY_BYTES, key=self._secret, person=b"mask").digest()
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(one, other, strict=True))
