@@ -18,7 +18,7 @@ from serinus.canary.coverage import DuePages, pieces
 from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane, WrittenRows
 from serinus.models import ForwardBatch
 
 __all__ = ["CanaryHook", "Entries", "Faults", "StepChecks", "WriteCheck"]
@@ -55,6 +55,8 @@ class StepChecks:
     """What each of them reads: reads_5B of `canary_due`."""
     due: dict[Part, DuePages] = field(default_factory=dict)
     """What of it is verified in this step."""
+    stored: dict[Part, int] = field(default_factory=dict)
+    """Rows that the step stores, which are read back after it."""
     write_check: WriteCheck | None = None
 
 
@@ -88,21 +90,28 @@ class CanaryHook:
         """Part of each layer of this rank, and its number within that part."""
 
     def arm(self, checks: StepChecks) -> None:
-        """Say what the next forward pass verifies. A pass without checks (a warm-up) is not touched."""
+        """Say what the next forward pass verifies, which is due from now on. A pass without checks (a warm-up) is not
+        touched."""
         self._checks, self._has_begun = checks, False
+        for part, pages in checks.due.items():
+            self._parts[part].running.due += pages.slot_count
+        for part, count in checks.stored.items():
+            self._parts[part].stored.due += count
 
-    def abandon(self) -> Mapping[Part, DuePages]:
+    def abandon(self) -> None:
         """The forward pass was broken off. Where it had begun, what it was to verify is verified to the end, by bytes
-        as they are now, and no TAIL is written for its rows; else returns what was due and not looked at."""
+        as they are now; else that is not due any more. No TAIL is written for its rows, and none is read back."""
         checks, self._checks, self._batch, self._is_watching = self._checks, None, None, False
         if checks is None:
-            return {}
-        if not self._has_begun:
-            return checks.due
-        for lanes in self._parts.values():
-            lanes.watch.drop_digests()  # the attention that was broken off may have made some of its own
-            lanes.watch.verify(StampLane.TAIL_K)
-        return {}
+            return
+        for part, count in checks.stored.items():
+            self._parts[part].stored.due -= count
+        for part, lanes in self._parts.items():
+            if self._has_begun:
+                lanes.watch.drop_digests()  # the attention that was broken off may have made some of its own
+                lanes.watch.verify(StampLane.TAIL_K)
+            elif part in checks.due:
+                lanes.running.due -= checks.due[part].slot_count
 
     def before(self, batch: ForwardBatch) -> None:
         """Remember the batch; stamps may still be loading."""
@@ -116,6 +125,13 @@ class CanaryHook:
         if self._checks is not None and self._batch is not None:
             self._begin(self._checks, self._batch)
 
+    def writes(self, layer_index: int) -> WrittenRows | None:
+        """Where a layer's digests of what it stores are added up."""
+        if not self._is_watching:
+            return None
+        part, at = self._of_layer[layer_index]
+        return self._parts[part].watch.writes(at)
+
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
         """What attention digests as it reads. Where it cannot and much of a layer is verified, that is digested now:
         attention then finds its bytes in a cache, and they are read from memory once."""
@@ -125,7 +141,8 @@ class CanaryHook:
         return self._parts[part].watch.reads(at, attention)
 
     def after(self, batch: ForwardBatch) -> None:
-        """After the last layer: TAIL is verified, with the KV itself where that is digested, then written."""
+        """After the last layer: TAIL is verified, with the KV itself where that is digested, then written with the
+        digests of what the layers stored, and the rows are read back."""
         checks, self._checks, self._batch, self._is_watching = self._checks, None, None, False
         if checks is None:
             return
@@ -144,7 +161,8 @@ class CanaryHook:
             watch = lanes.watch
             watch.expand(pieces(checks.due[part], self._entries_max))
             watch.verify(StampLane.HEAD_K)
-            watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B)
+            first = checks.first_sequence
+            watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B, first)
             watch.write(StampLane.HEAD_K)
             if checks.write_check is not None:
                 self._check_written(lanes, batch, checks.write_check, checks.first_sequence)

@@ -42,20 +42,22 @@ class PartLanes:
     """Violations found by the sweep."""
     writing: Ring
     """Tokens that differ from those of the token oracle."""
+    stored: Ring
+    """Rows of a step that, read back after it, were not what had been stored."""
     watch: Watch
-    """Verifies and writes around the forward pass, into `running`."""
+    """Verifies and writes around the forward pass, into `running` and `stored`."""
 
     @property
     def rings(self) -> tuple[Ring, ...]:
         """All rings of the part but that of arrivals, which is read by itself."""
-        return self.running, self.sweeping, self.writing
+        return self.running, self.sweeping, self.writing, self.stored
 
     @property
     def named_rings(self) -> dict[str, Ring]:
         """Every ring under the check that it serves, in words."""
         return {
             "around forward passes": self.running, "at arrival": self.arriving, "in the sweep": self.sweeping,
-            "as written": self.writing,
+            "as written": self.writing, "as stored": self.stored,
         }  # fmt: skip
 
     def checked_slots(self) -> int:
@@ -79,9 +81,11 @@ def lanes_of(
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
     running = Ring(spec.device, settings.ring_rows, late=settings.reads_late)
+    stored = Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V), late=settings.reads_late)
     watch = kernels.canary_watch(
-        kernels, table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, settings.page_size
-    )
+        kernels, table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, stored.tensors,
+        settings.page_size,
+    )  # fmt: skip
     return PartLanes(
         part=part,
         layers_kv=pool.layers,
@@ -94,5 +98,6 @@ def lanes_of(
         arriving=Ring(spec.device, settings.ring_rows, late=settings.reads_late),
         sweeping=Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V), late=settings.reads_late),
         writing=Ring(spec.device, settings.ring_rows, (), late=settings.reads_late),
+        stored=stored,
         watch=watch,
     )

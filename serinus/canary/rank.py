@@ -124,8 +124,9 @@ class CanaryRank:
             reads = checks.reads[part] = reads_of(
                 rows, starts, wholes, first_name=base, stride=settings.stride, window=window
             )
-            due = checks.due[part] = due_pages(self._kernels.canary_due, reads, settings.page_size, window)
-            lanes.running.due += due.slot_count
+            checks.due[part] = due_pages(self._kernels.canary_due, reads, settings.page_size, window)
+            if lanes.coefficients_L22W is not None:
+                checks.stored[part] = sum([int(np.count_nonzero(each.slots[part])) for each in work])
         self.hook.arm(checks)
 
     def returned(self, result: StepResult | None) -> StepResult | None:
@@ -136,11 +137,8 @@ class CanaryRank:
 
     def abandoned(self) -> None:
         """The step was broken off: what of it was to be verified is, or does not count as due."""
-        if not self._is_started:
-            return
-        due = self.hook.abandon()
-        for part, pages in due.items():
-            self.due_slots[part] -= pages.slot_count
+        if self._is_started:
+            self.hook.abandon()
 
     def found(self) -> tuple[Finding, ...]:
         """Violations and planted faults up to this step; on an accelerator, violations up to the step before."""
@@ -272,6 +270,7 @@ class CanaryRank:
             "tail": [(lanes.running, tail) for lanes in parts],
             "arrival": [(lanes.arriving, slice(0, 4)) for lanes in parts],
             "sweep": [(lanes.sweeping, tail) for lanes in parts],
+            "stored": [(lanes.stored, tail) for lanes in parts],
         }
         return tuple(
             CheckCount(

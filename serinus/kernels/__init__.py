@@ -7,9 +7,10 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
-from serinus.kernels.contracts import LayerDigest, RowSampling, Tiling, TopTokens, Watch
+from serinus.kernels.contracts import LayerDigest, RowSampling, Tiling, TopTokens, Watch, WrittenRows
 from serinus.kernels.huge_pages import collapse_to_huge_pages, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
+from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "Tiling",
     "TopTokens",
     "Watch",
+    "WrittenRows",
     "collapse_to_huge_pages",
+    "digest_values",
     "load",
     "packed_sums",
     "prefer_huge_pages",

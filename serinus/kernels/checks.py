@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.contracts import LayerDigest
+from serinus.kernels.contracts import LayerDigest, WrittenRows
 
 __all__ = [
     "check_digest",
@@ -71,8 +71,9 @@ def check_pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> None:
 def check_qk_rope_store(
     qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
     k_norm_D: Tensor | None, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+    written: WrittenRows | None = None,
 ) -> None:  # fmt: skip
-    """Raise ValueError where shapes or dtypes disagree, or a tensor is strided."""
+    """Raise ValueError where shapes or dtypes disagree, a tensor is strided, or other rows are digested."""
     tokens, width = qkv_TX.shape
     _, heads, size = q_out_TND.shape
     kv_heads = k_pool_SHD.shape[1]
@@ -109,6 +110,18 @@ def check_qk_rope_store(
     tensors = (qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("kernels: qk_rope_store got a strided tensor, expected contiguous ones")
+    if written is not None:
+        factors, sums = written.coefficients_22W, written.sums_T2
+        check_digest([(k_pool_SHD, v_pool_SHD)], factors[None])
+        if (
+            sums.shape != (tokens, 2)
+            or sums.dtype != torch.int64
+            or not (sums.is_contiguous() and factors.is_contiguous())
+        ):
+            raise ValueError(
+                f"kernels: sums {sums.dtype} {tuple(sums.shape)} of {tokens} rows that are stored, expected int64 "
+                f"({tokens}, 2), contiguous as the coefficients"
+            )
 
 
 def check_paged_attention(

@@ -31,6 +31,7 @@ __all__ = [
     "TopTokens",
     "Watch",
     "WatchedAttention",
+    "WrittenRows",
 ]
 
 LayersKv = Sequence[tuple[Tensor, Tensor]]
@@ -85,6 +86,17 @@ class LayerDigest:
     over P. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is not defined."""
     page_size: int
     """Positions of a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenRows:
+    """What one layer digests of the rows that it stores, made of the values on their way into the pool."""
+
+    coefficients_22W: Tensor
+    """Those of this layer, contiguous; W is less than a row's lanes where its first ones alone are digested."""
+    sums_T2: Tensor
+    """int64 [T, 2], digests of K and V of the step's tokens as `canary_digest` gives them, contiguous: zeros before the
+    first layer, each adds its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +196,10 @@ class Watch(Protocol):
         watch.verify(StampLane.HEAD_K)     their stamps, without digests
         watch.stand(slots, ...)            the tokens that this pass computes
         watch.write(StampLane.HEAD_K)      their stamps
+        watch.writes(layer)                layer by layer, in order, before it stores their rows
         watch.reads(layer, batch)          optional, layer by layer, in order, before attention reads those bytes
         watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
-        watch.write(StampLane.TAIL_K)
+        watch.write(StampLane.TAIL_K)      with the digests of what the layers stored; the rows are read back
 
     It knows no requests and waits for no device.
     """
@@ -214,13 +227,22 @@ class Watch(Protocol):
         ...
 
     def stand(
-        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor
-    ) -> None:
-        """Name the tokens that this pass computes; arguments as `canary_write` takes them."""
+        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
+        first_name: int,
+    ) -> None:  # fmt: skip
+        """Name the tokens that this pass computes; arguments as `canary_write` takes them. Sequences are called
+        `first_name` and the numbers that follow."""
+        ...
+
+    def writes(self, layer: int) -> WrittenRows | None:
+        """A layer is about to store the rows of these tokens. What this returns it must hand to `qk_rope_store`, or to
+        `digest_values`: the digests of TAIL are made of the values themselves. None: no KV is digested."""
         ...
 
     def write(self, lane: int) -> None:
-        """Stamp these tokens in HEAD_K or TAIL_K and in the lane of V beside it; in TAIL with their digests."""
+        """Stamp these tokens in HEAD_K or TAIL_K and in the lane of V beside it. TAIL gets the digests that were made
+        as the rows were stored; then the rows are read back and held against them, and what differs goes to the ring
+        `stored`."""
         ...
 
 
@@ -235,6 +257,7 @@ class MakeWatch(Protocol):
         layers_kv: LayersKv,
         coefficients_L22W: Tensor | None,
         ring: tuple[Tensor, Tensor, Tensor],
+        stored: tuple[Tensor, Tensor, Tensor],
         page_size: int,
         /,
     ) -> Watch: ...

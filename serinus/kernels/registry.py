@@ -84,10 +84,9 @@ class Kernels:
     """(gate_up_T2F) -> silu(gate) * up, out_TF"""
     gelu_mul: Callable[[Tensor], Tensor]
     """(gate_up_T2F) -> gelu(gate) * up, out_TF"""
-    qk_rope_store: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor, Tensor], None
-    ]
-    """(qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, eps, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)"""
+    qk_rope_store: Callable[..., None]
+    """(qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, eps, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
+    written=None)"""
     paged_attention: PagedAttention
     """(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window=None, softcap=None) -> out_TND"""
     pack_factors: Callable[[Tensor, int], PackedFactors]
@@ -120,7 +119,7 @@ class Kernels:
     canary_write: Callable[..., None]
     """(stamps_LS4, lane, slots_T, positions_T, tokens_T, q_starts_B1, table_RC, rows_B, digests_T2)"""
     canary_watch: MakeWatch
-    """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size) -> Watch"""
+    """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size) -> Watch"""
     warmer: Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None = None
     """([(head size, query heads per KV head)], dtype, watched): makes the machine code of all ops ready; None: there is
     none."""

@@ -20,7 +20,7 @@ import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Kernels, PackedLinear
+from serinus.kernels import AttentionBatch, Kernels, PackedLinear, WrittenRows
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.rope import rope_tables
@@ -145,7 +145,7 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
             k_SHD, v_SHD = kv[i]
-            q_TND = self._project(layer, x_TE, batch, k_SHD, v_SHD)
+            q_TND = self._project(layer, x_TE, batch, k_SHD, v_SHD, hook.writes(i))
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
                 # All KV is written: above the last attention only the wanted rows matter.
@@ -205,9 +205,10 @@ class Decoder:
         return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
 
     def _project(
-        self, layer: _Layer, x_TE: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor
-    ) -> torch.Tensor:
-        """Queries [T, N, D] of this rank, rotated; keys and values go to the pool."""
+        self, layer: _Layer, x_TE: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor,
+        written: WrittenRows | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Queries [T, N, D] of this rank, rotated; keys and values go to the pool, their digests to `written`."""
         spec = self.spec
         qkv_TX = self._kernels.linear(x_TE, layer.qkv)
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
@@ -223,6 +224,7 @@ class Decoder:
             v_SHD,
             batch.slots_of(layer.part),
             q_TND,
+            written,
         )
         return q_TND
 

@@ -4,12 +4,15 @@ there is neither."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from serinus.kernels import AttentionBatch, LayerDigest
+from serinus.kernels import AttentionBatch, LayerDigest, WrittenRows
 from serinus.models.batch import ForwardBatch
 
 __all__ = ["ForwardHook", "NullHook", "compose_hooks"]
+
+
+_Digest = TypeVar("_Digest")
 
 
 class ForwardHook(Protocol):
@@ -21,6 +24,11 @@ class ForwardHook(Protocol):
 
     def before_layer(self, layer_index: int) -> None:
         """No KV of this layer, old or new, is touched before this returns. Layers come in order, each once a pass."""
+        ...
+
+    def writes(self, layer_index: int) -> WrittenRows | None:
+        """Asked before a layer stores its rows, by every model: where the digests of the values go that it stores.
+        None: nowhere. A model that asks must add them, by `qk_rope_store` or by `digest_values`."""
         ...
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
@@ -41,6 +49,9 @@ class NullHook:
 
     def before_layer(self, layer_index: int) -> None:
         pass
+
+    def writes(self, layer_index: int) -> WrittenRows | None:
+        return None
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
         return None
@@ -64,13 +75,20 @@ class _Hooks:
             hook.before_layer(layer_index)
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
-        wanted = [digest for hook in self._hooks if (digest := hook.reads(layer_index, attention)) is not None]
-        assert len(wanted) <= 1, f"models: {len(wanted)} hooks want layer {layer_index} digested, expected one"
-        return wanted[0] if wanted else None
+        return _only([hook.reads(layer_index, attention) for hook in self._hooks])
+
+    def writes(self, layer_index: int) -> WrittenRows | None:
+        return _only([hook.writes(layer_index) for hook in self._hooks])
 
     def after(self, batch: ForwardBatch) -> None:
         for hook in reversed(self._hooks):
             hook.after(batch)
+
+
+def _only(wanted: Sequence[_Digest | None]) -> _Digest | None:
+    found = [each for each in wanted if each is not None]
+    assert len(found) <= 1, f"models: {len(found)} hooks want a layer digested, expected one"
+    return found[0] if found else None
 
 
 def compose_hooks(hooks: Sequence[ForwardHook]) -> ForwardHook:

@@ -27,6 +27,7 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
+from serinus.kernels import digest_values
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -125,8 +126,13 @@ class ToyModel:
             rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
             if layer == 0 and inflow is None:
                 chain_T = self._continue(batch, rows_2SJ[0], tables[part])
-            for lane, rows_SJ in enumerate(rows_2SJ, start=2 * (self.shard.layers.start + layer)):
-                self._write(batch.slots_of(part), rows_SJ, chain_T, lane)
+            lanes = range(2 * (self.shard.layers.start + layer), 2 * (self.shard.layers.start + layer) + 2)
+            values_2TJ = [self._values(chain_T, lane) for lane in lanes]
+            written = hook.writes(layer)
+            if written is not None:
+                digest_values(written, *values_2TJ)
+            for values_TJ, rows_SJ in zip(values_2TJ, rows_2SJ, strict=True):
+                rows_SJ[batch.slots_of(part)] = values_TJ
                 read.append(self._read(reaches[part], rows_SJ))
         hook.after(batch)
         for lane, row_C in enumerate(self._total(read), start=2 * self.shard.layers.start):
@@ -179,12 +185,13 @@ class ToyModel:
         base_B = sums_T[starts_B] - links_T[starts_B] - carried_B
         return sums_T - base_B.repeat_interleave(counts_B)
 
-    def _write(self, slots_T: torch.Tensor, rows_SJ: torch.Tensor, chain_T: torch.Tensor, lane: int) -> None:
+    def _values(self, chain_T: torch.Tensor, lane: int) -> torch.Tensor:
+        """The rows of one lane of the step's tokens."""
         words_J = self._words_J(chain_T.device)
         values_TJ = _mix(chain_T[:, None] + (lane * self._row_words + words_J + 1) * _B)
         if lane == 0 and self.shard.tp_rank == 0:
             values_TJ[:, 0] = chain_T
-        rows_SJ[slots_T] = values_TJ
+        return values_TJ
 
     def _read(self, reach: _Reach, rows_SJ: torch.Tensor) -> torch.Tensor:
         """What this rank makes of each row of one lane, [C]."""

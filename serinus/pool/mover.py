@@ -279,6 +279,9 @@ class LayerGate:
         for copy in self._loads:
             self._mover.wait_layer(copy, layer_index)
 
+    def writes(self, layer_index: int) -> None:
+        """Nothing that is stored is digested for it."""
+
     def reads(self, layer_index: int, attention: object) -> None:
         """Nothing of it is digested for the gate."""
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from serinus.core.parts import Part
 from serinus.core.rng import splitmix64
+from serinus.kernels import digest_values
 from serinus.models import ForwardBatch, ForwardHook, ModelSpec
 from serinus.parallel import Shard
 from serinus.parallel.comm import Comm
@@ -64,10 +65,11 @@ class PartKv:
         self._inverse = lanes.inverse_L[self.which]
         self._shape = (-1, 2 * len(layers), count)
 
-    def put(self, slots: NDArray[np.integer], chain_T: NDArray[np.uint64]) -> None:
-        """Write the words of tokens with these chains."""
-        words = chain_T[:, None] * self._odd + self._salt
-        self.words_NSH[:, slots] = words.reshape(self._shape).transpose(1, 0, 2)
+    def put(self, slots: NDArray[np.integer], chain_T: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Write the words of tokens with these chains; returns them, [T, 2 * layers, heads]."""
+        words: NDArray[np.uint64] = (chain_T[:, None] * self._odd + self._salt).reshape(self._shape)
+        self.words_NSH[:, slots] = words.transpose(1, 0, 2)
+        return words
 
     def read(self, slots: NDArray[np.integer]) -> NDArray[np.uint64]:
         """What these slots hold: [slots, lanes of this part here]."""
@@ -141,13 +143,16 @@ class SimModel:
         folds_T1 = torch.zeros((len(tokens), 1), dtype=torch.int64) if inflow is None else inflow
         folds = folds_T1.numpy().view(np.uint64)
         wanted = None if batch.wanted_W is None else set(batch.wanted_W.tolist())
+        stored: dict[Part, list[NDArray[np.uint64]]] = {part: [] for part in self.kv}
         for index, (row, end) in enumerate(zip(rows, contexts, strict=True)):
             span = slice(ends[index], ends[index + 1])
             own_slots = {part: slots[part][span] for part in slots}
-            self._compute(row, end, tokens[span], own_slots)
+            for part, words in self._compute(row, end, tokens[span], own_slots).items():
+                stored[part].append(words)
             last = span.stop - 1
             if wanted is None or last in wanted:
                 folds[last, 0] ^= np.uint64(self._fold(row, end))
+        self._tell_stored(hook, {part: np.concatenate(words) for part, words in stored.items()})
         hook.after(batch)
         if not self._shard.is_last or batch.wanted_W is None:
             return folds_T1
@@ -163,8 +168,20 @@ class SimModel:
             logits_BV[row, next_token(fold, self.spec.vocab_size)] = 1.0
         return logits_BV
 
-    def _compute(self, row: int, end: int, tokens: list[int], slots: Mapping[Part, NDArray[np.int64]]) -> None:
-        """Write the KV of one sequence's tokens of this step."""
+    def _tell_stored(self, hook: ForwardHook, stored: Mapping[Part, NDArray[np.uint64]]) -> None:
+        """Have digested what was stored, layer by layer."""
+        seen = dict.fromkeys(stored, 0)
+        for layer, part in enumerate(self.spec.layer_parts):
+            at, written = seen[part], hook.writes(layer)
+            seen[part] += 2
+            if written is not None:
+                k_TH, v_TH = (torch.from_numpy(stored[part][:, at + half].view(np.int64)) for half in range(2))
+                digest_values(written, k_TH.contiguous(), v_TH.contiguous())
+
+    def _compute(
+        self, row: int, end: int, tokens: list[int], slots: Mapping[Part, NDArray[np.int64]]
+    ) -> Mapping[Part, NDArray[np.uint64]]:
+        """Write the KV of one sequence's tokens of this step; returns what was stored, by part."""
         start = end - len(tokens)
         for part, table in self._tables.items():
             assert np.array_equal(table[row, start:end], slots[part]), f"sim: row {row} is written where it is not"
@@ -173,8 +190,7 @@ class SimModel:
         for index, token in enumerate(tokens):
             before = link(before, token)
             chain[index] = before
-        for part, own in self.kv.items():
-            own.put(slots[part], chain)
+        return {part: own.put(slots[part], chain) for part, own in self.kv.items()}
 
     def _fold(self, row: int, end: int) -> int:
         fold = 0

@@ -102,6 +102,9 @@ class StrayWrites:
     def before_layer(self, layer_index: int) -> None:
         """It happens before the first one."""
 
+    def writes(self, layer_index: int) -> None:
+        """Nothing that is stored is digested for it."""
+
     def reads(self, layer_index: int, attention: object) -> None:
         """Nothing of it is digested."""
 

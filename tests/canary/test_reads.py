@@ -46,6 +46,9 @@ class Moth:
             assert self.engine is not None
             flip(self.engine, *self.damage)
 
+    def writes(self, layer_index: int) -> None:
+        """Nothing that is stored is digested for it."""
+
     def reads(self, layer_index: int, attention: AttentionBatch) -> None:
         """Nothing is digested for it."""
 

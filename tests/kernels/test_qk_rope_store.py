@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from serinus.kernels import Kernels
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import Kernels, WrittenRows
+from serinus.kernels.ref.canary import add_digests
 from tests.kernels.conftest import DTYPES
 
 
@@ -96,6 +98,42 @@ def test_both_columns_agree_on_fp32_norms_of_bf16_heads(ref: Kernels, cpu: Kerne
     for column in (cpu, ref):
         with pytest.raises(ValueError, match="head norms"):
             run(column, {**wide, "k_norm_D": given["k_norm_D"]})
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(("tokens", "kv_heads", "size"), [(1, 8, 128), (33, 2, 64), (7, 3, 16), (9, 1, 6)])
+def test_what_is_stored_is_digested_as_the_reference_digests_it_in_the_pool(
+    ref: Kernels, cpu: Kernels, tokens: int, kv_heads: int, size: int, partial: bool, dtype: torch.dtype
+) -> None:
+    lanes = size * dtype.itemsize // 2
+    factors = torch.from_numpy(digest_coefficients([0, 3], range(kv_heads), lanes, 2, partial=partial))
+    for column in (ref,) if dtype is torch.float16 else (ref, cpu):
+        sums_T2, expected = torch.zeros((tokens, 2), dtype=torch.int64), torch.zeros((tokens, 2), dtype=torch.int64)
+        for layer in range(2):
+            given = inputs(tokens=tokens, heads=4 * kv_heads, kv_heads=kv_heads, size=size, dtype=dtype, norms=True)
+            run(column, {**given, "written": WrittenRows(coefficients_22W=factors[layer], sums_T2=sums_T2)})
+            _, k, v = run(column, given)
+            found = ref.canary_digest([(k, v)], given["slots_T"], factors[layer : layer + 1])
+            expected = add_digests(expected, found)
+        assert torch.equal(sums_T2, expected)
+
+
+@pytest.mark.parametrize(
+    ("sums", "lanes", "message"),
+    [
+        (torch.zeros(3, 2, dtype=torch.int64), 16, r"sums torch.int64 \(3, 2\) of 4 rows"),
+        (torch.zeros(4, 2, dtype=torch.int32), 16, r"sums torch.int32 \(4, 2\) of 4 rows"),
+        (torch.zeros(4, 2, dtype=torch.int64), 12, r"digest coefficients torch.int32 \(1, 2, 2, 12\)"),
+    ],
+)
+def test_digests_that_are_not_of_these_rows_are_refused(
+    either: Kernels, sums: Tensor, lanes: int, message: str
+) -> None:
+    given = inputs(tokens=4, heads=2, kv_heads=1, size=16, dtype=torch.bfloat16, norms=False)
+    factors = torch.ones((2, 2, lanes), dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        run(either, {**given, "written": WrittenRows(coefficients_22W=factors, sums_T2=sums)})
 
 
 def test_padding_tokens_may_share_slot_0(either: Kernels) -> None:

@@ -120,6 +120,9 @@ class Diary:
     def before_layer(self, layer_index: int) -> None:
         self._note(f"layer {layer_index}")
 
+    def writes(self, layer_index: int) -> None:
+        """Nothing that is stored is digested for it."""
+
     def reads(self, layer_index: int, attention: object) -> None:
         """Nothing is digested for a diary."""
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.canary import EARLY_BYTES, StampLane
+from serinus.kernels.canary import EARLY_BYTES, UNKNOWN, StampLane
 from serinus.kernels.checks import check_digest
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
 from serinus.kernels.cpu.paged_attention import cuts_of, watches
 from serinus.kernels.cpu.watched_attention import pack_factors
@@ -34,14 +34,14 @@ _Span = tuple[int, int]
 
 def canary_watch(
     ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv, coefficients_L22W: Tensor | None,
-    ring: tuple[Tensor, Tensor, Tensor], page_size: int,
+    ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor], page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part; see the reference. `ops` is not used: this watch calls the kernels of its column.
 
     Raises:
         ValueError: the coefficients are not those of these pools, or strided.
     """
-    return _CpuWatch(table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size)
+    return _CpuWatch(table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +61,26 @@ class _CpuWatch:
 
     def __init__(
         self, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], page_size: int,
+        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor],
+        stored: tuple[Tensor, Tensor, Tensor], page_size: int,
     ) -> None:  # fmt: skip
-        self._holds = (table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring)
+        self._holds = (table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored)
         self._pools = _Pools(layers_kv, coefficients_L22W) if coefficients_L22W is not None else None
         self._page_size, self._row_count = page_size, len(table_RC)
         plan = (table_RC.data_ptr(), table_RC.shape[1])
-        rows_QF, count_1, checked_L = ring
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
-        rings = (rows_QF.data_ptr(), len(rows_QF), count_1.data_ptr(), checked_L.data_ptr())
         self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size)
-        self._verify = kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *rings, 0, kernels.VERIFY_STEP, 0, 0)
+        self._verify, self._read_back = (
+            kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0)
+            for of in (ring, stored)
+        )
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
         self._words = np.empty(0, np.int64)
         self._columns_7C = np.empty((7, 0), np.int64)
-        self._sums_T2 = np.empty((0, 2), np.int64)
+        self._written_T2 = torch.empty((0, 2), dtype=torch.int64)
+        self._found_T2 = np.empty((0, 2), np.int64)
         self._batch: list[Tensor] = []
+        self._named: tuple[NDArray[np.int64], ...] = ()
         self.entry_count = 0
         self._reading: _Reading | None = None
         """Of the batch that was asked about last."""
@@ -148,8 +152,9 @@ class _CpuWatch:
         kernels.run_verify(arguments)
 
     def stand(
-        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor
-    ) -> None:
+        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
+        first_name: int,
+    ) -> None:  # fmt: skip
         inputs = [t.contiguous() for t in (slots_T, positions_T, tokens_T, q_starts_B1, rows_B)]
         arguments = self._write
         arguments.slots, arguments.positions, arguments.tokens, arguments.starts, arguments.rows = (
@@ -157,17 +162,38 @@ class _CpuWatch:
         )
         arguments.sequence_count, arguments.total = len(rows_B), len(slots_T)
         self._batch = inputs  # as long as their addresses are in use
+        if self._pools is None:
+            return
+        back, count = self._read_back, len(slots_T)
+        names_T = np.repeat(
+            np.arange(first_name, first_name + len(rows_B)), inputs[3].numpy()[1:] - inputs[3].numpy()[:-1]
+        )
+        self._named = names_T, np.full(count, UNKNOWN, np.int64)
+        self._written_T2 = torch.zeros((count, 2), dtype=torch.int64)
+        back.slots, back.positions, back.tokens = arguments.slots, arguments.positions, arguments.tokens
+        back.names, back.previous = (each.ctypes.data for each in self._named)
+        back.count = count
+
+    def writes(self, layer: int) -> WrittenRows | None:
+        pools = self._pools
+        if pools is None:
+            return None
+        return WrittenRows(coefficients_22W=pools.coefficients_L22W[layer], sums_T2=self._written_T2)
 
     def write(self, lane: int) -> None:
         arguments, pools = self._write, self._pools
         arguments.ticket, arguments.lane, arguments.digests = 0, lane, 0
-        if lane >= StampLane.TAIL_K and pools is not None:
-            count = arguments.total
-            if len(self._sums_T2) < count:
-                self._sums_T2 = np.empty((2 * count, 2), np.int64)
-            arguments.digests = self._sums_T2.ctypes.data
-            pools.digest(arguments.slots, arguments.digests, count, 0, pools.layer_count, adds=False)
+        if lane < StampLane.TAIL_K or pools is None:
+            kernels.run_write(arguments)
+            return
+        arguments.digests = self._written_T2.data_ptr()
         kernels.run_write(arguments)
+        back, count = self._read_back, arguments.total
+        if len(self._found_T2) < count:
+            self._found_T2 = np.empty((2 * count, 2), np.int64)
+        back.ticket, back.lane, back.digests = 0, lane, self._found_T2.ctypes.data
+        pools.digest(arguments.slots, back.digests, count, 0, pools.layer_count, adds=False)
+        kernels.run_verify(back)
 
     # ---- what is digested how -----------------------------------------------------------------------------------
 
@@ -226,6 +252,12 @@ class _CpuWatch:
         return self._words.ctypes.data + 4 * _WORD * self.entry_count
 
 
+def _addresses(ring: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int, int]:
+    """Of a ring, as `Verify` has them."""
+    rows_QF, count_1, checked_L = ring
+    return rows_QF.data_ptr(), len(rows_QF), count_1.data_ptr(), checked_L.data_ptr()
+
+
 class _Pools:
     """The layers that are digested, and by what."""
 
@@ -235,6 +267,7 @@ class _Pools:
             raise ValueError("kernels: digest coefficients lie in strides, expected them contiguous")
         self.layer_count = len(layers_kv)
         self._addresses = (ctypes.c_int64 * (2 * len(layers_kv)))(*[t.data_ptr() for pair in layers_kv for t in pair])
+        self.coefficients_L22W = tuple(coefficients_L22W)
         self._factors = coefficients_L22W.data_ptr()
         self._factor_bytes = coefficients_L22W[0].numel() * coefficients_L22W.element_size()
         pool = layers_kv[0][0]

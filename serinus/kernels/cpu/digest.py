@@ -10,7 +10,7 @@ from typing import Any
 from numba import types
 
 from serinus.kernels.cpu.llvm import I32, I64, LANES, WORDS, call, fold, load, prefetch, shifted, splat, store
-from serinus.kernels.cpu.scalar import cgutils, intrinsic, ir
+from serinus.kernels.cpu.scalar import cgutils, inlined, intrinsic, ir
 
 __all__ = [
     "BLOCK",
@@ -20,6 +20,7 @@ __all__ = [
     "ask_for",
     "digest_1",
     "digest_8",
+    "digest_row",
     "digest_rows",
     "fold_16_sums",
 ]
@@ -194,3 +195,38 @@ def add_packed(typingctx: Any, one: Any, other: Any) -> Any:
         return _packed(builder, low, high)
 
     return types.int64(one, other), codegen
+
+
+@intrinsic
+def _digest_blocks(typingctx: Any, row: Any, factors: Any, others: Any, blocks: Any) -> Any:
+    """Packed sums of the first `blocks` * BLOCK lanes at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row_at, factors_at, others_at, count = args
+        shorts = ir.VectorType(_I16, LANES)
+        sums = [[cgutils.alloca_once(builder, WORDS) for _ in range(2)] for _ in range(BLOCK // LANES)]
+        for total in (total for pair in sums for total in pair):
+            builder.store(ir.Constant(WORDS, [0] * LANES), total)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            here, there = (builder.mul(loop.index, I64(BLOCK * size)) for size in (2, 4))
+            for i, pair in enumerate(sums):
+                lanes = builder.zext(_load(builder, builder.add(row_at, here), i * 2 * LANES, shorts, 2), WORDS)
+                for at, total in zip((factors_at, others_at), pair, strict=True):
+                    factor = _load(builder, builder.add(at, there), i * 4 * LANES, WORDS, 4)
+                    builder.store(builder.add(builder.load(total), builder.mul(lanes, factor)), total)
+        totals = [builder.add(*(builder.load(pair[which]) for pair in sums)) for which in range(2)]
+        return _packed(builder, *(_folded(builder, total) for total in totals))
+
+    return types.int64(row, factors, others, blocks), codegen
+
+
+@inlined(fastmath=set())
+def digest_row(row: Any, factors: Any, others: Any, lanes: Any) -> Any:
+    """Packed sums of all lanes of the row at an address; factors and others as `digest_rows` takes them."""
+    blocks, whole = lanes // BLOCK, lanes // 8
+    total = _digest_blocks(row, factors, others, blocks)
+    for i in range(blocks * (BLOCK // 8), whole):
+        total = add_packed(total, digest_8(row + i * 16, factors + i * 32, others + i * 32))
+    for i in range(whole * 8, lanes):
+        total = add_packed(total, digest_1(row + i * 2, factors + i * 4, others + i * 4))
+    return total

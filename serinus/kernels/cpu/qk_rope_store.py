@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.checks import check_qk_rope_store
+from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.digest import add_packed, digest_row
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 from serinus.kernels.cpu.vector import copy_bytes
 
@@ -21,7 +23,7 @@ __all__ = ["qk_rope_store", "warm"]
 
 _Arguments = fields(
     "ticket qkv cos sin positions q_norm k_norm k_pool v_pool slots q_out tokens heads kv_heads position_count "
-    "slot_count step bad",
+    "slot_count step bad coefficients sums lanes",
     "eps",
 )
 _FIELDS = len(_Arguments._fields_)
@@ -32,15 +34,18 @@ _SERIAL_ELEMENTS = 1 << 15
 def qk_rope_store(
     qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
     k_norm_D: Tensor | None, eps: float, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+    written: WrittenRows | None = None,
 ) -> None:  # fmt: skip
-    """Split qkv; norm and rotate q and k; write q out, k and v to their slots; see the reference.
+    """Split qkv; norm and rotate q and k; write q out, k and v to their slots; see the reference. Rows are digested
+    where they were computed, in memory of the thread, and then copied into the pool.
 
     Raises:
         ValueError: shapes disagree, or a position or a slot lies outside of its table (that token is not written).
     """
     check_qk_rope_store(
-        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND
-    )
+        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
+        written,
+    )  # fmt: skip
     norm = k_norm_D if q_norm_D is None else q_norm_D
     wide = norm is not None and norm.dtype != qkv_TX.dtype
     tokens, width = qkv_TX.shape
@@ -50,7 +55,8 @@ def qk_rope_store(
         0, qkv_TX.data_ptr(), cos_PF.data_ptr(), sin_PF.data_ptr(), positions_T.data_ptr(),
         0 if q_norm_D is None else q_norm_D.data_ptr(), 0 if k_norm_D is None else k_norm_D.data_ptr(),
         k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), slots_T.data_ptr(), q_out_TND.data_ptr(), tokens,
-        q_out_TND.shape[1], kv_heads, cos_PF.shape[0], slot_count, max(1, tokens // (threads * 4)), 0, eps,
+        q_out_TND.shape[1], kv_heads, cos_PF.shape[0], slot_count, max(1, tokens // (threads * 4)), 0,
+        *((0, 0, 0) if written is None else _digest_fields(written)), eps,
     )  # fmt: skip
     _body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION)(arguments, threads)
     if arguments.bad:
@@ -59,6 +65,11 @@ def qk_rope_store(
             f"{int(positions_T[arguments.bad - 1])}, expected below {cos_PF.shape[0]}; slot "
             f"{int(slots_T[arguments.bad - 1])}, expected below {slot_count}"
         )
+
+
+def _digest_fields(written: WrittenRows) -> tuple[int, int, int]:
+    factors_22W = written.coefficients_22W
+    return factors_22W.data_ptr(), written.sums_T2.data_ptr(), factors_22W.shape[-1]
 
 
 def warm(head_size: int, dtype: torch.dtype) -> None:
@@ -77,12 +88,14 @@ def _body(size: int, bf16: bool, wide: bool, version: int) -> Body:
             return
         a = carray(args, _FIELDS, np.int64)
         tokens, heads, kv_heads, step = a[11], a[12], a[13], a[16]
-        eps = np.float32(carray(args, _FIELDS, np.float64)[18])
+        eps = np.float32(carray(args, _FIELDS, np.float64)[_FIELDS - 1])
         item = np.uint16 if bf16 else np.float32
         width = (heads + 2 * kv_heads) * size
         positions = carray(at(a[4]), tokens, np.int64)
         slots = carray(at(a[9]), tokens, np.int64)
         kept = np.empty(size, np.float32)
+        keys = np.empty(kv_heads * size, item)
+        value_bytes = kv_heads * size * item_bytes
         while True:
             first = fetch_add(a.ctypes.data, step)
             if first >= tokens:
@@ -114,17 +127,22 @@ def _body(size: int, bf16: bool, wide: bool, version: int) -> Body:
                     if n < heads:
                         out = carray(at(a[10] + (t * heads + n) * size * item_bytes), size, item)
                     else:
-                        slot_head = slots[t] * kv_heads + n - heads
-                        out = carray(at(a[7] + slot_head * size * item_bytes), size, item)
+                        out = carray(at(keys.ctypes.data + (n - heads) * size * item_bytes), size, item)
                     for i in range(half):
                         low, high = kept[i], kept[half + i]
                         turned_low = low * cos[i] - high * sin[i]
                         turned_high = high * cos[i] + low * sin[i]
                         out[i] = narrow(turned_low) if bf16 else turned_low
                         out[half + i] = narrow(turned_high) if bf16 else turned_high
-                value_bytes = kv_heads * size * item_bytes
-                copy_bytes(
-                    a[8] + slots[t] * value_bytes, a[1] + (t + 1) * width * item_bytes - value_bytes, value_bytes
-                )
+                values_at = a[1] + (t + 1) * width * item_bytes - value_bytes
+                if a[19] != 0:
+                    sums = carray(at(a[19]), tokens * 2, np.int64)
+                    for kv in range(2):
+                        factors = a[18] + kv * a[20] * 8
+                        row = values_at if kv else np.int64(keys.ctypes.data)
+                        found = digest_row(row, factors, factors + a[20] * 4, a[20])
+                        sums[t * 2 + kv] = add_packed(sums[t * 2 + kv], found)
+                copy_bytes(a[7] + slots[t] * value_bytes, keys.ctypes.data, value_bytes)
+                copy_bytes(a[8] + slots[t] * value_bytes, values_at, value_bytes)
 
     return compile_body(turn_tokens)

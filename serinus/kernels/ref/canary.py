@@ -23,8 +23,18 @@ from torch import Tensor
 
 from serinus.kernels.canary import ANCHOR, UNKNOWN, differing
 from serinus.kernels.checks import check_digest
+from serinus.kernels.contracts import WrittenRows
 
-__all__ = ["add_digests", "canary_digest", "canary_due", "canary_plan", "canary_verify", "canary_write", "mix"]
+__all__ = [
+    "add_digests",
+    "canary_digest",
+    "canary_due",
+    "canary_plan",
+    "canary_verify",
+    "canary_write",
+    "digest_values",
+    "mix",
+]
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -68,6 +78,13 @@ def add_digests(one: Tensor, other: Tensor) -> Tensor:
     low = (one + other) & _MASK32
     high = ((one >> 32) + (other >> 32)) & _MASK32
     return low | (high << 32)
+
+
+def digest_values(written: WrittenRows, k_TX: Tensor, v_TX: Tensor) -> None:
+    """Add the digests of rows that are about to be stored, one layer's keys and values, [T, ...] contiguous."""
+    rows_T = torch.arange(len(k_TX), device=k_TX.device)
+    found_T2 = canary_digest([(k_TX, v_TX)], rows_T, written.coefficients_22W[None])
+    written.sums_T2.copy_(add_digests(written.sums_T2, found_T2))
 
 
 def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int]:

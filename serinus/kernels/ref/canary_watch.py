@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.canary import EARLY_BYTES, StampLane
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch
+from serinus.kernels.canary import EARLY_BYTES, UNKNOWN, StampLane
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
 from serinus.kernels.ref.canary import add_digests
 
 __all__ = ["canary_watch"]
@@ -23,7 +23,7 @@ __all__ = ["canary_watch"]
 
 def canary_watch(
     ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv, coefficients_L22W: Tensor | None,
-    ring: tuple[Tensor, Tensor, Tensor], page_size: int,
+    ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor], page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part.
 
@@ -33,12 +33,12 @@ def canary_watch(
         stamps_LS4: its stamps, int64.
         layers_kv: its pools, in the order of the coefficients.
         coefficients_L22W: of `digest_coefficients`; None = no KV is digested.
-        ring: rows, count and checked of `canary_verify`.
+        ring: rows, count and checked of `canary_verify`; stored: the same of what is read back after it was stored.
     All tensors stay where they are as long as the watch is used.
     Raises:
         ValueError: the coefficients are not those of these pools (here or at the first digest).
     """
-    return _OpsWatch(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, page_size)
+    return _OpsWatch(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
 
 
 class _OpsWatch:
@@ -46,16 +46,18 @@ class _OpsWatch:
 
     def __init__(
         self, ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], page_size: int,
+        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor],
+        stored: tuple[Tensor, Tensor, Tensor], page_size: int,
     ) -> None:  # fmt: skip
         self._ops, self._table_RC, self._stamps_LS4 = ops, table_RC, stamps_LS4
-        self._layers_kv, self._coefficients_L22W, self._ring, self._page_size = (
-            layers_kv, coefficients_L22W, ring, page_size,
+        self._layers_kv, self._coefficients_L22W, self._ring, self._stored, self._page_size = (
+            layers_kv, coefficients_L22W, ring, stored, page_size,
         )  # fmt: skip
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._sums: list[Tensor] = []
         self._digested = 0
         self._batch: tuple[Tensor, ...] | None = None
+        self._names_T = self._written_T2 = torch.zeros(0)
         self.entry_count = 0
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
@@ -88,16 +90,31 @@ class _OpsWatch:
             )
 
     def stand(
-        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor
-    ) -> None:
+        self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
+        first_name: int,
+    ) -> None:  # fmt: skip
         self._batch = (slots_T, positions_T, tokens_T, q_starts_B1, self._table_RC, rows_B)
+        at_T = torch.arange(len(slots_T), device=slots_T.device)
+        self._names_T = torch.bucketize(at_T, q_starts_B1[1:], right=True) + first_name
+        self._written_T2 = torch.zeros((len(slots_T), 2), dtype=torch.int64, device=slots_T.device)
+
+    def writes(self, layer: int) -> WrittenRows | None:
+        if self._coefficients_L22W is None:
+            return None
+        return WrittenRows(coefficients_22W=self._coefficients_L22W[layer], sums_T2=self._written_T2)
 
     def write(self, lane: int) -> None:
         assert self._batch is not None, "kernels: a watch writes stamps of tokens that stand() has not named"
-        digests_T2 = None
-        if lane >= StampLane.TAIL_K and self._coefficients_L22W is not None:
-            digests_T2 = self._ops.canary_digest(self._layers_kv, self._batch[0], self._coefficients_L22W)
-        self._ops.canary_write(self._stamps_LS4, lane, *self._batch, digests_T2)
+        if lane < StampLane.TAIL_K or self._coefficients_L22W is None:
+            self._ops.canary_write(self._stamps_LS4, lane, *self._batch, None)
+            return
+        self._ops.canary_write(self._stamps_LS4, lane, *self._batch, self._written_T2)
+        slots_T, positions_T, tokens_T = self._batch[:3]
+        found_T2 = self._ops.canary_digest(self._layers_kv, slots_T, self._coefficients_L22W)
+        unknown_T = torch.full_like(slots_T, UNKNOWN)
+        self._ops.canary_verify(
+            self._stamps_LS4, lane, slots_T, positions_T, unknown_T, tokens_T, found_T2, self._names_T, *self._stored
+        )
 
     def _digest_to(self, end: int) -> None:
         factors, first = self._coefficients_L22W, self._digested

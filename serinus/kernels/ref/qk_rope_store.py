@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.checks import check_qk_rope_store
+from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.rms_norm import rms_norm
 
 __all__ = ["qk_rope_store"]
@@ -17,6 +19,7 @@ __all__ = ["qk_rope_store"]
 def qk_rope_store(
     qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
     k_norm_D: Tensor | None, eps: float, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+    written: WrittenRows | None = None,
 ) -> None:  # fmt: skip
     """Split qkv; norm and rotate q and k; write q to `q_out`, and k and v to their slots.
 
@@ -33,12 +36,14 @@ def qk_rope_store(
         k_pool_SHD, v_pool_SHD: one layer's pools; changed in place; dtype of qkv.
         slots_T: int64; token t goes to slot slots_T[t]. Distinct, except for padding tokens, which go to 0.
         q_out_TND: changed in place; dtype of qkv.
+        written: where the digests of the stored rows are added, made of the values and not of the pool.
     Raises:
         ValueError: shapes or dtypes disagree, or a tensor is strided.
     """
     check_qk_rope_store(
-        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND
-    )
+        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
+        written,
+    )  # fmt: skip
     tokens = qkv_TX.shape[0]
     heads, kv_heads, size = q_out_TND.shape[1], k_pool_SHD.shape[1], q_out_TND.shape[2]
     rows_TXD = qkv_TX.view(tokens, -1, size)
@@ -50,7 +55,10 @@ def qk_rope_store(
     cos = cos_PF[positions_T].unsqueeze(1)
     sin = sin_PF[positions_T].unsqueeze(1)
     q_out_TND.copy_(_rotate(q, cos, sin))
-    k_pool_SHD[slots_T] = _rotate(k, cos, sin)
+    k, v = _rotate(k, cos, sin), v.contiguous()
+    if written is not None:
+        digest_values(written, k, v)
+    k_pool_SHD[slots_T] = k
     v_pool_SHD[slots_T] = v
 
 
