@@ -8,7 +8,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
 from serinus.kernels.contracts import LayerDigest, RowSampling, Tiling, TopTokens, Watch, WrittenRows
-from serinus.kernels.huge_pages import collapse_to_huge_pages, prefer_huge_pages
+from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
@@ -31,6 +31,7 @@ __all__ = [
     "digest_values",
     "load",
     "packed_sums",
+    "populate",
     "prefer_huge_pages",
     "warm",
 ]

@@ -11,10 +11,11 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-__all__ = ["collapse_to_huge_pages", "prefer_huge_pages"]
+__all__ = ["collapse_to_huge_pages", "populate", "prefer_huge_pages"]
 
 _HUGE_BYTES = 2 << 20
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_SMALL_BYTES = 4096
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:
@@ -40,8 +41,17 @@ def collapse_to_huge_pages(address: int, byte_count: int) -> None:
     _advise(address, byte_count, _MADV_COLLAPSE)
 
 
-def _advise(address: int, byte_count: int, advice: int) -> None:
-    start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
-    size = (address + byte_count - start) // _HUGE_BYTES * _HUGE_BYTES
+def populate(address: int, byte_count: int) -> None:
+    """Map memory now that would be mapped when it is first written; its content stays.
+
+    Cost: 0.7 s per GB in a virtual machine whose memory was not touched before.
+    """
+    _advise(address, byte_count, _MADV_POPULATE_WRITE, _SMALL_BYTES)
+
+
+def _advise(address: int, byte_count: int, advice: int, unit: int = _HUGE_BYTES) -> None:
+    """About the whole pages, of `unit` bytes, of this memory."""
+    start = -(-address // unit) * unit
+    size = (address + byte_count - start) // unit * unit
     if _MADVISE is not None and size > 0:
         _MADVISE(start, size, advice)

@@ -4,7 +4,7 @@
 """
 
 from serinus.pool.device import DevicePool, PoolRegion, PoolSpec
-from serinus.pool.host import HostPool, host_page_counts
+from serinus.pool.host import HostPool, host_page_counts, map_ahead
 from serinus.pool.mover import LayerGate, Mover
 from serinus.pool.request_table import RequestTable
 from serinus.pool.workers import Task, ThreadWorkers, Workers
@@ -21,4 +21,5 @@ __all__ = [
     "ThreadWorkers",
     "Workers",
     "host_page_counts",
+    "map_ahead",
 ]

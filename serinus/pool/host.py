@@ -7,7 +7,8 @@ a page goes to storage in one piece and to the device a range of layers at a tim
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,18 +17,23 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
+from serinus.kernels import populate
 from serinus.pool.device import PoolSpec, lazy_zeros
+from serinus.pool.workers import ThreadWorkers
 
-__all__ = ["HostPool", "host_page_counts"]
+__all__ = ["HostPool", "host_page_counts", "map_ahead"]
 
 _LINE_BYTES = 4096
 _GB = 10**9
+_PIECE_BYTES = 1 << 21
+"""Mapped at a time: the process maps nothing else meanwhile."""
 
 
 class HostPool:
     """uint8 [P, Y]. Plain memory beside a CPU; pinned beside an accelerator, so that copies need no host wait.
 
-    Cost: on the CPU nothing until a page is written (mapped lazily); pinning touches all of it, about 1 s per 10 GB.
+    Cost: on the CPU nothing until a page is written (mapped lazily, or by `map_ahead`); pinning touches all of it,
+    about 1 s per 10 GB.
     """
 
     def __init__(self, spec: PoolSpec, page_count: int) -> None:
@@ -75,6 +81,27 @@ class HostPool:
         if self.pinned:
             self.pinned = False
             self._unpin()
+
+
+def map_ahead(pools: Iterable[HostPool]) -> ThreadWorkers:
+    """A thread that maps what was not written yet: a copy into 250 MB of fresh memory took 200 to 1,600 ms in a virtual
+    machine, 25 ms into the same memory afterwards, on cores that compute. `stop` it before the pools are closed.
+
+    Cost: one core for 0.7 s per GB in that machine.
+    """
+    pieces = (
+        partial(_map, pool.data_PY, at)
+        for pool in pools
+        if not pool.pinned
+        for at in range(0, pool.data_PY.nbytes, _PIECE_BYTES)
+    )
+    workers = ThreadWorkers("serinus-memory")
+    workers.start(lambda: next(pieces, None))
+    return workers
+
+
+def _map(memory: NDArray[np.uint8], at: int) -> None:
+    populate(memory.ctypes.data + at, min(_PIECE_BYTES, memory.nbytes - at))
 
 
 def _unregister(memory: NDArray[np.uint8]) -> None:

@@ -19,7 +19,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.models import ModelSpec
 from serinus.parallel import Shard
-from serinus.pool import DevicePool, HostPool, Mover, PoolSpec, host_page_counts
+from serinus.pool import DevicePool, HostPool, Mover, PoolSpec, Workers, host_page_counts, map_ahead
 from serinus.pool.storage import FileStorage
 from serinus.ranks.memory import available_bytes
 
@@ -39,9 +39,13 @@ class Tiers:
     """Copies between device and host."""
     storage: FileStorage | None
     """Pages in files; None = none."""
+    mapping: Workers | None = None
+    """What maps the host pages that were not written yet; None = they are mapped when they are."""
 
     def close(self) -> None:
         """End the threads and give the memory back; the cache must be asked for nothing any more."""
+        if self.mapping is not None:
+            self.mapping.stop()
         self.mover.close()
         if self.storage is not None:
             self.storage.close()
@@ -85,7 +89,8 @@ def build_tiers(
             byte_max=int(settings.hicache_storage_size * 1e9 / ranks) or None,
             clock=clock,
         )
-    return Tiers(host=host, mover=Mover(dict(pools), host, layer_parts, clock), storage=storage)
+    mover = Mover(dict(pools), host, layer_parts, clock)
+    return Tiers(host=host, mover=mover, storage=storage, mapping=map_ahead(host.values()))
 
 
 def host_counts(config: ServeConfig, specs: Mapping[Part, PoolSpec], taken: int = 0) -> dict[Part, int]:

@@ -11,6 +11,7 @@ from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import Built
 from serinus.engine.messages import FrontMessage
+from serinus.ranks.tier_parts import pause
 from serinus.wire.messages import Abort
 
 __all__ = ["EngineDriver"]
@@ -62,8 +63,12 @@ class EngineDriver:
 
     def wait(self) -> None:
         """Wait a moment for other ranks or for copies, where the engine has nothing else to do."""
-        if (wait_s := self.engine.wait_s) > 0:
+        if (wait_s := self.engine.wait_s) <= 0:
+            return
+        if self.line.under_way or self.line.size > 1:
             self.line.pump(min(wait_s, _WAIT_S))
+        else:  # copies are carried by threads of their own: leave them the cores
+            pause(min(wait_s, _WAIT_S))
 
     def run(self) -> None:
         """Turn until nothing is left to do."""

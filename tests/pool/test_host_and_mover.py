@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
 from serinus.kernels import load
-from serinus.pool import DevicePool, HostPool, LayerGate, Mover, PoolSpec, host_page_counts
+from serinus.pool import DevicePool, HostPool, LayerGate, Mover, PoolSpec, host_page_counts, map_ahead
 
 FULL, SWA = Part.FULL, Part.SWA
 LAYERS = (SWA, FULL, SWA, SWA, FULL)
@@ -301,3 +303,27 @@ def test_a_host_tier_that_the_machine_cannot_give_is_refused_with_figures() -> N
 def test_memory_that_the_system_does_not_give_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="system gives no"):
         HostPool(SPEC, 1 << 45)
+
+
+def test_host_memory_is_mapped_before_it_is_written() -> None:
+    host = HostPool(dataclasses.replace(SPEC, page_size=128, page_count=1024), 256)
+    first = ctypes.c_void_p(-(-host.data_PY.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE)
+    count = host.data_PY.nbytes // mmap.PAGESIZE - 1
+    seen = np.zeros(count, np.uint8)
+
+    def resident() -> int:
+        size = ctypes.c_size_t(count * mmap.PAGESIZE)
+        assert ctypes.CDLL(None).mincore(first, size, ctypes.c_void_p(seen.ctypes.data)) == 0
+        return int((seen & 1).sum())
+
+    assert host.data_PY.nbytes > 3 << 21, "several pieces"
+    assert resident() < 600, "lazily mapped: at most one huge page at the edge"
+    mapping = map_ahead([host])
+    for _ in range(2000):
+        if resident() == count:
+            break
+        threading.Event().wait(0.005)
+    assert resident() == count
+    assert not host.data_PY.any(), "its content stays"
+    mapping.stop()
+    host.close()
