@@ -153,11 +153,12 @@ class PageQuarantine:
         """
         pool = self._pools.device[part]
         states = pool.ledger.owner_P[pages] & STATE_MASK
-        bad = pages[np.isin(states, _CONDEMNED)]
+        bad = pages[np.isin(states, _CONDEMNED) & ~self._is_banned(part, pages)]
+        if not len(bad):
+            return Condemned(tokens=0, pages={})
         for page in bad.tolist():
-            if page not in self.banned[part]:
-                self.banned[part][page] = None
-                self.failures[part, page] = self.failures.get((part, page), 0) + counts
+            self.banned[part][page] = None
+            self.failures[part, page] = self.failures.get((part, page), 0) + counts
         below: list[Node] = []
         gone: dict[Part, list[Pages]] = {part: [bad]}
         size = self._tree.page_size

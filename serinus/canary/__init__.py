@@ -1,6 +1,7 @@
 """canary: decides what KV is checked when, reads what the kernels found, and says what follows from it.
 
 CanaryLead    the leader's half: commands sweeps and arrival checks, judges what ranks found, reports (lead.py)
+Judge         what follows from violations: pages condemned, requests named (judge.py)
 CanaryRank    one rank's half: checks its KV around each step and by command (rank.py)
 make_*        both from the settings (make.py); an engine without a canary has None
 Incident      violations of one slot, reason and owner, as one record (incidents.py)
@@ -14,7 +15,8 @@ from __future__ import annotations
 from serinus.canary.commands import CANARY_COMMANDS, CanaryAnswer, CheckArrival, Finding, StartCanary, SweepSlots
 from serinus.canary.faults import SECONDS_MAX, FaultOrder, LeadFaults
 from serinus.canary.incidents import Incident, IncidentLog
-from serinus.canary.lead import CanaryLead, Verdict, perturb
+from serinus.canary.judge import Verdict
+from serinus.canary.lead import CanaryLead, perturb
 from serinus.canary.make import make_canary_lead, make_canary_rank
 from serinus.canary.rank import CanaryRank, TokenOracle
 from serinus.canary.settings import CheckSettings

@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from serinus.cache import PrefixCache, Tier
+from serinus.cache import Condemned, PrefixCache, Tier
 from serinus.canary.commands import (
     CanaryAnswer,
     CheckArrival,
@@ -29,10 +28,11 @@ from serinus.canary.commands import (
 )
 from serinus.canary.faults import FaultOrder, LeadFaults
 from serinus.canary.incidents import IncidentLog
+from serinus.canary.judge import Judge, Requests, Verdict, reason_of
 from serinus.canary.perturb import Injection
-from serinus.canary.violation import Violation, ViolationLog, possible_counts, reason_names
+from serinus.canary.violation import Violation, ViolationLog, possible_counts
 from serinus.core.clock import Clock
-from serinus.core.errors import ConfigError, KvViolation
+from serinus.core.errors import ConfigError
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
@@ -42,7 +42,7 @@ from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings, coverage_stride
 from serinus.kernels import Reason
 
-__all__ = ["CanaryLead", "Requests", "Verdict", "perturb"]
+__all__ = ["CanaryLead", "perturb"]
 
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
@@ -56,30 +56,6 @@ _SEEN_S: Final = 1.0
 _HEARD_KEPT: Final = 256
 _TOLD_KEPT: Final = 4096
 _log = get_logger("canary")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A request that must not go on, and why, in words."""
-
-    rid: str
-    reason: str
-
-
-class Requests(Protocol):
-    """What the lead asks about requests; sched.Scheduler."""
-
-    def users_of(self, part: Part, page: int) -> tuple[str, ...]:
-        """The requests whose rows name a page."""
-        ...
-
-    def rows_of(self, rids: Iterable[str]) -> Mapping[Part, NDArray[np.int32]]:
-        """The pages that rows of these requests name, by part."""
-        ...
-
-    def client_of(self, rid: str) -> str:
-        """What its client calls a request, where this engine calls it by the handoff."""
-        ...
 
 
 class CanaryLead:
@@ -121,6 +97,7 @@ class CanaryLead:
         self._line = line
         self._cache = cache
         self._requests, self._clock = requests, clock
+        self._judgement = Judge(cache, requests, self._verify, self._was_condemned)
         self._running: set[str] = set()
         """Requests of the last plan..."""
         self._seen_at = clock.now()
@@ -139,7 +116,7 @@ class CanaryLead:
         self._swept_at = dict.fromkeys(parts, clock.now())
         self._possible = possible_counts(parts)
         self._sweep_passes = 0
-        self._outside: list[Verdict] = []
+        self._outside: dict[str, Verdict] = {}
         """What follows from findings outside of a step; given out with the next one."""
         self._numbers = 0
         self._answers: dict[int, dict[int, CanaryAnswer]] = {}
@@ -153,6 +130,7 @@ class CanaryLead:
     def begin(self, plan: StepPlan) -> None:
         """Command what ranks check before they run this plan: a sweep, where it is due."""
         self.steps += 1
+        self._judgement.begin(self.steps, self._cursor)
         self._note_verified(plan)
         interval = self._settings.kv_canary_sweep_interval
         budgets = self._due_by_time()
@@ -172,11 +150,11 @@ class CanaryLead:
     def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
         """What follows from what ranks found in a step, before it is committed: (rank, Violation or Injection).
 
-        A line is logged for each new incident. In mode raise, pages whose bytes are wrong are quarantined, and the
-        requests that they touch are named. Raises KvViolation: nothing can be named.
+        A line is logged for each new incident. Unless the mode is log, pages whose KV is wrong are condemned, and the
+        requests that they touch are named (judge.py). Raises KvViolation: nothing can be named.
         """
-        verdicts = (*self._outside, *self._classify(self._filed(findings)))
-        self._outside.clear()
+        self._judge_later(self._filed(findings))
+        verdicts, self._outside = tuple(self._outside.values()), {}
         return verdicts
 
     def arrived(self, rid: str, own: OwnPages | None) -> str:
@@ -184,13 +162,15 @@ class CanaryLead:
         log. Waits until all ranks have checked them. Raises as CommandLine.pump and `judge`."""
         if own is None:
             return ""
-        command = CheckArrival(number=self._number(), rid=rid, spans=own.spans, tokens=own.tokens)
-        found = self._filed((rank, each) for rank, answer in self._ask(command) for each in answer.violations)
+        found = self._verify(rid, own)
         here = [each for each in found if each.rid == rid]
-        self._classify(here)
         # On an accelerator, a rank may read in its rings now what its last step noted.
-        self._outside += self._classify([each for each in found if each.rid != rid])
-        return _reason(here[0]) if here and self._raises else ""
+        self._judge_later([each for each in found if each.rid != rid])
+        if not here or not self._raises:
+            return ""
+        others = [verdict for verdict in self._judgement.arrival(here) if verdict.rid != rid]
+        self._outside = {each.rid: each for each in others} | self._outside
+        return reason_of(here[0])
 
     def heard(self, finding: HandoffFinding) -> None:
         """The canary of another engine found wrong KV on a page that a handoff moved between it and this one. Where it
@@ -320,20 +300,15 @@ class CanaryLead:
                 )
             )  # fmt: skip
 
-    def _classify(self, violations: Sequence[Violation]) -> list[Verdict]:
-        """Wrong bytes touch every request that uses the page, a wrong row only its own request."""
-        verdicts: dict[str, Verdict] = {}
-        for violation in violations if self._raises else ():
-            users: tuple[str, ...] = ()
-            if Reason.VERIFY_REAL_KV_HASH in violation.reasons:
-                users = violation.users
-                self._cache.condemn(violation.part, np.array([violation.page], np.int32))
-            touched = dict.fromkeys(rid for rid in (violation.rid, *users) if rid)
-            if not touched and not violation.owner:
-                raise KvViolation(f"canary: {_reason(violation)}, and nobody owns the page")
-            for rid in touched:
-                verdicts.setdefault(rid, Verdict(rid=rid, reason=_reason(violation)))
-        return list(verdicts.values())
+    def _judge_later(self, violations: Sequence[Violation]) -> None:
+        """What follows from these violations is given out with the next step, or with this one."""
+        verdicts = self._judgement.step(violations) if self._raises else []
+        self._outside = {each.rid: each for each in verdicts} | self._outside
+
+    def _verify(self, rid: str, own: OwnPages) -> list[Violation]:
+        """Have all ranks verify these pages of a request; what they found there is filed."""
+        command = CheckArrival(number=self._number(), rid=rid, spans=own.spans, tokens=own.tokens)
+        return self._filed((rank, each) for rank, answer in self._ask(command) for each in answer.violations)
 
     def _filed(self, findings: Iterable[tuple[int, object]]) -> list[Violation]:
         """The violations, with what the leader knows of their pages. They and the injections are kept for reports."""
@@ -371,6 +346,15 @@ class CanaryLead:
             self._tell(known, trace)
         return known
 
+    def _was_condemned(self, violation: Violation, condemned: Condemned) -> None:
+        if not condemned.pages:
+            return
+        _log.error(
+            "kv_canary condemned: part=%s page=%d position=%d tokens=%d pages=%d",
+            violation.part.name, violation.page, violation.position, condemned.tokens,
+            sum(map(len, condemned.pages.values())),
+        )  # fmt: skip
+
     def _tell(self, violation: Violation, trace: PageTrace) -> None:
         key = trace.xid, violation.part, violation.reasons
         if key in self._told:
@@ -381,7 +365,7 @@ class CanaryLead:
         self._untold.append(
             HandoffFinding(
                 engine=trace.engine, peer=trace.peer, xid=trace.xid, rid=trace.rid, part=violation.part.name,
-                position=violation.position, reason=_reason(violation),
+                position=violation.position, reason=reason_of(violation),
             )
         )  # fmt: skip
 
@@ -398,9 +382,7 @@ class CanaryLead:
     def _counts(self) -> list[tuple[int, CanaryAnswer]]:
         """What all ranks have checked so far. What their sweeps found meanwhile is filed."""
         answers = self._ask(TellCounts(number=self._number()))
-        self._outside += self._classify(
-            self._filed((rank, each) for rank, answer in answers for each in answer.violations)
-        )
+        self._judge_later(self._filed((rank, each) for rank, answer in answers for each in answer.violations))
         return answers
 
     def _number(self) -> int:
@@ -431,15 +413,6 @@ def _by_check(answers: Iterable[CanaryAnswer]) -> dict[str, dict[str, int]]:
         both["due"] += count.due
         both["checked"] += count.checked
     return found
-
-
-def _reason(violation: Violation) -> str:
-    """What the client is told."""
-    where = f" of rank {violation.rank}" if violation.rank else ""
-    return (
-        f"KV integrity: {'|'.join(reason_names(violation.reasons))} at slot {violation.slot}, position"
-        f" {violation.position}{where} ({violation.tag}, step {violation.step})"
-    )
 
 
 def perturb(lead: CanaryLead | None, order: bytes = b"") -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from serinus.cache import PrefixCache
 from serinus.canary.faults import LeadFaults
-from serinus.canary.lead import CanaryLead, Requests
+from serinus.canary.judge import Requests
+from serinus.canary.lead import CanaryLead
 from serinus.canary.perturb import Perturber, PerturbPlan, rank_fault_plan
 from serinus.canary.rank import CanaryRank, TokenOracle
 from serinus.canary.settings import CheckSettings

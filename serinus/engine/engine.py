@@ -112,6 +112,7 @@ class Engine:
         finished = self.line.finished()
         verdicts: Sequence[Verdict] = ()
         if finished is not None and self.canary is not None:
+            self.scheduler.settle()  # what never came from the host is computed again; it is no fault here
             verdicts = self.canary.judge(finished.findings)  # while the pages still have the owners that they had
         for event in messages:
             self._take(event, now)

@@ -199,6 +199,21 @@ class Scheduler:
         self._open.append(step)
         return step.plan
 
+    def settle(self) -> None:
+        """The oldest step under way has run: settle the loads that it waited for. Requests whose KV never came begin
+        again, and what the step found or computed for them is dropped. To be called before its findings are
+        judged; a `commit` does it too."""
+        if self._open and self._allocator.open_loads:
+            self._allocator.settle(self._open[0].loads)
+            self._begin_again()
+
+    def dropped(self) -> frozenset[str]:
+        """Requests that began again since the oldest step under way was planned."""
+        if not self._open:
+            return frozenset()
+        step = self._open[0]
+        return frozenset(work.rid for work, state in zip(step.plan.work, step.states, strict=True) if state is None)
+
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> Outcome:
         """Take in the result of the oldest step under way: append tokens, find stops, publish pages, announce chunks.
         The loads that the step waited for are settled first.
@@ -207,9 +222,7 @@ class Scheduler:
         """
         check_result(self._open[0].plan if self._open else None, plan, result)
         loading = bool(self._allocator.open_loads)
-        if loading:
-            self._allocator.settle(self._open[0].loads)
-            self._begin_again()
+        self.settle()
         step = self._open.popleft()
         self._note_time(step, now)
         outcome = self._step_commit.apply(step, result, now)
@@ -365,6 +378,11 @@ class Scheduler:
     def pages_of(self, rid: str) -> OwnPages | None:
         """A request's tokens and pages; None = unknown."""
         return self._states[rid].own_pages() if rid in self._states else None
+
+    def computed_pages(self, rid: str) -> OwnPages | None:
+        """The same, its tokens as far as their KV is computed by steps that were committed."""
+        own = self.pages_of(rid)
+        return None if own is None else OwnPages(tokens=own.tokens[: self._states[rid].computed], spans=own.spans)
 
     def sanity_check(self) -> None:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""

@@ -12,7 +12,7 @@ import pytest
 
 from serinus.cache import Tier
 from serinus.cache.ledger import STATE_MASK, PageState
-from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Violation
+from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Verdict, Violation
 from serinus.canary.commands import TellCounts
 from serinus.canary.perturb import Injection
 from serinus.core.clock import ManualClock
@@ -28,6 +28,7 @@ from serinus.testing.builders import make_request
 from serinus.testing.tiny_engine import TinyEngine
 
 PLAN = StepPlan(step=1, work=())
+ANY_REASON = "KV integrity: verify_real_kv_hash at slot {page}, position 0 (TAIL_K_FULL, step 1)"
 OWN = OwnPages(
     tokens=np.arange(4, dtype=np.int32),
     spans=(PageSpan(part=Part.FULL, first=0, pages=np.array([2], np.int32)),),
@@ -152,11 +153,63 @@ def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyE
     assert "allocate" in known.history
 
 
-def test_a_wrong_row_fails_its_own_request_alone_and_quarantines_nothing(engine: TinyEngine) -> None:
+@pytest.fixture
+def both(engine: TinyEngine) -> TinyEngine:
+    """Two requests run: `runs` and `other`."""
+    engine.scheduler.add(make_request("other", list(range(50, 59)), max_new_tokens=8, ignore_eos=True))
+    engine.step()
+    return engine
+
+
+def test_a_wrong_row_fails_its_own_request_alone_and_condemns_nothing(both: TinyEngine) -> None:
+    line = line_to()
+    lead = lead_over(line, both)
+    found = violation("other", page_of(both, "runs"), Reason.VERIFY_POSITION)
+    assert [verdict.rid for verdict in lead.judge([(0, found), (0, found)])] == ["other"]
+    (check,) = (each for each in line.ranks[0].commands if isinstance(each, CheckArrival))
+    assert check.tokens.tolist() == list(range(50, 59)), "its own pages, once, as far as they are computed"
+    assert both.cache.stats().pages.quarantined == 0
+
+
+def test_a_stamp_condemns_the_page_where_it_is_wrong_and_touches_all_its_users(both: TinyEngine) -> None:
+    """The slot behind it is reported: a stamp is held against the one before it."""
+    line, page = line_to(), page_of(both, "runs")
+    lead = lead_over(line, both)
+    line.ranks[0].found = (violation("runs", page, Reason.VERIFY_TOKEN),)
+    own = both.scheduler.pages_of("runs")
+    assert own is not None
+    found = replace(violation("runs", int(own.spans[0].pages[1]), Reason.VERIFY_CHAIN_HASH), position=4)
+    assert [verdict.rid for verdict in lead.judge([(0, found)])] == ["runs"]
+    assert both.cache.stats().pages.quarantined == 2, "the page before it, and what was computed from that"
+    assert both.cache.probe("", np.arange(20, 29, dtype=np.int32)).device == 0
+
+
+@pytest.mark.parametrize("reason", [Reason.VERIFY_CHAIN_HASH, Reason.VERIFY_POSITION])
+def test_a_sweep_condemns_what_it_finds_and_the_page_before_where_that_may_be_at_fault(
+    engine: TinyEngine, reason: Reason
+) -> None:
     lead = lead_over(line_to(), engine)
-    found = violation("other", page_of(engine, "runs"), Reason.VERIFY_POSITION)
-    assert [verdict.rid for verdict in lead.judge([(0, found)])] == ["other"]
-    assert engine.cache.stats().pages.quarantined == 0
+    own = engine.scheduler.pages_of("runs")
+    assert own is not None
+    first, second = own.spans[0].pages[:2].tolist()
+    engine.run()
+    assert lead.judge([(0, replace(violation("", second, reason), tag="SWEEP_K_FULL", position=4))]) == ()
+    kept = 0 if reason is Reason.VERIFY_CHAIN_HASH else 4
+    assert engine.cache.probe("", np.arange(20, 29, dtype=np.int32)).device == kept
+    assert (first in engine.cache.tiers.quarantine.banned[Part.FULL]) == (not kept)
+
+
+def test_what_a_step_found_of_a_page_that_was_handed_out_since_is_nobodys_fault(engine: TinyEngine) -> None:
+    lead = lead_over(line_to(), engine)
+    lead.begin(PLAN)
+    engine.scheduler.abort("runs", "its client left")
+    engine.cache.evict(99)
+    engine.scheduler.add(make_request("late", list(range(70, 79)), max_new_tokens=8))
+    engine.step()
+    page = page_of(engine, "late")
+    assert lead.judge([(0, violation("runs", page))]) == (Verdict(rid="runs", reason=ANY_REASON.format(page=4 * page)),)
+    lead.begin(PLAN)
+    assert [each.rid for each in lead.judge([(0, replace(violation("", page), step=2))])] == ["late"]
 
 
 def test_a_fault_that_is_found_in_every_step_is_one_incident_and_one_line(

@@ -1,0 +1,118 @@
+"""What is wrong in the cache is condemned for any reason, with all computed from it; what is innocent stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus.cache import PageState
+from serinus.core.moves import MoveDone, MoveKind
+from serinus.core.parts import Part
+from serinus.core.request import FinishReason
+from serinus.kernels import StampLane
+from serinus.models.small_checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+from tests.engine.test_canary import SHARED, TIERED, Watched
+
+RAISE = {"kv_canary": "raise", "kv_canary_sweep_interval": 0}
+PROMPT = [*SHARED[0], 201]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("poison") / "full", tokenizer=False)
+
+
+def cached_pages(engine: Watched) -> list[int]:
+    """The pages of the only cached prompt, in order."""
+    found = engine.built.cache.match_prefix("", np.array(PROMPT, np.int32), 40)
+    engine.built.cache.release(found.lease)
+    return [int(page) for page in found.pages]
+
+
+def answers(engine: Watched, rids: list[str], count: int = 8) -> list[bool]:
+    """Whether each request got the right answer; the others must have a 500."""
+    right = []
+    for rid in rids:
+        end = engine.end_of(rid)
+        right.append(end.finish is not FinishReason.ERROR)
+        if right[-1]:
+            assert engine.tokens(rid) == toy_continue(engine.built.spec, PROMPT, count)
+        else:
+            assert end.error_status == 500
+    return right
+
+
+@pytest.mark.parametrize("slot", [0, 3], ids=["first slot of a page", "last slot of a page"])
+@pytest.mark.parametrize("field", range(4), ids=["token", "position", "chain", "digest"])
+@pytest.mark.parametrize("lane", [StampLane.HEAD_K, StampLane.TAIL_V], ids=["head", "tail"])
+def test_one_bit_of_a_cached_stamp_costs_one_request_and_no_more(
+    toy: Path, lane: StampLane, field: int, slot: int
+) -> None:
+    engine = Watched(toy, **RAISE)
+    engine.add("warm", PROMPT)
+    engine.run()
+    page = cached_pages(engine)[4]
+    stamps = engine.built.pools[Part.FULL].stamps_LS4
+    assert stamps is not None
+    stamps.numpy()[lane, 4 * page + slot, field] ^= 1
+    rids = [f"r{turn}" for turn in range(4)]
+    for rid in rids:
+        engine.add(rid, PROMPT)
+        engine.run()
+    assert answers(engine, rids) == [False, True, True, True]
+    assert engine.built.cache.ledger.owner_P[page] % 8 == PageState.QUARANTINED, "the page that was damaged"
+    engine.built.cache.sanity_check()
+
+
+def test_a_load_that_failed_is_computed_again_and_fails_no_request(toy: Path) -> None:
+    engine = Watched(toy, **TIERED, **RAISE, max_running_requests=8, max_total_tokens=240)
+    engine.add("warm", PROMPT)
+    engine.run()
+    cache, tiers = engine.built.cache, engine.built.tiers
+    assert tiers is not None
+    cache.evict(60)
+    for page in cache.host_pages(Part.FULL):
+        tiers.host[Part.FULL].data_PY[int(page), 0] ^= 1
+    end, failed = cache.tiers._end, []
+
+    def fails(done: MoveDone) -> None:
+        if cache.tiers.table.get(done.op).kind is MoveKind.LOAD and not failed:
+            failed.append(done.op)
+            done = MoveDone(op=done.op, ok=False, seconds=done.seconds)
+        end(done)
+
+    cache.tiers._end = fails  # type: ignore[method-assign]
+    rids = [f"r{turn}" for turn in range(6)]
+    for rid in rids:
+        engine.add(rid, PROMPT)
+    engine.run()
+    assert failed
+    assert answers(engine, rids) == [True] * 6
+    assert engine.lead.view()["incidents_total"] > 0, "what the copy left there was seen"
+    assert cache.stats().pages.quarantined == 0
+    engine.built.close()
+
+
+def test_a_damaged_row_of_the_devices_table_fails_its_request_and_flushes_no_prefix(toy: Path) -> None:
+    engine = Watched(toy, **RAISE, max_total_tokens=400)
+    other = [*SHARED[1][:20], 202]
+    for rid, prompt in (("warm", PROMPT), ("other", other)):
+        engine.add(rid, prompt, count=30)
+    while len(engine.tokens("other")) < 4:
+        engine.turn()
+    tables: Any = engine.built.line.body._runner._tables
+    states = engine.built.engine.scheduler._states
+    rows = tables[Part.FULL].table
+    rows.numpy()[states["warm"].row, 8:12] = rows.numpy()[states["other"].row, 8:12]
+    engine.run()
+    assert engine.end_of("warm").error_status == 500
+    assert engine.tokens("other") == toy_continue(engine.built.spec, other, 30)
+    assert engine.built.cache.stats().pages.quarantined == 0
+    assert engine.built.cache.probe("", np.array(PROMPT, np.int32)).device == 40, "the prompt is cached as before"
+    engine.add("again", PROMPT)
+    engine.run()
+    assert answers(engine, ["again"]) == [True]
