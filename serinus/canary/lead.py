@@ -93,7 +93,7 @@ class CanaryLead:
         self.steps = 0
         """Steps begun; the warm-up is not counted."""
         self._settings = settings
-        self._raises = settings.kv_canary == "raise"
+        self._raises = settings.fails
         self._line = line
         self._cache = cache
         self._requests, self._clock = requests, clock
@@ -424,7 +424,7 @@ def perturb(lead: CanaryLead | None, order: bytes = b"") -> dict[str, Any]:
     if order:
         if faults is None:
             raise ConfigError(
-                "canary: this engine plants no faults, expected one started with --kv-canary log or raise and"
+                "canary: this engine plants no faults, expected one started with --kv-canary log, raise or heal and"
                 " --kv-canary-perturb-api"
             )
         faults.order(FaultOrder(**json.loads(order)))

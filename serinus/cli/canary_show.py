@@ -38,7 +38,7 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
     if view is None:
         return [f"{where} did not answer: {member.get('error', '')!a}"]
     if view["mode"] == "none":
-        return [f"{where}: no canary (start it with --kv-canary log or raise)"]
+        return [f"{where}: no canary (start it with --kv-canary log, raise or heal)"]
     lines = [
         f"{where}: mode {view['mode']}, real data {view['real_data']}, each slot once in {view['stride']} steps; "
         f"{view['steps']:,} steps, {view['slots_checked']:,} of {view['slots_due']:,} slots checked, "

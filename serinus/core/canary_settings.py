@@ -16,8 +16,9 @@ class CanarySettings:
 
     kv_canary: str = setting(
         "none",
-        "what a violation does: log it, or raise: fail the requests it touches; none = no canary",
-        choices=("none", "log", "raise"),
+        "what a violation does: log it; raise: fail the requests it touches; heal: compute them again from their last"
+        " verified token; none = no canary",
+        choices=("none", "log", "raise", "heal"),
     )
     kv_canary_real_data: str = setting(
         "none",
@@ -38,6 +39,21 @@ class CanarySettings:
     kv_canary_sweep_interval: int = setting(
         0,
         "steps between two sweeps of 4,096 slots of cached pages that no request uses, beside those by time; 0 = none",
+        low=0,
+    )
+    kv_canary_stream: str = setting(
+        "eager",
+        "with heal, when a token of a stream leaves: eager = after the verdict of its step; confirmed = once all KV"
+        " that it was computed on is verified (with rotating:N up to N-1 steps later)",
+        choices=("eager", "confirmed"),
+    )
+    kv_canary_heals_max: int = setting(
+        3, "with heal, how often one request is computed again; then it ends with the 500 of raise", low=0
+    )
+    kv_canary_heal_tokens_per_second: int = setting(
+        16384,
+        "with heal, tokens computed again per second, averaged over 10 s; beyond it requests end with the 500 of raise;"
+        " 0 = no bound",
         low=0,
     )
     kv_canary_stats_interval: int = setting(100, "steps between two lines of statistics; 0 = none", low=0)
@@ -62,6 +78,11 @@ class CanarySettings:
         False, "let POST /canary/perturb plant faults while the engine runs (never in production)"
     )
 
+    @property
+    def fails(self) -> bool:
+        """Whether a violation ends, or heals, the requests that it touches."""
+        return self.kv_canary in ("raise", "heal")
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.kv_canary == "none":
@@ -69,8 +90,15 @@ class CanarySettings:
                 if getattr(self, item.name) != item.default:
                     raise ConfigError(
                         f"config: {item.flag} is {getattr(self, item.name)!r} without --kv-canary, expected"
-                        f" --kv-canary log or raise"
+                        f" --kv-canary log, raise or heal"
                     )
+        for name in ("kv_canary_stream", "kv_canary_heals_max", "kv_canary_heal_tokens_per_second"):
+            item = next(item for item in settings_of(type(self)) if item.name == name)
+            if self.kv_canary != "heal" and getattr(self, name) != item.default:
+                raise ConfigError(
+                    f"config: {item.flag} is {getattr(self, name)!r} with --kv-canary {self.kv_canary}, expected"
+                    f" --kv-canary heal"
+                )
         if self.kv_canary_perturb_rank is not None and not self.kv_canary_perturb:
             raise ConfigError(
                 f"config: --kv-canary-perturb-rank is {self.kv_canary_perturb_rank} without --kv-canary-perturb,"

@@ -246,7 +246,7 @@ def test_the_latest_violations_of_a_running_engine_are_shown(
     settings = FrontSettings(model_path=str(make_byte_tokenizer(tmp_path)), admin_api_key="secret")
     with running_front(settings, engine) as front:
         assert main(["canary", "show", front.url, "--api-key", "secret"]) == 0
-        assert "no canary (start it with --kv-canary log or raise)" in capsys.readouterr().out
+        assert "no canary (start it with --kv-canary log, raise or heal)" in capsys.readouterr().out
         assert main(["canary", "show", front.url]) == 2
         assert "give the admin key" in capsys.readouterr().err
 

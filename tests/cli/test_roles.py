@@ -61,7 +61,8 @@ def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: 
 
 def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
     values: dict[str, Any] = {
-        "tp_size": 2, "pp_size": 2, "kv_canary": "raise", "kv_canary_real_data": "all", "kv_canary_coverage": "full",
+        "tp_size": 2, "pp_size": 2, "kv_canary": "heal", "kv_canary_real_data": "all", "kv_canary_coverage": "full",
+        "kv_canary_stream": "confirmed",
         "kv_canary_perturb": "real_kv_used=1", "kv_canary_perturb_target": "swa", "kv_canary_perturb_api": True,
     }  # fmt: skip
     for role in ("prefill", "decode"):
@@ -105,11 +106,13 @@ def test_without_prefill_engines_the_flags_of_decode_hold_for_those_that_do_both
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--prefill-kv-canary rise", "--prefill-kv-canary is 'rise', expected one of none, log, raise (did you mean"),
+        ("--prefill-kv-canary rise", "--prefill-kv-canary is 'rise', expected one of none, log, raise, heal (did you"),
         ("--decode-pp-size 0", "--decode-pp-size is 0, expected at least 1"),
         ("--decode-kv-canary-perturb-seed x", "--decode-kv-canary-perturb-seed is 'x', expected an integer"),
         ("--prefill 0 --prefill-kv-canary log", "--prefill-kv-canary is 'log' with --prefill 0, expected prefill eng"),
-        ("--decode-kv-canary-real-data all", "without --kv-canary, expected --kv-canary log or raise (of decode"),
+        ("--decode-kv-canary-real-data all", "without --kv-canary, expected --kv-canary log, raise or heal (of decode"),
+        ("--kv-canary raise --kv-canary-stream confirmed", "'confirmed' with --kv-canary raise, expected --kv-can"),
+        ("--kv-canary heal --prefill-kv-canary log --kv-canary-heals-max 5", "with --kv-canary log, expected --kv-"),
         ("--kv-canary log --decode-kv-canary-coverage half", "is 'half', expected full or rotating:N with N > 0 (of"),
         ("--prefill-tp-size 33 --pp-size 2", "is 66 ranks, expected at most 64 (of prefill engines)"),
         ("--prefill-page-size 8", "unknown flag --prefill-page-size: did you mean --page-size?"),
