@@ -120,6 +120,8 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_canary_violations", "Broken promises about KV, by reason and check", "reason", "tag"),
     _counter("kv_canary_incidents", "Places found wrong: one for each slot, reason and owner of the page"),
     _counter("kv_canary_slots", "Slots the canary had to verify, and did", "state"),
+    _counter("kv_canary_heals", "Requests that read wrong KV in mode heal, by what became of them", "result"),
+    _counter("kv_canary_healed_tokens", "Tokens computed again because KV was found wrong"),
     _gauge("kv_canary_last_verified_seconds", "Seconds since a cached page was last verified: oldest, median", "page"),
     _counter("kv_canary_sweep_passes", "Complete walks over the cached pages"),
     _counter("kv_faults_injected", "Faults planted by --kv-canary-perturb", "kind"),

@@ -68,6 +68,8 @@ class Request:
     """Control address of the prefill engine the router suggests; empty = none."""
     timeout_s: Seconds = 0.0
     """Seconds from its arrival within which it must end, in whatever state it is; 0 = none."""
+    stream: bool = False
+    """Its tokens are shown as they come; otherwise only its whole answer is."""
     arrival: float = 0.0
     """Clock.now() when the request reached this engine."""
 
@@ -125,5 +127,7 @@ class TokenDelta:
     """With ERROR or ABORT: what happened, in words."""
     error_status: int = 500
     """With ERROR: the HTTP status that fits."""
+    wrong_token: int | None = None
+    """With ERROR: index, in the answer, of the first token that left and turned out wrong."""
     usage: Usage | None = None
     """In the first and the last delta of a request."""

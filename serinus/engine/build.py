@@ -27,6 +27,7 @@ from serinus.core.sampling import SamplingParams
 from serinus.core.settings import coverage_stride
 from serinus.engine.engine import Engine
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_handoffs
+from serinus.engine.healing import Healer
 from serinus.engine.inspect import EngineFacts
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.messages import FrontEvent, TurnOutput
@@ -293,6 +294,7 @@ def lead(
         ),
         clock,
     )  # fmt: skip
+    heals = config.canary.kv_canary == "heal"
     engine = Engine(
         scheduler=scheduler,
         cache=cache,
@@ -300,6 +302,7 @@ def lead(
         handoffs=made.role,
         metrics=_step_metrics(config, metrics, None if starter is None else line, clock.now()),
         canary=canary,
+        healer=Healer(config.canary, scheduler, made.role, metrics) if heals else None,
         facts=_facts(config, parts.tiers, starter),
         stream_interval=config.sched.stream_interval,
         request_s_max=config.sched.request_s_max,
@@ -461,5 +464,7 @@ def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> S
         ),
         prefetch_s_max=config.cache.hicache_prefetch_s_max,
         depth=depth,
+        heals=config.canary.kv_canary == "heal",
+        confirms_streams=config.canary.kv_canary_stream == "confirmed",
         verify_steps=0 if config.canary.kv_canary == "none" else coverage_stride(config.canary.kv_canary_coverage),
     )

@@ -25,6 +25,7 @@ from serinus.core.log import get_logger
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.engine.deadlines import Deadlines
+from serinus.engine.healing import Healer
 from serinus.engine.inspect import EngineFacts, cache_view, engine_info
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, TurnOutput, failed_delta
 from serinus.engine.outbox import Outbox
@@ -58,6 +59,7 @@ class Engine:
         handoffs: Handoffs,
         metrics: StepMetrics,
         canary: CanaryLead | None = None,
+        healer: Healer | None = None,
         facts: EngineFacts | None = None,
         stream_interval: int = 1,
         request_s_max: float = 0.0,
@@ -69,6 +71,7 @@ class Engine:
             line: to the ranks, the leader's own included.
             handoffs: the engine's role.
             canary: the leader's half of the canary, which checks each step; None = there is none.
+            healer: has requests that read wrong KV computed again; None = they end.
             facts: what `info` and `cache` calls tell beside the state.
             request_s_max: seconds that a request may take; 0 = no bound but its own.
             sanity: check the cache's invariants, some nodes a step, all when idle.
@@ -79,6 +82,7 @@ class Engine:
         self.handoffs = handoffs
         self.metrics = metrics
         self.canary = canary
+        self.healer = healer
         self.turns = 0
         """Turns so far; peers see by it that the engine goes on."""
         self._cache = cache
@@ -169,11 +173,11 @@ class Engine:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def _commit(self, finished: FinishedStep, verdicts: Sequence[Verdict], now: float) -> None:
-        """Take in what came of the oldest plan. `verdicts`: requests that the canary ends before a token leaves."""
+        """Take in what came of the oldest plan. `verdicts`: requests of which nothing of this step may leave."""
         plan, start = self._open.popleft()
         if finished.failed:
             _log.error("engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed)
-        ended = [self._fail(verdict.rid, "kv_canary", verdict.reason, now) for verdict in verdicts]
+        ended = [self._violated(verdict, now) for verdict in verdicts]
         ended += [self._fail(work.rid, "error", finished.failed, now) for work in plan.work if finished.failed]
         outcome = self.scheduler.commit(plan, finished.result, now)
         outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
@@ -199,6 +203,13 @@ class Engine:
         self._open.append((plan, now))
         self.line.run(plan)
         return True
+
+    def _violated(self, verdict: Verdict, now: float) -> TokenDelta | None:
+        """A request read wrong KV: it is healed, or ends; its last delta then."""
+        reason = verdict.reason
+        if self.healer is not None and not (reason := self.healer.heal(verdict.rid, reason, now)):
+            return None
+        return self._fail(verdict.rid, "kv_canary", reason, now)
 
     def _fail(self, rid: str, code: str, reason: str, now: float) -> TokenDelta | None:
         """End a request whose KV is not to be trusted, before anything that was computed on it leaves: none of it is
@@ -356,6 +367,8 @@ class Engine:
         self.handoffs.refresh(metrics)
         if self.canary is not None:
             self.canary.refresh(metrics)
+        if self.healer is not None:
+            self.healer.refresh(metrics)
         return metrics.render()
 
     def _canary_view(self) -> dict[str, Any]:

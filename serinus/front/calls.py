@@ -34,9 +34,12 @@ _TIMEOUT_MAX = 1e6
 class RequestFailed(RequestError):
     """The engine could not serve a request; it said why and with which status."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, wrong_token: int | None = None) -> None:
+        """`wrong_token`: index in the answer of the first token that was shown and is wrong."""
         super().__init__(message)
         self.status = status
+        if wrong_token is not None:
+            self.code, self.field = "kv_integrity", f"output[{wrong_token}]"
         if status >= 500:
             self.kind = _KINDS.get(status, "internal_server_error")
 
@@ -165,9 +168,10 @@ class Call:
 
     def submit(
         self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, prefill_address: str = "",
-        timeout: float | None = None,
+        timeout: float | None = None, streamed: bool = False,
     ) -> DeltaQueue:  # fmt: skip
-        """Send the sequences to the engine; `seeds`: one per prompt. Raises EngineDown, CapacityError."""
+        """Send the sequences to the engine; `seeds`: one per prompt; `streamed`: the client sees tokens as they come.
+        Raises EngineDown, CapacityError."""
         if len(cache_salt) > _NAME_MAX:
             raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
         if not -_PRIORITY_END <= priority < _PRIORITY_END:
@@ -192,6 +196,7 @@ class Call:
                 priority=priority,
                 prefill_address=prefill_address,
                 timeout_s=timeout or 0.0,
+                stream=streamed,
             )
             for sequence, (prompt, sampling, seed) in zip(self.sequences, choices, strict=True)
         ]
@@ -239,7 +244,9 @@ class Call:
         if sequence is None:
             return None
         if delta.finish is FinishReason.ERROR:
-            sequence.failure = RequestFailed(delta.error or "engine: the request failed", delta.error_status)
+            sequence.failure = RequestFailed(
+                delta.error or "engine: the request failed", delta.error_status, delta.wrong_token
+            )
             if not self._fail_alone:
                 raise sequence.failure
             del self._open[delta.rid]

@@ -87,6 +87,7 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
         cache_salt=body.cache_salt,
         priority=body.priority,
         timeout=body.timeout,
+        streamed=body.stream,
     ) as call:
         renderer = _ChatRenderer(front, call, body, await front.tokenizer("messages"), start)
         await renderer.answer(exchange, streamed=bool(body.stream))

@@ -43,6 +43,7 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
         cache_salt=body.cache_salt,
         priority=body.priority,
         timeout=body.timeout,
+        streamed=body.stream,
     ) as call:
         renderer = _CompletionRenderer(front, call, body, await front.tokenizer_or_none(), start)
         await renderer.answer(exchange, streamed=bool(body.stream))

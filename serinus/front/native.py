@@ -77,6 +77,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
         cache_salt=salt,
         priority=body.priority,
         timeout=body.timeout,
+        streamed=body.stream,
         fail_alone=True,
     ) as call:
         single = single and len(call.sequences) == 1

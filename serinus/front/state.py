@@ -228,9 +228,11 @@ class Front:
         cache_salt: str | None = None,
         priority: int | None = None,
         timeout: float | None = None,
+        streamed: bool | None = False,
         fail_alone: bool = False,
     ) -> AsyncIterator[Call]:
-        """Run these prompts for this client; whatever ends it, nothing is left running in the engine.
+        """Run these prompts for this client, who sees tokens as they come where it is `streamed`; whatever ends it,
+        nothing is left running in the engine.
 
         Raises BadRequest, EngineDown, CapacityError.
         """
@@ -252,6 +254,7 @@ class Front:
             cache_salt=cache_salt or "",
             priority=priority or 0,
             timeout=timeout,
+            streamed=bool(streamed),
             prefill_address=self._suggested_prefill(exchange),
         )
         exchange.watch(queue.leave)

@@ -4,6 +4,7 @@ Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, token
 """
 
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.sched.request_state import Healing
 from serinus.sched.scheduler import Scheduler
 from serinus.sched.settings import POLICIES, SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals
@@ -12,6 +13,7 @@ __all__ = [
     "POLICIES",
     "ChunkReady",
     "HandoffSpec",
+    "Healing",
     "Outcome",
     "Reservation",
     "SchedSettings",

@@ -37,7 +37,9 @@ class Batch:
     """The running requests, and those whose handoff is in transit. Each list is in the order in which requests joined
     it."""
 
-    def __init__(self, allocator: PageAllocator, depth: int) -> None:
+    def __init__(self, allocator: PageAllocator, depth: int, *, heals: bool = False) -> None:
+        """`heals`: a retracted request forgets the tokens that are not known to be right."""
+        self._heals = heals
         self._allocator = allocator
         self._depth = depth
         self._turn = 0
@@ -106,6 +108,8 @@ class Batch:
                 growth.barred_seq = min(growth.barred_seq, state.seq)
                 return
             self.remove(victim)
+            if self._heals:
+                victim.rewind()  # its wrong KV would never be found any more
             self._allocator.release(victim, park=True)
             victim.cold = victim is state and self.rows_needed == 0 and bool(state.windowed)
             victim.move(Phase.WAITING)

@@ -253,12 +253,12 @@ class PageAllocator:
         for row, first in passed:
             row.drop_before(first)
 
-    def release(self, state: ReqState, *, park: bool = False) -> None:
+    def release(self, state: ReqState, *, park: bool = False, trusted: bool = True) -> None:
         """Give everything back: the only exit for finish, abort, retract and recompute. `park`: it will come again,
         so what it published goes to the host at once, where there is one. What is not verified is not published; of an
-        untrusted one nothing more is."""
+        untrusted one, and where what it has now is not `trusted`, nothing more is."""
         if state.lease is not None:
-            tokens = state.tokens[: state.published if state.untrusted else state.verified]
+            tokens = state.tokens[: state.published if state.untrusted or not trusted else state.verified]
             spans = tuple([row.span() for row in state.rows])
             self.cache.finish(state.rid, state.lease, tokens, spans, park=park)
         if state.row:

@@ -51,6 +51,16 @@ class RequestQueues:
         state.started = None
         self.waiting.push(state)
 
+    def go_back(self, state: ReqState) -> None:
+        """A running one read wrong KV: it forgets what may have come of that, publishes nothing of what it has, and is
+        computed again when its turn comes by its age."""
+        self._batch.remove(state)
+        state.lost = state.computed
+        state.rewind()
+        self._allocator.release(state, trusted=False)
+        state.move(Phase.WAITING)
+        self.waiting.push(state)
+
     def begin_again(self, leases: Sequence[Lease]) -> list[ReqState]:
         """The KV of these leases never came from the host: their requests begin once more, or end where they were
         aborting. Returns those that may be in plans under way."""

@@ -5,6 +5,9 @@ of the first `computed` is written (their plans are committed), that of the firs
 `published` lies in the tree. Always published <= verified <= computed <= planned <= known. What is planned and not
 computed is under way.
 
+The first `right` tokens are known to be right, whatever becomes of the KV; the first `left` have been given out. A heal
+forgets what is not known to be right: tokens given out stay in the buffer behind `known`, to be compared with.
+
 Verified means: a canary has found the KV of these positions sound after it was last read to compute one of them. So the
 tokens up to and including position `verified` are right; what lies beyond may have been computed on wrong bytes.
 """
@@ -27,7 +30,7 @@ from serinus.core.plan import SampleSpec, SeqWork
 from serinus.core.request import Request, TokenLogprobs, Usage
 from serinus.sched.page_row import PageRow
 
-__all__ = ["NEXT_PHASES", "Phase", "ReqState"]
+__all__ = ["NEXT_PHASES", "Healing", "Phase", "ReqState"]
 
 _GROWTH = 256
 """Tokens by which a buffer grows at least."""
@@ -63,6 +66,19 @@ NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
 }
 """The legal changes. A retracted or recomputed request goes back to WAITING; one that ends while chunks of it are still
 being read goes to INFLIGHT; nothing leaves ENDED."""
+
+
+class Healing(Enum):
+    """What heals a request that read wrong KV."""
+
+    NOTHING = auto()
+    """It is gone, about to end, has gone back already, or owns no KV."""
+    RUNNING = auto()
+    """It goes back and is computed again."""
+    TRANSFER = auto()
+    """Its handoff ends, and it is computed here."""
+    PEER = auto()
+    """It is computed for a decode engine, which computes it again itself."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -147,6 +163,19 @@ class ReqState:
     retracted: bool = False
     """Gave its pages back at least once since it last ran."""
 
+    confirmed: bool = False
+    """Its tokens are given out when they are known to be right, not before."""
+    right: int = field(init=False)
+    """Tokens known to be right when it last gave its pages back: the prompt at least."""
+    left: int = field(init=False)
+    """Tokens given out, the prompt's included; more than `known` while it is computed again."""
+    kept: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of tokens behind `left`, where asked for."""
+    heals: list[str] = field(default_factory=list)
+    """Why it was computed again, each time that its KV was found wrong."""
+    lost: int = 0
+    """Tokens whose KV it gave up at the last heal, until it runs again."""
+
     retractions: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens found in a cache when it was first admitted, by tier; without those that decode holds already."""
@@ -167,7 +196,7 @@ class ReqState:
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt
-        self.prompt_len = self.known = len(prompt)
+        self.prompt_len = self.known = self.right = self.left = len(prompt)
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
         self._begin_rows()
@@ -242,6 +271,24 @@ class ReqState:
         self.known = known + 1
         if self.history is not None:
             self.history.add(token)
+
+    def rewind(self) -> None:
+        """Forget the tokens that are not known to be right; to be called while it has its pages. Cost: with penalties
+        one pass over its tokens."""
+        self.right = max(self.right, min(self.known, self.verified + 1))
+        del self.kept[max(0, self.right - self.left) :]
+        if self.right == self.known:
+            return
+        self.known = self.right
+        if self.history is not None:
+            self.history = TokenHistory(self.request.prompt)
+            for token in self.tokens[self.prompt_len : self.known].tolist():
+                self.history.add(token)
+
+    @property
+    def sendable(self) -> int:
+        """Tokens that may have been given out by now."""
+        return max(self.right, min(self.known, self.verified + 1)) if self.confirmed else self.known
 
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name

@@ -31,7 +31,7 @@ from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_queues import RequestQueues
-from serinus.sched.request_state import Phase, ReqState
+from serinus.sched.request_state import Healing, Phase, ReqState
 from serinus.sched.settings import SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals, sched_stats
 from serinus.sched.step_commit import StepCommit
@@ -47,7 +47,7 @@ class Scheduler:
     def __init__(self, settings: SchedSettings, cache: PrefixCache) -> None:
         self.settings = settings
         self._allocator = allocator = PageAllocator(settings, cache)
-        self._batch = batch = Batch(allocator, settings.depth)
+        self._batch = batch = Batch(allocator, settings.depth, heals=settings.heals)
         admission = Admission(settings, allocator, batch)
         self._incoming = Incoming(settings, allocator, batch, admission)
         self._outgoing = Outgoing(allocator)
@@ -119,6 +119,7 @@ class Scheduler:
             remote=remote,
             phase=Phase.PREALLOC if remote else Phase.WAITING,
             local_reason=local_reason,
+            confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),
         )
         if handoff is not None:
             self._outgoing.start(state, handoff)
@@ -167,6 +168,42 @@ class Scheduler:
         """End every request; the last deltas of those that have one."""
         deltas = (self.abort(rid, reason) for rid in list(self._states))
         return tuple(delta for delta in deltas if delta is not None)
+
+    def healing_of(self, rid: str) -> Healing:
+        """What is to be done about a request that read wrong KV in the step that is committed next."""
+        state = self._states.get(rid)
+        if state is None or state.aborting or state.phase in (Phase.WAITING, Phase.PREALLOC):
+            return Healing.NOTHING
+        if state.handoff is not None:
+            return Healing.PEER
+        if state.phase is Phase.TRANSFER:
+            return Healing.TRANSFER
+        step = self._open[0] if self._open else None
+        if step is not None and any(
+            w.rid == rid and s is None for w, s in zip(step.plan.work, step.states, strict=True)
+        ):
+            return Healing.NOTHING
+        return Healing.RUNNING
+
+    def heals_of(self, rid: str) -> int:
+        """How often a request was healed; 0 = never, or unknown."""
+        return len(self._states[rid].heals) if rid in self._states else 0
+
+    def heal(self, rid: str, reason: str) -> None:
+        """A running request read wrong KV (`reason`: what was found): it goes back to the last token that is known to
+        be right and is computed again at the place of its age, on other pages. Steps under way drop what they compute
+        for it. Tokens that have left are computed again too: equal ones are not given out twice, the first other one
+        ends the request with an error that names it (TokenDelta.wrong_token).
+
+        Raises KeyError where it is unknown, InvariantError where it does not run. Cost: that of a retraction.
+        """
+        state = self._states[rid]
+        if not state.running or state.aborting:
+            raise InvariantError(f"sched: request {rid} is healed as {state.phase.name}, expected a running one")
+        state.heals.append(reason)
+        self._requests.go_back(state)
+        for step in self._open:
+            step.forget(state)
 
     # The step
 
@@ -348,6 +385,11 @@ class Scheduler:
     def waiting_count(self) -> int:
         """Requests waiting to be computed here."""
         return len(self._waiting)
+
+    @property
+    def totals(self) -> Totals:
+        """The counters as they grow; to be read."""
+        return self._totals
 
     def stats(self) -> SchedStats:
         """Gauges and a copy of the counters. Cost: O(waiting)."""

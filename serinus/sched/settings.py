@@ -56,6 +56,11 @@ class SchedSettings:
     verify_steps: int = 0
     """A canary verifies each slot that a decoding request reads in one of so many steps of that request; 1 = in each;
     0 = there is no canary: all that is computed counts as verified."""
+    heals: bool = False
+    """Requests that read wrong KV are computed again: one that gives its pages back forgets the tokens that are not
+    known to be right, and those of an answer that is not streamed leave only when they are."""
+    confirms_streams: bool = False
+    """With `heals`: tokens of streams too leave only when they are known to be right."""
     lpm_scan_requests: int = 128
     """Waiting requests whose cached prefix lpm looks up in one step."""
     lpm_skips_max: int = 256

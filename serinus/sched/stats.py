@@ -49,6 +49,10 @@ class Totals:
     """Times a request gave its pages back under pressure."""
     recomputed: int = 0
     """Remote requests that were computed here after all."""
+    healed_tokens: int = 0
+    """Tokens computed again because KV was found wrong."""
+    wrong_streams: int = 0
+    """Requests that ended because a token had left that turned out wrong."""
     prompt_tokens: int = 0
     """Prompt tokens of requests whose prompt was answered."""
     computed_tokens: int = 0

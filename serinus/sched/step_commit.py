@@ -10,9 +10,9 @@ from dataclasses import replace
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import ChunkReady
 from serinus.core.plan import SeqResult, SeqWork, StepResult
-from serinus.core.request import TokenDelta, TokenLogprobs
+from serinus.core.request import FinishReason, TokenDelta, TokenLogprobs
 from serinus.sched.batch import Batch
-from serinus.sched.endings import ending_of
+from serinus.sched.endings import ExitReason, ending_of
 from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
@@ -58,7 +58,9 @@ class StepCommit:
             elif state.phase is Phase.DECODE:
                 if slides:
                     self._allocator.advance(state, state.computed)
-                deltas.append(self.take_token(state, seq.token, seq.logprobs, now))
+                delta = self.take_token(state, seq.token, seq.logprobs, now)
+                if delta is not None:
+                    deltas.append(delta)
             else:
                 self._take_chunk(state, work, seq, now, deltas, chunks)
         return replace(step.outcome, deltas=tuple(deltas), chunks=tuple(chunks))
@@ -90,7 +92,9 @@ class StepCommit:
         self._allocator.advance(state, state.computed)
         state.move(Phase.DECODE)
         self._batch.decoding.append(state)
-        deltas.append(self.take_token(state, seq.token, seq.logprobs, now))
+        delta = self.take_token(state, seq.token, seq.logprobs, now)
+        if delta is not None:
+            deltas.append(delta)
 
     def _known_token(self, state: ReqState, token: int | None) -> int:
         if token is None or not 0 <= token < self._vocab_size:
@@ -99,34 +103,67 @@ class StepCommit:
             )
         return token
 
-    def take_token(self, state: ReqState, found: int | None, logprobs: TokenLogprobs | None, now: float) -> TokenDelta:
-        """Append a token to a decoding request, and end the request where that was its last.
+    def take_token(
+        self, state: ReqState, found: int | None, logprobs: TokenLogprobs | None, now: float
+    ) -> TokenDelta | None:
+        """Append a token to a decoding request, and end the request where that was its last. Returns what is given out
+        now; None = nothing: the token left before a heal, or is not known to be right yet.
 
         Raises InvariantError where `found` is not an id of the vocabulary."""
-        token = self._known_token(state, found)
+        token, place = self._known_token(state, found), state.known
+        if place < state.left and int(state.tokens[place]) != token:
+            return self._end_wrong(state, f"id {int(state.tokens[place])}, computed again it is {token}")
         state.append(token)
-        self._totals.generation_tokens += 1
-        first = state.first_token is None
-        if first:
+        if state.first_token is None:
             state.first_token = now
             self._totals.prompt_tokens += state.prompt_len
             for tier, count in state.cached_tokens.items():
                 self._totals.cached_tokens[tier] = self._totals.cached_tokens.get(tier, 0) + count
         ending = ending_of(state) if token in state.stop_set or state.known >= state.limit else None
-        if not first and ending is None:
+        if place == state.left and ending is None and place > state.prompt_len and not state.confirmed:
+            state.left = place + 1
+            self._totals.generation_tokens += 1
             return TokenDelta(
                 rid=state.request.rid, token_ids=(token,), logprobs=() if logprobs is None else (logprobs,)
             )
+        if logprobs is not None and place >= state.left:
+            state.kept.append(logprobs)
+        return self._given_out(state, ending)
+
+    def _given_out(self, state: ReqState, ending: ExitReason | None) -> TokenDelta | None:
+        """The tokens of a request that may leave and have not; all of them where it ends."""
+        left, end = state.left, state.sendable if ending is None else state.known
+        if ending is not None and end < left:
+            return self._end_wrong(state, f"id {int(state.tokens[end])}, computed again the answer ends before it")
+        if ending is None and end <= left:
+            return None
+        state.left, first = end, left == state.prompt_len
+        self._totals.generation_tokens += end - left
+        places, state.kept = state.kept[: end - left], state.kept[end - left :]
         delta = TokenDelta(
             rid=state.rid,
-            token_ids=(token,),
-            logprobs=() if logprobs is None else (logprobs,),
+            token_ids=tuple(state.tokens[left:end].tolist()),
+            logprobs=tuple(places),
             prompt_logprobs=tuple(state.prompt_logprobs or ()) if first else (),
             finish=ending.finish if ending else None,
             matched_stop=ending.matched_stop if ending else None,
-            usage=state.usage(),
+            usage=state.usage() if first or ending else None,
         )
         if ending is not None:
             self._totals.finished += 1
             self._requests.end(state)
         return delta
+
+    def _end_wrong(self, state: ReqState, what: str) -> TokenDelta:
+        """End a request whose next token left before and is another one now that it is computed on sound KV."""
+        at = state.known - state.prompt_len
+        self._totals.wrong_streams += 1
+        usage, why = state.usage(), state.heals[-1] if state.heals else "seen as it was computed again"
+        self._requests.end(state)
+        return TokenDelta(
+            rid=state.rid, finish=FinishReason.ERROR, error_status=500, wrong_token=at, usage=usage,
+            error=(
+                f"KV integrity: token {at} of this answer was computed on wrong KV and left before that was found:"
+                f" {what}; the {at} tokens before it are right ({why})"
+            ),
+        )  # fmt: skip

@@ -1,0 +1,163 @@
+"""Mode heal on a whole engine: what is damaged is computed again, clients get the right answer, neighbours go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from serinus.core.request import FinishReason, Request
+from serinus.core.sampling import SamplingParams
+from serinus.testing.oracle import toy_continue
+from tests.engine.test_canary import KINDS, SHARED, Watched, toys
+
+__all__ = ["toys"]
+
+ROTATING = {"kv_canary": "heal", "kv_canary_coverage": "rotating:4"}
+
+
+def add(engine: Watched, rid: str, prompt: list[int], count: int, *, stream: bool, **sampling: Any) -> None:
+    params = SamplingParams(**{"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling})
+    engine.send(Request(rid=rid, prompt=np.asarray(prompt, np.int32), sampling=params, seed=7, stream=stream))
+
+
+def run_until(engine: Watched, rid: str, count: int) -> None:
+    """Until a request knows so many tokens of its answer."""
+    while rid not in engine.engine.scheduler or engine.engine.scheduler._states[rid].generated < count:
+        engine.turn()
+
+
+def damage(engine: Watched, rid: str, position: int) -> None:
+    """Make the keys of a position of a running request quite another vector, in all layers: its answer changes."""
+    state = engine.engine.scheduler._states[rid]
+    slot = int(engine.built.line.body._runner._tables[engine.part].table[state.row][position])
+    for lane in (*engine.built.pools[engine.part].k, *engine.built.pools[engine.part].v):
+        lane.view(len(lane), -1).view(torch.float32)[slot] += 100.0
+
+
+def heals(engine: Watched, result: str) -> float:
+    return engine.built.metrics.get("kv_canary_heals", result)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("coverage", ["full", "rotating:4"])
+def test_a_damaged_request_gets_the_right_answer_and_its_neighbour_notices_nothing(
+    toys: dict[str, Path], kind: str, coverage: str
+) -> None:
+    engine = Watched(toys[kind], kv_canary="heal", kv_canary_coverage=coverage)
+    first, other = [*SHARED[0], 201], [*SHARED[1][:20], 202]
+    add(engine, "first", first, 30, stream=False)
+    add(engine, "other", other, 30, stream=True)
+    run_until(engine, "first", 6)
+    damage(engine, "first", engine.engine.scheduler._states["first"].computed - 1)
+    engine.run()
+    assert heals(engine, "recomputed") == 1
+    assert engine.tokens("first") == toy_continue(engine.built.spec, first, 30)
+    assert engine.finish("first") is FinishReason.LENGTH
+    assert engine.tokens("other") == toy_continue(engine.built.spec, other, 30)
+    assert all(len(delta.token_ids) == 1 for delta in engine.deltas["other"])
+    engine.lead.refresh(engine.built.metrics)
+    engine.engine.scheduler.sanity_check()
+    add(engine, "again", first, 10, stream=False)
+    engine.run()
+    assert engine.tokens("again") == toy_continue(engine.built.spec, first, 10)
+
+
+def test_an_eager_stream_with_a_wrong_token_ends_with_an_error_that_names_it(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], **ROTATING)
+    prompt = [*SHARED[0], 201]
+    right = toy_continue(engine.built.spec, prompt, 30)
+    add(engine, "one", prompt, 30, stream=True)
+    run_until(engine, "one", 8)
+    damage(engine, "one", 20)
+    engine.run()
+    shown, end = engine.tokens("one"), engine.end_of("one")
+    assert shown != right[: len(shown)], "no wrong token left: the story tells nothing"
+    wrong = next(i for i, (got, expected) in enumerate(zip(shown, right, strict=False)) if got != expected)
+    assert (end.finish, end.error_status, end.wrong_token) == (FinishReason.ERROR, 500, wrong)
+    assert f"token {wrong} of this answer" in end.error
+    assert f"id {shown[wrong]}, computed again it is {right[wrong]}" in end.error
+    assert "verify_real_kv_hash" in end.error
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_confirmed_tokens_are_never_wrong(toys: dict[str, Path], stream: bool) -> None:
+    engine = Watched(toys["full"], **ROTATING, **({"kv_canary_stream": "confirmed"} if stream else {}))
+    prompt = [*SHARED[0], 201]
+    right = toy_continue(engine.built.spec, prompt, 30)
+    add(engine, "one", prompt, 30, stream=stream, logprobs=1)
+    for at in (8, 15):
+        run_until(engine, "one", at)
+        shown = engine.tokens("one")
+        assert at - 4 <= len(shown) <= at, "tokens leave at most 3 steps late"
+        damage(engine, "one", 20 + at)
+        while heals(engine, "recomputed") < 1 + (at > 8):
+            engine.turn()
+            assert engine.tokens("one") == right[: len(engine.tokens("one"))]
+    engine.run()
+    assert engine.tokens("one") == right
+    assert engine.finish("one") is FinishReason.LENGTH
+    places = [place for delta in engine.deltas["one"] for place in delta.logprobs]
+    clean = Watched(toys["full"])
+    add(clean, "one", prompt, 30, stream=stream, logprobs=1)
+    clean.run()
+    expected = [place for delta in clean.deltas["one"] for place in delta.logprobs]
+    assert [place.logprob for place in places] == pytest.approx([place.logprob for place in expected], abs=1e-4)
+
+
+def test_penalties_and_stops_are_those_of_the_clean_answer(toys: dict[str, Path]) -> None:
+    asked: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 1.0}
+    prompt, answers = [*SHARED[0], 201], []
+    for is_damaged in (False, True):
+        engine = Watched(toys["full"], **ROTATING)
+        add(engine, "one", prompt, 40, stream=False, **asked)
+        run_until(engine, "one", 10)
+        if is_damaged:
+            damage(engine, "one", 25)
+        engine.run()
+        assert heals(engine, "recomputed") == is_damaged
+        answers.append(engine.tokens("one"))
+    assert answers[0] == answers[1]
+
+
+def test_a_request_that_is_damaged_again_and_again_ends_with_the_500(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], kv_canary="heal", kv_canary_heals_max=2)
+    add(engine, "one", [*SHARED[0], 201], 40, stream=False)
+    for turn in range(3):
+        run_until(engine, "one", 5 + 3 * turn)
+        damage(engine, "one", 44)
+        engine.turn()
+        engine.turn()
+    engine.run()
+    end = engine.end_of("one")
+    assert (end.finish, end.error_status) == (FinishReason.ERROR, 500)
+    assert "healed 2 times, --kv-canary-heals-max is 2" in end.error
+    assert (heals(engine, "recomputed"), heals(engine, "heals_max")) == (2, 1)
+
+
+def test_the_budget_of_recomputed_tokens_is_kept(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], kv_canary="heal", kv_canary_heal_tokens_per_second=1)
+    for rid in ("one", "two"):
+        add(engine, rid, [*SHARED[0], 201], 20, stream=False)
+        run_until(engine, rid, 5)
+        damage(engine, rid, 20)
+        engine.run()
+    assert engine.finish("one") is FinishReason.LENGTH
+    assert "--kv-canary-heal-tokens-per-second, 1, is used up" in engine.end_of("two").error
+
+
+def test_a_healed_request_can_be_aborted_while_it_waits(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], kv_canary="heal")
+    add(engine, "one", [*SHARED[0], 201], 30, stream=False)
+    run_until(engine, "one", 5)
+    damage(engine, "one", 30)
+    while not heals(engine, "recomputed"):
+        engine.turn()
+    engine.abort("one")
+    engine.run()
+    assert engine.finish("one") is FinishReason.ABORT
+    engine.engine.scheduler.sanity_check()
+    assert engine.engine.idle
