@@ -173,7 +173,8 @@ class Engine:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def _commit(self, finished: FinishedStep, verdicts: Sequence[Verdict], now: float) -> None:
-        """Take in what came of the oldest plan. `verdicts`: requests of which nothing of this step may leave."""
+        """Take in what came of the oldest plan. `verdicts` of the canary: requests that are healed or ended before
+        a token of it leaves."""
         plan, start = self._open.popleft()
         if finished.failed:
             _log.error("engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed)

@@ -231,8 +231,8 @@ class Front:
         streamed: bool | None = False,
         fail_alone: bool = False,
     ) -> AsyncIterator[Call]:
-        """Run these prompts for this client, who sees tokens as they come where it is `streamed`; whatever ends it,
-        nothing is left running in the engine.
+        """Run these prompts for this client (`streamed`: tokens are sent as they come); whatever ends it, nothing
+        is left running in the engine.
 
         Raises BadRequest, EngineDown, CapacityError.
         """

@@ -1,5 +1,6 @@
 """Seeded trouble for one engine with several plans under way: prompts that share beginnings, a pool and a host tier
-that are too small, loads that fail, aborts between plan and commit. `python -m tests.sched.depth_drive 500` runs seeds.
+that are too small, loads that fail, aborts between plan and commit; with `heals` also wild writes into KV, found in the
+next step that runs, and false alarms. `python -m tests.sched.depth_drive 500` runs seeds.
 
 Oracles: the fake model's answers, every invariant now and then, ledgers that drain. It counts what happened, so
 that a test can say that it did.
@@ -9,13 +10,18 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from serinus.cache import PartGeometry
 from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
+from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request
 from serinus.core.rng import Rng
+from serinus.sched import Healing
 from serinus.testing.builders import make_request
 from serinus.testing.fake_runner import fake_continue, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
@@ -27,8 +33,10 @@ BEGINNINGS = [[7] * 13 + [8] * 12, [7] * 9 + [9] * 20, [6] * 28, [5] * 24, [4, 3
 class Drive:
     """One engine, and the dice."""
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, depth: int, *, heals: bool = False) -> None:
         self.rng = rng = Rng(seed)
+        self.heals = heals
+        verify = {"heals": True, "verify_steps": seed % 5 or 1, "confirms_streams": seed % 2 == 0} if heals else {}
         page_size = rng.choice([1, 2, 4])
         window = rng.choice([None, None, 3, 6])
         pages = rng.randint(40, 64) // page_size
@@ -40,12 +48,14 @@ class Drive:
             page_size=page_size, page_count=pages + 1, context_length=48, vocab_size=VOCAB, eos_ids=(0,), depth=depth,
             max_running_requests=rng.randint(2, 6), growth_tokens=rng.choice([0, 4]),
             chunked_prefill_size=rng.choice([4, 8, 12]), auto=False,
-            schedule_policy=rng.choice(["fcfs", "lpm"]), **options,
+            schedule_policy=rng.choice(["fcfs", "lpm"]), **options, **verify,
         )  # fmt: skip
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.forgotten: set[tuple[int, int]] = set()
         self.happened: Counter[str] = Counter()
+        self.damaged: dict[tuple[Part, int], int] = {}
+        """Pages with wrong KV, and the last step that ran before."""
 
     def arrive(self) -> None:
         """One more request, of a length that fits."""
@@ -59,6 +69,7 @@ class Drive:
         rid = f"r{len(self.requests)}"
         sampling: dict[str, Any] = rng.choice([{}, {"temperature": 1.0}, {"prompt_logprobs": 0}])
         request = make_request(rid, prompt, seed=len(self.requests), max_new_tokens=rng.randint(1, 14), **sampling)
+        request = replace(request, stream=self.heals and rng.random() < 0.5)
         self.requests[rid] = request
         self.engine.scheduler.add(request)
 
@@ -83,6 +94,8 @@ class Drive:
         engine = self.engine
         if not engine.scheduler.under_way:
             return
+        if self.heals:
+            self.find(engine.scheduler._open[0].plan)
         engine.commit()
         self._note_forgotten()
         if any(rid in self.aborted and engine.works_for(rid) for rid in self.requests):
@@ -96,8 +109,44 @@ class Drive:
         }
         new, self.forgotten = forgotten - self.forgotten, forgotten
         if new:
-            assert self.engine.mover is not None, f"work {new} was taken out of plans, and no load can have failed"
+            can_fail = self.engine.mover is not None or self.heals
+            assert can_fail, f"work {new} was taken out of plans, and no load can have failed"
             self.happened["began again in a plan under way"] += len(new)
+
+    def damage(self) -> None:
+        """A wild write into a page of a running request, between two steps."""
+        engine = self.engine
+        engine.catch_up()
+        states = [state for state in engine.scheduler._batch if state.computed]
+        if not states:
+            return
+        state = self.rng.choice(states)
+        row = self.rng.choice(state.rows)
+        computed = [place for place in range(row.first, row.end) if place * row.page_size < state.computed]
+        if computed:
+            page = int(row.pages[self.rng.choice(computed)])
+            slots = slice(page * row.page_size, (page + 1) * row.page_size)
+            engine.runner.content[row.part][slots] ^= np.uint64(self.rng.randint(1, 1 << 60))
+            self.damaged.setdefault((row.part, page), engine.scheduler._planner._step)
+            self.happened["a page was damaged"] += 1
+
+    def find(self, plan: StepPlan) -> None:
+        """What a canary does before a commit: condemn what the step may have read, and heal those that use it."""
+        scheduler, touched = self.engine.scheduler, list[str]()
+        for (part, page), last in list(self.damaged.items()):
+            if plan.step > last:
+                users = scheduler.users_of(part, page)
+                touched += users
+                self.engine.cache.condemn(part, np.array([page], np.int32))
+                if all(scheduler.healing_of(rid) is not Healing.NOTHING for rid in users):
+                    del self.damaged[part, page]  # else one that has begun again on it meanwhile
+        if self.rng.random() < 0.1:
+            touched.append(self.rng.choice(plan.work).rid)
+        for rid in touched:
+            kind = scheduler.healing_of(rid)
+            self.happened[f"heal: {kind.name}"] += 1
+            if kind is Healing.RUNNING:
+                scheduler.heal(rid, "found in a test")
 
     def abort(self) -> None:
         """The client of one of them goes."""
@@ -124,6 +173,9 @@ class Drive:
 
     def turn(self) -> None:
         """One random event: an arrival, a plan, a commit or the like."""
+        is_found = self.engine.mover is None and self.engine.settings.verify_steps == 1
+        if self.heals and is_found and self.rng.random() < 0.1:
+            self.damage()
         dice = self.rng.random()
         if dice < 0.12:
             self.arrive()
@@ -148,13 +200,18 @@ class Drive:
         for _ in range(3000):
             if engine.scheduler.idle:
                 break
-            engine.step()
+            while engine.scheduler.under_way < engine.settings.depth and engine.plan() is not None:
+                pass
+            if not engine.scheduler.under_way and not engine.scheduler.running_count:
+                engine.cache.release_all_quarantined()
+            self.commit()
             engine.end_copies()
         for rid, request in self.requests.items():
             self._check(rid, request)
         engine.end_copies()
         while engine.cache.poll().in_flight:
             engine.end_copies()
+        engine.cache.release_all_quarantined()
         engine.check_drained()
 
     def _check(self, rid: str, request: Request) -> None:
@@ -172,9 +229,9 @@ class Drive:
             assert answer.prompt_logprobs == fake_prompt_logprobs(request), f"{rid}: {answer}"
 
 
-def drive(seed: int, depth: int, turns: int = 250) -> Counter[str]:
+def drive(seed: int, depth: int, turns: int = 250, *, heals: bool = False) -> Counter[str]:
     """One seed; what happened. Raises AssertionError or InvariantError where something is wrong."""
-    story = Drive(seed, depth)
+    story = Drive(seed, depth, heals=heals)
     for _ in range(turns):
         story.turn()
     story.finish()
@@ -186,13 +243,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="several plans under way")
     parser.add_argument("seeds", type=int, nargs="?", default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--heals", action="store_true")
     arguments = parser.parse_args()
     happened = Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
-            happened += drive(seed, 1 + seed % 3)
+            happened += drive(seed, 1 + seed % 3, heals=arguments.heals)
         except Exception:
-            print(f"seed {seed}, depth {1 + seed % 3}")
+            print(f"seed {seed}, depth {1 + seed % 3}: {happened}")
             raise
     print(f"{arguments.seeds} seeds: {dict(happened)}")
 

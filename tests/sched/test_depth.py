@@ -378,3 +378,22 @@ def test_trouble_of_every_kind_changes_no_answer_and_leaves_nothing_behind() -> 
         "retracted beside a plan under way", "a load failed", "began again in a plan under way",
     }  # fmt: skip
     assert expected <= set(happened), happened
+
+
+_HEALED = {"a page was damaged", "heal: RUNNING", "heal: NOTHING", "began again in a plan under way"}
+
+
+@pytest.mark.slow
+def test_heals_at_random_moments_lose_no_token_and_give_none_twice() -> None:
+    happened = Counter[str]()
+    for seed in range(14):
+        happened += drive(seed, 1 + seed % 3, turns=150, heals=True)
+    assert set(happened) >= _HEALED, happened
+
+
+@pytest.mark.proof
+def test_heals_at_random_moments_lose_no_token_and_give_none_twice_in_many_seeds() -> None:
+    happened = Counter[str]()
+    for seed in range(1000, 1400):
+        happened += drive(seed, 1 + seed % 3, heals=True)
+    assert set(happened) >= _HEALED, happened
