@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
-from serinus.front.exchange import error_json
+from serinus.front.exchange import CHUNK_WRITER, error_json
 
 __all__ = ["SAID_EVERY_S", "ConnectionLimits", "ConnectionTable", "HttpConnection"]
 
@@ -138,6 +138,7 @@ class HttpConnection(H11Protocol):
         self._head_begun = False
         self._unread_since: float | None = None
         self._refused = False
+        self.app_state = {**app_state, CHUNK_WRITER: self._write_chunk}
 
     # ---- asyncio's calls ---------------------------------------------------------------------------------------
 
@@ -183,6 +184,19 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self._head_begun, self._since = False, self.loop.time()
         super().on_response_complete()
+
+    def _write_chunk(self, data: bytes) -> bool:
+        """Send a piece of an answer that is streamed in chunks; False: it must go through uvicorn, for now or at all.
+
+        That saves a quarter of what a streamed token costs: h11 checks each piece, though its state does not change.
+        """
+        cycle = self.cycle
+        if not data or not cycle.response_started or cycle.response_complete:
+            return False
+        if cycle.disconnected or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     # ---- limits ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,16 @@ from starlette.types import Message, Receive, Scope, Send
 from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusError
 from serinus.core.ids import new_rid
 
-__all__ = ["REQUEST_ID_HEADER", "BodyTooLarge", "ClientGone", "HttpExchange", "error_json", "error_of", "request_id_of"]
+__all__ = [
+    "CHUNK_WRITER",
+    "REQUEST_ID_HEADER",
+    "BodyTooLarge",
+    "ClientGone",
+    "HttpExchange",
+    "error_json",
+    "error_of",
+    "request_id_of",
+]
 
 _ENCODER = msgspec.json.Encoder()
 _T = TypeVar("_T")
@@ -23,6 +32,8 @@ _T = TypeVar("_T")
 REQUEST_ID_HEADER = "x-request-id"
 """Names a request in its answer and in the logs of all that it passed through; the client's own, or one made here."""
 _REQUEST_ID_MAX = 128
+CHUNK_WRITER = "serinus.write_chunk"
+"""In a connection's ASGI state: what sends a piece of an answer in chunks, and says whether it could. A shorter way."""
 
 
 class ClientGone(SerinusError):
@@ -82,6 +93,7 @@ class HttpExchange:
     __slots__ = (
         "_receive",
         "_send",
+        "_write_chunk",
         "answered",
         "body_bytes_max",
         "headers",
@@ -98,6 +110,7 @@ class HttpExchange:
         self.scope = scope
         self._receive = receive
         self._send = send
+        self._write_chunk: Callable[[bytes], bool] | None = None
         self.body_bytes_max = body_bytes_max
         self.path: str = scope["path"]
         self.status = 0
@@ -185,6 +198,8 @@ class HttpExchange:
             *self.headers,
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD":  # then the body is sent in chunks
+            self._write_chunk = self.scope.get("state", {}).get(CHUNK_WRITER)
 
     async def push(self, events: bytes) -> None:
         """Send events that are framed already (`data: ...` and a blank line each)."""
@@ -193,8 +208,9 @@ class HttpExchange:
 
     async def keep_alive(self, comment: bytes) -> None:
         """Send lines of a stream that are no event."""
-        message: Message = {"type": "http.response.body", "body": comment, "more_body": True}
-        await self._send(message)
+        if self._write_chunk is None or not self._write_chunk(comment):
+            message: Message = {"type": "http.response.body", "body": comment, "more_body": True}
+            await self._send(message)
 
     async def kept_alive(self, news: Awaitable[_T], every_s: float, comment: bytes) -> _T:
         """What `news` brings; while that takes long, a stream is opened and `comment` sent every so many seconds."""

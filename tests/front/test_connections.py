@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
+import h11
 import httpx
 import pytest
 import uvicorn
@@ -147,6 +148,42 @@ def test_a_stream_without_news_sends_its_head_at_once() -> None:
         assert b"data: 1\n\n" in wire.writes[1]
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_streamed_answer_is_framed_as_its_client_reads_it(version: str) -> None:
+    pieces = [b"data: 1\n\n", b": still here\n\n", b"x" * 70_000, b"data: 2\n\n"]
+
+    async def handler(exchange: HttpExchange) -> None:
+        await exchange.open_stream()
+        for piece in pieces:
+            await exchange.push(piece)
+        await exchange.end(b"data: [DONE]\n\n")
+
+    async def scene() -> bytes:
+        connection, wire = connected(handler)
+        connection.data_received(POST.replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+        await until_idle(connection)
+        return b"".join(wire.writes)
+
+    reader = h11.Connection(h11.CLIENT)
+    reader.send(h11.Request(method="POST", target="/x", headers=[("host", "x"), ("content-length", "0")]))
+    reader.send(h11.EndOfMessage())
+    reader.receive_data(asyncio.run(scene()))
+    reader.receive_data(b"")
+    events = list(until_ended(reader))
+    body = b"".join(bytes(event.data) for event in events if isinstance(event, h11.Data))
+    assert body == b"".join(pieces) + b"data: [DONE]\n\n"
+    assert isinstance(events[-1], h11.EndOfMessage)
+
+
+def until_ended(reader: h11.Connection) -> Iterator[object]:
+    """What comes up to the end of a message."""
+    while True:
+        event = reader.next_event()
+        yield event
+        if isinstance(event, h11.EndOfMessage):
+            return
 
 
 def test_a_connection_that_closes_has_sent_its_answer() -> None:

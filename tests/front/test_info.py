@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from serinus.front import FrontSettings
@@ -124,6 +125,25 @@ def test_merged_expositions_keep_each_family_together_under_one_head() -> None:
     groups = [name for at, name in enumerate(names) if at == 0 or names[at - 1] != name]
     plain = [name for name in groups if not name.endswith(("_bucket", "_count", "_sum", "_created"))]
     assert len(plain) == len(set(plain))
+
+
+def test_times_fall_into_buckets_as_prometheus_counts_them() -> None:
+    metrics = FrontMetrics(engine="e", role="unified")
+    plain = Histogram("plain", "", buckets=(0.001, 0.002, 0.005), registry=CollectorRegistry())
+    for seconds, count in ((0.0005, 1), (0.001, 1), (0.006, 3), (9.0, 1), (0.0021, 1)):
+        metrics.next_tokens(seconds, count)
+        for _ in range(count):
+            plain.observe(seconds / count)
+    stem = "serinus:inter_token_latency_seconds"
+    (family,) = [each for each in text_string_to_metric_families(metrics.exposition()) if each.name == stem]
+    seen = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    for sample in next(iter(plain.collect())).samples:
+        if sample.name.endswith(("_bucket", "_count", "_sum")):
+            key = sample.labels.get("le", sample.name.replace("plain", stem))
+            assert seen[key] == pytest.approx(sample.value), key
+    assert seen["5.0"] == 6
+    assert seen["+Inf"] == 7
+    assert family.type == "histogram"
 
 
 def test_the_cache_is_flushed_unless_it_is_in_use(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
