@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DuePages", "due_pages", "pieces", "reads_of"]
+from serinus.core.plan import SeqWork
+
+__all__ = ["DuePages", "bound_of", "due_pages", "pieces", "reads_of"]
 
 Counts = NDArray[np.int64]
 
@@ -26,7 +28,7 @@ class DuePages:
     entry_count: int
     """Slots of all pages due."""
     slot_count: int
-    """Those of them that are verified: what the device must report as checked."""
+    """Those of them that are verified: what the device must report as checked, beside the last slot of each sequence."""
 
 
 def due_pages(
@@ -60,6 +62,13 @@ def reads_of(
         low = [max(0, start - window + 1) for start in starts]
     strides = [1 if whole else stride for whole in wholes]
     return np.array([range(first_name, first_name + len(starts)), rows, low, starts, strides], np.int64)
+
+
+def bound_of(work: Sequence[SeqWork], *, first_name: int) -> Counts:
+    """Names (from `first_name` on), rows, last positions read and expected chain hashes, [4, B], of the sequences that
+    read anything: the stamp of that slot must be of this request. A part with a window reads the same position last."""
+    bound = [(first_name + i, w.row, w.start - 1, w.chain) for i, w in enumerate(work) if w.start]
+    return np.array(bound, np.int64).reshape(-1, 4).T.copy()
 
 
 def pieces(due: DuePages, entries_max: int) -> Iterator[tuple[Counts, int]]:

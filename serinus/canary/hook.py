@@ -55,6 +55,8 @@ class StepChecks:
     """What each of them reads: reads_5B of `canary_due`."""
     due: dict[Part, DuePages] = field(default_factory=dict)
     """What of it is verified in this step."""
+    bound_4B: NDArray[np.int64]
+    """The last slots that sequences read, as `Watch.expand` takes them; of every part."""
     stored: dict[Part, int] = field(default_factory=dict)
     """Rows that the step stores, which are read back after it."""
     write_check: WriteCheck | None = None
@@ -94,7 +96,7 @@ class CanaryHook:
         touched."""
         self._checks, self._has_begun = checks, False
         for part, pages in checks.due.items():
-            self._parts[part].running.due += pages.slot_count
+            self._parts[part].running.due += pages.slot_count + checks.bound_4B.shape[1]
         for part, count in checks.stored.items():
             self._parts[part].stored.due += count
 
@@ -111,7 +113,7 @@ class CanaryHook:
                 lanes.watch.drop_digests()  # the attention that was broken off may have made some of its own
                 lanes.watch.verify(StampLane.TAIL_K)
             elif part in checks.due:
-                lanes.running.due -= checks.due[part].slot_count
+                lanes.running.due -= checks.due[part].slot_count + checks.bound_4B.shape[1]
 
     def before(self, batch: ForwardBatch) -> None:
         """Remember the batch; stamps may still be loading."""
@@ -159,7 +161,7 @@ class CanaryHook:
         starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B
         for part, lanes in self._parts.items():
             watch = lanes.watch
-            watch.expand(pieces(checks.due[part], self._entries_max))
+            watch.expand(pieces(checks.due[part], self._entries_max), checks.bound_4B)
             watch.verify(StampLane.HEAD_K)
             first = checks.first_sequence
             watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B, first)

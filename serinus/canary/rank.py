@@ -30,7 +30,7 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
 )
-from serinus.canary.coverage import due_pages, reads_of
+from serinus.canary.coverage import bound_of, due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, StepChecks, WriteCheck
 from serinus.canary.lanes import PartLanes, lanes_of
 from serinus.canary.perturb import Injection, Perturber
@@ -41,6 +41,7 @@ from serinus.core.errors import InvariantError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult
+from serinus.core.stamps import CHAIN_ANCHOR
 from serinus.kernels import Kernels, Reason, StampLane
 from serinus.pool import DevicePool, RequestTable
 
@@ -116,7 +117,10 @@ class CanaryRank:
         base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
         rids = tuple([each.rid for each in work])
         self._rids.append((base, rids))
-        checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
+        bound_4B = bound_of(work, first_name=base)
+        checks = StepChecks(
+            step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids, bound_4B=bound_4B
+        )
         rows, starts, wholes = [each.row for each in work], [each.start for each in work], [each.whole for each in work]
         settings = self.settings
         for part, lanes in self.parts.items():
@@ -232,8 +236,9 @@ class CanaryRank:
         self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, None, names, lanes.sweeping)
 
     def _arrived(self, command: CheckArrival) -> list[Violation]:
-        """Cost: one read of these pages."""
+        """Cost: one read of these pages, and some 10 ns a token for the chain hashes."""
         page_size, tokens = self.settings.page_size, command.tokens
+        chains = self._kernels.chain_hashes(tokens, 0, CHAIN_ANCHOR)
         self._arriving = command.rid
         for span in command.spans:
             lanes = self.parts.get(span.part)
@@ -248,7 +253,9 @@ class CanaryRank:
             own = tokens[positions].astype(np.int64)
             for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
                 self._verify(lanes, lane, slots, positions, previous, own, names, lanes.arriving)
-            lanes.arriving.due += len(slots)
+                if len(slots):  # what lies before a window is bound by the hash behind it alone
+                    self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:])
+            lanes.arriving.due += len(slots) + min(1, len(slots))
         return [found for lanes in self.parts.values() for found in self._read(lanes, lanes.arriving, wait=True)]
 
     def _answer(self, number: int, violations: Sequence[Violation]) -> CanaryAnswer:
@@ -322,6 +329,15 @@ class CanaryRank:
         tokens_E = None if tokens is None else torch.from_numpy(tokens).to(device)
         entries = Entries(slots_E=slots_E, positions_E=positions_E, previous_E=previous_E, sequences_E=names_E)
         self.hook.verify_now(lanes, lane, entries, tokens_E, ring)
+
+    def _bind(
+        self, lanes: PartLanes, lane: StampLane, slots: NDArray[np.int64], positions: NDArray[np.int64],
+        chains: NDArray[np.int64], names: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """Hold the last slots of what arrived against the requests."""
+        device = lanes.table_RC.device
+        inputs = (torch.from_numpy(each).to(device) for each in (slots, positions, chains, names))
+        self._kernels.canary_bind(lanes.stamps_LS4, lane, *inputs, *lanes.arriving.tensors)
 
     def _violation(self, lanes: PartLanes, row: list[int], ring: Ring) -> Violation:
         lane, reasons, slot, position, *stored, name = row

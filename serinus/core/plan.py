@@ -52,6 +52,9 @@ class SeqWork:
     """n >= 1 ids to compute."""
     slots: Mapping[Part, NDArray[np.int64]]
     """For each part of the model, FULL first, n slots where their KV goes; never 0."""
+    chain: int = 0
+    """Chain hash (core.stamps) of the sequence's first `start` tokens: what a canary holds the last slot that this work
+    reads against. 0 where no canary looks."""
     sample: SampleSpec | None = None
     """Set when the last of `tokens` is the last known token of the sequence."""
     whole: bool = False

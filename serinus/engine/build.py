@@ -25,6 +25,7 @@ from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.core.settings import coverage_stride
+from serinus.core.stamps import ChainHashes
 from serinus.engine.engine import Engine
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_handoffs
 from serinus.engine.healing import Healer
@@ -33,6 +34,7 @@ from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.messages import FrontEvent, TurnOutput
 from serinus.engine.peers import Peers
 from serinus.engine.step_metrics import StepMetrics
+from serinus.kernels import load
 from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pd import AnyBackend
@@ -217,7 +219,7 @@ class LeadKinds:
     """What makes the parts of a leader; a simulation gives some that it watches."""
 
     cache: Callable[..., PrefixCache] = PrefixCache
-    scheduler: Callable[[SchedSettings, PrefixCache], Scheduler] = Scheduler
+    scheduler: Callable[[SchedSettings, PrefixCache, ChainHashes | None], Scheduler] = Scheduler
     metrics: Callable[..., Metrics] = Metrics
     incarnation: Callable[[], int] = new_incarnation
 
@@ -279,7 +281,8 @@ def lead(
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
     cache = _cache(kinds.cache, parts, ports, clock, events=events is not None)
-    scheduler = kinds.scheduler(settings, cache)
+    is_watched = config.canary.kv_canary != "none"
+    scheduler = kinds.scheduler(settings, cache, load("cpu").chain_hashes if is_watched else None)
     shards = spec.shards(parts.mesh, config.parallel.partition)
     canary = make_canary_lead(config, spec, shards, line, cache, scheduler, clock)
     rank = "TP0" if starter is None else names[0]

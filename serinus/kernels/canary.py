@@ -6,9 +6,11 @@ from enum import IntEnum, IntFlag
 
 from torch import Tensor
 
+from serinus.core.stamps import CHAIN_ANCHOR
+
 __all__ = ["ANCHOR", "EARLY_BYTES", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
 
-ANCHOR = 0x5E41
+ANCHOR = CHAIN_ANCHOR
 """The previous hash of position 0."""
 UNKNOWN = -1
 """A previous slot, or a token, that is not known here and so not checked."""
@@ -33,7 +35,8 @@ class Reason(IntFlag):
     """What differed; a violation may have several."""
 
     VERIFY_CHAIN_HASH = 1
-    """The stamp's previous hash is not that of the slot that the row names before it (not known: of its twin)."""
+    """The stamp's previous hash is not that of the slot that the row names before it (not known: of its twin); or the
+    hash behind the last slot that a request reads is not that of the request's own tokens: its KV is another's."""
     VERIFY_POSITION = 2
     """The stamp's position is not the one the row has this slot at."""
     VERIFY_TOKEN = 4

@@ -186,14 +186,17 @@ class CanaryOps(Protocol):
     def canary_verify(self) -> Callable[..., None]: ...
 
     @property
+    def canary_bind(self) -> Callable[..., None]: ...
+
+    @property
     def canary_write(self) -> Callable[..., None]: ...
 
 
 class Watch(Protocol):
     """The canary's checks of one part around forward passes. The calls of one pass, in order:
 
-        watch.expand(due)                  which slots are verified in this pass
-        watch.verify(StampLane.HEAD_K)     their stamps, without digests
+        watch.expand(due, bound)           which slots are verified in this pass
+        watch.verify(StampLane.HEAD_K)     their stamps, without digests; and whose the last slots are
         watch.stand(slots, ...)            the tokens that this pass computes
         watch.write(StampLane.HEAD_K)      their stamps
         watch.writes(layer)                layer by layer, in order, before it stores their rows
@@ -207,9 +210,10 @@ class Watch(Protocol):
     entry_count: int
     """Slots expanded for this pass."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
-        """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries. The pieces of
-        the pass before are forgotten."""
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
+        """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries; and of each
+        sequence that reads anything its name, its row, the last position that it reads and the chain hash of its tokens
+        up to there (`canary_bind`). Those of the pass before are forgotten."""
         ...
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:

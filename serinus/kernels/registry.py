@@ -58,7 +58,9 @@ FILES: Mapping[str, str] = MappingProxyType(
         "canary_due": "canary",
         "canary_plan": "canary",
         "canary_verify": "canary",
+        "canary_bind": "canary",
         "canary_write": "canary",
+        "chain_hashes": "canary",
         "canary_watch": "canary_watch",
     }
 )
@@ -116,8 +118,12 @@ class Kernels:
     """(table_RC, due_7B, entry_count, page_size=) -> slots_E, positions_E, previous_E, names_E"""
     canary_verify: Callable[..., None]
     """(stamps_LS4, lane, slots_E, positions_E, previous_E, tokens_E, digests_E2, sequences_E, ring, count, checked)"""
+    canary_bind: Callable[..., None]
+    """(stamps_LS4, lane, slots_B, positions_B, chains_B, sequences_B, ring, count, checked)"""
     canary_write: Callable[..., None]
     """(stamps_LS4, lane, slots_T, positions_T, tokens_T, q_starts_B1, table_RC, rows_B, digests_T2)"""
+    chain_hashes: Callable[[NDArray[np.int32], int, int], NDArray[np.int64]]
+    """(tokens_N, position, chain) -> hashes_N; on the host"""
     canary_watch: MakeWatch
     """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size) -> Watch"""
     warmer: Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None = None

@@ -61,6 +61,7 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
     rids: tuple[str, ...]
     work_4N: NDArray[np.int32]
     """Row, start, token count, 1 where it is verified as a whole."""
+    chains_N: NDArray[np.int64]
     tokens_T: NDArray[np.int32]
     parts_P: tuple[Count, ...]
     """The parts of the model, FULL first."""
@@ -152,6 +153,7 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
         step=plan.step,
         rids=tuple([w.rid for w in work]),
         work_4N=_columns([(w.row, w.start, len(w.tokens), w.whole) for w in work], 4),
+        chains_N=np.array([w.chain for w in work], np.int64),
         tokens_T=np.concatenate([w.tokens for w in work]) if work else _NONE.astype(np.int32),
         parts_P=tuple([int(part) for part in parts]),
         slots_PT=_slots(work, parts),
@@ -194,6 +196,8 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
     cuts = _cuts(counts, 1)
     tokens_T, parts = columns.tokens_T, columns.parts_P
     _same(cuts[-1], tokens=tokens_T)
+    _same(len(rids), chains=columns.chains_N)
+    chains = columns.chains_N.tolist()
     known = bool(parts) and set(parts) <= _PARTS.keys() and len(set(parts)) == len(parts)
     if not known or columns.slots_PT.shape != (len(parts), cuts[-1]):
         shape = columns.slots_PT.shape
@@ -212,6 +216,7 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
                 start=starts[index],
                 tokens=tokens_T[begin:end],
                 slots={part: slots_T[begin:end] for part, slots_T in slots_P},
+                chain=chains[index],
                 sample=specs.get(index),
                 whole=bool(wholes[index]),
                 prompt_logprobs=None if wanted is None else wanted.count,

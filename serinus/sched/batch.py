@@ -131,6 +131,7 @@ class Batch:
                     start=start,
                     tokens=state.tokens[start:known],
                     slots={row.part: row.slots[start:known] for row in state.rows},
+                    chain=state.chain_at(start),
                     sample=state.sample_spec(),
                     whole=state.is_new,
                 )
@@ -161,6 +162,7 @@ class Batch:
             start=start,
             tokens=state.tokens[start:end],
             slots={row.part: row.slots[start:end] for row in state.rows},
+            chain=state.chain_at(start),
             sample=state.sample_spec() if end == state.known else None,
             whole=True,
             prompt_logprobs=state.request.sampling.prompt_logprobs if wants_logprobs else None,

@@ -22,6 +22,7 @@ from serinus.core.handoff import HandoffSpec, Reservation
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan, StepResult
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from serinus.core.stamps import ChainHashes
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
@@ -44,8 +45,10 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """All requests of one engine, from `add` to the delta (or chunk) that ends them."""
 
-    def __init__(self, settings: SchedSettings, cache: PrefixCache) -> None:
+    def __init__(self, settings: SchedSettings, cache: PrefixCache, chain_hashes: ChainHashes | None = None) -> None:
+        """`chain_hashes`: work says by chain hashes whose KV it reads, for a canary; None = there is none."""
         self.settings = settings
+        self._chain_hashes = chain_hashes
         self._allocator = allocator = PageAllocator(settings, cache)
         self._batch = batch = Batch(allocator, settings.depth, heals=settings.heals)
         admission = Admission(settings, allocator, batch)
@@ -117,6 +120,7 @@ class Scheduler:
             stop_ids=stop_ids_of(request, self.settings),
             handoff=handoff,
             remote=remote,
+            chain_hashes=self._chain_hashes,
             phase=Phase.PREALLOC if remote else Phase.WAITING,
             local_reason=local_reason,
             confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),

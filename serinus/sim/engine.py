@@ -23,6 +23,7 @@ from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.request import Request, TokenDelta
 from serinus.core.rng import Rng
+from serinus.core.stamps import ChainHashes
 from serinus.engine.build import LeadKinds, lead
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_role
 from serinus.engine.messages import FrontMessage
@@ -155,8 +156,10 @@ class SimEngine:
         self.cache.refuse = self._refuses
         return self.cache
 
-    def _make_scheduler(self, settings: SchedSettings, cache: PrefixCache) -> WatchedScheduler:
-        self.scheduler = WatchedScheduler(replace(settings, growth_tokens=4), cache)
+    def _make_scheduler(
+        self, settings: SchedSettings, cache: PrefixCache, chain_hashes: ChainHashes | None
+    ) -> WatchedScheduler:
+        self.scheduler = WatchedScheduler(replace(settings, growth_tokens=4), cache, chain_hashes)
         self.scheduler.watch(self._check_landed)
         self.watch = self.line.watch = PageWatch(self.name, cache, self.scheduler)
         self.stores = [

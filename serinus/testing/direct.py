@@ -21,6 +21,7 @@ from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
+from serinus.core.stamps import CHAIN_ANCHOR, chain_hashes
 from serinus.kernels import Kernels
 from serinus.models import ForwardHook, Model, compose_hooks
 from serinus.pool import DevicePool, PoolSpec, RequestTable
@@ -206,6 +207,7 @@ class DirectEngine:
             tokens = np.array(seq.output[seq.done - len(seq.prompt) : end - len(seq.prompt)], dtype=np.int32)
         else:
             tokens = seq.prompt[seq.done : end]
+        before = np.concatenate((seq.prompt, np.array(seq.output, np.int32)))[: seq.done]
         asks = seq.params.prompt_logprobs if seq.done < len(seq.prompt) else None
         return SeqWork(
             rid=f"row{seq.row}",
@@ -213,6 +215,7 @@ class DirectEngine:
             start=seq.done,
             tokens=tokens,
             slots={part: slots[seq.done : end] for part, slots in _slots_of(seq).items()},
+            chain=int(chain_hashes(before)[-1]) if len(before) else CHAIN_ANCHOR,
             sample=self._sample(seq, known) if end == known else None,
             whole=seq.done < len(seq.prompt),
             prompt_logprobs=asks,

@@ -161,7 +161,8 @@ def test_pages_that_arrive_are_held_against_the_requests_own_tokens(tmp_path: Pa
     other[9] += 1
     accused = arrived(span, other)
     tags = [f"{when}_{half}_FULL" for when in ("HEAD", "TAIL") for half in "KV"]
-    assert found(accused) == {(tag, "VERIFY_TOKEN", int(seq.slots[9])) for tag in tags}
+    wrong = {("VERIFY_TOKEN", int(seq.slots[9])), ("VERIFY_CHAIN_HASH", int(seq.slots[length - 1]))}
+    assert found(accused) == {(tag, *each) for tag in tags for each in wrong}, "the token, and the hash behind them all"
     assert {v.rid for v in accused} == {"mine"}
     late = PageSpan(part=Part.FULL, first=2, pages=pages[2:])
     assert arrived(late, seq.prompt) == []
@@ -286,7 +287,8 @@ def test_the_line_of_statistics_counts_what_was_done(tmp_path: Path, shape: str)
     )
     (seq,) = started(engine, [list(range(20, 30))], chunk=10)
     decode(engine, [seq], 2)
-    read = {Part.FULL: 10 + 11, Part.SWA: 9 + 9}  # the window of 10 sees 9 slots beside the new one
+    # The window of 10 sees 9 slots beside the new one; the last one is held against the request beside that.
+    read = {Part.FULL: 10 + 11 + 2, Part.SWA: 9 + 9 + 2}
     protected = sum(read[part] for part in canary.parts)
     assert canary.stats_line() == (
         f"[canary] step=3 protected_tokens={protected} sweep_passes=0 violations=0"
@@ -308,5 +310,5 @@ def test_the_line_of_divergence_counts_slots_by_part(tmp_path: Path) -> None:
     (seq,) = started(engine, [list(range(20, 35))], chunk=15)
     assert canary.divergence_line() == "[canary] step=1 full_slots=0 swa_slots=0 difference=0"
     decode(engine, [seq], 2)
-    full, swa = 15 + 16, 9 + 9
+    full, swa = 15 + 16 + 2, 9 + 9 + 2  # the last slot of each step is held against the request, too
     assert canary.divergence_line() == (f"[canary] step=3 full_slots={full} swa_slots={swa} difference={full - swa}")

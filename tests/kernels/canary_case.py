@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import RING_FIELDS, Kernels
+from serinus.kernels.canary import ANCHOR
 
 __all__ = ["CanaryCase", "make_case", "outcome"]
 
@@ -33,6 +34,8 @@ class CanaryCase:
     """(lane, slot, field) that are changed between writing and verifying."""
     low: Tensor
     stride: int
+    strangers: list[int]
+    """1 where a sequence is not whose it is said to be."""
     device: str
 
 
@@ -73,6 +76,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
         damage=damage,
         low=torch.tensor([rng.randrange(n) if rng.random() < 0.4 else 0 for n in lengths]).to(device),
         stride=rng.choice((1, 2, 3)),
+        strangers=[int(rng.random() < 0.2) for _ in lengths],
         device=device,
     )
 
@@ -94,6 +98,12 @@ def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     expected = torch.full((len(plan[0]),), -1, dtype=torch.int64, device=device)
     ops.canary_verify(stamps, 0, *plan[:3], None, None, plan[3], ring, count, checked)
     ops.canary_verify(stamps, 2, *plan[:3], expected, found, plan[3], ring, count, checked)
+    rows, lengths = torch.arange(1, len(case.lengths) + 1), torch.tensor(case.lengths)
+    last = case.table[rows.to(device), (lengths - 1).to(device)].long()
+    ends = [ops.chain_hashes(each.numpy(), 0, ANCHOR)[-1] for each in case.tokens.int().cpu().split(case.lengths)]
+    chains = torch.tensor(ends, device=device) ^ torch.tensor(case.strangers, device=device)
+    for lane in (0, 2):
+        ops.canary_bind(stamps, lane, last, (lengths - 1).to(device), chains, rows.to(device), ring, count, checked)
     return {
         "digests": digests.tolist(),
         "stamps": written.tolist(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,36 @@ def test_a_chain_of_stamps_is_the_one_computed_by_hand(either: Kernels) -> None:
     assert not stamps[2:].any()
 
 
+def test_the_hash_behind_a_sequence_is_that_of_its_tokens_and_names_a_stranger(either: Kernels) -> None:
+    tokens = [17, 3, 99, 3]
+    by_hand = [signed(each) for each in chain_of([*tokens, 0])[1:]]
+    for first in range(len(tokens)):
+        chain = signed(chain_of(tokens)[first])
+        assert either.chain_hashes(np.array(tokens[first:], np.int32), first, chain).tolist() == by_hand[first:]
+    assert either.chain_hashes(np.empty(0, np.int32), 0, ANCHOR).tolist() == []
+    stamps = torch.zeros((4, 12, 4), dtype=torch.int64)
+    slots = torch.tensor([5, 6, 7, 1])
+    for lane in (0, 2):
+        either.canary_write(
+            stamps, lane, slots, torch.arange(4), torch.tensor(tokens), torch.tensor([0, 4]),
+            torch.zeros((2, 8), dtype=torch.int32), torch.ones(1, dtype=torch.int64), None,
+        )  # fmt: skip
+    ring, count = torch.zeros((8, RING_FIELDS), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    checked = torch.zeros(4, dtype=torch.int64)
+    # Its own; another's; slot 0, which a damaged row may say; slots that no pool has.
+    last, names = torch.tensor([1, 1, 0, -4, 12]), torch.arange(5)
+    chains = torch.tensor([by_hand[3], by_hand[2], *[by_hand[3]] * 3])
+    either.canary_bind(stamps, 2, last, torch.full((5,), 3), chains, names, ring, count, checked)
+    assert checked.tolist() == [0, 0, 5, 5]
+    told = sorted(ring[: int(count)].tolist(), key=lambda row: (row[0], row[11]))
+    assert [(row[0], row[1], row[2], row[11]) for row in told] == [
+        (lane, Reason.VERIFY_CHAIN_HASH, slot, name)
+        for lane in (2, 3)
+        for slot, name in ((1, 1), (0, 2), (0, 3), (0, 4))
+    ]
+    assert told[0][3:11] == [3, 3, 3, 3, by_hand[3], by_hand[2], 0, 0]
+
+
 def test_a_digest_is_two_sums_of_lanes_and_odd_factors(either: Kernels) -> None:
     kv = [(torch.randn(3, 1, 4).bfloat16(), torch.randn(3, 1, 4).bfloat16())]
     factors = torch.from_numpy(digest_coefficients([0], [0], 4, 2, partial=False))
@@ -76,7 +107,12 @@ def test_undamaged_stamps_have_no_violation_and_every_damaged_one_is_found(cpu: 
         shown = {(lane, slot) for lane, slot, _ in case.damage if slot in due}
         twice = len(set(case.damage)) < len(case.damage)
         assert twice or shown <= seen, f"seed {seed}: {shown - seen} not found"
+        bound = {(row[11], row[0]) for row in found["violations"] if row[11] < 70}
+        strange = {(row, lane) for row, is_strange in enumerate(case.strangers, 1) if is_strange for lane in range(4)}
+        assert bound >= strange
         if not case.damage:
+            assert bound == strange
+        if not case.damage and not strange:
             assert not seen, f"seed {seed}: {seen} reported, nothing was damaged"
 
 

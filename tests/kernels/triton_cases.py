@@ -37,7 +37,7 @@ def columns(device: str, *ops: str) -> tuple[Kernels, Kernels]:
 def canary(seed: int, device: str) -> str:
     """Stamps, digests, plans and violations of one random case."""
     case = make_case(seed, device)
-    expected, found = (outcome(ops, case) for ops in columns(device, "canary_verify", "canary_write"))
+    expected, found = (outcome(ops, case) for ops in columns(device, "canary_verify", "canary_bind", "canary_write"))
     return ", ".join(name for name in expected if expected[name] != found[name])
 
 

@@ -110,6 +110,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 start=draw(ids()),
                 tokens=np.array(draw(st.lists(ids(), min_size=count, max_size=count)), np.int32),
                 slots={part: np.arange(count, dtype=np.int64) + draw(ids(1)) for part in parts},
+                chain=draw(st.integers(-(1 << 63), (1 << 63) - 1)),
                 sample=sample,
                 whole=draw(st.booleans()),
                 prompt_logprobs=asks,

@@ -74,7 +74,11 @@ class _CpuWatch:
             kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0)
             for of in (ring, stored)
         )
+        self._bind = kernels.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
+        self._table = table_RC.numpy()
+        self._bound_4B = np.empty((4, 0), np.int64)
+        """Slots, positions, hashes and names of `canary_bind`."""
         self._words = np.empty(0, np.int64)
         self._columns_7C = np.empty((7, 0), np.int64)
         self._written_T2 = torch.empty((0, 2), dtype=torch.int64)
@@ -95,7 +99,7 @@ class _CpuWatch:
         self._has_digests = False
         """Whether sums lie behind the entries."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
         """The pieces are put together again: what they would save is kept from pass to pass anyway."""
         columns, begin = [], 0
         for piece, count in due:
@@ -104,6 +108,7 @@ class _CpuWatch:
         self.entry_count = count = begin
         self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
         self.drop_digests()
+        self._take_bound(bound_4B)
         if not count:
             return
         # Slots, positions, previous slots, names, then two sums each.
@@ -115,6 +120,17 @@ class _CpuWatch:
         kernels.run_plan(plan)
         verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
         verify.count = count
+
+    def _take_bound(self, bound_4B: NDArray[np.int64]) -> None:
+        """Look up the slots now: they are those that this pass reads, whatever becomes of the row meanwhile."""
+        names, rows, positions, chains = bound_4B
+        arguments = self._bind
+        arguments.count = len(names)
+        if not len(names):
+            return
+        self._bound_4B = np.stack((self._table[rows, positions], positions, chains, names))
+        base, step = self._bound_4B.ctypes.data, len(names) * _WORD
+        arguments.slots, arguments.positions, arguments.chains, arguments.names = (base + i * step for i in range(4))
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         pools = self._pools
@@ -138,6 +154,9 @@ class _CpuWatch:
         self._all = ((0, self.entry_count),) if self.entry_count else ()
 
     def verify(self, lane: int) -> None:
+        if self._bind.count:
+            self._bind.lane = lane
+            kernels.run_bind(self._bind)
         if not self.entry_count:
             return
         arguments, pools = self._verify, self._pools

@@ -56,11 +56,13 @@ class _OpsWatch:
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._sums: list[Tensor] = []
         self._digested = 0
+        self._bound: tuple[Tensor, ...] | None = None
+        """Slots, positions, hashes and names of `canary_bind`."""
         self._batch: tuple[Tensor, ...] | None = None
         self._names_T = self._written_T2 = torch.zeros(0)
         self.entry_count = 0
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]]) -> None:
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
         device, page_size = self._table_RC.device, self._page_size
         self._digested, self.entry_count = 0, 0
         self._pieces, self._sums = [], []
@@ -68,6 +70,10 @@ class _OpsWatch:
             due_7B = torch.from_numpy(columns).to(device)
             self._pieces.append(self._ops.canary_plan(self._table_RC, due_7B, count, page_size=page_size))
             self.entry_count += count
+        self._bound = None
+        if bound_4B.shape[1]:
+            names_B, rows_B, positions_B, chains_B = torch.from_numpy(bound_4B).to(device)
+            self._bound = (self._table_RC[rows_B, positions_B].long(), positions_B, chains_B, names_B)
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         if self._coefficients_L22W is not None:
@@ -88,6 +94,8 @@ class _OpsWatch:
             self._ops.canary_verify(
                 self._stamps_LS4, lane, slots_E, positions_E, previous_E, None, sums_E2, names_E, *self._ring
             )
+        if self._bound is not None:
+            self._ops.canary_bind(self._stamps_LS4, lane, *self._bound, *self._ring)
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
