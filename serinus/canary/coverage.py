@@ -28,7 +28,7 @@ class DuePages:
     entry_count: int
     """Slots of all pages due."""
     slot_count: int
-    """Those of them that are verified: what the device must report as checked, beside the last slot of each sequence."""
+    """Those of them that are verified: what the device must report as checked, beside each sequence's last slot."""
 
 
 def due_pages(

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.core.stamps import chain_hashes
+from serinus.core import stamps
 from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import WrittenRows
@@ -233,6 +233,11 @@ def canary_bind(
             positions_B, position_B, token_B, token_B, behind_B, chains_B, digest_B, digest_B, sequences_B,
         )  # fmt: skip
         _note(torch.stack(fields, dim=1)[bad_V], ring_QF, count_1)
+
+
+def chain_hashes(tokens_N: NDArray[np.int32], position: int = 0, chain: int = ANCHOR) -> NDArray[np.int64]:
+    """The chain hash behind each of some tokens: see core.stamps. On the host, for every column."""
+    return stamps.chain_hashes(tokens_N, position, chain)
 
 
 def _note(violations_VF: Tensor, ring_QF: Tensor, count_1: Tensor) -> None:
