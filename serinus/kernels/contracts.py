@@ -196,7 +196,7 @@ class Watch(Protocol):
     """The canary's checks of one part around forward passes. The calls of one pass, in order:
 
         watch.expand(due, bound)           which slots are verified in this pass
-        watch.verify(StampLane.HEAD_K)     their stamps, without digests; and whose the last slots are
+        watch.verify(StampLane.HEAD_K)     their stamps, without digests; of which request the last slots are
         watch.stand(slots, ...)            the tokens that this pass computes
         watch.write(StampLane.HEAD_K)      their stamps
         watch.writes(layer)                layer by layer, in order, before it stores their rows

@@ -58,9 +58,9 @@ FILES: Mapping[str, str] = MappingProxyType(
         "canary_due": "canary",
         "canary_plan": "canary",
         "canary_verify": "canary",
-        "canary_bind": "canary",
+        "canary_bind": "canary_bind",
         "canary_write": "canary",
-        "chain_hashes": "canary",
+        "chain_hashes": "canary_bind",
         "canary_watch": "canary_watch",
     }
 )

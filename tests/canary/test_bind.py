@@ -1,4 +1,4 @@
-"""Whose KV it is: stamps that are right by themselves, on pages of another request, are found before a token leaves."""
+"""Stamps that are right by themselves, on pages of another request, are found before a token leaves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parts_of(engine: DirectEngine) -> list[str]:
 
 
 def told(engine: DirectEngine) -> set[tuple[str, str, str]]:
-    """Whose check said what."""
+    """Request, check and reason of each violation."""
     return {(v.rid, v.tag, str(v.reasons.name)) for v in engine.violations}
 
 

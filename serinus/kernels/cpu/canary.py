@@ -16,27 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, Reason, differing
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, splitmix
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
 
 __all__ = [
     "VERIFY_STEP",
-    "Bind",
     "Digest",
     "Plan",
     "Verify",
     "Write",
-    "canary_bind",
     "canary_digest",
     "canary_due",
     "canary_plan",
     "canary_verify",
     "canary_write",
-    "chain_hashes",
-    "run_bind",
     "run_digest",
     "run_plan",
     "run_verify",
@@ -56,8 +52,6 @@ Verify = fields(
 Write = fields(
     "ticket stamps slot_count lane slots positions tokens starts rows table columns digests sequence_count total"
 )
-Bind = fields("ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count")
-Chain = fields("ticket tokens out count position chain")
 _AHEAD_BYTES = 8192
 """How far before its use a row is asked for."""
 _DIGEST_STEP = 16
@@ -66,7 +60,6 @@ VERIFY_STEP = 2048
 """Entries that a thread verifies at a time."""
 _PLAN_ALONE = 4 * VERIFY_STEP
 _ANCHOR = np.uint64(ANCHOR)
-_CHAIN_HASH = int(Reason.VERIFY_CHAIN_HASH)
 
 
 def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
@@ -136,35 +129,6 @@ def canary_verify(
     run_verify(arguments)
 
 
-def canary_bind(
-    stamps_LS4: Tensor,
-    lane: int,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    chains_B: Tensor,
-    sequences_B: Tensor,
-    ring_QF: Tensor,
-    count_1: Tensor,
-    checked_L: Tensor,
-) -> None:
-    """Hold the hash behind the last slots that sequences read against those of the requests."""
-    inputs = [t.contiguous() for t in (slots_B, positions_B, chains_B, sequences_B)]
-    arguments = Bind(
-        0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs), ring_QF.data_ptr(),
-        len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), len(slots_B),
-    )  # fmt: skip
-    run_bind(arguments)
-
-
-def chain_hashes(tokens_N: NDArray[np.int32], position: int = 0, chain: int = ANCHOR) -> NDArray[np.int64]:
-    """The chain hash behind each of some tokens. Cost: 6 ns a token."""
-    tokens_N = np.ascontiguousarray(tokens_N, np.int32)
-    hashes_N = np.empty(len(tokens_N), np.int64)
-    arguments = Chain(0, tokens_N.ctypes.data, hashes_N.ctypes.data, len(tokens_N), position, chain)
-    _chain_body(VERSION)(arguments, 1)
-    return hashes_N
-
-
 def canary_write(
     stamps_LS4: Tensor,
     lane: int,
@@ -188,7 +152,7 @@ def canary_write(
 
 def warm() -> None:
     """Compile, or load from the disk."""
-    for body in (_digest_body, _due_body, _plan_body, _verify_body, _bind_body, _chain_body, _write_body):
+    for body in (_digest_body, _due_body, _plan_body, _verify_body, _write_body):
         body(VERSION)
 
 
@@ -200,11 +164,6 @@ def run_plan(arguments: ctypes.Structure) -> None:
 def run_verify(arguments: ctypes.Structure) -> None:
     """Hold stamps against what they should be (Verify)."""
     _verify_body(VERSION)(arguments, 1 if arguments.count <= VERIFY_STEP else thread_count())
-
-
-def run_bind(arguments: ctypes.Structure) -> None:
-    """Hold last slots against what requests say (Bind)."""
-    _bind_body(VERSION)(arguments, 1)
 
 
 def run_write(arguments: ctypes.Structure) -> None:
@@ -220,11 +179,6 @@ def run_digest(arguments: ctypes.Structure) -> None:
     step = max(ROWS, min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS))
     arguments.step, arguments.ahead = step, min(step, -(-_AHEAD_BYTES // (row_bytes * ROWS)) * ROWS)
     _digest_body(VERSION)(arguments, threads)
-
-
-@inlined(fastmath=set())
-def _mix(previous_hash: Any, token: Any, position: Any) -> Any:
-    return splitmix(previous_hash ^ splitmix(token ^ (position << np.uint64(32))))
 
 
 _differing = inlined(fastmath=set())(differing)
@@ -393,7 +347,7 @@ def _verify_body(version: int) -> Body:
                         expected_hash = twin[slot * 4 + 2]
                     else:
                         expected_hash = np.int64(
-                            _mix(
+                            mix(
                                 np.uint64(stamps[before * 4 + 2]),
                                 np.uint64(stamps[before * 4]),
                                 np.uint64(stamps[before * 4 + 1]),
@@ -433,60 +387,6 @@ def _verify_body(version: int) -> Body:
 
 
 @cache
-def _bind_body(version: int) -> Body:
-    def bind(args: Any) -> None:
-        if version < 0:
-            return
-        a = carray(args, 13, np.int64)
-        slot_count, lane, count = a[2], a[3], a[12]
-        slots = carray(at(a[4]), count, np.int64)
-        positions = carray(at(a[5]), count, np.int64)
-        chains = carray(at(a[6]), count, np.int64)
-        names = carray(at(a[7]), count, np.int64)
-        ring = carray(at(a[8]), a[9] * RING_FIELDS, np.int64)
-        for half in range(2):
-            stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
-            for b in range(count):
-                slot = slots[b] if 0 <= slots[b] < slot_count else 0
-                token, position, stored_hash = stamps[slot * 4], stamps[slot * 4 + 1], stamps[slot * 4 + 2]
-                behind = np.int64(_mix(np.uint64(stored_hash), np.uint64(token), np.uint64(position)))
-                if behind != chains[b]:
-                    base = fetch_add(a[10], 1) % a[9] * RING_FIELDS
-                    ring[base] = lane + half
-                    ring[base + 1] = _CHAIN_HASH
-                    ring[base + 2] = slot
-                    ring[base + 3] = positions[b]
-                    ring[base + 4] = position
-                    ring[base + 5] = token
-                    ring[base + 6] = token
-                    ring[base + 7] = behind
-                    ring[base + 8] = chains[b]
-                    ring[base + 9] = stamps[slot * 4 + 3]
-                    ring[base + 10] = stamps[slot * 4 + 3]
-                    ring[base + 11] = names[b]
-            fetch_add(a[11] + (lane + half) * 8, count)
-
-    return compile_body(bind)
-
-
-@cache
-def _chain_body(version: int) -> Body:
-    def chain(args: Any) -> None:
-        if version < 0:
-            return
-        a = carray(args, 6, np.int64)
-        count = a[3]
-        tokens = carray(at(a[1]), count, np.int32)
-        out = carray(at(a[2]), count, np.int64)
-        hashed = np.uint64(a[5])
-        for i in range(count):
-            hashed = _mix(hashed, np.uint64(np.int64(tokens[i])), np.uint64(a[4] + i))
-            out[i] = np.int64(hashed)
-
-    return compile_body(chain)
-
-
-@cache
 def _write_body(version: int) -> Body:
     def write(args: Any) -> None:
         if version < 0:
@@ -510,7 +410,7 @@ def _write_body(version: int) -> Body:
                 before = np.int64(row[positions[starts[b]] - 1]) * 4
             chain = _ANCHOR
             if before != 0:
-                chain = _mix(np.uint64(stamps[before + 2]), np.uint64(stamps[before]), np.uint64(stamps[before + 1]))
+                chain = mix(np.uint64(stamps[before + 2]), np.uint64(stamps[before]), np.uint64(stamps[before + 1]))
             for t in range(starts[b], starts[b + 1]):
                 slot = slots[t] * 4
                 if slot != 0:
@@ -520,6 +420,6 @@ def _write_body(version: int) -> Body:
                     stamps[slot + 3] = 0
                     if a[11] != 0:
                         stamps[slot + 3] = carray(at(a[11]), total * 2, np.int64)[t * 2 + half]
-                chain = _mix(chain, np.uint64(tokens[t]), np.uint64(positions[t]))
+                chain = mix(chain, np.uint64(tokens[t]), np.uint64(positions[t]))
 
     return compile_body(write)

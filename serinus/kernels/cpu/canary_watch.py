@@ -21,6 +21,7 @@ from serinus.kernels.canary import EARLY_BYTES, UNKNOWN, StampLane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
+from serinus.kernels.cpu import canary_bind
 from serinus.kernels.cpu.paged_attention import cuts_of, watches
 from serinus.kernels.cpu.watched_attention import pack_factors
 from serinus.kernels.packed import PackedFactors
@@ -74,7 +75,7 @@ class _CpuWatch:
             kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0)
             for of in (ring, stored)
         )
-        self._bind = kernels.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
+        self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
         self._table = table_RC.numpy()
         self._bound_4B = np.empty((4, 0), np.int64)
@@ -156,7 +157,7 @@ class _CpuWatch:
     def verify(self, lane: int) -> None:
         if self._bind.count:
             self._bind.lane = lane
-            kernels.run_bind(self._bind)
+            canary_bind.run_bind(self._bind)
         if not self.entry_count:
             return
         arguments, pools = self._verify, self._pools

@@ -32,6 +32,7 @@ __all__ = [
     "intrinsic",
     "ir",
     "log",
+    "mix",
     "narrow",
     "splitmix",
     "widen",
@@ -222,3 +223,9 @@ def log(x: Any) -> Any:
 def cap_score(x: Any, cap: Any) -> Any:
     """cap * tanh(x), within 2e-7 of the cap; NaN stays NaN."""
     return cap - (cap + cap) / (np.float32(1.0) + exp2(x * np.float32(2.0 * LOG2_E)))
+
+
+@inlined(fastmath=set())
+def mix(previous_hash: Any, token: Any, position: Any) -> Any:
+    """The next hash of the canary's chain, of uint64 words."""
+    return splitmix(previous_hash ^ splitmix(token ^ (position << np.uint64(32))))

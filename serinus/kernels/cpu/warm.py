@@ -8,6 +8,7 @@ import torch
 
 from serinus.kernels.cpu import (
     canary,
+    canary_bind,
     hashed_pages,
     linear,
     paged_attention,
@@ -26,7 +27,7 @@ def warm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, watched: bool) -
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
     shapes; where `watched`, of the latter only attention that digests what it reads. What only some models need
     (windows, caps, GELU, fp32 norms) is compiled at first use."""
-    for kernel in (pages, hashed_pages, sampling, canary):
+    for kernel in (pages, hashed_pages, sampling, canary, canary_bind):
         kernel.warm()
     for head_size, group in shapes:
         if watched:

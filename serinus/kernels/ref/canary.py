@@ -21,22 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.core import stamps
-from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing
+from serinus.kernels.canary import ANCHOR, UNKNOWN, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import WrittenRows
 
 __all__ = [
     "add_digests",
-    "canary_bind",
     "canary_digest",
     "canary_due",
     "canary_plan",
     "canary_verify",
     "canary_write",
-    "chain_hashes",
     "digest_values",
     "mix",
+    "note",
 ]
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -196,51 +194,10 @@ def canary_verify(
             torch.full_like(reasons_E, lane + half), reasons_E, slots_E, positions_E, stored_E4[:, 1], stored_E4[:, 0],
             wanted_E, stored_E4[:, 2], hashes_E, stored_E4[:, 3], found_E, sequences_E,
         )  # fmt: skip
-        _note(torch.stack(fields, dim=1)[bad_V], ring_QF, count_1)
+        note(torch.stack(fields, dim=1)[bad_V], ring_QF, count_1)
 
 
-def canary_bind(
-    stamps_LS4: Tensor,
-    lane: int,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    chains_B: Tensor,
-    sequences_B: Tensor,
-    ring_QF: Tensor,
-    count_1: Tensor,
-    checked_L: Tensor,
-) -> None:
-    """Hold the last slot that each sequence reads against the request itself: the hash behind it, in lanes `lane` (K)
-    and `lane` + 1 (V), must be that of the request's own tokens. What differs is noted in the ring: VERIFY_CHAIN_HASH,
-    with these two as stored and expected hash.
-
-    Args:
-        stamps_LS4, ring_QF, count_1, checked_L: as canary_verify takes them; each sequence counts as one entry.
-        slots_B: whatever the row says, slot 0 included: nothing is skipped. One outside of the pool is slot 0.
-        positions_B: only noted. chains_B: chain hashes of the requests' tokens up to and with these positions.
-        sequences_B: only noted in the ring.
-    Cost: 64 bytes read a sequence; no host wait.
-    """
-    slots_B = torch.where((slots_B < 0) | (slots_B >= stamps_LS4.shape[1]), 0, slots_B)
-    for half in range(2):
-        stored_B4 = stamps_LS4[lane + half, slots_B]
-        token_B, position_B, hash_B, digest_B = stored_B4.unbind(1)
-        behind_B = mix(hash_B, token_B, position_B)
-        checked_L[lane + half] += len(slots_B)
-        bad_V = torch.nonzero(behind_B != chains_B).flatten()
-        fields = (
-            torch.full_like(slots_B, lane + half), torch.full_like(slots_B, int(Reason.VERIFY_CHAIN_HASH)), slots_B,
-            positions_B, position_B, token_B, token_B, behind_B, chains_B, digest_B, digest_B, sequences_B,
-        )  # fmt: skip
-        _note(torch.stack(fields, dim=1)[bad_V], ring_QF, count_1)
-
-
-def chain_hashes(tokens_N: NDArray[np.int32], position: int = 0, chain: int = ANCHOR) -> NDArray[np.int64]:
-    """The chain hash behind each of some tokens: see core.stamps. On the host, for every column."""
-    return stamps.chain_hashes(tokens_N, position, chain)
-
-
-def _note(violations_VF: Tensor, ring_QF: Tensor, count_1: Tensor) -> None:
+def note(violations_VF: Tensor, ring_QF: Tensor, count_1: Tensor) -> None:
     """Add rows to the ring; of more than it holds, the latest stay."""
     count = len(violations_VF)
     rows_V = (int(count_1) + torch.arange(count, device=ring_QF.device)) % len(ring_QF)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, differing
 from serinus.kernels.checks import check_digest
 
-__all__ = ["canary_bind", "canary_digest", "canary_plan", "canary_verify", "canary_write"]
+__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix"]
 
 _BLOCK = 256
 _PLAN_SPLITS = 8
@@ -101,28 +101,6 @@ def canary_verify(
     )  # fmt: skip
 
 
-def canary_bind(
-    stamps_LS4: Tensor,
-    lane: int,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    chains_B: Tensor,
-    sequences_B: Tensor,
-    ring_QF: Tensor,
-    count_1: Tensor,
-    checked_L: Tensor,
-) -> None:
-    """Hold the hash behind the last slots that sequences read against those of the requests."""
-    count = len(slots_B)
-    if not count:
-        return
-    _bind[(triton.cdiv(count, _BLOCK), 2)](
-        stamps_LS4, stamps_LS4.shape[1], lane, slots_B.contiguous(), positions_B.contiguous(), chains_B.contiguous(),
-        sequences_B.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
-        FIELDS=RING_FIELDS, BLOCK=_BLOCK,
-    )  # fmt: skip
-
-
 def canary_write(
     stamps_LS4: Tensor,
     lane: int,
@@ -149,7 +127,6 @@ def canary_write(
 
 _jit: Any = triton.jit
 _ANCHOR = tl.constexpr(ANCHOR)
-_CHAIN_HASH = tl.constexpr(int(Reason.VERIFY_CHAIN_HASH))
 _differing = differing if triton.knobs.runtime.interpret else _jit(differing)
 """The interpreter calls a function as it is."""
 
@@ -163,7 +140,7 @@ def _splitmix(x):
 
 
 @_jit
-def _mix(previous_hash, token, position):
+def mix(previous_hash, token, position):
     """The next hash of a chain, of uint64 values."""
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
 
@@ -250,7 +227,7 @@ def _verify(
     expected_position = tl.load(positions + e, mask=live, other=0)
     before = tl.load(previous + e, mask=live, other=0)
     known = live & (before > 0)
-    chained = _mix(
+    chained = mix(
         tl.load(base + before * 4 + 2, mask=known, other=0).to(tl.uint64, bitcast=True),
         tl.load(base + before * 4, mask=known, other=0).to(tl.uint64, bitcast=True),
         tl.load(base + before * 4 + 1, mask=known, other=0).to(tl.uint64, bitcast=True),
@@ -287,43 +264,6 @@ def _verify(
 
 
 @_jit
-def _bind(
-    stamps, slot_count, lane, slots, positions, chains, sequences, ring, ring_rows, violations, checked, count,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    half = tl.program_id(1)
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = b < count
-    slot = tl.load(slots + b, mask=live, other=0)
-    slot = tl.where((slot < 0) | (slot >= slot_count), 0, slot)
-    base = stamps + (lane + half).to(tl.int64) * slot_count * 4 + slot * 4
-    token, position = tl.load(base, mask=live, other=0), tl.load(base + 1, mask=live, other=0)
-    stored_hash, digest = tl.load(base + 2, mask=live, other=0), tl.load(base + 3, mask=live, other=0)
-    behind = _mix(
-        stored_hash.to(tl.uint64, bitcast=True), token.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True)
-    ).to(tl.int64, bitcast=True)
-    wanted = tl.load(chains + b, mask=live, other=0)
-    bad = live & (behind != wanted)
-    tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
-    bad_count = tl.sum(bad.to(tl.int64), 0)
-    if bad_count > 0:
-        first = tl.atomic_add(violations, bad_count)
-        at = ring + (first + tl.cumsum(bad.to(tl.int64), 0) - 1) % ring_rows * FIELDS
-        tl.store(at, slot * 0 + lane + half, mask=bad)
-        tl.store(at + 1, slot * 0 + _CHAIN_HASH, mask=bad)
-        tl.store(at + 2, slot, mask=bad)
-        tl.store(at + 3, tl.load(positions + b, mask=bad, other=0), mask=bad)
-        tl.store(at + 4, position, mask=bad)
-        tl.store(at + 5, token, mask=bad)
-        tl.store(at + 6, token, mask=bad)
-        tl.store(at + 7, behind, mask=bad)
-        tl.store(at + 8, wanted, mask=bad)
-        tl.store(at + 9, digest, mask=bad)
-        tl.store(at + 10, digest, mask=bad)
-        tl.store(at + 11, tl.load(sequences + b, mask=bad, other=0), mask=bad)
-
-
-@_jit
 def _write(
     stamps, slot_count, lane, slots, positions, tokens, starts, table, columns, rows, digests, words, total,
     HAS_DIGESTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -351,7 +291,7 @@ def _write(
     start = tl.load(positions + begin, mask=begin < end, other=0)
     previous = tl.load(table + tl.load(rows + b) * columns + start - 1, mask=start > 0, other=0).to(tl.int64)
     before = base + previous * 4
-    chain = _mix(
+    chain = mix(
         tl.load(before + 2).to(tl.uint64, bitcast=True),
         tl.load(before).to(tl.uint64, bitcast=True),
         tl.load(before + 1).to(tl.uint64, bitcast=True),

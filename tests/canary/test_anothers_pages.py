@@ -115,7 +115,7 @@ def test_a_request_that_is_given_anothers_pages_gets_no_token(
         assert any(Reason.VERIFY_CHAIN_HASH in violation.reasons for violation in mine)
 
 
-def test_the_right_pages_are_nobody_elses(start: Start) -> None:
+def test_pages_of_the_right_prompt_raise_no_alarm(start: Start) -> None:
     """The same stories without a fault: no alarm, right answers."""
     engine = start("both", "rotating:16")
     for turn in range(2):
