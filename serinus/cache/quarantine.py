@@ -24,6 +24,8 @@ __all__ = ["CutOff", "PageQuarantine"]
 
 FAILURES_MAX: Final = 2
 """So often a page may fail before it is retired."""
+_RETIRED_SHARE = 16
+"""One page in so many of a part is retired at most: faults that move are no page's own, and requests need room."""
 _QUARANTINED_MIN: Final = 16
 _QUARANTINED_SHARE: Final = 16
 """As many pages, or one in so many of the pool, are in quarantine at most: of more, the first are released."""
@@ -217,6 +219,8 @@ class PageQuarantine:
         """Those of these quarantined pages that failed too often are never handed out again."""
         ledger = self._pools.device[part].ledger
         for page in pages:
+            if ledger.counts().retired >= ledger.page_count // _RETIRED_SHARE:
+                return
             if self.failures.get((part, page), 0) >= FAILURES_MAX and self._is_idle(part, page):
                 del self.banned[part][page]
                 owner = int(ledger.owner_P[page])
