@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from serinus.models.loader import Model, choose_dtype, load_model
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
     from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, RopeSpec, load_spec
+    from serinus.models.weight_digests import TensorDigests
 
 __all__ = [
     "KNOWN_ARCHITECTURES",
@@ -25,6 +26,7 @@ __all__ = [
     "ModelSpec",
     "NullHook",
     "RopeSpec",
+    "TensorDigests",
     "choose_dtype",
     "compose_hooks",
     "load_model",
@@ -40,6 +42,7 @@ _FILE_OF = {
     "NullHook": "hooks",
     "compose_hooks": "hooks",
     "resolve": "hub",
+    "TensorDigests": "weight_digests",
     "Model": "loader",
     "choose_dtype": "loader",
     "load_model": "loader",

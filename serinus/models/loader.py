@@ -16,6 +16,7 @@ from serinus.models.decoder import Decoder
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
 from serinus.models.toy import ToyModel
+from serinus.models.weight_digests import TensorDigests
 from serinus.models.weights import RandomSource, SafetensorsSource, WeightSource
 from serinus.parallel import Shard
 from serinus.parallel.comm import Comm
@@ -94,6 +95,7 @@ def load_model(
     device: str = "cpu",
     shard: Shard | None = None,
     comm: Comm | None = None,
+    digests: TensorDigests | None = None,
 ) -> Model:
     """Load a checkpoint's weights (or make them from a seed) and pack them for the kernels.
 
@@ -107,6 +109,7 @@ def load_model(
         device: where the weights go; that of `kernels`.
         shard: what this rank holds, from `spec.shards(mesh)`; None = everything. Nothing else is read of the files.
         comm: to the other ranks of the mesh.
+        digests: are made of the tensors of a checkpoint; dummy and toy models are known by their seed.
     Raises:
         ConfigError: missing or truncated files, missing, misshapen or unexpected tensors, pickle only.
     Cost: reads the weights of this rank once; resident afterwards: packed weights and what is touched of the mapped
@@ -121,5 +124,5 @@ def load_model(
     if dummy:
         source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
     else:
-        source = SafetensorsSource(Path(path), dtype, device)
+        source = SafetensorsSource(Path(path), dtype, device, digests)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)

@@ -1,7 +1,7 @@
 """ModelSpec: a checkpoint's config.json, read and checked without torch and without transformers.
 
-Knows nothing of weights but their fingerprint, and nothing of devices; what an architecture makes of its fields is in
-`families`.
+Knows nothing of weights but the digest that loading them gives, and nothing of devices; what an architecture makes of
+its fields is in `families`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ KNOWN_ARCHITECTURES: tuple[str, ...] = (*sorted(FAMILIES), TOY_ARCHITECTURE)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MULTIMODAL = "Gemma3ForConditionalGeneration"
-_SAMPLE_BLOCKS = 32
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,8 @@ class ModelSpec:
     reserved_ids: int = 0
     """Toy only: ids below it are special and never generated."""
     signature: str = ""
-    """Digest of all of the above but the path, and of samples of the weight files: equal = KV may be exchanged."""
+    """Digest of all of the above but the path, and of every byte of the weights: equal = KV may be exchanged. Empty
+    until they are loaded (`signed`); of dummy and toy models it is known at once."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -123,6 +122,12 @@ class ModelSpec:
             vocab_size=self.vocab_size,
             partition=partition,
         )
+
+    def signed(self, weights: str) -> ModelSpec:
+        """With its signature, of a digest of its weights."""
+        plain = replace(self, path="", signature="")
+        signature = hashlib.blake2b(f"{asdict(plain)!r}|{weights}".encode(), digest_size=16).hexdigest()
+        return replace(self, signature=signature)
 
     def on(self, shard: Shard) -> ModelSpec:
         """What one rank runs: its layers, heads and MLP columns; vocabulary, window and signature are the whole's.
@@ -151,11 +156,11 @@ def load_spec(
     Args:
         path: a local directory (see `models.resolve` for hub ids).
         overrides: fields laid over config.json (`--json-model-override-args`).
-        load_format: `auto` reads weight files for the signature; `dummy` makes it from `seed`.
+        load_format: with `dummy` the signature is made of `seed`; else it comes with the weights.
         seed: seed of dummy weights.
     Raises:
         ConfigError: no directory, no or broken config.json, unknown architecture, missing or wrong field.
-    Cost: reads two small files and at most 128 KiB of each weight file.
+    Cost: reads a small file.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -172,12 +177,10 @@ def load_spec(
         "eos_ids": tuple(sorted(set(_ids(config.get("eos_token_id"))))),
         "bos_id": config.get("bos_token_id") if isinstance(config.get("bos_token_id"), int) else None,
     }
-    weights = f"dummy:{seed}" if load_format == "dummy" else _fingerprint(folder)
+    unsigned = ModelSpec(path=str(folder), **spec)
     if toy:
-        weights = f"toy:{config.get('seed', 0)}"
-    plain = ModelSpec(path="", **spec)
-    signature = hashlib.blake2b(f"{asdict(plain)!r}|{weights}".encode(), digest_size=16).hexdigest()
-    return ModelSpec(path=str(folder), signature=signature, **spec)
+        return unsigned.signed(f"toy:{config.get('seed', 0)}")
+    return unsigned.signed(f"dummy:{seed}") if load_format == "dummy" else unsigned
 
 
 def _architecture(config: ConfigFields) -> str:
@@ -213,16 +216,3 @@ def _ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id`: an integer, a list of them, or nothing."""
     values = value if isinstance(value, list) else [value]
     return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
-
-
-def _fingerprint(folder: Path) -> str:
-    """Names, sizes and evenly spread samples of the weight files: tells two fine-tunes of one config apart, cheaply."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as stream:
-            for block in range(_SAMPLE_BLOCKS):
-                stream.seek(block * max(size - _SAMPLE_BYTES, 0) // max(_SAMPLE_BLOCKS - 1, 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serinus.core.errors import ConfigError
+from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
 __all__ = ["RandomSource", "SafetensorsSource", "WeightSource"]
@@ -44,19 +45,28 @@ class WeightSource(Protocol):
 class SafetensorsSource:
     """The safetensors files of a directory: a single file, or shards with their index."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
-        """Read the index or the headers. Raises ConfigError for missing, truncated or foreign files."""
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: str = "cpu", digests: TensorDigests | None = None
+    ) -> None:
+        """Read the index or the headers. `digests`: are made of what is taken.
+
+        Raises ConfigError for missing, truncated or foreign files.
+        """
         self.dtype = dtype
         self.device = device
         self._folder = folder
         self._file_of = file_of_each(folder)
         self._left = set(self._file_of)
+        self._digests = digests
+        if digests is not None:
+            digests.expect(self._file_of)
         self.bytes_taken = 0
         """Of the files, that were handed out."""
 
     def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
         """A view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing else of
-        the tensor is read. Raises ConfigError: the tensor is missing, misshapen, no float or cannot be read."""
+        the tensor is read, but by digests. Raises ConfigError: the tensor is missing, misshapen, no float or cannot be
+        read."""
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(
@@ -70,7 +80,8 @@ class SafetensorsSource:
                     raise ConfigError(
                         f"models: tensor {name!r} has shape {list(found)}, expected {list(shape)} from config.json"
                     )
-                tensor: torch.Tensor = opened.get_tensor(name) if span is None else stored[_index(span, dim)]
+                whole: torch.Tensor = opened.get_tensor(name)  # mapped: nothing is read before it is used
+                tensor: torch.Tensor = whole if span is None else stored[_index(span, dim)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"models: {self._folder / file} cannot be read for tensor {name!r} ({error}), "
@@ -80,6 +91,8 @@ class SafetensorsSource:
             raise ConfigError(
                 f"models: tensor {name!r} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
             )
+        if self._digests is not None:
+            self._digests.add(name, whole)
         self._left.discard(name)
         self.bytes_taken += tensor.nbytes
         return tensor.to(self.device, self.dtype).contiguous()

@@ -22,7 +22,17 @@ from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
 from serinus.kernels import Kernels, load, warm
-from serinus.models import ForwardHook, Model, ModelSpec, choose_dtype, compose_hooks, load_model, load_spec, resolve
+from serinus.models import (
+    ForwardHook,
+    Model,
+    ModelSpec,
+    TensorDigests,
+    choose_dtype,
+    compose_hooks,
+    load_model,
+    load_spec,
+    resolve,
+)
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
 from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
@@ -121,6 +131,8 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     own = spec.on(shard)
     dtype = choose_dtype(spec, config.model.dtype, device)
     context = context_of(config, spec)
+    peers = [each for each in config.parallel.local_ranks if mesh.pp_rank(each) == mesh.pp_rank(rank)]
+    digests = TensorDigests(index=peers.index(rank), count=len(peers))
     with torch.inference_mode():
         model = load_model(
             spec,
@@ -133,7 +145,10 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
             device=device,
             shard=shard,
             comm=comm,
+            digests=digests,
         )
+        if not spec.signature:
+            spec = spec.signed(digests.of_model(comm))
         trim()
         phases.mark("weights")
         specs = _agreed(part_specs(config, own, dtype, device, context), comm)

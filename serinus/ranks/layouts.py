@@ -34,6 +34,7 @@ def layout_of(rank: HasPools) -> LayoutSignature:
     """What shapes this engine's KV bytes, as any of its ranks can say; pd.layout says what may differ between two."""
     spec, parallel, pool = rank.spec, rank.config.parallel, rank.pools[Part.FULL].spec
     stages = Mesh(tp=parallel.tp_size, pp=parallel.pp_size).stage_layers(spec.layer_count, parallel.partition)
+    assert spec.signature, "ranks: a layout of a model whose weights are not loaded"
     stamp_bytes = max(each.spec.stamp_bytes for each in rank.pools.values()) // pool.page_size
     return LayoutSignature(
         model=spec.signature,

@@ -116,6 +116,7 @@ def namespace_of(
 ) -> str:
     """A digest of all that shapes the bytes of a page but its tokens and salt: pages of two engines with the same one
     are the same. The signature holds the weights, the parts and the window; stamps hold what their digests read."""
+    assert spec.signature, "ranks: a namespace of a model whose weights are not loaded"
     stamps = pool.stamped and config.canary.kv_canary_real_data
     facts: tuple[object, ...] = (
         spec.signature, config.model.revision, str(dtype), pool.page_size, pool.kv_head_count, pool.head_size,

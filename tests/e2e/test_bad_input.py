@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,10 @@ import pytest
 
 from serinus.core.user_secret import user_secret
 from serinus.front.suggestion import proof_of
-from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
 
 from .cluster import generate, idle
-from .conftest import CONTEXT, small
+from .conftest import small
 
 pytestmark = pytest.mark.slow
 LONG = list(range(300)) * 3
@@ -128,8 +128,14 @@ def test_a_broken_checkpoint_ends_the_start_with_its_reason(checkpoint: Path, tm
 
 
 @pytest.mark.proof
-def test_engines_of_different_models_refuse_each_other_and_say_why(checkpoint: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3", dtype="float32", context=CONTEXT, layers=3, seed=12)
+def test_engines_whose_weights_differ_in_one_bit_refuse_each_other_and_say_why(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
     prompt = [(5 * i) % 400 for i in range(60)]
     with (
         Server("serve", str(tmp_path), "--disaggregation-mode", "prefill", *small()) as prefill,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
@@ -141,6 +142,30 @@ def test_prompts_on_tiny_pools_never_see_a_byte_of_another_prefix(
     assert stats.loaded_tokens > 0
     assert stats.prefetched_tokens > 0
     assert stats.evicted_pages > 0
+
+
+def test_one_bit_of_other_weights_on_the_same_folder_finds_nothing(tmp_path: Path) -> None:
+    """Also where names, sizes, headers, ends of files and most of what lies between are the same."""
+    stored = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "kv"), "dtype": "float32",
+              "hicache_storage_prefetch_policy": "wait_complete"}  # fmt: skip
+    model = make_checkpoint(tmp_path / "model", "qwen3", seed=5)
+    with LLM(str(model), **tiered(**stored)) as llm:
+        answers(llm, PROMPTS[:2])
+    (file,) = model.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        weight = opened.get_tensor("model.layers.0.self_attn.v_proj.weight")
+    data = bytearray(file.read_bytes())
+    at = data.index(weight.numpy().tobytes()) + weight.nbytes // 2
+    data[at + 3 - at % 4] ^= 0x40  # the exponent of one number
+    file.write_bytes(data)
+    with LLM(str(model), **tiered()) as alone:
+        right = answers(alone, PROMPTS[:2])
+    with LLM(str(model), **tiered(**stored)) as llm:
+        assert answers(llm, PROMPTS[:2]) == right
+        assert llm._built.cache.stats().prefetched_tokens == 0
+    with LLM(str(model), **tiered(**stored)) as llm:
+        assert answers(llm, PROMPTS[:2]) == right
+        assert llm._built.cache.stats().prefetched_tokens > 0, "the same weights twice"
 
 
 def test_another_model_of_the_same_shape_finds_nothing_of_it(toys: dict[str, Path], tmp_path: Path) -> None:
