@@ -64,6 +64,7 @@ def make_canary_rank(
             window=spec.window,
             real_data=settings.kv_canary_real_data,
             stride=coverage_stride(settings.kv_canary_coverage),
+            depth=shard.pp,
             is_swept=settings.kv_canary_sweep_interval > 0 or settings.kv_canary_sweep_seconds > 0,
             stats_interval=settings.kv_canary_stats_interval,
             divergence_interval=settings.kv_canary_swa_divergence_interval,

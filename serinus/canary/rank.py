@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -103,6 +104,9 @@ class CanaryRank:
         self._is_started = False
         self._injections_told = 0
         self._rids: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_STEPS_NAMED)
+        self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
+        """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
+        with them, on KV that is not there."""
         self._arriving = ""
         if perturber is not None:
             perturber.attach(self.parts, page_size=settings.page_size, partial=settings.real_data == "partial")
@@ -117,12 +121,13 @@ class CanaryRank:
         base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
         rids = tuple([each.rid for each in work])
         self._rids.append((base, rids))
-        bound_4B = bound_of(work, first_name=base)
+        settings, reading = self.settings, self._reading(work)
+        bound_4B = bound_of(reading, first_name=base)
         checks = StepChecks(
             step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids, bound_4B=bound_4B
         )
-        rows, starts, wholes = [each.row for each in work], [each.start for each in work], [each.whole for each in work]
-        settings = self.settings
+        rows, starts = [each.row for each in reading], [each.start for each in reading]
+        wholes = [each.whole for each in reading]
         for part, lanes in self.parts.items():
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
@@ -141,8 +146,11 @@ class CanaryRank:
 
     def abandoned(self) -> None:
         """The step was broken off: what of it was to be verified is, or does not count as due."""
-        if self._is_started:
-            self.hook.abandon()
+        if not self._is_started:
+            return
+        self.hook.abandon()
+        if self._given_up:
+            self._given_up[-1] = frozenset(self._rids[-1][1])
 
     def found(self) -> tuple[Finding, ...]:
         """Violations and planted faults up to this step; on an accelerator, violations up to the step before."""
@@ -301,6 +309,14 @@ class CanaryRank:
             _log.info("%s", self.stats_line())
         if settings.divergence_interval and self.steps % settings.divergence_interval == 0:
             _log.info("%s", self.divergence_line())
+
+    def _reading(self, work: Sequence[SeqWork]) -> Sequence[SeqWork]:
+        """The work of a plan by what is verified of it: what goes on behind an abandoned step has nothing to read."""
+        given_up = frozenset[str]().union(*self._given_up)
+        self._given_up.append(frozenset())
+        if not given_up:
+            return work
+        return [replace(each, start=0) if each.rid in given_up else each for each in work]
 
     def _write_check(self, work: Sequence[SeqWork]) -> WriteCheck | None:
         if self._oracle is None or not work:

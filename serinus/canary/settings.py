@@ -20,6 +20,8 @@ class CheckSettings:
     """none | partial | all: which KV bytes are digested."""
     stride: int = 1
     """1 = every page of every request in every step; N = each once in N steps of the request."""
+    depth: int = 1
+    """Plans that may be under way at a time."""
     is_swept: bool = False
     """Whether the leader has cached pages swept that no request uses."""
     stats_interval: int = 0
@@ -36,6 +38,6 @@ class CheckSettings:
     def __post_init__(self) -> None:
         if self.real_data not in ("none", "partial", "all"):
             raise ConfigError(f"canary: real data is {self.real_data!r}, expected none, partial or all")
-        for name in ("stride", "ring_rows", "entries_max"):
+        for name in ("stride", "depth", "ring_rows", "entries_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"canary: {name} is {getattr(self, name)}, expected at least 1")

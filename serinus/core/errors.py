@@ -16,6 +16,7 @@
         FrameError         bytes that are no frame of ours
       CapacityError      no room now: back-pressure, never a crash (503)
       OutOfMemory        a step needs more memory than there is: its requests fail (500), the engine goes on
+      StepAbandoned      another rank of the engine cannot go on with this step; its ranks leave it together
       KvViolation        the canary saw a broken promise
       InvariantError     we broke our own promise; this engine stops, loudly, with the evidence
 
@@ -44,6 +45,7 @@ __all__ = [
     "PromptTooLong",
     "RequestError",
     "SerinusError",
+    "StepAbandoned",
     "TransferFailed",
     "Unauthorized",
     "UnknownModel",
@@ -137,6 +139,10 @@ class CapacityError(SerinusError):
 
 class OutOfMemory(SerinusError):
     """A step needs more memory than the machine, or the device, has. Its requests fail; the engine goes on."""
+
+
+class StepAbandoned(SerinusError):
+    """Another rank of the engine cannot go on with the step that this one computes. The next step is sound again."""
 
 
 class KvViolation(SerinusError):

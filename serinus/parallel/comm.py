@@ -2,8 +2,9 @@
 
 Two of a kind: SoloComm (one rank) and TorchComm (processes: NCCL on GPUs; on the CPU gloo, and memory that the ranks of
 a stage share where they are on one machine); `testing` has one for threads. All ranks of a stage call the collectives
-in the same order, because all run the same plans in the same order; whether a rank enters a collective never depends on
-what that rank alone sees. Needs torch, unlike the rest of the room: import it by its module path.
+in the same order, because all run the same plans in the same order; whether a rank enters one depends on what it alone
+sees in one case only: it has no memory for a step. It abandons the step, and so do all that wait for it.
+Needs torch, unlike the rest of the room: import it by its module path.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from threading import Event
 from typing import Any, Final, Protocol
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from serinus.core.addresses import host_port, split_host_port
 from serinus.core.clock import Clock, WallClock
-from serinus.core.errors import ConfigError, PeerGone
+from serinus.core.errors import ConfigError, PeerGone, StepAbandoned
 from serinus.parallel.mesh import Mesh
 from serinus.parallel.near import NearFile, NearStage
 
@@ -39,13 +41,15 @@ _LOOK_S: Final = 0.01
 _KEPT: Final = 2
 """Tensors kept after a send, for each stage: the leader has no more plans open than stages, so older ones are out."""
 _SEE_OFF_S: Final = 2.0
+_ALL_BITS: Final = 0xFF
 _GROUPS: dict[str, Any] = {
     name: getattr(_torch, f"ProcessGroup{name}") for name in ("Gloo", "NCCL") if hasattr(_torch, f"ProcessGroup{name}")
 }
 
 
 class Comm(Protocol):
-    """One rank's end. Not for several threads at once. Every call raises PeerGone where another rank fails it."""
+    """One rank's end. Not for several threads at once. Every call raises PeerGone where another rank fails it; those
+    that wait for a tensor raise StepAbandoned where the rank that was to send it has abandoned the step."""
 
     mesh: Mesh
     rank: int
@@ -53,6 +57,21 @@ class Comm(Protocol):
     @property
     def waited_s(self) -> float:
         """Seconds its caller has spent waiting for other ranks; on a GPU, where the stream waits, next to none."""
+        ...
+
+    @property
+    def can_abandon(self) -> bool:
+        """Whether ranks can leave a step together. NCCL, and gloo between slices on several machines, cannot."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """The tensors of this step follow; numbers grow, from 1. After a step that this rank has abandoned it waits
+        until all ranks of the stage have left that one."""
+        ...
+
+    def abandon(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Leave the step that was begun: the others get StepAbandoned where they wait for this rank, and what was sent
+        to this rank for the step is dropped. `shape`, `dtype`: of the activations of the step."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -95,6 +114,13 @@ class SoloComm:
         self.mesh = Mesh()
         self.rank = 0
         self.waited_s = 0.0
+        self.can_abandon = True
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def abandon(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -173,6 +199,17 @@ def find(address: str, timeout_s: float = 60.0) -> Meeting:
     raise PeerGone(f"parallel: no leader at {address} within {timeout_s:g} s ({reason})")
 
 
+def _abandoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What is sent in the place of activations of a step that is abandoned: all bits set, which nothing computes."""
+    x = torch.empty(tuple(shape), dtype=dtype)
+    x.view(torch.uint8).fill_(_ALL_BITS)
+    return x
+
+
+def _is_abandoned(x: Tensor) -> bool:
+    return int(x[:1].view(torch.uint8).min()) == _ALL_BITS
+
+
 class _Closed:
     """Takes the place of a group that was closed."""
 
@@ -225,6 +262,8 @@ class TorchComm:
         self._broken = False
         """Whether a call has failed because another rank is gone."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._owes_recv = self._owes_send = False
+        """What this rank has not done of the step that was begun."""
         stage, line = f"stage-{mesh.pp_rank(rank)}", f"line-{mesh.tp_rank(rank)}"
         self._fence("join")
         self._near = self._meet_near(stage) if near and mesh.tp > 1 and device == "cpu" else None
@@ -234,6 +273,26 @@ class TorchComm:
     @property
     def waited_s(self) -> float:
         return self._waited_s + (0.0 if self._near is None else self._near.waited_s)
+
+    @property
+    def can_abandon(self) -> bool:
+        return self._device == "cpu" and self._stage is None
+
+    def begin(self, step: int) -> None:
+        stage = self.mesh.pp_rank(self.rank)
+        self._owes_recv, self._owes_send = stage > 0, stage < self.mesh.pp - 1
+        if self._near is not None:
+            self._near.begin(step)
+
+    def abandon(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """As Comm says. Raises MemoryError, RuntimeError: there is no memory for that either."""
+        if self._near is not None:
+            self._near.abandon()
+        if self._owes_recv:
+            with suppress(StepAbandoned):
+                self.recv(shape, dtype)
+        if self._owes_send:
+            self.send(_abandoned(shape, dtype))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._near is not None:
@@ -274,11 +333,15 @@ class TorchComm:
         except RuntimeError as error:
             raise self._gone(error) from None
         self._sent.append((work, x))
+        self._owes_send = False
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As Comm says; on a GPU the stream waits, not the caller."""
+        """As Comm says; on a GPU the stream waits, not the caller. Raises StepAbandoned: the stage before did."""
         x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         self._wait(lambda: self._line.recv([x], self.mesh.pp_rank(self.rank) - 1, _TAG))
+        self._owes_recv = False
+        if self.can_abandon and _is_abandoned(x):
+            raise StepAbandoned("parallel: the stage before has abandoned this step")
         return x
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:

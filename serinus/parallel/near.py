@@ -5,6 +5,10 @@ and a look at the flags of the others. Each rank writes its part into its own sl
 its flag; a rank that sees that number in every flag may read all slots. Two sets of slots take turns: before a rank
 writes into a set again it has seen every flag of the round between, so no rank reads that set any more.
 
+A rank that abandons a step says so beside its flag, for all that wait for its next one; they abandon the step too. The
+ranks are then at the round of its last flag, or one further. Before the next step each that left waits for all, and
+goes on from the last of these rounds.
+
 A rank that is killed writes no flag; but the kernel releases the lock that it held on its byte of the file, and a rank
 that has waited for a while looks at that lock.
 
@@ -29,13 +33,17 @@ import torch
 from torch import Tensor
 
 from serinus.core.clock import Clock
-from serinus.core.errors import PeerGone
+from serinus.core.errors import PeerGone, StepAbandoned
 
 __all__ = ["NearFile", "NearStage"]
 
 _FOLDER: Final = Path("/dev/shm")
 _LINE: Final = 64
-"""Bytes between flags: one cache line each."""
+"""Bytes of each rank's words: one cache line."""
+_WORDS: Final = _LINE // 8
+_FLAG, _LEFT, _LEFT_AT, _BEGUN = range(4)
+"""A rank's words: its last round; the last step that it abandoned, and after which round; twice the step that it began,
+and 1 once it goes on from the same round as the others."""
 _SLOT_BYTES: Final = 1 << 20
 """Larger tensors take several rounds."""
 _SPINS: Final = 200
@@ -125,15 +133,39 @@ class NearStage:
         self._file = file
         self._index = index
         self._others = [i for i in range(size) if i != index]
-        self._flags = memoryview(file.memory)[: size * _LINE].cast("q")[:: _LINE // 8]
+        self._words = memoryview(file.memory)[: size * _LINE].cast("q")
+        self._own = index * _WORDS
         slots = torch.frombuffer(file.memory, dtype=torch.uint8, offset=size * _LINE).view(2, size, _SLOT_BYTES)
         self._sets = tuple(tuple(slot.unbind(0)) for slot in slots.unbind(0))
         self._clock = clock
         self._timeout_s = timeout_s
         self._check = check
         self._round = 0
-        """Number of the last exchange; in this rank's flag, with all its bits inverted once the rank has left."""
+        """Number of the last exchange; in this rank's flag, with all its bits inverted once the rank is closed."""
+        self._step = -1
+        self._has_left = False
         self._closed = False
+
+    def begin(self, step: int) -> None:
+        """The rounds of this step follow; see Comm. Cost: one store, but after a step that was abandoned."""
+        words, own, left = self._words, self._own, self._step
+        self._step = step
+        if self._has_left:
+            words[own + _BEGUN] = 2 * step
+            self._await_all(_BEGUN, 2 * step)
+            lines = range(0, len(words), _WORDS)
+            self._round = max(words[line + _LEFT_AT] for line in lines if words[line + _LEFT] == left)
+            words[own + _FLAG] = self._round
+            self._has_left = False
+            words[own + _BEGUN] = 2 * step + 1
+            self._await_all(_BEGUN, 2 * step + 1)  # what it said of this step stays until all have read it
+        words[own + _BEGUN] = 2 * step + 1
+
+    def abandon(self) -> None:
+        """Make no more rounds in this step; ranks that wait for one get StepAbandoned."""
+        self._has_left = True
+        self._words[self._own + _LEFT_AT] = self._round
+        self._words[self._own + _LEFT] = self._step
 
     def all_reduce(self, x: Tensor) -> Tensor:
         for part in self._parts(x):
@@ -164,7 +196,7 @@ class NearStage:
         """Fail every rank that waits for more of this one, now or later; what this rank wrote may still be read."""
         if not self._closed:
             self._closed = True
-            self._flags[self._index] = ~self._round
+            self._words[self._own + _FLAG] = ~self._round
             self._file.close()
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -177,23 +209,30 @@ class NearStage:
         slots = [slot[: part.nbytes].view(part.dtype) for slot in self._sets[self._round % 2]]
         slots[self._index].copy_(part)
         self._round += 1
-        self._flags[self._index] = self._round
-        for other in self._others:
-            self._await(other)
+        self._words[self._own + _FLAG] = self._round
+        self._await_all(_FLAG, self._round)
         return slots
 
-    def _await(self, other: int) -> None:
-        flags, wanted = self._flags, self._round
+    def _await_all(self, word: int, wanted: int) -> None:
+        for other in self._others:
+            self._await(other, word, wanted)
+
+    def _await(self, other: int, word: int, wanted: int) -> None:
+        words, line = self._words, other * _WORDS
+        at = line + word
         for _ in range(_SPINS):
-            if flags[other] >= wanted:
+            if words[at] >= wanted:
                 return
         began = self._clock.now()
         spent_s = 0.0
-        while (seen := flags[other]) < wanted:
-            if ~seen >= wanted:
-                return  # it left, after this round
+        while words[at] < wanted:
+            flag = words[line + _FLAG]
+            if word == _FLAG and (flag >= wanted or ~flag >= wanted):
+                return  # it came, or it left after this round
+            if word == _FLAG and words[line + _LEFT] == self._step:
+                raise StepAbandoned(f"parallel: slice {other} of this stage has abandoned this step")
             late = spent_s > _EAGER_S
-            if seen < 0 or spent_s > self._timeout_s or (late and not self._file.alive(other)):
+            if flag < 0 or spent_s > self._timeout_s or (late and not self._file.alive(other)):
                 raise PeerGone(f"parallel: slice {other} of this stage left or does not come, expected all of them")
             if not late:
                 os.sched_yield()

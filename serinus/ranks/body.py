@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError, OutOfMemory
+from serinus.core.log import get_logger
 from serinus.core.plan import SeqResult, StepPlan, StepResult
 from serinus.parallel import Mesh
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
@@ -23,6 +24,7 @@ _TELL_STEPS: Final = 8
 """A rank that neither samples nor has a canary answers so many steps at once: each answer wakes the leader."""
 _TAIL: Final = 32
 """Commands kept as evidence."""
+_log = get_logger("engine")
 
 
 class StepRunner(Protocol):
@@ -100,6 +102,7 @@ class RankBody:
         self._told: dict[str, int] = {}
         self._obeyed = True
         """Commands were obeyed since `news` looked last."""
+        self._answers = rank == mesh.result_rank
         self._runner = runner
         self._clock = clock
         self._canary = canary
@@ -183,20 +186,24 @@ class RankBody:
         done = StepDone(
             step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, failed=failed, findings=findings
         )
-        if result is None and canary is None and self.steps % _TELL_STEPS:
+        if result is None and not failed and canary is None and self.steps % _TELL_STEPS:
             self._untold = done
             return ()
         self._untold = None
         return (done,)
 
     def _computed(self, plan: StepPlan) -> tuple[StepResult | None, str]:
-        """What the runner found; or, where there is no memory for the step, nothing for each request, and why."""
+        """What the runner found; or, where there is no memory for the step, nothing for each request, and why. None on
+        a rank that does not sample."""
         try:
             result = self._runner.run(plan)
         except OutOfMemory as error:
+            if self.rank:  # of its own rank the leader tells
+                _log.error("engine: step %d: %s", plan.step, error)
             if self._canary is not None:
                 self._canary.abandoned()
-            return StepResult(step=plan.step, seqs=tuple(SeqResult() for _ in plan.work)), str(error)
+            nothing = StepResult(step=plan.step, seqs=tuple(SeqResult() for _ in plan.work))
+            return nothing if self._answers else None, str(error)
         return result if self._canary is None else self._canary.returned(result), ""
 
     def _stop(self, command: Stop) -> None:

@@ -80,13 +80,14 @@ class _Done(msgspec.Struct, frozen=True, array_like=True):
     result: ResultColumns | None
     seconds: float
     wait_seconds: float
+    failed: str
     findings: tuple[Item, ...]
 
 
 def _pack_done(done: StepDone, writer: ObjectWriter) -> _Done:
     result = None if done.result is None else pack_result(done.result)
     findings = tuple(writer.item(finding) for finding in done.findings)
-    return _Done(done.step, result, done.seconds, done.wait_seconds, findings)
+    return _Done(done.step, result, done.seconds, done.wait_seconds, done.failed, findings)
 
 
 def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
@@ -95,6 +96,7 @@ def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
         result=None if done.result is None else unpack_result(done.result),
         seconds=done.seconds,
         wait_seconds=done.wait_seconds,
+        failed=done.failed,
         findings=tuple(reader.item(name, data, FINDINGS) for name, data in done.findings),
     )
 

@@ -24,7 +24,7 @@ class RunStep:
 class StepDone:
     """A rank has done its part of a step, and of all before it.
 
-    The rank that samples and ranks with a canary answer every step, the others once in a few steps.
+    The rank that samples and ranks with a canary answer every step, the others once in a few steps and where one fails.
     """
 
     step: int

@@ -274,8 +274,9 @@ class LeaderLine:
         if result is None:
             name = self.mesh.name(self.mesh.result_rank)
             raise InvariantError(f"ranks: rank {name} ended step {step.step} without a result, expected one")
+        failed = done.failed or next((each.failed for each in step.done.values() if each.failed), "")
         findings = tuple((rank, found) for rank, done in sorted(step.done.items()) for found in done.findings)
-        return FinishedStep(step=step.step, result=result, failed=done.failed, findings=findings)
+        return FinishedStep(step=step.step, result=result, failed=failed, findings=findings)
 
     def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
         """Sleep until another rank answers or one of these channels has something, for `wait_s` seconds at most."""

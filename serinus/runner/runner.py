@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serinus.core.errors import InvariantError, OutOfMemory
+from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
 from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
@@ -78,21 +78,29 @@ class Runner:
         """Write the table, compute the KV of all tokens of the plan, choose the tokens it asks for.
 
         Returns: results in the order of plan.work, on the rank that samples (mesh.result_rank); None on the others.
-        Raises PeerGone where another rank does not do its part; OutOfMemory, on a rank that is alone: what of the KV of
-        this step is written is not known, and nothing else has changed.
+        Raises PeerGone where another rank does not do its part; OutOfMemory, on all ranks that the step then cannot go
+        on with: what of the KV of this step is written is not known, and nothing else has changed.
         Cost: one forward pass; one host wait, for the chosen tokens. A stage waits for the one before it, and hands on
         to the next without waiting.
         """
         with torch.inference_mode():
             self._write_tables(plan.table_writes)
-            try:
-                seqs = self._compute(plan.work) if plan.work else ()
-            except (MemoryError, RuntimeError) as error:
-                # Other ranks are in the middle of this step and wait for this one: there the engine ends as a whole.
-                if self._comm.mesh.size > 1 or not is_out_of_memory(error):
-                    raise
-                raise OutOfMemory(_out_of_memory(plan, error)) from error
+            seqs = self._run(plan) if plan.work else ()
         return StepResult(step=plan.step, seqs=seqs) if self._answers else None
+
+    def _run(self, plan: StepPlan) -> tuple[SeqResult, ...]:
+        comm = self._comm
+        comm.begin(plan.step)
+        try:
+            return self._compute(plan.work)
+        except (MemoryError, RuntimeError, StepAbandoned) as error:
+            is_told = isinstance(error, StepAbandoned)
+            if not (is_told or (comm.can_abandon and is_out_of_memory(error))):
+                raise  # other ranks may be in the middle of this step and wait for this one: the engine ends as a whole
+            own = comm.mesh.name(comm.rank) if comm.mesh.size > 1 else ""
+            said = _out_of_memory(plan, "another rank" if is_told else own, error)
+        comm.abandon(*self._model.activation(plan.token_count))  # what the pass had allocated is free again
+        raise OutOfMemory(said)
 
     def _compute(self, work: Sequence[SeqWork]) -> tuple[SeqResult, ...]:
         batch, ends = self._batch(work)
@@ -199,17 +207,18 @@ class Runner:
         return tuple(found)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: of Python, numpy, numba, torch on a host or on a device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
 
 
-def _out_of_memory(plan: StepPlan, error: Exception) -> str:
+def _out_of_memory(plan: StepPlan, where: str, error: Exception) -> str:
     said = (str(error) or type(error).__name__).splitlines()[0][:200]
     return (
-        f"runner: no memory for a step of {plan.token_count} tokens in {len(plan.work)} requests ({said}); expected"
+        f"runner: no memory{where and f' on {where}'} for a step of {plan.token_count} tokens in {len(plan.work)}"
+        f" requests ({said}); expected"
         f" less KV (--max-total-tokens, --mem-fraction-static) or shorter steps (--chunked-prefill-size)"
     )
 

@@ -49,6 +49,16 @@ class SimComm:
         self.waited_s = 0.0
         self._tensors = tensors
 
+    can_abandon = False
+    """No allocation fails in the simulation."""
+
+    def begin(self, step: int) -> None:
+        """No step is abandoned: there is nothing to wait for."""
+
+    def abandon(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Raises ValueError: no allocation fails here."""
+        raise ValueError("sim: a step is abandoned, expected none")
+
     def send(self, x: torch.Tensor) -> None:
         target = self.rank + self.mesh.tp
         self._tensors.inflow[target].append(x.clone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -38,6 +39,72 @@ def test_a_grid_of_ranks_answers_what_one_process_would(grid: Server, checkpoint
     answers = generate_all(grid.url, load)
     assert [answer["output_ids"] for answer in answers] == [right(checkpoint, *item) for item in load]
     idle(grid.url)
+
+
+_HUNGRY = """
+import importlib.util, os, sys
+from pathlib import Path
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "serinus.runner.runner":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (load(module), make_hungry(module))
+        return spec
+
+
+def make_hungry(module):
+    from serinus.models import NullHook, compose_hooks
+
+    class Hungry(NullHook):
+        def __init__(self, rank):
+            self.sign = Path(os.environ["HUNGRY_RANKS"], str(rank))
+
+        def before_layer(self, layer_index):
+            if self.sign.exists():
+                self.sign.unlink()
+                module.torch.empty(1 << 60, dtype=module.torch.uint8)
+
+    begin = module.Runner.__init__
+
+    def init(runner, *args, **more):
+        begin(runner, *args, **more)
+        runner._hook = compose_hooks([runner._hook, Hungry(runner._comm.rank)])
+
+    module.Runner.__init__ = init
+
+
+sys.meta_path.insert(0, Finder())
+"""
+"""sitecustomize.py of every process: a rank for which there is a file wants more memory than there is, once."""
+
+
+@pytest.mark.proof
+def test_a_rank_without_memory_for_a_step_fails_its_requests_and_no_rank_ends(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_HUNGRY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(":")]))
+    monkeypatch.setenv("HUNGRY_RANKS", str(tmp_path))
+    words = ("--tp-size", "2", "--pp-size", "2", "--kv-canary", "raise", "--kv-canary-real-data", "all")
+    with Server("serve", str(checkpoint), *words, *SMALL) as server:
+        before = ranks_of(server.url)
+        for rank, prompt in enumerate(prompts(4, seed=3)):
+            sign = tmp_path / str(rank)
+            sign.touch()
+            answer = HTTP.post(f"{server.url}/generate", json={"input_ids": prompt})
+            assert answer.status_code == 500, answer.text
+            assert "no memory on" in answer.json()["error"]["message"]
+            assert not sign.exists()
+            (answers,) = generate_all(server.url, [(prompt, 12)])
+            assert answers["output_ids"] == right(checkpoint, prompt, 12)
+        assert ranks_of(server.url) == before
+        assert metric(server.url, "kv_canary_violations_total") == 0
+        idle(server.url)
 
 
 def test_every_rank_is_shown_with_its_place_its_queues_and_its_time(grid: Server) -> None:

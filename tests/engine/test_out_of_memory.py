@@ -18,6 +18,7 @@ from serinus.models.small_checkpoints import make_toy
 from serinus.runner.runner import is_out_of_memory
 from serinus.selftest import EngineDriver, EnginePair
 from serinus.testing.oracle import toy_continue
+from tests.ranks.crew import crew
 
 _TOO_MUCH = 1 << 60
 
@@ -37,7 +38,7 @@ class Hungry(NullHook):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, tokenizer=False)
+    return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, kv_heads=2, tokenizer=False)
 
 
 @pytest.mark.parametrize("canary", [{}, {"kv_canary": "raise", "kv_canary_real_data": "all"}])
@@ -86,6 +87,45 @@ def test_a_prefill_engine_without_memory_sends_the_prompt_home(toy: Path) -> Non
     assert both.tokens("a") == toy_continue(load_spec(toy), prompt, 6)
     assert not hungry.is_hungry
     assert [driver.engine.scheduler.stats().used_tokens for driver in (both.decode, both.prefill)] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("canary", [{}, {"kv_canary": "raise", "kv_canary_real_data": "all"}])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])
+def test_whichever_rank_has_no_memory_the_ranks_leave_the_step_together(
+    toy: Path, tp: int, pp: int, canary: dict[str, str]
+) -> None:
+    spec = load_spec(toy)
+    with crew(toy, tp_size=tp, pp_size=pp, **canary) as engine:
+        runners = [engine.line.body._runner, *(loop.body._runner for _, loop in sorted(engine.ranks.loops.items()))]
+        hungry = [Hungry(runner) for runner in runners]
+        for victim in range(tp * pp):
+            prompts = {f"{name}-{victim}": list(range(at, at + 20)) for at, name in enumerate(("a", "b", "c"))}
+            for rid, prompt in prompts.items():
+                engine.add(rid, prompt, 12)
+            while any(len(engine.tokens(rid)) < 3 for rid in prompts):
+                engine.turn()
+                engine.wait()
+            hungry[victim].is_hungry = True
+            engine.run()
+            failed = [rid for rid in prompts if engine.finish(rid) is FinishReason.ERROR]
+            assert failed, f"rank {victim} had no memory, and no request failed"
+            for rid in failed:
+                assert engine.deltas[rid][-1].error_status == 500
+                assert "no memory on " in engine.deltas[rid][-1].error
+            for rid in prompts.keys() - set(failed):
+                assert pp > 1, "all requests are in each step"
+                assert engine.tokens(rid) == toy_continue(spec, prompts[rid], 12)
+            engine.add(f"later-{victim}", [9, 8, 7, victim], 9)
+            engine.run()
+            assert engine.tokens(f"later-{victim}") == toy_continue(spec, [9, 8, 7, victim], 9)
+        engine.engine.scheduler.sanity_check()
+        assert engine.engine.scheduler.stats().used_tokens == 0
+        if engine.engine.canary is not None:
+            view = engine.engine.canary.view()
+            assert view["violations"] == 0
+            assert view["slots_checked"] == view["slots_due"]
+    assert engine.ranks.errors() == {}
 
 
 def test_every_allocator_that_fails_is_known_and_nothing_else() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from serinus.core.clock import WallClock
-from serinus.core.errors import ConfigError, PeerGone
+from serinus.core.errors import ConfigError, PeerGone, StepAbandoned
 from serinus.parallel import Mesh
 from serinus.parallel.comm import Comm, Meeting, SoloComm, TorchComm, find, listen
 from serinus.parallel.near import NearFile, NearStage
@@ -262,3 +262,58 @@ def test_one_rank_alone_has_no_stage_to_send_to() -> None:
     with pytest.raises(ValueError, match="expected a stage before"):
         solo.recv((1,), torch.float32)
     assert solo.smallest((3, 4)) == (3, 4)
+
+
+@pytest.mark.parametrize("kind", ["threads", "memory"])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 3)])
+def test_ranks_leave_a_step_together_when_one_of_them_abandons_it(kind: str, tp: int, pp: int) -> None:
+    """Each rank in turn, at each moment of a step, also twice in a row; the step after it is whole."""
+    mesh = Mesh(tp=tp, pp=pp)
+    moments = ("first", "before", "between", "after", "last")
+    plan = [(victim, moment) for victim in range(mesh.size) for moment in moments]
+
+    def step(comm: Comm, number: int, fails: tuple[int, str]) -> list[float]:
+        def at(moment: str) -> None:
+            if fails == (comm.rank, moment):
+                raise MemoryError
+
+        stage, x = mesh.pp_rank(comm.rank), torch.full((2, 2), 1.0 + comm.rank)
+        at("first")
+        if stage:
+            x += comm.recv((2, 2), torch.float32)
+        at("before")
+        x = comm.all_reduce(x)
+        at("between")
+        x = comm.all_reduce(x)
+        at("after")
+        if stage < pp - 1:
+            comm.send(x)
+            at("last")
+        return [number, *x[0].tolist()]
+
+    def work(comm: Comm) -> list[list[float] | str]:
+        found: list[list[float] | str] = []
+        for number, fails in enumerate([(-1, ""), *plan, *plan[::2], (-1, "")], 1):
+            comm.begin(number)
+            try:
+                found.append(step(comm, number, fails))
+            except (MemoryError, StepAbandoned) as error:
+                found.append(type(error).__name__)
+                comm.abandon((2, 2), torch.float32)
+        return found
+
+    with _ranks(kind, mesh) as ranks:
+        assert all(comm.can_abandon for comm in ranks)
+        found = _each(ranks, work)
+    for rank, steps in enumerate(found):
+        whole = steps[0][1:]
+        assert steps[-1] == [len(steps), *whole], "what is abandoned leaves nothing behind"
+        for number, (victim, moment) in enumerate([*plan, *plan[::2]], 2):
+            came = steps[number - 1]
+            if rank == victim and (moment != "last" or mesh.pp_rank(rank) < pp - 1):
+                assert came == "MemoryError"
+            elif came != "StepAbandoned":
+                assert came == [number, *whole], "a step is whole or abandoned"
+            elif moment == "last":
+                raise AssertionError(f"rank {rank} abandoned step {number}, which was computed")
+        assert "StepAbandoned" in steps or (mesh.pp_rank(rank) == 0 and tp == 1), "the first stage needs no other"
