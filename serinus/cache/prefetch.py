@@ -347,6 +347,9 @@ class StorageWrites:
         self._by_op: dict[int, tuple[PagePool, Pages, Span]] = {}
         self.tokens = 0
         """Counter: tokens written to the storage."""
+        self.wrong: list[tuple[Span, int]] = []
+        """Spans whose copies on the host are not what their stamps vouch for, from a position on; the caller takes
+        them."""
 
     @property
     def in_flight(self) -> int:
@@ -387,8 +390,10 @@ class StorageWrites:
         self._pools.tree.set_storing(span, -1)
         node = span.anchor
         self._pages -= len(pages)
+        size = self._pools.tree.page_size
+        if done.bad:
+            self.wrong.append((span, span.start + min(done.bad) * size))
         if pool.part is Part.FULL:
-            size = self._pools.tree.page_size
             self.tokens += done.good * size
             whole = node.alive and done.good * size == node.end - node.start
             if whole and self._pools.events is not None:

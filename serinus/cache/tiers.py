@@ -11,7 +11,7 @@ from serinus.cache.backup import Backups
 from serinus.cache.copies import CopyTable
 from serinus.cache.host import HostTier
 from serinus.cache.loading import Loads
-from serinus.cache.node import Lease
+from serinus.cache.node import FULL, Lease, Span
 from serinus.cache.page_pools import PagePools
 from serinus.cache.policy import WritePolicy
 from serinus.cache.ports import PageMover, PageStorage
@@ -104,6 +104,23 @@ class TierController:
         for answer in answers:
             if not any(owner.done(answer) for owner in (prefetches, writes, removals)):
                 raise InvariantError(f"cache: C2 storage operation {answer.op} is done, expected one in flight")
+        wrong, writes.wrong = writes.wrong, []
+        for span, position in wrong:
+            self._condemn_on_host(span, position)
+
+    def _condemn_on_host(self, span: Span, position: int) -> None:
+        """The copy that the host has of `span` is wrong from `position` on. What the device has too stays, and is
+        copied again when it is used; what the host has alone is gone, with all that is below."""
+        for node in reversed(span.nodes()):
+            if not node.alive or node.end <= position or not len(node.host[FULL]):
+                continue
+            if node.start < position:
+                self._pools.split(node, position)
+            if len(node.device[FULL]) and not node.busy:
+                self.host.give_up(node)
+            else:
+                self.quarantine.cut(node, tell=True)
+        self.quarantine.release()
 
     def _news(self) -> CacheNews:
         failed = self.quarantine.failed

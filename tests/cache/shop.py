@@ -94,18 +94,20 @@ class HandStorage:
         """This removal did not succeed."""
         self._ended.append(StorageDone(op=op, error="the test says so"))
 
-    def answer(self, kind: str, *, torn: int | None = None) -> int:
-        """Everything of this kind is answered; a read brings `torn` pages at most. Returns how many."""
+    def answer(self, kind: str, *, torn: int | None = None, bad: tuple[int, ...] = ()) -> int:
+        """Everything of this kind is answered; a read brings `torn` pages at most, `bad` pages of a write are not what
+        their stamps vouch for. Returns how many."""
         mine = [entry for entry in self.asked if entry[0] == kind]
         self.asked = [entry for entry in self.asked if entry[0] != kind]
         for _, op, parts, keys in mine:
             present = tuple(np.array([(part, key) in self.stored for key in keys], np.bool_) for part in parts)
             good = len(keys) if torn is None else min(torn, len(keys))
             if kind == "write":
-                self.stored |= {(parts[0], key) for key in keys}
+                good = min((good, *bad))
+                self.stored |= {(parts[0], key) for key in keys[:good]}
             if kind == "remove":
                 self.stored = {entry for entry in self.stored if entry[1] not in keys}
-            self._ended.append(StorageDone(op=op, present=present if kind == "query" else (), good=good))
+            self._ended.append(StorageDone(op=op, present=present if kind == "query" else (), good=good, bad=bad))
         return len(mine)
 
     def poll(self) -> list[StorageDone]:

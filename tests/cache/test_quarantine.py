@@ -276,3 +276,25 @@ def test_what_another_engine_removed_is_cut_here_and_requests_on_it_are_told() -
     assert shop.cache.stats().pages.quarantined == 0
     shop.check()
     assert len(pages) == 4
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["the device has it too", "the host has it alone"])
+def test_a_host_page_that_is_found_wrong_before_it_is_stored_is_given_up(cached: bool) -> None:
+    shop = Shop(full=33, host=65, storage=True)
+    shop.serve("a", span(0, 16))
+    shop.settle()
+    assert len(shop.cache.host_pages()) == 4
+    if not cached:
+        shop.cache.evict(99)
+    shop.storage.answer("write", bad=(2,))
+    shop.cache.poll()
+    assert len(shop.cache.host_pages()) == 2, "from the wrong page on"
+    assert shop.lengths(span(0, 16)) == ((16, 16) if cached else (0, 8))
+    shop.check()
+    shop.serve("b", span(0, 16), load=not cached)
+    shop.settle()
+    shop.storage.answer("write")
+    shop.cache.poll()
+    assert len(shop.cache.host_pages()) == 4, "copied again"
+    assert len(shop.storage.stored) == 4
+    shop.check()
