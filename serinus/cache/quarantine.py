@@ -63,6 +63,8 @@ class PageQuarantine:
         released."""
         self.failures: dict[tuple[Part, int], int] = {}
         """By part and device page, how often its KV was found wrong; a flush does not forget it."""
+        self.retired: set[tuple[Part, int]] = set()
+        """By part and device page, those that are never handed out again."""
         self.keys: set[bytes] = set()
         """Keys of pages that may have been stored wrong: not read before the storage has removed them (removals.py)."""
 
@@ -223,6 +225,7 @@ class PageQuarantine:
                 return
             if self.failures.get((part, page), 0) >= FAILURES_MAX and self._is_idle(part, page):
                 del self.banned[part][page]
+                self.retired.add((part, page))
                 owner = int(ledger.owner_P[page])
                 ledger.move(np.array([page], np.int32), owner, int(PageState.RETIRED), "retire")
 

@@ -6,6 +6,7 @@ CanaryRank    one rank's half: checks its KV around each step and by command (ra
 make_*        both from the settings (make.py); an engine without a canary has None
 Incident      violations of one slot, reason and owner, as one record (incidents.py)
 Violation     one broken promise, with its evidence (violation.py)
+PageHealth    which pages failed, how often, on which ranks (page_health.py)
 LeadFaults    faults on purpose, as the leader plans them: from the settings, or ordered while it runs (faults.py)
 perturb/      faults on purpose: data with a seed, each with the detector that must find it
 """

@@ -29,6 +29,7 @@ from serinus.canary.commands import (
 from serinus.canary.faults import FaultOrder, LeadFaults
 from serinus.canary.incidents import IncidentLog
 from serinus.canary.judge import Judge, Requests, Verdict, reason_of
+from serinus.canary.page_health import PageHealth
 from serinus.canary.perturb import Injection
 from serinus.canary.violation import Violation, ViolationLog, possible_counts
 from serinus.core.clock import Clock
@@ -97,6 +98,8 @@ class CanaryLead:
         self._line = line
         self._cache = cache
         self._requests, self._clock = requests, clock
+        self.health = PageHealth(cache, settings.kv_canary_retire_max)
+        """Which pages failed, and whether they are too many."""
         self._judgement = Judge(cache, requests, self._verify, self._was_condemned)
         self._running: set[str] = set()
         """Requests of the last plan..."""
@@ -132,6 +135,7 @@ class CanaryLead:
         self.steps += 1
         self._judgement.begin(self.steps, self._cursor)
         self._note_verified(plan)
+        self.health.look()
         interval = self._settings.kv_canary_sweep_interval
         budgets = self._due_by_time()
         if interval and self.steps % interval == 0:
@@ -142,6 +146,7 @@ class CanaryLead:
 
     def idle(self) -> None:
         """No step is under way: sweep what is due by time. Waits for all ranks where something is."""
+        self.health.look()
         budgets = self._due_by_time()
         if budgets:
             self._sweep(budgets)
@@ -212,6 +217,7 @@ class CanaryLead:
             "counts": [
                 {"reason": reason, "tag": tag, "count": count} for (reason, tag), count in sorted(log.counts.items())
             ],
+            "pages": self.health.view(),
             "incidents_total": self.incidents.total,
             "incidents": [incident.as_json() for incident in self.incidents],
             "told": [
@@ -349,6 +355,7 @@ class CanaryLead:
     def _was_condemned(self, violation: Violation, condemned: Condemned) -> None:
         if not condemned.pages:
             return
+        self.health.note(violation)
         _log.error(
             "kv_canary condemned: part=%s page=%d position=%d tokens=%d pages=%d",
             violation.part.name, violation.page, violation.position, condemned.tokens,

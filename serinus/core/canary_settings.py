@@ -56,6 +56,12 @@ class CanarySettings:
         " 0 = no bound",
         low=0,
     )
+    kv_canary_retire_max: int = setting(
+        8,
+        "pages whose KV was wrong twice are never used again; with more of them than so many, /health answers 503 and"
+        " routers send nothing more",
+        low=0,
+    )
     kv_canary_stats_interval: int = setting(100, "steps between two lines of statistics; 0 = none", low=0)
     kv_canary_swa_divergence_interval: int = setting(
         0,

@@ -129,7 +129,7 @@ class Engine:
         planned = not self.handoffs.is_staging and self._plan(now)
         self._worked = finished is not None or planned
         if not self._worked and not self._open:
-            self._worked = self._look_around()
+            self._worked = self._look_around(now)
         for finding in () if self.canary is None else self.canary.take_findings():
             self.handoffs.tell(finding, now)
         return self._output()
@@ -219,25 +219,41 @@ class Engine:
         delta = self.scheduler.abort(rid, reason, FinishReason.ERROR, untrusted=True)
         return None if delta is None else replace(delta, error_status=500)
 
-    def _look_around(self) -> bool:
+    def _look_around(self, now: float) -> bool:
         """No step is under way: the time for what takes long. Returns whether requests can run now that could not."""
         if self._unchecked and self.scheduler.idle:
             self._unchecked = False
             self.scheduler.sanity_check()
         if self.canary is not None:
             self.canary.idle()
-        return not self.scheduler.idle and self._release_quarantined()
+        return not self.scheduler.idle and self._release_quarantined(now)
 
-    def _release_quarantined(self) -> bool:
+    def _release_quarantined(self, now: float) -> bool:
         """Where requests wait for pages and nothing else is under way, only quarantined pages can stand in their way,
         and they would wait for ever. What was wrong in a page is overwritten before it is read."""
         stats = self.scheduler.stats()
         waiting = stats.num_queue_reqs + stats.num_decode_prealloc_queue_reqs
         others = stats.num_running_reqs + stats.num_decode_transfer_queue_reqs + stats.num_prefill_inflight_queue_reqs
-        if not waiting or others or stats.in_flight or not (count := self._cache.release_all_quarantined()):
+        if not waiting or others or stats.in_flight:
             return False
+        count = self._cache.release_all_quarantined()
+        if not count:
+            return self._refuse_what_never_fits(now)
         _log.warning("engine: %d quarantined pages are released, %d requests need them", count, waiting)
         return True
+
+    def _refuse_what_never_fits(self, now: float) -> bool:
+        """End requests that need more pages than are left beside the retired ones. Returns whether there were any."""
+        pages = self._cache.stats().pages.retired
+        tokens = (self._cache.page_count - 1 - pages) * self._cache.page_size
+        ended = self.scheduler.waiting_beyond(tokens) if pages else []
+        for rid in ended:
+            self.handoffs.aborted(rid, now)
+            reason = f"engine: {pages} KV pages are retired, and the prompt is longer than the {tokens} tokens left"
+            delta = self.scheduler.abort(rid, reason, FinishReason.ERROR)
+            if delta is not None:
+                self._answer(replace(delta, error_status=503))
+        return bool(ended)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -396,5 +412,6 @@ class Engine:
         return True, b"cache flushed"
 
     def _info(self) -> dict[str, Any]:
-        own = {"turns": self.turns, "peers": self.handoffs.peers()}
+        degraded = "" if self.canary is None else self.canary.health.degraded
+        own = {"turns": self.turns, "peers": self.handoffs.peers(), "degraded": degraded}
         return engine_info(self.scheduler.stats(), own, self._facts)

@@ -121,8 +121,7 @@ def create_app(
             return
         if on_ready is not None:
             on_ready(ready)
-        if settings.step_s_max:
-            await engine.watch(settings.step_s_max)
+        await engine.watch(settings.step_s_max)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import zmq
 
 from serinus.core.errors import CapacityError, FrameError, PeerGone, SerinusError
@@ -122,6 +123,8 @@ class EngineClient:
         """Why the engine is gone; empty while it is not."""
         self.hung = ""
         """Why it seems to stand still; empty while it does not."""
+        self.degraded = ""
+        """Why it should get no new requests, though it answers them; empty while there is no reason."""
         self._socket: zmq.Socket[bytes] | None = None
         self._fd = -1
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -196,21 +199,23 @@ class EngineClient:
         return len(self._queues)
 
     async def watch(self, s_max: float) -> None:
-        """Ask the engine now and then, for ever; while an answer is `s_max` seconds late, `hung` says so. The engine
-        answers between its steps, so one that stands in a step is seen, and one whose process is stopped."""
+        """Ask the engine now and then, for ever; while an answer is `s_max` seconds late (0 = never), `hung` says so.
+        The engine answers between its steps, so one that stands in a step is seen, and one whose process is stopped.
+        `degraded` is what it says of itself."""
         loop = asyncio.get_running_loop()
         while not self.down:
-            late = loop.call_later(s_max, self._hang, s_max)
+            late = loop.call_later(s_max or _FOREVER_S, self._hang, s_max)
             try:
-                await self.call("load", s_max=_FOREVER_S)
+                reply = await self.call("load", s_max=_FOREVER_S)
             except EngineDown:
                 return
             finally:
                 late.cancel()
+            self.degraded = _degraded_of(reply)
             if self.hung:
                 _log.warning("front: the engine answers again")
                 self.hung = ""
-            await asyncio.sleep(min(_WATCH_S, s_max))
+            await asyncio.sleep(min(_WATCH_S, s_max or _WATCH_S))
 
     def _hang(self, s_max: float) -> None:
         self.hung = f"the engine has not ended its step, or not answered between two, for {s_max:g} s (--step-timeout)"
@@ -344,3 +349,12 @@ class EngineClient:
                 call.set_result(message)
         elif isinstance(message, Ready) and self._ready_waiter is not None and not self._ready_waiter.done():
             self._ready_waiter.set_result(message)
+
+
+def _degraded_of(reply: EngineReply) -> str:
+    """What the answer to a `load` call says of the engine's health."""
+    try:
+        load = msgspec.json.decode(reply.body) if reply.ok else {}
+    except msgspec.DecodeError:
+        return ""
+    return str(load.get("degraded", "")) if isinstance(load, dict) else ""

@@ -132,6 +132,9 @@ class Fleet:
             self.lost(member, f"{member.url} answered {status}: {said}")
             return
         member.info = info
+        if info.get("degraded"):
+            self.lost(member, f"{member.url} is degraded: {info['degraded']}")
+            return
         member.alive, member.why = True, ""
         self._metrics.engine_up(member.url, True)
 

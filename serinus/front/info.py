@@ -67,6 +67,8 @@ async def health(front: Front, exchange: HttpExchange) -> None:
     _ = front.ready
     if front.client.draining:
         raise EngineDown("front: draining, this server is about to stop")
+    if front.client.degraded:
+        raise EngineDown(f"front: degraded, requests are still answered: {front.client.degraded}")
     await exchange.text("")
 
 
@@ -154,6 +156,7 @@ async def server_info(front: Front, exchange: HttpExchange) -> None:
         "sampling_defaults": ready.sampling_defaults,
         "startup_seconds": ready.seconds,
         "draining": front.client.draining,
+        "degraded": load.pop("degraded", ""),
         "open_requests": front.client.open_count,
         "ranks": ranks,
         "load": load,

@@ -378,6 +378,11 @@ class Scheduler:
             self.abort(rid, "handoff ended")
         return True
 
+    def waiting_beyond(self, tokens: int) -> list[str]:
+        """Requests without pages that cannot run in a pool of so many tokens."""
+        waiting = (*self._waiting, *self._incoming.prealloc)
+        return [state.rid for state in waiting if state.known >= tokens]
+
     # Statistics and checks
 
     @property

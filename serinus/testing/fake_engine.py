@@ -84,6 +84,8 @@ class FakeEngine:
     """Say, when a request comes, that the engine has broken, with this text."""
     mute: bool = False
     """Answer no calls before it ends, as an engine that stands in a step."""
+    degraded: str = ""
+    """What it says of its health."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
@@ -227,7 +229,8 @@ class FakeEngine:
             tree = {"total": len(self.running), "nodes": [], "limit": call.limit}
             body = json.dumps({"engine": self.engine, "role": self.role, "pools": [], "tree": tree}).encode()
         elif call.what in ("info", "load"):
-            body = json.dumps({"num_running_reqs": len(self.running), "num_queue_reqs": 0}).encode()
+            load = {"num_running_reqs": len(self.running), "num_queue_reqs": 0, "degraded": self.degraded}
+            body = json.dumps(load).encode()
         self._send(peer, EngineReply(call=call.call, ok=ok, body=body))
 
     def _ready(self) -> Ready:

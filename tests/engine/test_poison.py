@@ -116,3 +116,65 @@ def test_a_damaged_row_of_the_devices_table_fails_its_request_and_flushes_no_pre
     engine.add("again", PROMPT)
     engine.run()
     assert answers(engine, ["again"]) == [True]
+
+
+def test_pages_that_fail_twice_are_retired_listed_and_too_many_of_them_degrade_the_engine(
+    toy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Watched(toy, **RAISE, kv_canary_retire_max=1)
+
+    def fail(pages: int) -> None:
+        """Damage the first pages of the cached prompt, have them found, and flush."""
+        engine.add("warm", PROMPT)
+        engine.run()
+        stamps = engine.built.pools[Part.FULL].stamps_LS4
+        assert stamps is not None
+        for page in cached_pages(engine)[:pages]:
+            stamps.numpy()[StampLane.TAIL_K, 4 * page, 3] ^= 1
+        engine.add("bad", PROMPT)
+        engine.run()
+        assert engine.end_of("bad").error_status == 500
+        engine.built.cache.reset()
+
+    view = engine.lead.view()["pages"]
+    assert (view["scope"], view["failed"]) == ("none", [])
+    fail(1)
+    assert engine.lead.view()["pages"]["scope"] == "page"
+    fail(1)
+    view = engine.lead.view()["pages"]
+    assert (view["retired"], view["degraded"], view["by_rank"]) == (1, "", {"": 1})
+    (page,) = view["failed"]
+    assert (page["failures"], page["state"]) == (2, "retired")
+    with caplog.at_level("ERROR", "serinus.canary"):
+        fail(2)
+        fail(2)
+        engine.add("after", PROMPT)
+        engine.run()
+    view = engine.lead.view()["pages"]
+    assert view["retired"] == 3
+    assert view["scope"] == "everywhere"
+    assert "expected at most 1 (--kv-canary-retire-max)" in view["degraded"]
+    assert engine.engine._info()["degraded"] == view["degraded"]
+    assert sum("kv_canary degraded" in record.message for record in caplog.records) == 1
+    assert sum("kv_canary retired: part=FULL" in record.message for record in caplog.records) == 3
+    assert answers(engine, ["after"]) == [True]
+    assert set(cached_pages(engine)).isdisjoint(page["page"] for page in view["failed"] if page["state"] == "retired")
+
+
+def test_a_prompt_that_retired_pages_leave_no_room_for_is_refused(toy: Path) -> None:
+    engine = Watched(toy, **RAISE)
+    cache = engine.built.cache
+    for _ in range(2):
+        engine.add("first", list(range(20, 70)))
+        engine.run()
+        cached = np.flatnonzero(cache.ledger.owner_P % 8 == PageState.TREE)
+        cache.condemn(Part.FULL, cached.astype(np.int32))
+        cache.release_all_quarantined()
+    assert cache.stats().pages.retired > 10
+    engine.add("long", list(range(20, 120)))
+    engine.add("short", PROMPT[:10])
+    engine.run()
+    end = engine.end_of("long")
+    assert end.error_status == 503
+    assert "KV pages are retired" in end.error
+    assert engine.tokens("short") == toy_continue(engine.built.spec, PROMPT[:10], 8)

@@ -176,6 +176,19 @@ def test_an_engine_that_says_that_it_broke_is_gone(settings: FrontSettings, new_
         assert "x-serinus-broke" not in later.headers, "the engine never had it"
 
 
+def test_health_says_that_the_engine_is_degraded_and_requests_are_still_answered(
+    settings: FrontSettings, new_endpoint: Callable[[], str]
+) -> None:
+    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, degraded="9 KV pages failed twice")
+    with running_front(replace(settings, step_s_max=0.0), engine) as front:
+        end = CLOCK.now() + 30
+        while (answer := front.http.get("/health")).status_code != 503:
+            assert CLOCK.now() < end
+        assert "degraded, requests are still answered: 9 KV pages failed twice" in answer.json()["error"]["message"]
+        assert front.post("/v1/completions", ASK).status_code == 200
+        assert front.http.get("/server_info").json()["degraded"] == "9 KV pages failed twice"
+
+
 def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
     settings: FrontSettings, new_endpoint: Callable[[], str]
 ) -> None:

@@ -319,6 +319,16 @@ def test_without_a_decode_engine_requests_get_503(route: Any) -> None:
         assert running.http.post("/flush_cache").status_code == 503
 
 
+def test_a_degraded_engine_gets_no_new_requests(route: Any) -> None:
+    with route(2, 0) as running:
+        running.decode[0].engine.degraded = "9 KV pages failed twice"
+        running.until(lambda: running.alive() == [False, True])
+        for _ in range(3):
+            assert running.http.post("/generate", json=GREEDY).status_code == 200
+        assert len(requests_of(running.decode[1])) == 3
+        assert not requests_of(running.decode[0])
+
+
 def test_without_a_prefill_engine_none_is_suggested(route: Any) -> None:
     with route(1, 1) as running:
         running.prefill[0].client.engine_gone("gone")
