@@ -441,12 +441,12 @@ class PrefixCache:
         """The cached slots of the next pages in page order, about `budget` slots; start with 0, go on with `.cursor`.
 
         Safe across any change in between: a page that stays cached is seen once per sweep. `unlocked_only` leaves
-        out pages that a lease pins. Pages that a copy still fills are not seen. No Python per token or page.
+        out pages that a lease pins. Pages that a copy still fills are not seen. Cost: a few microseconds a node.
         """
         pool = self.pools.all[tier, part]
         tree = self.tree
-        pins = (lambda node_id: tree.pins_of(tree.arena[node_id], part)) if unlocked_only else None
-        return pool.sweep.walk(pool.ledger, cursor, budget, pins)
+        pins = (lambda node: tree.pins_of(node, part)) if unlocked_only else None
+        return pool.sweep.walk(pool.ledger, cursor, budget, tree.arena, pins)
 
     def keep_times(self, clock: Clock) -> None:
         """Remember from now on when each cached device page was seen to be sound: `seen`, `ages`."""

@@ -305,6 +305,8 @@ class ResidentSlots:
     """Absolute position of the token in each slot."""
     previous: NDArray[np.int64]
     """Slot of the token before it in its sequence; 0 (padding) at position 0, and where that one is not resident."""
+    tokens: NDArray[np.int32]
+    """The token of each slot, as the tree has it."""
     cursor: int
     """Where the next call goes on; 0 = the sweep is complete."""
 

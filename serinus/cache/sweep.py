@@ -6,12 +6,13 @@ neighbour node comes to this tier or leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import STATE_BITS, STATE_MASK, PageLedger, Pages, PageState
+from serinus.cache.node import Node
 from serinus.cache.results import ResidentSlots
 from serinus.core.clock import Clock
 
@@ -62,23 +63,29 @@ class SweepIndex:
         ledger: PageLedger,
         cursor: int,
         budget: int,
-        pins: Callable[[int], int] | None = None,
+        nodes: Mapping[int, Node],
+        pins: Callable[[Node], int] | None = None,
     ) -> ResidentSlots:
-        """The cached slots of budget / page_size pages from `cursor`; where `pins` of a node, by its id, is given,
+        """The cached slots of budget / page_size pages from `cursor`; `nodes`: by id. Where `pins` of a node is given,
         without those of pinned nodes."""
         size = self.page_size
         start = max(cursor, 1)
         stop = min(ledger.page_count, start + max(1, budget // size))
         owner_P = ledger.owner_P[start:stop]
         pages = np.flatnonzero((owner_P & STATE_MASK) == PageState.TREE)
-        if pins is not None and len(pages):
-            ids, which = np.unique(owner_P[pages] >> STATE_BITS, return_inverse=True)
-            loose = np.array([not pins(node_id) for node_id in ids.tolist()], np.bool_)
-            pages = pages[loose[which]]
+        ids, which = np.unique(owner_P[pages] >> STATE_BITS, return_inverse=True)
+        owners = [nodes[node_id] for node_id in ids.tolist()]
+        if pins is not None:
+            loose = np.array([not pins(node) for node in owners], np.bool_)[which]
+            pages, which = pages[loose], which[loose]
         pages += start
         offsets = np.arange(size)
         slots_PS = pages[:, None] * size + offsets
         positions_PS = self.position_P[pages][:, None] + offsets
+        tokens_PS = np.empty(positions_PS.shape, np.int32)
+        for index in np.unique(which).tolist():
+            node, mine = owners[index], which == index
+            tokens_PS[mine] = np.frombuffer(node.tokens, np.int32)[positions_PS[mine] - node.start]
         previous_PS = slots_PS - 1
         before = self.previous_P[pages].astype(np.int64)
         previous_PS[:, 0] = np.where(before > 0, before * size + size - 1, 0)
@@ -86,5 +93,6 @@ class SweepIndex:
             slots=slots_PS.ravel(),
             positions=positions_PS.ravel(),
             previous=previous_PS.ravel(),
+            tokens=tokens_PS.ravel(),
             cursor=0 if stop == ledger.page_count else stop,
         )

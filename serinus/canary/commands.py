@@ -43,6 +43,7 @@ class SweepSlots:
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]
     previous: NDArray[np.int64]
+    tokens: NDArray[np.int32]
     ends_pass: bool = False
     """Whether these are the last slots of a walk over the whole cache."""
 

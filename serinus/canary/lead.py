@@ -302,7 +302,7 @@ class CanaryLead:
             self._line.command(
                 SweepSlots(
                     part=part, slots=found.slots, positions=found.positions, previous=found.previous,
-                    ends_pass=ends_pass,
+                    tokens=found.tokens, ends_pass=ends_pass,
                 )
             )  # fmt: skip
 

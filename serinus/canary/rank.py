@@ -241,7 +241,8 @@ class CanaryRank:
         previous = np.where((previous == 0) & (positions > 0), -1, previous)
         names = np.full(len(slots), _SWEEP)
         lanes.sweeping.due += len(slots)
-        self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, None, names, lanes.sweeping)
+        tokens = command.tokens.astype(np.int64)
+        self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, tokens, names, lanes.sweeping)
 
     def _arrived(self, command: CheckArrival) -> list[Violation]:
         """Cost: one read of these pages, and some 10 ns a token for the chain hashes."""

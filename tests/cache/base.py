@@ -7,6 +7,7 @@ are required. Invariants: `sanity_check` with all rows, after every step.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -391,7 +392,7 @@ class Base:
                 assert (content < POISON).all(), f"K1 {part.name} {key.hex()} in the storage never held KV: {content}"
 
     def check_sweep(self, pool: Pool) -> None:
-        """A sweep sees every cached slot once, at its position, behind its predecessor."""
+        """A sweep sees every cached slot once, at its position, with its token, behind its predecessor."""
         tier = self.room.Tier.DEVICE if pool[0] == "device" else self.room.Tier.HOST
         where, size = self.seen.where[pool], self.size
         loading = self.seen.loading[pool[1]] if pool[0] == "device" else set()
@@ -399,8 +400,11 @@ class Base:
         pages = {page: prefix for prefix, page in where.items()}
         while True:
             part = self.cache.walk(cursor, 3 * size, tier=tier, part=pool[1])
-            for slot, position, before in zip(part.slots, part.positions, part.previous, strict=True):
+            found = zip(part.slots, part.positions, part.previous, part.tokens, strict=True)
+            for slot, position, before, token in found:
                 name, data = pages[slot // size]
+                own = int.from_bytes(data[4 * position : 4 * position + 4], sys.byteorder)
+                assert token == own, f"slot {slot} of {pool} has token {token}, expected {own}"
                 assert position == len(data) // 4 - size + slot % size, f"slot {slot} at position {position}"
                 above = where.get((name, data[: -size * 4]), 0)
                 expected = slot - 1 if slot % size else (above * size + size - 1 if above else 0)

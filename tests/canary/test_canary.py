@@ -142,6 +142,21 @@ def test_the_sweep_finds_what_sleeps_in_the_cache(tmp_path: Path) -> None:
     assert "sweep_passes=2 violations=1 launch_tags_active=6/6" in engine.canary.stats_line()
 
 
+def test_the_sweep_finds_a_whole_page_of_another_prompt(tmp_path: Path) -> None:
+    """KV and stamps agree with each other, and with the page behind them, as there is none: only the tree knows."""
+    engine = watched(tmp_path, "full", is_swept=True)
+    asleep, other, runs = started(engine, PROMPTS)
+    slots, tokens = asleep.slots[:PAGE].tolist(), asleep.prompt[:PAGE].tolist()
+    page, source = ([int(seq.slots[0]) // PAGE] for seq in (asleep, other))
+    sweep(engine, Part.FULL, slots, list(range(PAGE)), tokens)
+    engine.pool.write_pages(np.array(page), engine.pool.read_pages(np.array(source)))
+    decode(engine, [runs], 1)
+    assert engine.violations == []
+    sweep(engine, Part.FULL, slots, list(range(PAGE)), tokens)
+    decode(engine, [runs], 1)
+    assert {each[:2] for each in found(engine.violations)} == {(f"SWEEP_{half}_FULL", "VERIFY_TOKEN") for half in "KV"}
+
+
 @pytest.mark.parametrize("shape", ["full", "both"])
 def test_pages_that_arrive_are_held_against_the_requests_own_tokens(tmp_path: Path, shape: str) -> None:
     engine = watched(tmp_path, shape)

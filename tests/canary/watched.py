@@ -61,13 +61,21 @@ def started(engine: DirectEngine, prompts: list[list[int]], chunk: int = 7) -> l
     return seqs
 
 
-def sweep(engine: DirectEngine, part: Part, slots: list[int], positions: list[int]) -> None:
-    """Command a sweep of the cached slots of one sequence, as the leader does before a step."""
+def sweep(
+    engine: DirectEngine, part: Part, slots: list[int], positions: list[int], tokens: list[int] | None = None
+) -> None:
+    """Command a sweep of the cached slots of one sequence, as the leader does before a step; `tokens`: the sequence's,
+    of these slots, where the cache is said to know them."""
     assert engine.canary is not None
     before = [0 if positions[0] == 0 else -1, *slots[:-1]]
     swept, at, previous = (np.array(each, np.int64) for each in (slots, positions, before))
     engine.canary.obey(CachedPages(part=part, pages=np.unique(swept // PAGE).astype(np.int32), is_host=False))
-    engine.canary.obey(SweepSlots(part=part, slots=swept, positions=at, previous=previous, ends_pass=True))
+    known = np.full(len(slots), -1) if tokens is None else np.array(tokens)
+    engine.canary.obey(
+        SweepSlots(
+            part=part, slots=swept, positions=at, previous=previous, tokens=known.astype(np.int32), ends_pass=True
+        )
+    )
 
 
 def decode(engine: DirectEngine, seqs: list[DirectSeq], steps: int) -> None:
