@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from serinus.core.bounds import Ids, Name, Priority, Seconds, Text, TopIds, TopLogprobs
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["FinishReason", "Request", "TokenDelta", "TokenLogprobs", "Usage"]
+__all__ = ["FinishReason", "KvIntegrity", "Request", "TokenDelta", "TokenLogprobs", "Usage"]
 
 
 class FinishReason(Enum):
@@ -79,6 +79,30 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvIntegrity:
+    """The receipt of an answer: what the canary verified of the KV that it was computed on."""
+
+    coverage: Name
+    """How decode steps are checked: full, or rotating:N."""
+    slots_due: int
+    """Slots that had to be verified for it, over all of its steps and parts; a slot counts each time."""
+    slots_checked: int
+    """Slots that were."""
+    horizon: int
+    """Tokens, from the first of the prompt on, whose KV is verified to the end: all but the last token of an answer."""
+    sources: Annotated[Mapping[str, int], Meta(max_length=16)]
+    """Of those tokens, how many had their KV from where: device, host, storage (found cached), peer, computed."""
+    heals: int
+    """Times that it went back because wrong KV was found."""
+    heal_reasons: Annotated[tuple[Text, ...], Meta(max_length=1 << 16)]
+    """What was found, each time."""
+    repaired_from: Annotated[Mapping[str, int], Meta(max_length=16)]
+    """Tokens whose KV was given up by heals, by where it came from instead."""
+    chain_hash: Name
+    """Hash of all tokens of prompt and answer, 16 hex digits: that of the stamps, content alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What a request cost and where each part ran; complete in the delta that ends it."""
 
@@ -106,6 +130,8 @@ class Usage:
     """From arrival to the first step (or the grant) that worked for it."""
     first_token_seconds: float = 0.0
     """From arrival to its first token, as the engine saw it."""
+    kv_integrity: KvIntegrity | None = None
+    """With a canary, in the delta that ends the request."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -331,11 +331,13 @@ class Engine:
         if message.silent:
             self._outbox.silence(message.rid)
         finish = FinishReason.STOP if message.matched_stop else FinishReason.ABORT
-        self._end(message.rid, message.reason, now, finish)
+        self._end(message.rid, message.reason, now, finish, kept=message.kept if message.matched_stop else None)
 
-    def _end(self, rid: str, reason: str, now: float, finish: FinishReason = FinishReason.ABORT) -> None:
+    def _end(
+        self, rid: str, reason: str, now: float, finish: FinishReason = FinishReason.ABORT, *, kept: int | None = None
+    ) -> None:
         self.handoffs.aborted(rid, now)
-        delta = self.scheduler.abort(rid, reason, finish)
+        delta = self.scheduler.abort(rid, reason, finish, kept=kept)
         if delta is not None:
             self._answer(delta)
 

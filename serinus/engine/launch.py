@@ -73,6 +73,7 @@ def _ready(built: Built, seconds: dict[str, float]) -> Ready:
             "host_bytes": _host_bytes(built),
             "storage": config.cache.hicache_storage_dir,
             "chunked_prefill_size": built.engine.scheduler.settings.chunked_prefill_size,
+            "kv_canary": config.canary.kv_canary,
             "max_running_requests": config.sched.max_running_requests,
         },
     )

@@ -15,7 +15,7 @@ from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import BadRequest, InvariantError
 from serinus.core.ids import new_incarnation, new_rid
-from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
+from serinus.core.request import FinishReason, KvIntegrity, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import Rng, choice_seed
 from serinus.core.sampling import SamplingParams
 from serinus.engine.build import build_engine
@@ -52,6 +52,8 @@ class CompletionOutput:
     """The token id or the text that ended it, where one did."""
     logprobs: tuple[TokenLogprobs, ...]
     """One per token where asked for."""
+    kv_integrity: KvIntegrity | None = None
+    """What the canary verified of the KV that it was computed on; None without one (kv_canary="none")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class _Answer:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.usage: Usage | None = None
+        self.closing = False
+        """A stop text ended it; the engine's last delta, with its receipt, is awaited."""
 
     def take(self, delta: TokenDelta) -> tuple[int, bool]:
         """Feed one delta; returns how many tokens counted, and whether a stop text ended it here."""
@@ -85,6 +89,8 @@ class _Answer:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.usage is not None:
             self.usage = delta.usage
+        if self.closing:
+            return 0, False
         piece = self.processor.feed(delta.token_ids, delta.finish, delta.matched_stop)
         self.logprobs.extend(delta.logprobs[: piece.token_count])
         return piece.token_count, piece.stopped_here
@@ -275,11 +281,14 @@ class LLM:
                     for delta in (delta for _, deltas in output.deltas for delta in deltas):
                         if delta.rid not in owners:
                             continue  # a step that was under way when its stop text was found
-                        tokens, stopped = owners[delta.rid].take(delta)
-                        if stopped:
-                            abort = Abort(rid=delta.rid, reason="stop text", silent=True, matched_stop=True)
+                        answer = owners[delta.rid]
+                        tokens, stopped = answer.take(delta)
+                        if stopped and delta.finish is None:
+                            answer.closing = True
+                            kept = len(answer.processor.token_ids)
+                            abort = Abort(rid=delta.rid, reason="stop text", matched_stop=True, kept=kept)
                             messages.append(FrontMessage(front=_FRONT, message=abort))
-                        ended = stopped or delta.finish is not None
+                        ended = delta.finish is not None
                         if ended:
                             del owners[delta.rid]
                         progress.advance(done=int(ended), tokens=tokens)
@@ -321,6 +330,7 @@ def _completion(index: int, answer: _Answer) -> CompletionOutput:
         finish_reason=(processor.finish or FinishReason.ERROR).value,
         stop_reason=processor.matched,
         logprobs=tuple(answer.logprobs),
+        kv_integrity=None if answer.usage is None else answer.usage.kv_integrity,
     )
 
 

@@ -65,6 +65,7 @@ class SequenceState:
 
     __slots__ = (
         "ask",
+        "closing",
         "error",
         "failure",
         "first_at",
@@ -91,6 +92,8 @@ class SequenceState:
         """What it cost, as the engine said last."""
         self.error = ""
         """Why it was aborted."""
+        self.closing: Event | None = None
+        """Its last event, while the engine's receipt for it is awaited."""
         self.failure: RequestFailed | None = None
         """Why it has no answer, in a call whose sequences fail alone."""
         self.first_at = 0.0
@@ -257,19 +260,30 @@ class Call:
             sequence.usage = delta.usage
         if delta.error:
             sequence.error = delta.error
+        if sequence.closing is not None:
+            if delta.finish is None:
+                return None  # tokens behind the stop text
+            del self._open[delta.rid]
+            return sequence.closing
         token_ids = () if sequence.ask.prompt_only else delta.token_ids
         piece = sequence.output.feed(token_ids, delta.finish, delta.matched_stop)
         if delta.logprobs:
             sequence.logprobs.extend(delta.logprobs[: piece.token_count])
         if piece.token_count:
             self._time(sequence, now, piece.token_count)
-        if piece.finish is not None:
-            del self._open[delta.rid]
-            count = len(sequence.output.token_ids)
-            self._metrics.finished(now - self._start, now - sequence.first_at, count)
-            if piece.stopped_here:
-                self._client.end(delta.rid, "a stop text was found", matched_stop=True)
-        return Event(sequence=sequence, text=piece.text, token_count=piece.token_count, finish=piece.finish)
+        event = Event(sequence=sequence, text=piece.text, token_count=piece.token_count, finish=piece.finish)
+        if piece.finish is None:
+            return event
+        count = len(sequence.output.token_ids)
+        self._metrics.finished(now - self._start, now - sequence.first_at, count)
+        if piece.stopped_here and delta.finish is None and self._client.gives_receipts:
+            sequence.closing = event
+            self._client.complete(delta.rid, count)
+            return None
+        del self._open[delta.rid]
+        if piece.stopped_here:
+            self._client.end(delta.rid, "a stop text was found", matched_stop=True)
+        return event
 
     def _time(self, sequence: SequenceState, now: float, token_count: int) -> None:
         if sequence.first_at:

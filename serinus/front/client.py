@@ -267,6 +267,11 @@ class EngineClient:
         """Fail a queue unless the returned handle is cancelled within `seconds`."""
         return asyncio.get_running_loop().call_later(seconds, queue.fail, EngineDown(f"front: {reason} ({seconds} s)"))
 
+    @property
+    def gives_receipts(self) -> bool:
+        """Whether the last delta of an answer says what a canary verified."""
+        return self.ready is not None and self.ready.info.get("kv_canary", "none") != "none"
+
     def end(self, rid: str, reason: str = "", *, matched_stop: bool = False) -> None:
         """This front is done with a sequence: abort it silently, where it still runs.
 
@@ -274,6 +279,12 @@ class EngineClient:
         """
         if self._queues.pop(rid, None) is not None and not self.down and self._socket is not None:
             self._send(Abort(rid=rid, reason=reason or "finished by the front", silent=True, matched_stop=matched_stop))
+
+    def complete(self, rid: str, kept: int) -> None:
+        """A stop text was found in a sequence that the engine still runs: end it behind `kept` tokens of its answer.
+        Its last delta comes."""
+        if rid in self._queues and not self.down and self._socket is not None:
+            self._send(Abort(rid=rid, reason="a stop text was found", matched_stop=True, kept=kept))
 
     async def call(self, what: str, *, s_max: float = 60.0, limit: int = 0, body: bytes = b"") -> EngineReply:
         """Call the engine (see EngineCall). Raises EngineDown, also where it does not answer in `s_max`."""

@@ -120,6 +120,7 @@ class ChoiceRenderer(ABC):
         """OpenAI's event for news of one answer; by hand, as most of it never changes. `content`: with its key."""
         finish = b'"' + event_.finish.value.encode() + b'"' if event_.finish else b"null"
         with_meta = self._with_meta and event_.finish is not None
+        receipt = None if event_.finish is None or (usage := event_.sequence.usage) is None else usage.kv_integrity
         return b"".join(
             (
                 self._prefix,
@@ -130,6 +131,7 @@ class ChoiceRenderer(ABC):
                 b',"finish_reason":',
                 finish,
                 b',"meta_info":' + encode(self._meta(event_.sequence)) if with_meta else b"",
+                b"" if receipt is None else b',"kv_integrity":' + encode(receipt),
                 b"}]",
                 self._tail,
             )
@@ -165,14 +167,19 @@ class ChoiceRenderer(ABC):
 
 
 def _usage_of(call: Call) -> dict[str, Any]:
-    """Token counts of a call, as OpenAI's usage object."""
+    """Token counts of a call, as OpenAI's usage object; with a canary also the receipts of its answers: one, or a list
+    in the order of the answers."""
     prompt, completion = call.prompt_tokens, call.completion_tokens
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": call.cached_tokens},
     }
+    receipts = [each.usage.kv_integrity if each.usage is not None else None for each in call.sequences]
+    if any(receipts):
+        usage["kv_integrity"] = receipts[0] if len(receipts) == 1 else receipts
+    return usage
 
 
 def finish_info(sequence: SequenceState) -> dict[str, Any] | None:
@@ -211,6 +218,8 @@ def meta_info(sequence: SequenceState, ready: Ready, e2e_latency: float) -> dict
         info["retractions"] = usage.retractions
         info["queue_seconds"] = usage.queue_seconds
         info["first_token_seconds"] = usage.first_token_seconds
+        if usage.kv_integrity is not None:
+            info["kv_integrity"] = usage.kv_integrity
     return info
 
 

@@ -121,7 +121,8 @@ class Incoming:
         del self._batch.transfer[state.rid]
         state.computed = state.verified = state.planned = state.prompt_len
         state.is_new = True
-        state.handoff_tokens = state.prompt_len - state.held
+        state.handoff_tokens = state.landed = state.prompt_len - state.held
+        state.checked.slots += sum(state.prompt_len - row.first * state.page_size for row in state.rows)
         state.handoff_pages = state.full.end - state.held // self._allocator.page_size
         self._allocator.take_row(state)
         self._allocator.publish(state)

@@ -27,9 +27,10 @@ from serinus.core.handoff import HandoffSpec
 from serinus.core.history import TokenHistory
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import SampleSpec, SeqWork
-from serinus.core.request import Request, TokenLogprobs, Usage
+from serinus.core.request import KvIntegrity, Request, TokenLogprobs, Usage
 from serinus.core.stamps import ChainHashes
 from serinus.sched.page_row import PageRow
+from serinus.sched.receipt import Checked, receipt
 from serinus.sched.token_chain import TokenChain
 
 __all__ = ["NEXT_PHASES", "Healing", "Phase", "ReqState"]
@@ -168,6 +169,8 @@ class ReqState:
     retracted: bool = False
     """Gave its pages back at least once since it last ran."""
 
+    verify_steps: int = 0
+    """SchedSettings.verify_steps."""
     confirmed: bool = False
     """Its tokens are given out when they are known to be right, not before."""
     right: int = field(init=False)
@@ -178,6 +181,10 @@ class ReqState:
     """Log-probabilities of tokens behind `left`, where asked for."""
     heals: list[str] = field(default_factory=list)
     """Why it was computed again, each time that its KV was found wrong."""
+    checked: Checked = field(default_factory=Checked)
+    """What a canary verified for it."""
+    landed: int = 0
+    """Tokens of its KV that a handoff brought; 0 once it has been computed again."""
     lost: int = 0
     """Tokens whose KV it gave up at the last heal, until it runs again."""
 
@@ -265,6 +272,10 @@ class ReqState:
         self.computed = work.start + len(work.tokens)
         complete = work.whole or verify_steps <= 1
         self.verified = self.computed if complete else max(self.verified, work.start - verify_steps + 1)
+        if work.whole:
+            self.checked.whole(work.start, self.windows)
+        elif verify_steps:
+            self.checked.turn(work.start)
 
     def append(self, token: int) -> None:
         """One more known token."""
@@ -306,6 +317,8 @@ class ReqState:
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name
         the old ones."""
+        self.checked.close(self.computed, self.page_size, self.verify_steps, self.windows)
+        self.landed = 0
         self.lease = self.load = None
         self.row = 0
         self.go_on_from(0)
@@ -331,8 +344,9 @@ class ReqState:
             history=self.history,
         )
 
-    def usage(self) -> Usage:
-        """What it cost so far."""
+    def usage(self, *, ends: bool = False, kept: int | None = None) -> Usage:
+        """What it cost so far; where it `ends`, with the receipt of its KV. `kept`: tokens of the answer that count;
+        None = all."""
         arrival = self.request.arrival
         return Usage(
             prompt_tokens=self.prompt_len,
@@ -347,4 +361,13 @@ class ReqState:
             retractions=self.retractions,
             queue_seconds=0.0 if self.started is None else self.started - arrival,
             first_token_seconds=0.0 if self.first_token is None else self.first_token - arrival,
+            kv_integrity=self._receipt(kept) if ends and self.verify_steps else None,
         )
+
+    def _receipt(self, kept: int | None) -> KvIntegrity:
+        tokens = self.known if kept is None else min(self.known, self.prompt_len + kept)
+        slots = self.checked.close(self.computed, self.page_size, self.verify_steps, self.windows)
+        return receipt(
+            self.checked, slots, stride=self.verify_steps, horizon=min(self.verified, tokens), sources=self.found,
+            peer=self.landed, heals=self.heals, chain=self.chain_at(tokens),
+        )  # fmt: skip

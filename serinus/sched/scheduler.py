@@ -123,6 +123,7 @@ class Scheduler:
             chain_hashes=self._chain_hashes,
             phase=Phase.PREALLOC if remote else Phase.WAITING,
             local_reason=local_reason,
+            verify_steps=self.settings.verify_steps,
             confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),
         )
         if handoff is not None:
@@ -137,12 +138,14 @@ class Scheduler:
         check_request(request, self.settings, self._pool_tokens)
 
     def abort(
-        self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT, *, untrusted: bool = False
-    ) -> TokenDelta | None:
+        self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT, *, untrusted: bool = False,
+        kept: int | None = None,
+    ) -> TokenDelta | None:  # fmt: skip
         """End a request in any state; returns its last delta. None = it is unknown, aborted already, or a peer's.
 
         `finish` is its finish reason: STOP where a stop text was found in its answer, ERROR where the answer cannot be
-        sent. `untrusted`: its KV may be wrong, nothing more of it is published.
+        sent. `untrusted`: its KV may be wrong, nothing more of it is published. `kept`:
+        tokens of its answer, where those behind them do not count.
         Its pages are free at once, except those that a transfer still reads: they stay held until `chunk_drained`,
         `handoff_drained` or `handoff_ended`. While steps with the request are under way, its pages stay allocated until
         the commit of the last of them.
@@ -155,7 +158,7 @@ class Scheduler:
             return None
         self._totals.aborted += finish is FinishReason.ABORT
         self._totals.finished += finish is FinishReason.STOP
-        usage = state.usage()
+        usage = state.usage(ends=True, kept=kept)
         if state.under_way:
             state.aborting = True
         elif state.phase is Phase.INFLIGHT:

@@ -147,7 +147,7 @@ class StepCommit:
             prompt_logprobs=tuple(state.prompt_logprobs or ()) if first else (),
             finish=ending.finish if ending else None,
             matched_stop=ending.matched_stop if ending else None,
-            usage=state.usage() if first or ending else None,
+            usage=state.usage(ends=ending is not None) if first or ending else None,
         )
         if ending is not None:
             self._totals.finished += 1
@@ -158,7 +158,7 @@ class StepCommit:
         """End a request whose next token left before and is another one now that it is computed on sound KV."""
         at = state.known - state.prompt_len
         self._totals.wrong_streams += 1
-        usage, why = state.usage(), state.heals[-1] if state.heals else "seen as it was computed again"
+        usage, why = state.usage(ends=True), state.heals[-1] if state.heals else "seen as it was computed again"
         self._requests.end(state)
         return TokenDelta(
             rid=state.rid, finish=FinishReason.ERROR, error_status=500, wrong_token=at, usage=usage,

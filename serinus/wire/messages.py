@@ -129,6 +129,8 @@ class Abort(MessageBase, frozen=True, kw_only=True):
     """No delta wanted: the front has already finished with it (a stop text, a vanished client)."""
     matched_stop: bool = False
     """The answer is complete: the front found a stop text in it. Counts as finished, not as aborted."""
+    kept: Count = 0
+    """With `matched_stop`: tokens of the answer; those behind them do not count."""
 
 
 class Tokens(MessageBase, frozen=True, kw_only=True):

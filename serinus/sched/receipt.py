@@ -1,0 +1,83 @@
+"""The receipt of an answer: what a canary verified of the KV that it was computed on, and where that came from.
+
+Exact, at no cost for a step: the starts of a request's decode steps follow each other, so what was due in them is
+summed up when the receipt is written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.parts import Part
+from serinus.core.request import KvIntegrity
+
+__all__ = ["Checked", "receipt", "slots_due"]
+
+
+def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: int | None) -> int:
+    """Slots of one part that a canary verifies in decode steps with these starts: what canary.coverage has as due."""
+    high = starts_N
+    low = np.zeros_like(high) if window is None else np.maximum(0, high - window + 1)
+    begin, end = low // page_size, -(-high // page_size)
+    first = begin + (high - begin) % stride
+    count = np.maximum(0, (end - first + stride - 1) // stride)
+    last = first + (count - 1) * stride
+    slots = count * page_size
+    slots -= np.where(count > 0, np.maximum(0, low - first * page_size), 0)
+    slots -= np.where(count > 0, np.maximum(0, (last + 1) * page_size - high), 0)
+    due = int(slots.sum())
+    if window is not None:  # the slot that is read for the last time
+        due += int(((high > low) & (high - low == window - 1) & ((high - begin) % stride != 0)).sum())
+    return due
+
+
+@dataclass(slots=True)
+class Checked:
+    """How many slots of a request were verified: in steps that verified all it reads, and in turns."""
+
+    slots: int = 0
+    turns_from: int = -1
+    """Start of the first decode step that is not counted in `slots`; -1 = there is none."""
+    repaired: Counter[str] = field(default_factory=Counter)
+    """Tokens whose KV was given up by heals, by where it came from instead."""
+
+    def whole(self, start: int, windows: Mapping[Part, int | None]) -> None:
+        """All that a sequence reads before `start` was verified: the first steps after it came from elsewhere."""
+        self.slots += sum(start if window is None else min(start, window - 1) for window in windows.values())
+
+    def turn(self, start: int) -> None:
+        """A decode step with this start verified what had its turn."""
+        if self.turns_from < 0:
+            self.turns_from = start
+
+    def close(self, computed: int, page_size: int, stride: int, windows: Mapping[Part, int | None]) -> int:
+        """Count the turns up to the step with start `computed` - 1; all slots so far. Cost: a pass over the turns."""
+        if 0 <= self.turns_from < computed:
+            starts = np.arange(self.turns_from, computed)
+            self.slots += sum(slots_due(starts, page_size, stride, window) for window in windows.values())
+        self.turns_from = -1
+        return self.slots
+
+
+def receipt(
+    checked: Checked, slots: int, *, stride: int, horizon: int, sources: Mapping[str, int], peer: int, heals: list[str],
+    chain: int,
+) -> KvIntegrity:  # fmt: skip
+    """Written when a request ends. `sources`: tokens of its KV found, by tier; `peer`: those that a handoff brought."""
+    found = {tier: sources.get(tier, 0) for tier in ("device", "host", "storage")} | {"peer": peer}
+    return KvIntegrity(
+        coverage="full" if stride == 1 else f"rotating:{stride}",
+        slots_due=slots,
+        slots_checked=slots,  # a step with a slot that was due and not checked is never committed
+        horizon=horizon,
+        sources=found | {"computed": max(0, horizon - sum(found.values()))},
+        heals=len(heals),
+        heal_reasons=tuple(heals),
+        repaired_from={tier: count for tier, count in checked.repaired.items() if count},
+        chain_hash=f"{chain & (1 << 64) - 1:016x}",
+    )
