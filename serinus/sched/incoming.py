@@ -122,7 +122,8 @@ class Incoming:
         state.computed = state.verified = state.planned = state.prompt_len
         state.is_new = True
         state.handoff_tokens = state.landed = state.prompt_len - state.held
-        state.checked.slots += sum(state.prompt_len - row.first * state.page_size for row in state.rows)
+        checked = [row for row in state.rows if row.part in state.verify_windows]
+        state.checked.slots += sum(state.prompt_len - row.first * state.page_size for row in checked)
         state.handoff_pages = state.full.end - state.held // self._allocator.page_size
         self._allocator.take_row(state)
         self._allocator.publish(state)

@@ -20,7 +20,8 @@ __all__ = ["Checked", "receipt", "slots_due"]
 
 
 def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: int | None) -> int:
-    """Slots of one part that a canary verifies in decode steps with these starts: what canary.coverage has as due."""
+    """Slots of one part that a canary verifies in decode steps with these starts: what canary.coverage has as due, and
+    in each step the last slot read, which is held against the request's own chain hash."""
     high = starts_N
     low = np.zeros_like(high) if window is None else np.maximum(0, high - window + 1)
     begin, end = low // page_size, -(-high // page_size)
@@ -30,7 +31,7 @@ def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: 
     slots = count * page_size
     slots -= np.where(count > 0, np.maximum(0, low - first * page_size), 0)
     slots -= np.where(count > 0, np.maximum(0, (last + 1) * page_size - high), 0)
-    due = int(slots.sum())
+    due = int(slots.sum()) + int((high > 0).sum())
     if window is not None:  # the slot that is read for the last time
         due += int(((high > low) & (high - low == window - 1) & ((high - begin) % stride != 0)).sum())
     return due
@@ -48,7 +49,8 @@ class Checked:
 
     def whole(self, start: int, windows: Mapping[Part, int | None]) -> None:
         """All that a sequence reads before `start` was verified: the first steps after it came from elsewhere."""
-        self.slots += sum(start if window is None else min(start, window - 1) for window in windows.values())
+        read = sum(start if window is None else min(start, window - 1) for window in windows.values())
+        self.slots += read + (len(windows) if start else 0)
 
     def turn(self, start: int) -> None:
         """A decode step with this start verified what had its turn."""

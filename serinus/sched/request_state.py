@@ -171,6 +171,8 @@ class ReqState:
 
     verify_steps: int = 0
     """SchedSettings.verify_steps."""
+    verify_windows: Mapping[Part, int | None] = field(default_factory=dict)
+    """The parts that a canary verifies, with their windows."""
     confirmed: bool = False
     """Its tokens are given out when they are known to be right, not before."""
     right: int = field(init=False)
@@ -273,7 +275,7 @@ class ReqState:
         complete = work.whole or verify_steps <= 1
         self.verified = self.computed if complete else max(self.verified, work.start - verify_steps + 1)
         if work.whole:
-            self.checked.whole(work.start, self.windows)
+            self.checked.whole(work.start, self.verify_windows)
         elif verify_steps:
             self.checked.turn(work.start)
 
@@ -317,7 +319,7 @@ class ReqState:
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name
         the old ones."""
-        self.checked.close(self.computed, self.page_size, self.verify_steps, self.windows)
+        self.checked.close(self.computed, self.page_size, self.verify_steps, self.verify_windows)
         self.landed = 0
         self.lease = self.load = None
         self.row = 0
@@ -366,7 +368,7 @@ class ReqState:
 
     def _receipt(self, kept: int | None) -> KvIntegrity:
         tokens = self.known if kept is None else min(self.known, self.prompt_len + kept)
-        slots = self.checked.close(self.computed, self.page_size, self.verify_steps, self.windows)
+        slots = self.checked.close(self.computed, self.page_size, self.verify_steps, self.verify_windows)
         return receipt(
             self.checked, slots, stride=self.verify_steps, horizon=min(self.verified, tokens), sources=self.found,
             peer=self.landed, heals=self.heals, chain=self.chain_at(tokens),

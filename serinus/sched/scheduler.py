@@ -66,6 +66,8 @@ class Scheduler:
             settings.vocab_size, settings.verify_steps, allocator, batch, self._outgoing, self._requests, self._totals
         )
         self._states, self._waiting = self._requests.states, self._requests.waiting
+        windows = allocator.windows.items()
+        self._verify_windows = {part: window for part, window in windows if part in settings.verify_parts}
         self._open: deque[OpenStep] = deque()
         self._committed_at = 0.0
         self._arrivals = 0
@@ -124,6 +126,7 @@ class Scheduler:
             phase=Phase.PREALLOC if remote else Phase.WAITING,
             local_reason=local_reason,
             verify_steps=self.settings.verify_steps,
+            verify_windows=self._verify_windows,
             confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),
         )
         if handoff is not None:

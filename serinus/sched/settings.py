@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
 
 __all__ = ["POLICIES", "SchedSettings"]
 
@@ -61,6 +62,8 @@ class SchedSettings:
     known to be right, and those of an answer that is not streamed leave only when they are."""
     confirms_streams: bool = False
     """With `heals`: tokens of streams too leave only when they are known to be right."""
+    verify_parts: tuple[Part, ...] = ()
+    """The parts in which a canary verifies slots: those with layers."""
     lpm_scan_requests: int = 128
     """Waiting requests whose cached prefix lpm looks up in one step."""
     lpm_skips_max: int = 256

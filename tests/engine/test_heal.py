@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from serinus.core.request import FinishReason, Request
+from serinus.core.request import FinishReason, KvIntegrity, Request
 from serinus.core.sampling import SamplingParams
+from serinus.core.stamps import chain_hashes
 from serinus.testing.oracle import toy_continue
 from tests.engine.test_canary import KINDS, SHARED, Watched, toys
 
@@ -161,3 +162,46 @@ def test_a_healed_request_can_be_aborted_while_it_waits(toys: dict[str, Path]) -
     assert engine.finish("one") is FinishReason.ABORT
     engine.engine.scheduler.sanity_check()
     assert engine.engine.idle
+
+
+def receipt(engine: Watched, rid: str) -> KvIntegrity:
+    usage = engine.end_of(rid).usage
+    assert usage is not None
+    assert usage.kv_integrity is not None
+    return usage.kv_integrity
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("coverage", ["full", "rotating:4"])
+def test_receipts_tell_all_that_was_checked_and_nothing_else(toys: dict[str, Path], kind: str, coverage: str) -> None:
+    engine = Watched(toys[kind], kv_canary="heal", kv_canary_coverage=coverage, kv_canary_sweep_interval=0)
+    prompts = {"one": [*SHARED[0], 201], "two": [*SHARED[0], 202], "three": SHARED[1][:7]}
+    for rid, prompt in prompts.items():
+        add(engine, rid, prompt, 20, stream=False)
+        run_until(engine, rid, 3)
+    engine.run()
+    receipts = {rid: receipt(engine, rid) for rid in prompts}
+    checks = engine.lead.view()["checks"]
+    due = checks["head"]["due"] + checks.get("end", {"due": 0})["due"]
+    assert sum(each.slots_due for each in receipts.values()) == due > 0
+    for rid, prompt in prompts.items():
+        tokens = np.asarray([*prompt, *engine.tokens(rid)], np.int32)
+        each = receipts[rid]
+        assert (each.coverage, each.slots_checked, each.heals) == (coverage, each.slots_due, 0)
+        assert each.chain_hash == f"{int(chain_hashes(tokens)[-1]) & (1 << 64) - 1:016x}"
+        assert sum(each.sources.values()) == each.horizon
+    assert receipts["one"].sources["device"] == 0 < receipts["two"].sources["device"]
+
+
+def test_the_receipt_of_a_healed_answer_tells_why_and_how(toys: dict[str, Path]) -> None:
+    engine = Watched(toys["full"], kv_canary="heal")
+    add(engine, "one", [*SHARED[0], 201], 20, stream=False)
+    run_until(engine, "one", 6)
+    damage(engine, "one", 41)
+    engine.run()
+    each = receipt(engine, "one")
+    assert each.heals == 1
+    assert "verify_real_kv_hash" in each.heal_reasons[0]
+    assert each.repaired_from["device"] == 40, "the pages before the damaged one were found again"
+    assert 5 <= each.repaired_from["computed"] <= 8
+    assert engine.tokens("one") == toy_continue(engine.built.spec, [*SHARED[0], 201], 20)
