@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from serinus.core.ids import new_incarnation
-from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
+from serinus.core.request import FinishReason, KvIntegrity, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import splitmix64
 from serinus.wire import codec
 from serinus.wire.messages import (
@@ -80,6 +80,8 @@ class FakeEngine:
     """Refuse every request with this text (status 400)."""
     convicts: tuple[int, ...] = ()
     """Prompts with one of these tokens fail after their first token, as those that a canary convicts (status 500)."""
+    kv_canary: str = "none"
+    """What it says of its canary; with one, each answer has a receipt."""
     breaks: str = ""
     """Say, when a request comes, that the engine has broken, with this text."""
     mute: bool = False
@@ -197,7 +199,7 @@ class FakeEngine:
             for rid in list(self.running) if message.all else [message.rid]:
                 sequence = self.running.pop(rid, None)
                 if sequence is not None and not message.silent:
-                    usage = self._usage(sequence)
+                    usage = self._usage(sequence, ends=True)
                     out = TokenDelta(rid=rid, finish=FinishReason.ABORT, error=message.reason, usage=usage)
                     self._send(sequence.peer, Tokens(deltas=(out,)))
         elif isinstance(message, EngineCall) and self.mute and message.what != "ready":
@@ -246,10 +248,10 @@ class FakeEngine:
             eos_ids=self.eos_ids,
             sampling_defaults=self.sampling_defaults,
             seconds={"imports": 0.5},
-            info={"dtype": "none"},
+            info={"dtype": "none", "kv_canary": self.kv_canary},
         )
 
-    def _usage(self, sequence: _Sequence) -> Usage:
+    def _usage(self, sequence: _Sequence, *, ends: bool = False) -> Usage:
         cached = {"device": min(16, len(sequence.prompt) - 1)} if len(sequence.prompt) > 16 else {}
         return Usage(
             prompt_tokens=len(sequence.prompt),
@@ -257,7 +259,16 @@ class FakeEngine:
             cached_tokens=cached,
             prefill_engine=self.prefill_engine,
             handoff_pages=3 if self.prefill_engine else 0,
+            kv_integrity=self._receipt(sequence) if ends and self.kv_canary != "none" else None,
         )
+
+    def _receipt(self, sequence: _Sequence) -> KvIntegrity:
+        horizon = len(sequence.prompt) + len(sequence.sent) - 1
+        sources = {"device": 0, "host": 0, "storage": 0, "peer": 0, "computed": horizon}
+        return KvIntegrity(
+            coverage="full", slots_due=9, slots_checked=9, horizon=horizon, sources=sources, heals=1,
+            heal_reasons=("KV integrity: healed",), repaired_from={"computed": 2}, chain_hash="0123456789abcdef",
+        )  # fmt: skip
 
     def _step(self) -> None:
         """One token for every running sequence, in one message per front."""
@@ -273,7 +284,8 @@ class FakeEngine:
     def _next(self, rid: str, sequence: _Sequence) -> TokenDelta:
         sampling = sequence.request.sampling
         if sequence.sent and set(self.convicts) & set(sequence.prompt):
-            return TokenDelta(rid=rid, finish=FinishReason.ERROR, error="KV integrity: convicted", error_status=500)
+            return TokenDelta(rid=rid, finish=FinishReason.ERROR, error="KV integrity: convicted", error_status=500,
+                              wrong_token=None if self.kv_canary == "none" else 0)  # fmt: skip
         seed = 0 if sampling.temperature == 0 else sequence.request.seed
         token_id = self.token(sequence.prompt, seed, len(sequence.sent), self.vocab_size)
         first = not sequence.sent
@@ -299,7 +311,7 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             finish=finish,
             matched_stop=token_id if stopped else None,
-            usage=self._usage(sequence) if first or finish else None,
+            usage=self._usage(sequence, ends=finish is not None) if first or finish else None,
         )
 
     def _lp(self, token_id: int, top: int) -> TokenLogprobs:
