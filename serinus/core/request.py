@@ -87,9 +87,9 @@ class KvIntegrity:
     slots_due: int
     """Slots that had to be verified for it, over all of its steps and parts; a slot counts each time."""
     slots_checked: int
-    """Slots that were."""
+    """Slots that were verified."""
     horizon: int
-    """Tokens, from the first of the prompt on, whose KV is verified to the end: all but the last token of an answer."""
+    """KV of this many tokens, from the first of the prompt on, is verified: of all but the last token of an answer."""
     sources: Annotated[Mapping[str, int], Meta(max_length=16)]
     """Of those tokens, how many had their KV from where: device, host, storage (found cached), peer, computed."""
     heals: int

@@ -170,7 +170,7 @@ class ReqState:
     """Gave its pages back at least once since it last ran."""
 
     verify_steps: int = 0
-    """SchedSettings.verify_steps."""
+    """As SchedSettings has it."""
     verify_windows: Mapping[Part, int | None] = field(default_factory=dict)
     """The parts that a canary verifies, with their windows."""
     confirmed: bool = False
