@@ -1,0 +1,377 @@
+"""What the adversary does, where: raw arrays, files and functions that copy, chosen by chance alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.rng import Rng
+
+__all__ = ["SITES", "Act", "Site", "Targets"]
+
+Bytes = NDArray[np.uint8]
+_BURST = 64
+_MOVERS = ("copy_in", "copy_stamps_in", "copy_out", "hashed_pages", "read_pages", "write_pages")
+_FLIP = """
+import mmap, os, sys, time
+path, places = sys.argv[1], [int(word) for word in sys.argv[2:]]
+fd = os.open(path, os.O_RDWR)
+memory = mmap.mmap(fd, os.fstat(fd).st_size)
+for place in places:
+    memory[place // 8] ^= 1 << place % 8
+    time.sleep(0.001)
+"""
+
+
+@dataclass(slots=True)
+class Targets:
+    """What an adversary can reach."""
+
+    kv: list[Bytes] = field(default_factory=list)
+    stamps: list[Bytes] = field(default_factory=list)
+    host: list[Bytes] = field(default_factory=list)
+    pages: list[list[Bytes]] = field(default_factory=list)
+    """By pool: its memory as [pages, bytes] of each lane."""
+    pools: list[Any] = field(default_factory=list)
+    """Objects with functions that copy."""
+    tables: list[tuple[NDArray[np.int32], int]] = field(default_factory=list)
+    """With the number of slots that there are."""
+    files: list[Path] = field(default_factory=list)
+    segments: list[Path] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Act:
+    """One fault that is ready."""
+
+    strike: Callable[[], object]
+    end: Callable[[], object] = lambda: None
+    """Once its requests are answered: stop what goes on."""
+    step: int = -1
+    """Of the engine, when it struck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place, and what is done there."""
+
+    draw: Callable[[Targets, Rng], Act | None]
+    """None: there is nothing of it now."""
+    worlds: tuple[str, ...] = ("tiers", "pair")
+    moments: tuple[str, ...] = ("asleep", "running")
+
+
+SITES: dict[str, Site] = {}
+
+
+def site(name: str, **more: Any) -> Callable[[Callable[[Targets, Rng], Act | None]], None]:
+    """Adds a function that prepares a fault."""
+
+    def add(draw: Callable[[Targets, Rng], Act | None]) -> None:
+        SITES[name] = Site(draw=draw, **more)
+
+    return add
+
+
+def _filled(area: Bytes, rng: Rng) -> Bytes | None:
+    """A row of an array that is not all zero: what was never written is read by no request."""
+    rows = np.flatnonzero(area.any(axis=1))
+    return area[rows[rng.randrange(len(rows))]] if len(rows) else None
+
+
+def _flip(row: Bytes, at: int, mask: int) -> None:
+    row[at] ^= mask
+
+
+def _bit(areas: Sequence[Bytes], rng: Rng) -> Act | None:
+    row = _filled(rng.choice(areas), rng) if areas else None
+    return None if row is None else Act(partial(_flip, row, rng.randrange(len(row)), 1 << rng.randrange(8)))
+
+
+@site("kv bit")
+def _kv(targets: Targets, rng: Rng) -> Act | None:
+    return _bit(targets.kv, rng)
+
+
+@site("stamp bit")
+def _stamps(targets: Targets, rng: Rng) -> Act | None:
+    return _bit(targets.stamps, rng)
+
+
+@site("host bit", worlds=("tiers",))
+def _host(targets: Targets, rng: Rng) -> Act | None:
+    return _bit(targets.host, rng)
+
+
+@site("kv 64 bytes")
+def _burst(targets: Targets, rng: Rng) -> Act | None:
+    flat = rng.choice(targets.kv).reshape(-1)
+    used = np.flatnonzero(flat)
+    if not len(used):
+        return None
+    at = int(used[rng.randrange(len(used))])
+    noise = np.frombuffer(rng.randbytes(_BURST), np.uint8)
+
+    def strike() -> None:
+        span = flat[at : at + _BURST]
+        span ^= noise[: len(span)]
+
+    return Act(strike)
+
+
+@site("table entry", moments=("running",))
+def _tables(targets: Targets, rng: Rng) -> Act | None:
+    """An entry names another slot of the pool, by one bit."""
+    table, slots = rng.choice(targets.tables)
+
+    def strike() -> None:
+        used = np.argwhere(table)
+        if not len(used):
+            return
+        row, at = used[rng.randrange(len(used))]
+        flipped = [int(table[row, at]) ^ 1 << bit for bit in range(20)]
+        table[row, at] = rng.choice([slot for slot in flipped if 0 < slot < slots])
+
+    return Act(strike)
+
+
+def _two_pages(targets: Targets, rng: Rng) -> tuple[list[Bytes], int, int] | None:
+    lanes = rng.choice(targets.pages)
+    used = np.flatnonzero(np.logical_or.reduce([lane.any(axis=1) for lane in lanes]))
+    if len(used) < 2:
+        return None
+    one, other = rng.sample(used.tolist(), 2)
+    return lanes, one, other
+
+
+@site("pages swapped")
+def _exchange(targets: Targets, rng: Rng) -> Act | None:
+    drawn = _two_pages(targets, rng)
+    if drawn is None:
+        return None
+    lanes, one, other = drawn
+
+    def strike() -> None:
+        for lane in lanes:
+            lane[[one, other]] = lane[[other, one]]
+
+    return Act(strike)
+
+
+@site("page shifted")
+def _shift(targets: Targets, rng: Rng) -> Act | None:
+    """A page, stamps and all, lies over another one too."""
+    drawn = _two_pages(targets, rng)
+    if drawn is None:
+        return None
+    lanes, one, other = drawn
+
+    def strike() -> None:
+        for lane in lanes:
+            lane[other] = lane[one]
+
+    return Act(strike)
+
+
+@site("page replayed", moments=("running",))
+def _replay(targets: Targets, rng: Rng) -> Act | None:
+    """A page is as it was when the fault was drawn."""
+    drawn = _two_pages(targets, rng)
+    if drawn is None:
+        return None
+    lanes, one, _ = drawn
+    kept = [lane[one].copy() for lane in lanes]
+
+    def strike() -> None:
+        for lane, then in zip(lanes, kept, strict=True):
+            lane[one] = then
+
+    return Act(strike)
+
+
+@site("host swapped", worlds=("tiers",))
+def _host_exchange(targets: Targets, rng: Rng) -> Act | None:
+    area = rng.choice(targets.host)
+    used = np.flatnonzero(area.any(axis=1)).tolist()
+    if len(used) < 2:
+        return None
+    one, other = rng.sample(used, 2)
+
+    def strike() -> None:
+        area[[one, other]] = area[[other, one]]
+
+    return Act(strike)
+
+
+@site("file bit", worlds=("tiers",))
+def _file(targets: Targets, rng: Rng) -> Act | None:
+    if not targets.files:
+        return None
+    path = rng.choice(targets.files)
+    place, mask = rng.random(), 1 << rng.randrange(8)
+
+    def strike() -> None:
+        try:
+            data = bytearray(path.read_bytes())
+            data[int(place * len(data))] ^= mask
+            path.write_bytes(data)
+        except (FileNotFoundError, IndexError):  # it is gone, or empty, by now
+            return
+
+    return Act(strike)
+
+
+@site("files swapped", worlds=("tiers",))
+def _files(targets: Targets, rng: Rng) -> Act | None:
+    if len(targets.files) < 2:
+        return None
+    one, other = rng.sample(targets.files, 2)
+
+    def strike() -> None:
+        try:
+            here, there = one.read_bytes(), other.read_bytes()
+            one.write_bytes(there)
+            other.write_bytes(here)
+        except FileNotFoundError:
+            return
+
+    return Act(strike)
+
+
+@site("segment bit", worlds=("pair",), moments=("running",))
+def _segment(targets: Targets, rng: Rng) -> Act | None:
+    """Another process flips a bit of shared memory each millisecond, for a while."""
+    if not targets.segments:
+        return None
+    link = rng.choice(targets.segments)
+    size = link.stat().st_size
+    used = np.flatnonzero(np.memmap(link, np.uint8, "r", shape=(size,)))
+    if not len(used):
+        return None
+    bits = [str(int(used[rng.randrange(len(used))]) * 8 + rng.randrange(8)) for _ in range(40)]
+    path = f"/proc/{os.getpid()}/fd/{link.name}"
+    return Act(lambda: subprocess.run([sys.executable, "-S", "-c", _FLIP, path, *bits], check=False))
+
+
+class _Mover:
+    """Stands before the functions of a pool that copy pages, for as long as a fault lasts."""
+
+    def __init__(self, pool: Any, lanes: list[Bytes], wrong: Callable[[_Move], Any]) -> None:
+        self._pool, self._lanes, self._wrong = pool, lanes, wrong
+
+    def begin(self) -> None:
+        for name in _MOVERS:
+            setattr(self._pool, name, partial(self._moved, getattr(type(self._pool), name), name))
+
+    def _moved(self, original: Callable[..., Any], name: str, pages: Any, *rest: Any, **more: Any) -> Any:
+        inward = name in ("copy_in", "copy_stamps_in", "write_pages") or bool([*rest, False, False][2] is True)
+        call = partial(original, self._pool)
+        return self._wrong(_Move(lambda now: call(now, *rest, **more), np.asarray(pages), inward, self._lanes))
+
+    def end(self) -> None:
+        for name in _MOVERS:
+            self._pool.__dict__.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One call of such a function."""
+
+    run: Callable[[NDArray[np.integer]], Any]
+    pages: NDArray[np.integer]
+    inward: bool
+    """It fills pages of the pool."""
+    lanes: list[Bytes]
+
+    def bytes_of(self, pages: NDArray[np.integer]) -> list[Bytes]:
+        return [lane[pages] for lane in self.lanes]
+
+    def put(self, pages: NDArray[np.integer], data: list[Bytes]) -> None:
+        for lane, each in zip(self.lanes, data, strict=True):
+            lane[pages] = each
+
+
+def _moving(targets: Targets, rng: Rng, wrong: Callable[[_Move], Any], end: Callable[[], None] = lambda: None) -> Act:
+    at = rng.randrange(len(targets.pools))
+    mover = _Mover(targets.pools[at], targets.pages[at], wrong)
+
+    def ended() -> None:
+        mover.end()
+        end()
+
+    return Act(mover.begin, ended)
+
+
+@site("mover: wrong page", moments=("running",))
+def _mover_wrong(targets: Targets, rng: Rng) -> Act | None:
+    """One page in four is taken for the one beside it, wherever it is copied."""
+    lost = rng.randrange(4)
+
+    def wrong(move: _Move) -> Any:
+        pages = move.pages.copy()
+        beside = pages ^ 1
+        mistaken = (pages % 4 == lost) & (beside > 0) & ~np.isin(beside, pages)
+        pages[mistaken] = beside[mistaken]
+        return move.run(pages)
+
+    return _moving(targets, rng, wrong)
+
+
+@site("mover: not", moments=("running",))
+def _mover_not(targets: Targets, rng: Rng) -> Act | None:
+    """One page in four does not come, where pages come into a pool, and is said to have come."""
+    lost = rng.randrange(4)
+
+    def wrong(move: _Move) -> Any:
+        pages = move.pages[move.pages % 4 == lost]
+        before = move.bytes_of(pages)
+        found = move.run(move.pages)
+        if move.inward:
+            move.put(pages, before)
+        return found
+
+    return _moving(targets, rng, wrong)
+
+
+@site("mover: late", moments=("running",))
+def _mover_late(targets: Targets, rng: Rng) -> Act | None:
+    """What comes into a pool comes some milliseconds after it was said to have come."""
+    return _later(targets, rng, first=False)
+
+
+@site("mover: twice", moments=("running",))
+def _mover_twice(targets: Targets, rng: Rng) -> Act | None:
+    """What comes into a pool comes again some milliseconds later."""
+    return _later(targets, rng, first=True)
+
+
+def _later(targets: Targets, rng: Rng, *, first: bool) -> Act:
+    wait_s = rng.uniform(0.001, 0.03)
+    timers: list[threading.Timer] = []
+
+    def wrong(move: _Move) -> Any:
+        before = move.bytes_of(move.pages)
+        found = move.run(move.pages)
+        if move.inward:
+            after = move.bytes_of(move.pages)
+            if not first:
+                move.put(move.pages, before)
+            timers.append(threading.Timer(wait_s, move.put, (move.pages, after)))
+            timers[-1].start()
+        return found
+
+    def end() -> None:
+        for timer in timers:
+            timer.join()
+
+    return _moving(targets, rng, wrong, end)

@@ -1,0 +1,261 @@
+"""The engines that the adversary attacks: one with a host tier and files, and a pair that hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from serinus.cache import Tier
+from serinus.canary import CanaryLead, Violation
+from serinus.core.clock import ManualClock
+from serinus.core.config import ServeConfig, from_names
+from serinus.core.request import FinishReason
+from serinus.core.rng import Rng
+from serinus.engine import build_engine
+from serinus.engine.build import Built
+from serinus.models import ModelSpec
+from serinus.pd import ShmBackend
+from serinus.ranks.tier_parts import pause
+from serinus.selftest import EngineDriver, EnginePair
+
+from .adversary_sites import Targets
+
+__all__ = ["WORLDS", "World"]
+
+_SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4,
+    "chunked_prefill_size": 16, "decode_log_interval": 0, "kv_canary_real_data": "all", "kv_canary_stats_interval": 0,
+    "kv_canary_sweep_interval": 0,
+}  # fmt: skip
+_TIERS: dict[str, Any] = {
+    "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_write_policy": "write_through",
+    "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
+}  # fmt: skip
+_WAIT_S = 0.0005
+
+
+class World(Protocol):
+    """What a round needs of its engines."""
+
+    phase_s: float
+    """Seconds that some requests take, about."""
+    spec: ModelSpec
+
+    def ask(self, prompt: list[int], count: int) -> str: ...
+    def turn(self) -> None: ...
+    @property
+    def idle(self) -> bool: ...
+    def finish(self, rid: str) -> FinishReason | None: ...
+    def tokens(self, rid: str) -> list[int]: ...
+    def took(self, seconds: float) -> None: ...
+    def targets(self) -> Targets: ...
+    def shelve(self, rng: Rng) -> None:
+        """What is cached may go down to the host, or to the files."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for copies, and take a last turn for what they tell."""
+        ...
+
+    def rest(self) -> None:
+        """Forget what is cached."""
+        ...
+
+    def close(self) -> None: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def told(self) -> int:
+        """Violations that its canaries have found so far."""
+        ...
+
+    def told_first(self, after: int) -> int:
+        """The step that found violation number `after`."""
+        ...
+
+
+class _Base:
+    def __init__(self, engines: list[Built]) -> None:
+        self._engines = engines
+        self.phase_s = 0.03
+        self.spec = engines[0].spec
+        self._found: list[int] = []
+        self._asked = 0
+        for lead in self._leads():
+            lead.listeners.append(self._hear)
+
+    def _leads(self) -> list[CanaryLead]:
+        leads = [built.engine.canary for built in self._engines]
+        return [lead for lead in leads if lead is not None]
+
+    def _hear(self, finding: object) -> None:
+        if isinstance(finding, Violation):
+            self._found.append(self.steps)
+
+    @property
+    def steps(self) -> int:
+        return sum(lead.steps for lead in self._leads())
+
+    @property
+    def told(self) -> int:
+        return len(self._found)
+
+    def told_first(self, after: int) -> int:
+        return self._found[after]
+
+    def took(self, seconds: float) -> None:
+        self.phase_s = 0.8 * self.phase_s + 0.2 * min(seconds, 1.0)
+
+    def rest(self) -> None:
+        """The memory is then as it was in the beginning: what the next fault hits was written for its own round."""
+        for built in self._engines:
+            built.cache.reset()
+        found = self.targets()
+        for area in (*found.kv, *found.stamps, *found.host, *(table for table, _ in found.tables)):
+            area[:] = 0
+
+    def targets(self) -> Targets:
+        """Raw memory, whatever it is for."""
+        found = Targets()
+        for built in self._engines:
+            watched = {} if built.canary is None else built.canary.parts
+            for part, pool in built.pools.items():
+                lanes = [_raw(half) for pair in pool.layers for half in pair]
+                if not lanes:
+                    continue
+                found.kv += lanes
+                stamps = [] if pool.stamps_LS4 is None else [_raw(lane) for lane in pool.stamps_LS4]
+                found.stamps += stamps
+                pages = pool.spec.page_count
+                found.pages.append([lane.reshape(pages, -1) for lane in (*lanes, *stamps)])
+                found.pools.append(pool)
+                found.tables.append((watched[part].table_RC.numpy(), pool.spec.slot_count))
+            if built.tiers is not None:
+                found.host += [pool.data_PY for pool in built.tiers.host.values() if pool.page_bytes]
+        return found
+
+
+def _raw(tensor: Any) -> NDArray[np.uint8]:
+    """The bytes of a tensor, to be written."""
+    return tensor.view(torch.uint8).reshape(len(tensor), -1).numpy()
+
+
+class Tiered(_Base):
+    """One engine with a host tier and files."""
+
+    def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str) -> None:
+        names = {**_SETTINGS, **_TIERS, "model_path": str(checkpoint), "hicache_storage_dir": str(files),
+                 "kv_canary": mode, "kv_canary_coverage": coverage}  # fmt: skip
+        self._files = files
+        self._clock = ManualClock()
+        self._built = build_engine(from_names(ServeConfig, names), self._clock)
+        self._driver = EngineDriver(self._built)
+        super().__init__([self._built])
+
+    def ask(self, prompt: list[int], count: int) -> str:
+        self._asked += 1
+        self._driver.add(f"r{self._asked}", prompt, count)
+        return f"r{self._asked}"
+
+    def turn(self) -> None:
+        self._clock.advance(0.01)
+        if not self._driver.turn():
+            self._driver.wait()
+
+    @property
+    def idle(self) -> bool:
+        return self._built.engine.idle
+
+    def finish(self, rid: str) -> FinishReason | None:
+        return self._driver.finish(rid)
+
+    def tokens(self, rid: str) -> list[int]:
+        return self._driver.tokens(rid)
+
+    def targets(self) -> Targets:
+        found = super().targets()
+        found.files = [path for path in self._files.rglob("*") if path.is_file()]
+        return found
+
+    def shelve(self, rng: Rng) -> None:
+        self.settle()
+        cache = self._built.cache
+        for part in self._built.pools:
+            cache.evict(1 << 20, Tier.DEVICE, part)
+        if rng.random() < 0.4:
+            for part in self._built.pools:
+                cache.evict(1 << 20, Tier.HOST, part)
+
+    def settle(self) -> None:
+        for _ in range(200):
+            self.turn()
+            if not self._built.cache.poll().in_flight:
+                return
+            pause(_WAIT_S)
+
+    def close(self) -> None:
+        self._built.close()
+
+
+class Pair(_Base):
+    """A prefill and a decode engine; KV goes through shared memory."""
+
+    def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str) -> None:
+        more = {**_SETTINGS, "kv_canary": mode, "kv_canary_coverage": coverage}
+        self._pair = EnginePair(checkpoint, backend=ShmBackend(1 << 18), **more)
+        super().__init__([self._pair.prefill.built, self._pair.decode.built])
+
+    def ask(self, prompt: list[int], count: int) -> str:
+        self._asked += 1
+        self._pair.add(f"r{self._asked}", prompt, count)
+        return f"r{self._asked}"
+
+    def turn(self) -> None:
+        self._pair.turn_prefill()
+        self._pair.turn_decode()
+
+    @property
+    def idle(self) -> bool:
+        return self._pair.idle
+
+    def finish(self, rid: str) -> FinishReason | None:
+        return self._pair.decode.finish(rid)
+
+    def tokens(self, rid: str) -> list[int]:
+        return self._pair.tokens(rid)
+
+    def targets(self) -> Targets:
+        found = super().targets()
+        found.segments = _segments()
+        return found
+
+    def shelve(self, rng: Rng) -> None:
+        """There is no tier below."""
+
+    def settle(self) -> None:
+        for _ in range(3):
+            self.turn()
+
+    def close(self) -> None:
+        self._pair.close()
+
+
+def _segments() -> list[Path]:
+    """Memory of this process that others can map, by the system's own names."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if "memfd:" in str(link.readlink()):
+                found.append(link)
+        except OSError:  # the listing itself
+            continue
+    return found
+
+
+WORLDS: dict[str, Callable[[Path, Path, str, str], World]] = {"tiers": Tiered, "pair": Pair}
+"""By the names that the matrix has."""

@@ -1,0 +1,41 @@
+"""The adversary, in short: no answer that ends well is wrong, but where docs/CANARY.md says that it may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .adversary import BLIND, Cell, run, table
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "CANARY.md"
+OTHERS = ("The digest is linear", "Values: NaN")
+"""What the page lists that no damage to KV, stamps, rows, files or copies brings about here."""
+
+
+def test_what_the_adversary_may_not_see_is_what_the_page_lists() -> None:
+    section = DOCS.read_text().split("## What it cannot see")[1].split("\n## ")[0]
+    listed = [" ".join(item.split()) for item in section.split("\n- ")[1:]]
+    assert sorted(BLIND.values()) == sorted(item for item in listed if not item.startswith(OTHERS))
+
+
+def test_a_wrong_answer_is_a_blind_cell_unless_its_setting_is_listed() -> None:
+    seen = Cell("tiers", "kv bit", "running", "raise", "full", faults=3, wrong=1)
+    assert seen.is_blind
+    assert "BLIND" in table([seen])
+    assert not Cell("tiers", "kv bit", "running", "raise", "full", faults=3, told=3).is_blind
+
+
+@pytest.mark.proof
+def test_no_answer_that_ends_well_is_wrong(tmp_path: Path) -> None:
+    cells = run(320, 1, tmp_path)
+    print(table(cells))
+    assert not [cell.line() for cell in cells if cell.is_blind]
+    assert sum(cell.told for cell in cells) > sum(cell.faults for cell in cells) // 5, "too few faults were read at all"
+
+
+@pytest.mark.proof
+def test_an_engine_that_only_logs_does_answer_wrong(tmp_path: Path) -> None:
+    """Else the right answers above prove nothing."""
+    cells = run(30, 2, tmp_path, settings=[("log", "full")], sites=["kv 64 bytes", "pages swapped", "table entry"])
+    assert sum(cell.wrong for cell in cells) > 0, table(cells)
