@@ -57,7 +57,7 @@ async def _live(config: ServeConfig) -> int:
         }
         ends = {asyncio.create_task(process.wait()): rank for rank, process in ranks.items()}
         stop = asyncio.create_task(told.wait())
-        address, silence_s = f"tcp://{parallel.dist_init_addr}", parallel.watchdog_s_max
+        address, silence_s = f"tcp://{parallel.dist_init_addr}", parallel.silence_s_max
         alone = asyncio.create_task(connection_lost(address, silence_s, hello_of(config, WATCHER)))
         done, _ = await asyncio.wait({*ends, stop, alone}, return_when=asyncio.FIRST_COMPLETED)
         for task, rank in ends.items():

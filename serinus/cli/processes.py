@@ -32,6 +32,8 @@ _STOP_NOW_S = 5.0
 """A server that does not wait for its requests ends within this time, or is killed."""
 _ENDING_S = 2.0
 """From the end of its connection to the end of a process that is not standing still."""
+_STACKS_S = 1.0
+"""For the threads of an engine that is about to be killed to write where they stand."""
 _ENDING_SAID_S = 5.0
 """The same for one that has said why it ends."""
 
@@ -132,7 +134,7 @@ class EngineProcess:
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
         """End a leader that stands still: its ranks miss it too, but only here it can be ended. (An engine of one rank
         that stands still is waited for: nothing else depends on it, and it may go on.)"""
-        silence_s = self._config.parallel.watchdog_s_max
+        silence_s = self._config.parallel.silence_s_max
         while process.returncode is None:
             await connection_lost(self.endpoint, silence_s)
             await self._end_if_silent(process, silence_s)
@@ -146,6 +148,21 @@ class EngineProcess:
             ExitRecord(self._words).record(reason, LOST_CODE)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+    def end_stuck(self, reason: str) -> None:
+        """It has stood still for too long: have it and the ranks of its machine write their stacks to the log, then
+        kill them."""
+        _log.error("serinus: the engine %s; it is killed", reason)
+        if self.process is not None and self.process.returncode is None:
+            ExitRecord(self._words).record(f"engine: it {reason}", LOST_CODE)
+            self._signal_group(signal.SIGUSR1)
+            asyncio.get_running_loop().call_later(_STACKS_S, self._signal_group, signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        assert self.process is not None, "cli: the engine process was not started"
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def ending(self) -> EngineExit | None:
         """The recorded reason of its end, its own or its supervisor's; None = none was recorded."""

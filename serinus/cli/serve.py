@@ -106,7 +106,7 @@ def front_settings(config: ServeConfig) -> FrontSettings:
         role=config.role,
         body_bytes_max=config.server.body_bytes_max,
         random_seed=config.model.random_seed,
-        step_s_max=config.server.step_s_max,
+        watchdog_s_max=config.server.watchdog_s_max,
     )
 
 
@@ -156,8 +156,9 @@ class _Service:
 
         client = EngineClient(self._engine.endpoint)
         app = create_app(
-            front_settings(config), client, clock=self._clock, on_ready=self._ready, on_failed=self._failed
-        )
+            front_settings(config), client, clock=self._clock, on_ready=self._ready, on_failed=self._failed,
+            on_stuck=self._engine.end_stuck,
+        )  # fmt: skip
         if not config.model.skip_tokenizer_init and config.pd.mode != "prefill":
             began = self._clock.now()
             loading = app.state.front.start_tokenizer()

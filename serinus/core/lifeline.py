@@ -1,14 +1,15 @@
-"""No process outlives the one that started it."""
+"""No process outlives the one that started it, and one that stands still can be asked where."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 from typing import NoReturn
 
-__all__ = ["end_now", "end_with_parent"]
+__all__ = ["end_now", "end_with_parent", "show_stacks_at"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,6 +23,11 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), number)
+
+
+def show_stacks_at(number: signal.Signals) -> None:
+    """At this signal write the stacks of all threads to stderr, also while none of them runs Python."""
+    faulthandler.register(number, all_threads=True)
 
 
 def end_now(code: int) -> NoReturn:

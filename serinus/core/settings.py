@@ -94,9 +94,10 @@ class ServerSettings:
     drain_s_max: float = setting(
         60.0, "seconds that running requests get after SIGTERM before they are cut off", flag="--drain-timeout", low=0
     )
-    step_s_max: float = setting(
-        60.0, "a step that takes longer makes /health 503; 0 = none", flag="--step-timeout", low=0
-    )
+    watchdog_s_max: float = setting(
+        300.0, "a step that takes longer ends the engine, with the stacks of its threads in the log; from a fifth of it"
+        " on /health is 503; 0 = wait for ever", flag="--watchdog-timeout", low=0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -374,9 +375,10 @@ class ParallelSettings:
     dist_s_max: float = setting(
         600.0, "seconds all ranks may take to report, and one exchange between them", flag="--dist-timeout", low=1
     )
-    watchdog_s_max: float = setting(
-        5.0, "a rank that shows no sign of life for so many seconds ends the engine", flag="--watchdog-timeout", low=1
-    )
+    silence_s_max: float = setting(
+        5.0, "a rank whose process gives no sign of life for so many seconds ends the engine", flag="--rank-timeout",
+        low=1,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)

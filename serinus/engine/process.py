@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.core.lifeline import end_now, end_with_parent
+from serinus.core.lifeline import end_now, end_with_parent, show_stacks_at
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRecord
 
@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--words", default="", help="file for the reason of its end, in a folder of its own")
     arguments = parser.parse_args(argv)
     end_with_parent(arguments.parent, signal.SIGKILL)
+    show_stacks_at(signal.SIGUSR1)
     clock = WallClock()
     started = clock.now()
     config = ServeConfig.from_json(Path(arguments.config).read_text())

@@ -101,11 +101,13 @@ def create_app(
     clock: Clock | None = None,
     on_ready: Callable[[Ready], None] | None = None,
     on_failed: Callable[[str], None] | None = None,
+    on_stuck: Callable[[str], None] | None = None,
 ) -> Starlette:
     """The app of one front.
 
     Serving begins at once: until the engine is loaded every request gets 503. The app's lifespan starts the engine
     client and the tokenizer, then calls `on_ready`, or `on_failed` with the reason where either does not come up.
+    `on_stuck` is called, with the reason, when the engine stands still for longer than `watchdog_s_max`.
     `app.state.front` is the Front behind it.
     """
     front = Front(settings, engine, clock or WallClock())
@@ -121,7 +123,7 @@ def create_app(
             return
         if on_ready is not None:
             on_ready(ready)
-        await engine.watch(settings.step_s_max)
+        await engine.watch(settings.watchdog_s_max, on_stuck)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

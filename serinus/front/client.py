@@ -26,6 +26,8 @@ _log = get_logger("front")
 
 BROKE_HEADER = "x-serinus-broke"
 """In a 503: the engine had the request and broke; the router sends it to one other engine, and to no third."""
+_HANG_SHARE = 5
+"""An engine is said to stand still after this part of the time after which it is given up."""
 _WATCH_S = 1.0
 """Seconds between two questions to the engine, whether it goes on."""
 _FOREVER_S = 1e9
@@ -198,27 +200,32 @@ class EngineClient:
         """Sequences that have not ended."""
         return len(self._queues)
 
-    async def watch(self, s_max: float) -> None:
-        """Ask the engine now and then, for ever; while an answer is `s_max` seconds late (0 = never), `hung` says so.
-        The engine answers between its steps, so one that stands in a step is seen, and one whose process is stopped.
-        `degraded` is what it says of itself."""
+    async def watch(self, s_max: float, on_stuck: Callable[[str], None] | None = None) -> None:
+        """Ask the engine now and then, for ever; while an answer is a fifth of `s_max` seconds late (0 = never), `hung`
+        says so; `on_stuck` is told when it is `s_max` late. The engine answers between its steps, so one that stands in
+        a step is seen, and one whose process is stopped. `degraded` is what it says of itself."""
         loop = asyncio.get_running_loop()
+        hang_s = s_max / _HANG_SHARE
         while not self.down:
-            late = loop.call_later(s_max or _FOREVER_S, self._hang, s_max)
+            late = [loop.call_later(hang_s or _FOREVER_S, self._hang, hang_s)]
+            if on_stuck is not None:
+                reason = f"stood in one step for {s_max:g} s (--watchdog-timeout)"
+                late.append(loop.call_later(s_max or _FOREVER_S, on_stuck, reason))
             try:
                 reply = await self.call("load", s_max=_FOREVER_S)
             except EngineDown:
                 return
             finally:
-                late.cancel()
+                for each in late:
+                    each.cancel()
             self.degraded = _degraded_of(reply)
             if self.hung:
                 _log.warning("front: the engine answers again")
                 self.hung = ""
-            await asyncio.sleep(min(_WATCH_S, s_max or _WATCH_S))
+            await asyncio.sleep(min(_WATCH_S, hang_s or _WATCH_S))
 
     def _hang(self, s_max: float) -> None:
-        self.hung = f"the engine has not ended its step, or not answered between two, for {s_max:g} s (--step-timeout)"
+        self.hung = f"the engine has not ended its step, or not answered between two, for {s_max:g} s"
         _log.error("front: %s", self.hung)
 
     # ---- requests ---------------------------------------------------------------------------------------------

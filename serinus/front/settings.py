@@ -54,8 +54,9 @@ class FrontSettings:
     """Sequences one HTTP request may ask for (n times prompts)."""
     health_generate_s_max: float = 30.0
     """Seconds /health_generate waits for its one token."""
-    step_s_max: float = 60.0
-    """An engine that does not answer for so many seconds stands still: requests and /health get 503; 0 = wait."""
+    watchdog_s_max: float = 300.0
+    """An engine that does not answer for a fifth of so many seconds stands still: requests and /health get 503. After
+    all of them it is given up. 0 = wait."""
     call_s_max: float = 60.0
     """Seconds a call to the engine (flush, metrics) may take."""
     keep_alive_s: float = 5.0

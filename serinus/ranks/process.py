@@ -18,7 +18,7 @@ from serinus.core.addresses import split_host_port
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
-from serinus.core.lifeline import end_now, end_with_parent
+from serinus.core.lifeline import end_now, end_with_parent, show_stacks_at
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE
 from serinus.ranks.handshake import hello_of
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of whoever started it; it ends with it")
     arguments = parser.parse_args(argv)
     end_with_parent(arguments.parent, signal.SIGKILL)
+    show_stacks_at(signal.SIGUSR1)
     clock = WallClock()
     config = ServeConfig.from_json(Path(arguments.config).read_text())
     rank: int = arguments.rank
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.leader,
         hello_of(config, rank),
         clock=clock,
-        silence_s=config.parallel.watchdog_s_max,
+        silence_s=config.parallel.silence_s_max,
         join_s_max=config.parallel.dist_s_max,
         ends_process=True,
     )

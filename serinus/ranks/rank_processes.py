@@ -72,6 +72,9 @@ class RankProcesses:
             raise ConfigError(f"engine: --node-rank is {parallel.node_rank}, expected 0: the leader lives there")
         self._config = config
         self._mesh = mesh_of(config)
+        # A group that Ctrl-C does not reach (the front drains first): this process's own where it is an engine's, so
+        # that the front can signal all of the engine at once; else new ones.
+        self._group = os.getpgrp() if exit_record is not None else 0
         self._exit_record = exit_record or ExitRecord()
         self._folder = PrivateFolder(self._exit_record.folder)
         home = self._folder.path
@@ -86,13 +89,13 @@ class RankProcesses:
             clock=clock,
             settings=shared_settings(config),
             secret=config.pd.cluster_secret,
-            silence_s=parallel.watchdog_s_max,
+            silence_s=parallel.silence_s_max,
         )
         """The connections to the ranks."""
         self.links.why = self._why
         self._supervisor = LeaderSupervisor(
             self.links,
-            silence_s=parallel.watchdog_s_max,
+            silence_s=parallel.silence_s_max,
             clock=clock,
             exit_record=self._exit_record,
             ends_process=exit_record is not None,
@@ -110,7 +113,7 @@ class RankProcesses:
                 rank_words(config_file, rank, self.links.address),
                 env=env,
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C reaches the front alone, which drains first
+                process_group=self._group,
             )
             for rank in self._config.parallel.local_ranks
             if rank

@@ -74,8 +74,10 @@ def serving(
 
 
 @contextmanager
-def running_front(settings: FrontSettings, engine: FakeEngine) -> Iterator[RunningFront]:
-    """Start the engine and serve until left; fails where the front does not come up."""
+def running_front(
+    settings: FrontSettings, engine: FakeEngine, *, on_stuck: Callable[[str], None] | None = None
+) -> Iterator[RunningFront]:
+    """Start the engine and serve until left; fails where the front does not come up. `on_stuck`: as of create_app."""
     ready = threading.Event()
     failed: list[str] = []
 
@@ -85,7 +87,7 @@ def running_front(settings: FrontSettings, engine: FakeEngine) -> Iterator[Runni
 
     with engine:
         client = EngineClient(engine.endpoint)
-        app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed)
+        app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed, on_stuck=on_stuck)
         with serving(app, on_drain=client.drain, metrics=app.state.front.metrics) as server:
             assert ready.wait(60), "testing: the front did not come up"
             assert not failed, f"testing: the front did not come up: {failed}"

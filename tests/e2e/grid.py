@@ -22,7 +22,7 @@ from .cluster import HTTP, until
 
 SMALL = (
     "--skip-tokenizer-init", "--device", "cpu", "--dtype", "bfloat16", "--max-total-tokens", "2048", "--page-size",
-    "8", "--chunked-prefill-size", "32", "--max-running-requests", "16", "--watchdog-timeout", "2", "--dist-timeout",
+    "8", "--chunked-prefill-size", "32", "--max-running-requests", "16", "--rank-timeout", "2", "--dist-timeout",
     "60",
 )  # fmt: skip
 """Settings under which pages, chunks and queues all matter, and a rank is missed soon."""

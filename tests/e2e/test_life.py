@@ -16,6 +16,7 @@ from serinus.testing.servers import Server
 
 from .cluster import HTTP, generate, handed_over, has_open, paused, until
 from .conftest import small
+from .plant import plant
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +66,26 @@ def test_an_engine_ends_at_once_when_its_front_ended_before_it_began(tmp_path: P
     words = ["--config", str(tmp_path / "none"), "--endpoint", f"ipc://{tmp_path}/x", "--parent", "1"]
     done = subprocess.run([sys.executable, "-m", "serinus.engine.process", *words], timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_stands_in_a_step_shows_where_and_is_ended(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    signs = plant(tmp_path, monkeypatch)
+    words = ("serve", str(checkpoint), *small(), "--tp-size", str(ranks), "--watchdog-timeout", "10")
+    with Server(*words) as server:
+        (signs / str(ranks - 1)).write_text("import threading; threading.Event().wait(600)")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(HTTP.post, f"{server.url}/generate", json={"input_ids": [1, 2, 3]})
+            until(lambda: HTTP.get(f"{server.url}/health").status_code == 503, "it is seen to stand still")
+            assert server.process.poll() is None
+            answer = asked.result(60)
+        assert answer.status_code == 503
+        assert "stood in one step for 10 s (--watchdog-timeout)" in answer.json()["error"]["message"]
+        assert server.process.wait(60) == 3
+        assert "in before_layer" in server.output, "the stack of the rank that stands still"
 
 
 @pytest.mark.proof

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from serinus.testing.servers import Server, free_port
 
 from .cluster import HTTP, ask_all, generate_all, has_open, idle, metric, until
 from .grid import SMALL, Node, all_gone, ended, have_namespaces, prompts, ranks_of, right, signal_rank, toy, two_hosts
+from .plant import plant
 from .rank_chaos import Storm
 
 pytestmark = pytest.mark.slow
@@ -41,61 +41,17 @@ def test_a_grid_of_ranks_answers_what_one_process_would(grid: Server, checkpoint
     idle(grid.url)
 
 
-_HUNGRY = """
-import importlib.util, os, sys
-from pathlib import Path
-
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != "serinus.runner.runner":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), make_hungry(module))
-        return spec
-
-
-def make_hungry(module):
-    from serinus.models import NullHook, compose_hooks
-
-    class Hungry(NullHook):
-        def __init__(self, rank):
-            self.sign = Path(os.environ["HUNGRY_RANKS"], str(rank))
-
-        def before_layer(self, layer_index):
-            if self.sign.exists():
-                self.sign.unlink()
-                module.torch.empty(1 << 60, dtype=module.torch.uint8)
-
-    begin = module.Runner.__init__
-
-    def init(runner, *args, **more):
-        begin(runner, *args, **more)
-        runner._hook = compose_hooks([runner._hook, Hungry(runner._comm.rank)])
-
-    module.Runner.__init__ = init
-
-
-sys.meta_path.insert(0, Finder())
-"""
-"""sitecustomize.py of every process: a rank for which there is a file wants more memory than there is, once."""
-
-
 @pytest.mark.proof
 def test_a_rank_without_memory_for_a_step_fails_its_requests_and_no_rank_ends(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_HUNGRY)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(":")]))
-    monkeypatch.setenv("HUNGRY_RANKS", str(tmp_path))
+    signs = plant(tmp_path, monkeypatch)
     words = ("--tp-size", "2", "--pp-size", "2", "--kv-canary", "raise", "--kv-canary-real-data", "all")
     with Server("serve", str(checkpoint), *words, *SMALL) as server:
         before = ranks_of(server.url)
         for rank, prompt in enumerate(prompts(4, seed=3)):
-            sign = tmp_path / str(rank)
-            sign.touch()
+            sign = signs / str(rank)
+            sign.write_text("import torch; torch.empty(1 << 60, dtype=torch.uint8)")
             answer = HTTP.post(f"{server.url}/generate", json={"input_ids": prompt})
             assert answer.status_code == 500, answer.text
             assert "no memory on" in answer.json()["error"]["message"]

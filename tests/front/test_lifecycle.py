@@ -180,7 +180,7 @@ def test_health_says_that_the_engine_is_degraded_and_requests_are_still_answered
     settings: FrontSettings, new_endpoint: Callable[[], str]
 ) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, degraded="9 KV pages failed twice")
-    with running_front(replace(settings, step_s_max=0.0), engine) as front:
+    with running_front(replace(settings, watchdog_s_max=0.0), engine) as front:
         end = CLOCK.now() + 30
         while (answer := front.http.get("/health")).status_code != 503:
             assert CLOCK.now() < end
@@ -199,10 +199,16 @@ def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
         return answer
 
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, mute=True)
-    with running_front(replace(settings, step_s_max=0.05), engine) as front:
+    stuck: list[str] = []
+    with running_front(replace(settings, watchdog_s_max=0.25), engine, on_stuck=stuck.append) as front:
         answers = [ask_until(503), front.http.get("/server_info"), front.post("/v1/completions", ASK)]
         assert [answer.status_code for answer in answers] == [503] * 3
         assert all("has not ended its step" in answer.json()["error"]["message"] for answer in answers)
+        end = CLOCK.now() + 30
+        while not stuck:
+            assert CLOCK.now() < end
+            front.http.get("/health")
+        assert stuck == ["stood in one step for 0.25 s (--watchdog-timeout)"]
         engine.mute = False
         ask_until(200)
         assert front.post("/v1/completions", ASK).status_code == 200
