@@ -13,7 +13,15 @@ perturb/      faults on purpose: data with a seed, each with the detector that m
 
 from __future__ import annotations
 
-from serinus.canary.commands import CANARY_COMMANDS, CanaryAnswer, CheckArrival, Finding, StartCanary, SweepSlots
+from serinus.canary.commands import (
+    CANARY_COMMANDS,
+    CanaryAnswer,
+    CheckRows,
+    Finding,
+    RingOverflow,
+    StartCanary,
+    SweepSlots,
+)
 from serinus.canary.faults import SECONDS_MAX, FaultOrder, LeadFaults
 from serinus.canary.incidents import Incident, IncidentLog
 from serinus.canary.judge import Verdict
@@ -29,13 +37,14 @@ __all__ = [
     "CanaryAnswer",
     "CanaryLead",
     "CanaryRank",
-    "CheckArrival",
+    "CheckRows",
     "CheckSettings",
     "FaultOrder",
     "Finding",
     "Incident",
     "IncidentLog",
     "LeadFaults",
+    "RingOverflow",
     "StartCanary",
     "SweepSlots",
     "TokenOracle",

@@ -17,17 +17,38 @@ __all__ = [
     "CachedPages",
     "CanaryAnswer",
     "CanaryCommand",
-    "CheckArrival",
     "CheckCount",
+    "CheckRows",
     "Finding",
     "PlantFaults",
+    "RingOverflow",
+    "RowPages",
     "StartCanary",
     "SweepSlots",
     "TellCounts",
 ]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingOverflow:
+    """One check found more violations than the ring has rows: of some of them no detail is known, so anything that it
+    checked may be wrong."""
+
+    step: int
+    part: Part
+    check: str
+    """The name of the check, in words."""
+    lost: int
+    """Number of violations of which no detail is known."""
+    rids: tuple[str, ...] = ()
+    """The requests that it checked..."""
+    pages: NDArray[np.int32]
+    """...or the cached pages."""
+
+
 Finding = Violation | Injection
-"""What a rank reports with a step that it ran: a broken promise, or a fault that it planted on purpose."""
+"""What a rank reports with a step that it ran: a broken promise, or a fault that it planted on purpose. (And a
+RingOverflow, where there were too many.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +70,23 @@ class SweepSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckArrival:
-    """Verify pages that came by handoff, before a step reads them; answered with what was found."""
+class RowPages:
+    """Pages of one request."""
 
-    number: int
     rid: str
     spans: tuple[PageSpan, ...]
     tokens: NDArray[np.int32]
     """The request's own, from position 0; positions behind them are not checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRows:
+    """Verify all slots of these pages now, beside any step; answered with what was found."""
+
+    number: int
+    rows: tuple[RowPages, ...]
+    is_arrival: bool = False
+    """They came by handoff, and no step has read them; else their requests are about to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +113,12 @@ class PlantFaults:
     plan: PerturbPlan
 
 
-CanaryCommand = StartCanary | SweepSlots | CheckArrival | TellCounts | CachedPages | PlantFaults
+CanaryCommand = StartCanary | SweepSlots | CheckRows | TellCounts | CachedPages | PlantFaults
 """Any command that CanaryRank.obey takes."""
 CANARY_COMMANDS: Final[tuple[type, ...]] = (
     StartCanary,
     SweepSlots,
-    CheckArrival,
+    CheckRows,
     TellCounts,
     CachedPages,
     PlantFaults,
@@ -101,27 +131,29 @@ class CheckCount:
     """How much one kind of check had to verify so far, and did, over all parts of a rank."""
 
     check: str
-    """head, tail (around forward passes), arrival or sweep."""
+    """head, tail (around forward passes), arrival, end (of requests) or sweep."""
     due: int
     """Slots that had to be verified."""
     checked: int
-    """Equal, unless a device is still at work; of K and V the lower number."""
+    """Equal; of K and V the lower number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryAnswer:
-    """A rank's answer to CheckArrival or TellCounts."""
+    """A rank's answer to CheckRows or TellCounts."""
 
     number: int
     """Number of the command that is answered."""
     violations: tuple[Violation, ...] = ()
     """Found since the last report of this rank."""
+    overflows: tuple[RingOverflow, ...] = ()
+    """Checks that found more since then."""
     injections: tuple[Injection, ...] = ()
     """Faults planted on purpose since then."""
     slots_due: int = 0
     """Slots that had to be verified so far."""
     slots_checked: int = 0
-    """Slots that were verified so far; equal, unless a device is still at work."""
+    """Slots that were verified so far."""
     checks: tuple[CheckCount, ...] = ()
     """The same check by check, the sweep included."""
     total: int = 0

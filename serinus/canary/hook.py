@@ -186,6 +186,7 @@ class CanaryHook:
         device, ring = lanes.table_RC.device, lanes.writing
         slots_T = batch.slots_of(lanes.part)
         starts_B1 = batch.attention.q_starts_B1
+        ring.due += len(slots_T)
         index_T = torch.bucketize(torch.arange(len(slots_T), device=device), starts_B1[1:], right=True)
         self._kernels.canary_verify(
             lanes.stamps_LS4, StampLane.HEAD_K, slots_T, torch.from_numpy(expected.positions_T).to(device),

@@ -72,10 +72,10 @@ class Judge:
         self,
         cache: PrefixCache,
         requests: Requests,
-        verify: Callable[[str, OwnPages], Sequence[Violation]],
+        verify: Callable[[Mapping[str, OwnPages]], Sequence[Violation]],
         condemned: Callable[[Violation, Condemned], None],
     ) -> None:
-        """`verify`: has all ranks verify these pages of a request as its tokens say, and returns what they found there.
+        """`verify`: has all ranks verify these pages of requests (by id) as their tokens say; returns what they found.
         `condemned`: is told of each page that is condemned, with what goes with it."""
         self._cache = cache
         self._requests = requests
@@ -102,12 +102,12 @@ class Judge:
             self._follow(violation, case.guilty(violation) if is_known else (), verdicts)
         return list(verdicts.values())
 
-    def arrival(self, violations: Sequence[Violation]) -> list[Verdict]:
-        """What follows from the findings of an arrival check, or of a check of a request's own pages: there every page
-        is in its place, and what came wrong is no failure of the page that took it."""
+    def rows(self, violations: Sequence[Violation], *, counts: bool) -> list[Verdict]:
+        """What follows from the findings of a check of requests' own pages, at arrival or at the end: there every page
+        is in its place. `counts`: it is a failure of the page, and did not come wrong already."""
         verdicts: dict[str, Verdict] = {}
         for violation in violations:
-            self._follow(violation, ((violation.part, violation.page),), verdicts, counts=False)
+            self._follow(violation, ((violation.part, violation.page),), verdicts, counts=counts)
         return list(verdicts.values())
 
     def _follow(
@@ -133,7 +133,7 @@ class _Case:
     """The violations that are judged together: the pages of a request are verified once more at most once."""
 
     def __init__(
-        self, cache: PrefixCache, requests: Requests, verify: Callable[[str, OwnPages], Sequence[Violation]]
+        self, cache: PrefixCache, requests: Requests, verify: Callable[[Mapping[str, OwnPages]], Sequence[Violation]]
     ) -> None:
         self._cache = cache
         self._requests = requests
@@ -156,7 +156,7 @@ class _Case:
         if rid not in self._verified:
             row = self._requests.computed_pages(rid)
             self._ends[rid] = 0 if row is None else len(row.tokens)
-            found = () if row is None or not len(row.tokens) else self._verify(rid, row)
+            found = () if row is None or not len(row.tokens) else self._verify({rid: row})
             self._verified[rid] = tuple(dict.fromkeys((each.part, each.page) for each in found))
         return self._verified[rid] if violation.position < self._ends[rid] else ((part, page),)
 

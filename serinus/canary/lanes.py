@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from serinus.kernels import Kernels, StampLane, Watch
 from serinus.pool import DevicePool, RequestTable
 
 __all__ = ["PartLanes", "lanes_of"]
+
+_CHECKS: Final = ("around forward passes", "at arrival", "at the end", "in the sweep", "as written", "as stored")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +41,8 @@ class PartLanes:
     """Violations found around the forward pass."""
     arriving: Ring
     """Violations found at arrival."""
+    ending: Ring
+    """Violations found at the end of requests."""
     sweeping: Ring
     """Violations found by the sweep."""
     writing: Ring
@@ -49,20 +54,22 @@ class PartLanes:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """All rings of the part but that of arrivals, which is read by itself."""
+        """Those of the part that steps and sweeps write to; the others are read with the check that they serve."""
         return self.running, self.sweeping, self.writing, self.stored
 
     @property
-    def named_rings(self) -> dict[str, Ring]:
-        """Every ring under the check that it serves, in words."""
-        return {
-            "around forward passes": self.running, "at arrival": self.arriving, "in the sweep": self.sweeping,
-            "as written": self.writing, "as stored": self.stored,
-        }  # fmt: skip
+    def of_requests(self) -> tuple[Ring, ...]:
+        """Those of checks of requests' own rows."""
+        return self.running, self.arriving, self.ending
+
+    def check_of(self, ring: Ring) -> str:
+        """The check that a ring serves, in words."""
+        rings = (self.running, self.arriving, self.ending, self.sweeping, self.writing, self.stored)
+        return _CHECKS[[each is ring for each in rings].index(True)]
 
     def checked_slots(self) -> int:
-        """Slots whose keys were verified so far around forward passes and at arrival. Waits for the device."""
-        return sum(int(ring.checked_L[StampLane.TAIL_K]) for ring in (self.running, self.arriving))
+        """Slots of requests whose keys were verified so far. Waits for the device."""
+        return sum(int(ring.checked_L[StampLane.TAIL_K]) for ring in self.of_requests)
 
 
 def lanes_of(
@@ -80,8 +87,8 @@ def lanes_of(
             partial=settings.real_data == "partial",
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
-    running = Ring(spec.device, settings.ring_rows, late=settings.reads_late)
-    stored = Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V), late=settings.reads_late)
+    running = Ring(spec.device, settings.ring_rows)
+    stored = Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V))
     watch = kernels.canary_watch(
         kernels, table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, stored.tensors,
         settings.page_size,
@@ -95,9 +102,10 @@ def lanes_of(
         table_RC=table.table,
         coefficients_L22W=coefficients,
         running=running,
-        arriving=Ring(spec.device, settings.ring_rows, late=settings.reads_late),
-        sweeping=Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V), late=settings.reads_late),
-        writing=Ring(spec.device, settings.ring_rows, (), late=settings.reads_late),
+        arriving=Ring(spec.device, settings.ring_rows),
+        ending=Ring(spec.device, settings.ring_rows),
+        sweeping=Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V)),
+        writing=Ring(spec.device, settings.ring_rows, ()),
         stored=stored,
         watch=watch,
     )

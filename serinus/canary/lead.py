@@ -2,6 +2,7 @@
 
     lead.begin(plan)                    before the plan is commanded
     verdicts = lead.judge(findings)     before the commit: requests that must not go on
+    verdicts = lead.check(rows)         the same for requests that are about to end; waits for the ranks
     reason = lead.arrived(rid, own)     pages came by handoff; waits for the ranks
 
 Ranks know bytes (rank.py); the owner, the users and the history of a page are known here.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,8 +21,10 @@ import numpy as np
 from serinus.cache import Condemned, PrefixCache, Tier
 from serinus.canary.commands import (
     CanaryAnswer,
-    CheckArrival,
+    CheckRows,
     Finding,
+    RingOverflow,
+    RowPages,
     StartCanary,
     SweepSlots,
     TellCounts,
@@ -153,29 +156,29 @@ class CanaryLead:
             self._counts()
 
     def judge(self, findings: Iterable[tuple[int, object]]) -> Sequence[Verdict]:
-        """What follows from what ranks found in a step, before it is committed: (rank, Violation or Injection).
+        """What follows from what ranks found in a step, before it is committed: (rank, Finding or RingOverflow).
 
         A line is logged for each new incident. Unless the mode is log, pages whose KV is wrong are condemned, and the
         requests that they touch are named (judge.py). Raises KvViolation: nothing can be named.
         """
         self._judge_later(self._filed(findings))
-        verdicts, self._outside = tuple(self._outside.values()), {}
-        return verdicts
+        return self._take_outside()
+
+    def check(self, rows: Mapping[str, OwnPages]) -> Sequence[Verdict]:
+        """Requests are about to end (by id: their tokens whose KV is computed, and their pages): verify all of it, and
+        name those that must not. Waits for all ranks. Raises as CommandLine.pump and `judge`. Cost: one read of these
+        pages."""
+        self._follow(self._verify(rows))
+        return self._take_outside()
 
     def arrived(self, rid: str, own: OwnPages | None) -> str:
         """The last pages of a prompt came by handoff: why they must not be used; empty = they are sound, or the mode is
         log. Waits until all ranks have checked them. Raises as CommandLine.pump and `judge`."""
         if own is None:
             return ""
-        found = self._verify(rid, own)
-        here = [each for each in found if each.rid == rid]
-        # On an accelerator, a rank may read in its rings now what its last step noted.
-        self._judge_later([each for each in found if each.rid != rid])
-        if not here or not self._raises:
-            return ""
-        others = [verdict for verdict in self._judgement.arrival(here) if verdict.rid != rid]
-        self._outside = {each.rid: each for each in others} | self._outside
-        return reason_of(here[0])
+        self._follow(self._verify({rid: own}, is_arrival=True), counts=False)
+        verdict = self._outside.pop(rid, None)
+        return "" if verdict is None else verdict.reason
 
     def heard(self, finding: HandoffFinding) -> None:
         """The canary of another engine found wrong KV on a page that a handoff moved between it and this one. Where it
@@ -308,13 +311,43 @@ class CanaryLead:
 
     def _judge_later(self, violations: Sequence[Violation]) -> None:
         """What follows from these violations is given out with the next step, or with this one."""
-        verdicts = self._judgement.step(violations) if self._raises else []
+        self._add(self._judgement.step(violations) if self._raises else ())
+
+    def _follow(self, violations: Sequence[Violation], *, counts: bool = True) -> None:
+        """The same for what was found on the pages of requests that were checked by themselves."""
+        self._add(self._judgement.rows(violations, counts=counts) if self._raises else ())
+
+    def _add(self, verdicts: Iterable[Verdict]) -> None:
         self._outside = {each.rid: each for each in verdicts} | self._outside
 
-    def _verify(self, rid: str, own: OwnPages) -> list[Violation]:
-        """Have all ranks verify these pages of a request; what they found there is filed."""
-        command = CheckArrival(number=self._number(), rid=rid, spans=own.spans, tokens=own.tokens)
-        return self._filed((rank, each) for rank, answer in self._ask(command) for each in answer.violations)
+    def _take_outside(self) -> Sequence[Verdict]:
+        verdicts, self._outside = tuple(self._outside.values()), {}
+        return verdicts
+
+    def _verify(self, rows: Mapping[str, OwnPages], *, is_arrival: bool = False) -> list[Violation]:
+        """Have all ranks verify these pages of requests; what they found there is filed."""
+        pages = tuple(RowPages(rid=rid, spans=own.spans, tokens=own.tokens) for rid, own in rows.items())
+        return self._filed(_findings(self._ask(CheckRows(number=self._number(), rows=pages, is_arrival=is_arrival))))
+
+    def _overflowed(self, rank: int, overflow: RingOverflow) -> None:
+        """Anything that the check looked at may be wrong: its pages are condemned, its requests must not go on."""
+        where = f" of rank {self._names[rank]}" if self._names[rank] else ""
+        reason = (
+            f"KV integrity: {overflow.lost} violations more than the ring has rows for, {overflow.check},"
+            f" part {overflow.part.name}{where} (step {overflow.step})"
+        )
+        _log.error(
+            "kv_canary overflow: part=%s check=%s lost=%d step=%d reqs=%s pages=%d",
+            overflow.part.name, overflow.check.replace(" ", "_"), overflow.lost, overflow.step,
+            ",".join(overflow.rids) or "-", len(overflow.pages),
+        )  # fmt: skip
+        self.violations.overflowed(overflow.lost)
+        if not self._raises:
+            return
+        suspect = {overflow.part: overflow.pages} if len(overflow.pages) else self._requests.rows_of(overflow.rids)
+        for part, pages in suspect.items():
+            self._cache.condemn(part, np.unique(pages), counts=False)
+        self._add(Verdict(rid=rid, reason=reason) for rid in overflow.rids)
 
     def _filed(self, findings: Iterable[tuple[int, object]]) -> list[Violation]:
         """The violations, with what the leader knows of their pages. They and the injections are kept for reports."""
@@ -322,6 +355,9 @@ class CanaryLead:
         for rank, finding in findings:
             if isinstance(finding, Injection):
                 self._planted(rank, finding)
+                continue
+            if isinstance(finding, RingOverflow):
+                self._overflowed(rank, finding)
                 continue
             assert isinstance(finding, Violation), f"canary: rank {rank} found {finding!r}, expected a Violation"
             violations.append(self._known(rank, finding))
@@ -389,14 +425,14 @@ class CanaryLead:
     def _counts(self) -> list[tuple[int, CanaryAnswer]]:
         """What all ranks have checked so far. What their sweeps found meanwhile is filed."""
         answers = self._ask(TellCounts(number=self._number()))
-        self._judge_later(self._filed((rank, each) for rank, answer in answers for each in answer.violations))
+        self._judge_later(self._filed(_findings(answers)))
         return answers
 
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
 
-    def _ask(self, command: CheckArrival | TellCounts) -> list[tuple[int, CanaryAnswer]]:
+    def _ask(self, command: CheckRows | TellCounts) -> list[tuple[int, CanaryAnswer]]:
         """What every rank answers, by rank. Waits until all have obeyed what was commanded before."""
         heard = self._answers[command.number] = {}
         self._line.command(command)
@@ -410,6 +446,10 @@ class CanaryLead:
         for injection in answer.injections:
             self._planted(rank, injection)
         self._answers[answer.number][rank] = answer
+
+
+def _findings(answers: Iterable[tuple[int, CanaryAnswer]]) -> Iterator[tuple[int, object]]:
+    return ((rank, each) for rank, answer in answers for each in (*answer.violations, *answer.overflows))
 
 
 def _by_check(answers: Iterable[CanaryAnswer]) -> dict[str, dict[str, int]]:

@@ -23,10 +23,11 @@ from serinus.canary.commands import (
     CachedPages,
     CanaryAnswer,
     CanaryCommand,
-    CheckArrival,
     CheckCount,
+    CheckRows,
     Finding,
     PlantFaults,
+    RingOverflow,
     StartCanary,
     SweepSlots,
     TellCounts,
@@ -40,7 +41,7 @@ from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import Violation, launch_tag
 from serinus.core.errors import InvariantError
 from serinus.core.log import get_logger
-from serinus.core.parts import PageStore, Part
+from serinus.core.parts import PageSpan, PageStore, Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult
 from serinus.core.stamps import CHAIN_ANCHOR
 from serinus.kernels import Kernels, Reason, StampLane
@@ -52,10 +53,9 @@ TokenOracle = Callable[[SampleSpec, int], int]
 """(how the request's next token is chosen, position) -> the token that the sampler must have emitted there."""
 
 _SWEEP: Final = -1
-_ARRIVAL: Final = -2
+_ROWS: Final = -2
+"""The first row of a command; the others follow downwards."""
 _SEQUENCES_PER_STEP: Final = 1 << 16
-_STEPS_NAMED: Final = 4
-"""Steps whose requests are known by name: a ring is read one step late at most."""
 _log = get_logger("canary")
 
 
@@ -103,11 +103,15 @@ class CanaryRank:
         self._oracle = oracle
         self._is_started = False
         self._injections_told = 0
-        self._rids: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_STEPS_NAMED)
         self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
         """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
         with them, on KV that is not there."""
-        self._arriving = ""
+        self._base, self._rids = 0, tuple[str, ...]()
+        """The number of the step's first sequence, and its requests."""
+        self._checking: tuple[str, ...] = ()
+        """Requests of the rows that are checked by command."""
+        self._swept: dict[Part, list[NDArray[np.int64]]] = {part: [] for part in self.parts}
+        """Slots swept since the rings were read."""
         if perturber is not None:
             perturber.attach(self.parts, page_size=settings.page_size, partial=settings.real_data == "partial")
 
@@ -120,7 +124,7 @@ class CanaryRank:
         self.steps += 1
         base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
         rids = tuple([each.rid for each in work])
-        self._rids.append((base, rids))
+        self._base, self._rids = base, rids
         settings, reading = self.settings, self._reading(work)
         bound_4B = bound_of(reading, first_name=base)
         checks = StepChecks(
@@ -150,28 +154,29 @@ class CanaryRank:
             return
         self.hook.abandon()
         if self._given_up:
-            self._given_up[-1] = frozenset(self._rids[-1][1])
+            self._given_up[-1] = frozenset(self._rids)
 
-    def found(self) -> tuple[Finding, ...]:
-        """Violations and planted faults up to this step; on an accelerator, violations up to the step before."""
+    def found(self) -> tuple[Finding | RingOverflow, ...]:
+        """Violations and planted faults up to this step, itself included. Waits for the device, where that has not
+        ended the step."""
         if not self._is_started:
             return ()
-        violations = self._take()
+        findings = self._take()
         self._log_statistics()
-        return (*violations, *self._new_injections())
+        return (*findings, *self._new_injections())
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
-        """Do what the leader commands; the answer, if there is one, is complete. Only CheckArrival and TellCounts wait
-        for the device."""
+        """Do what the leader commands; the answer, if there is one, is complete. Only CheckRows and TellCounts wait for
+        the device."""
         match command:
             case StartCanary():
                 self._is_started = True
             case SweepSlots():
                 self._sweep(command)
-            case CheckArrival():
-                return (self._answer(command.number, self._arrived(command)),)
+            case CheckRows():
+                return (self._answer(command.number, self._check_rows(command)),)
             case TellCounts():
                 return (self._answer(command.number, self._take()),)
             case CachedPages() if self.perturber is not None:
@@ -186,11 +191,11 @@ class CanaryRank:
 
     @property
     def due_slots(self) -> dict[Part, int]:
-        """Slots that had to be verified around forward passes and at arrival so far, by part."""
-        return {part: lanes.running.due + lanes.arriving.due for part, lanes in self.parts.items()}
+        """Slots of requests that had to be verified so far, by part: in steps, at arrival, at the end."""
+        return {part: sum(ring.due for ring in lanes.of_requests) for part, lanes in self.parts.items()}
 
     def checked_slots(self) -> int:
-        """Slots whose keys were verified so far around forward passes and at arrival. Waits for the device."""
+        """Slots of requests whose keys were verified so far. Waits for the device."""
         return sum(lanes.checked_slots() for lanes in self.parts.values())
 
     def stats_line(self) -> str:
@@ -210,24 +215,38 @@ class CanaryRank:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _take(self) -> list[Violation]:
+    def _take(self) -> list[Violation | RingOverflow]:
         """Read what is new in the rings of steps and sweeps."""
-        return [found for lanes in self.parts.values() for ring in lanes.rings for found in self._read(lanes, ring)]
-
-    def _read(self, lanes: PartLanes, ring: Ring, *, wait: bool = False) -> list[Violation]:
-        """What is new in a ring; `wait` also for what the device has not finished. Slots due = slots checked, or the
-        canary itself is broken."""
-        found: list[Violation] = []
-        for news in () if ring.is_silent else ring.take(wait=wait):
-            found += [self._violation(lanes, row, ring) for row in news.rows]
-            self.violation_count += len(news.rows) + news.lost
-            if not news.is_whole:
-                name = next(name for name, other in lanes.named_rings.items() if other is ring)
-                raise InvariantError(
-                    f"canary: part {lanes.part.name} had {news.due} slots to verify {name}, {news.checked} were, lane"
-                    f" by lane; expected the same: a canary that does not sing"
-                )
+        found = [each for lanes in self.parts.values() for ring in lanes.rings for each in self._read(lanes, ring)]
+        for swept in self._swept.values():
+            swept.clear()
         return found
+
+    def _read(self, lanes: PartLanes, ring: Ring) -> list[Violation | RingOverflow]:
+        """What is new in a ring. Slots due = slots checked, or the canary itself is broken."""
+        news = ring.take()
+        if news is None:
+            return []
+        if not news.is_whole:
+            raise InvariantError(
+                f"canary: part {lanes.part.name} had {news.due} slots to verify {lanes.check_of(ring)},"
+                f" {news.checked} were, lane by lane; expected the same: a canary that does not sing"
+            )
+        self.violation_count += len(news.rows) + news.lost
+        found: list[Violation | RingOverflow] = [self._violation(lanes, row, ring) for row in news.rows]
+        if news.lost:
+            found.append(self._overflow(lanes, ring, news.lost))
+        return found
+
+    def _overflow(self, lanes: PartLanes, ring: Ring, lost: int) -> RingOverflow:
+        rids, pages = self._rids, np.empty(0, np.int32)
+        if ring is lanes.arriving or ring is lanes.ending:
+            rids = self._checking
+        elif ring is lanes.sweeping:
+            rids = ()
+            pages = np.unique(np.concatenate(self._swept[lanes.part]) // self.settings.page_size).astype(np.int32)
+        check = lanes.check_of(ring)
+        return RingOverflow(step=self.steps, part=lanes.part, check=check, lost=lost, rids=rids, pages=pages)
 
     def _sweep(self, command: SweepSlots) -> None:
         self._sweep_passes += command.ends_pass
@@ -241,36 +260,50 @@ class CanaryRank:
         previous = np.where((previous == 0) & (positions > 0), -1, previous)
         names = np.full(len(slots), _SWEEP)
         lanes.sweeping.due += len(slots)
+        self._swept[command.part].append(slots)
         tokens = command.tokens.astype(np.int64)
         self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, tokens, names, lanes.sweeping)
 
-    def _arrived(self, command: CheckArrival) -> list[Violation]:
+    def _check_rows(self, command: CheckRows) -> list[Violation | RingOverflow]:
         """Cost: one read of these pages, and some 10 ns a token for the chain hashes."""
-        page_size, tokens = self.settings.page_size, command.tokens
-        chains = self._kernels.chain_hashes(tokens, 0, CHAIN_ANCHOR)
-        self._arriving = command.rid
-        for span in command.spans:
-            lanes = self.parts.get(span.part)
-            if lanes is None or not len(span.pages):
-                continue
-            slots = (span.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
-            positions = np.arange(span.first * page_size, span.end * page_size)
-            live = positions < len(tokens)
-            slots, positions = slots[live], positions[live]
-            previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
-            names = np.full(len(slots), _ARRIVAL)
-            own = tokens[positions].astype(np.int64)
-            for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
-                self._verify(lanes, lane, slots, positions, previous, own, names, lanes.arriving)
-                if len(slots):  # what lies before a window is bound by the hash behind it alone
-                    self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:])
-            lanes.arriving.due += len(slots) + min(1, len(slots))
-        return [found for lanes in self.parts.values() for found in self._read(lanes, lanes.arriving, wait=True)]
+        self._checking = tuple(row.rid for row in command.rows)
+        for index, row in enumerate(command.rows):
+            chains = self._kernels.chain_hashes(row.tokens, 0, CHAIN_ANCHOR)
+            for span in row.spans:
+                lanes = self.parts.get(span.part)
+                if lanes is not None and len(span.pages):
+                    ring = lanes.arriving if command.is_arrival else lanes.ending
+                    self._check_span(lanes, span, row.tokens, chains, _ROWS - index, ring)
+        return [
+            found
+            for lanes in self.parts.values()
+            for ring in (lanes.arriving, lanes.ending)
+            for found in self._read(lanes, ring)
+        ]
 
-    def _answer(self, number: int, violations: Sequence[Violation]) -> CanaryAnswer:
+    def _check_span(
+        self, lanes: PartLanes, span: PageSpan, tokens: NDArray[np.int32], chains: NDArray[np.int64], name: int,
+        ring: Ring,
+    ) -> None:  # fmt: skip
+        page_size = self.settings.page_size
+        slots = (span.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+        positions = np.arange(span.first * page_size, span.end * page_size)
+        live = positions < len(tokens)
+        slots, positions = slots[live], positions[live]
+        previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
+        names = np.full(len(slots), name)
+        own = tokens[positions].astype(np.int64)
+        for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
+            self._verify(lanes, lane, slots, positions, previous, own, names, ring)
+            if len(slots):  # what lies before a window is bound by the hash behind it alone
+                self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:], ring)
+        ring.due += len(slots) + min(1, len(slots))
+
+    def _answer(self, number: int, found: Sequence[Violation | RingOverflow]) -> CanaryAnswer:
         return CanaryAnswer(
             number=number,
-            violations=tuple(violations),
+            violations=tuple(each for each in found if isinstance(each, Violation)),
+            overflows=tuple(each for each in found if isinstance(each, RingOverflow)),
             injections=self._new_injections(),
             slots_due=sum(self.due_slots.values()),
             slots_checked=self.checked_slots(),
@@ -285,6 +318,7 @@ class CanaryRank:
             "head": [(lanes.running, head) for lanes in parts],
             "tail": [(lanes.running, tail) for lanes in parts],
             "arrival": [(lanes.arriving, slice(0, 4)) for lanes in parts],
+            "end": [(lanes.ending, slice(0, 4)) for lanes in parts],
             "sweep": [(lanes.sweeping, tail) for lanes in parts],
             "stored": [(lanes.stored, tail) for lanes in parts],
         }
@@ -349,12 +383,12 @@ class CanaryRank:
 
     def _bind(
         self, lanes: PartLanes, lane: StampLane, slots: NDArray[np.int64], positions: NDArray[np.int64],
-        chains: NDArray[np.int64], names: NDArray[np.int64],
+        chains: NDArray[np.int64], names: NDArray[np.int64], ring: Ring,
     ) -> None:  # fmt: skip
-        """Hold the last slots of what arrived against the requests."""
+        """Hold the last slots of rows against the requests."""
         device = lanes.table_RC.device
         inputs = (torch.from_numpy(each).to(device) for each in (slots, positions, chains, names))
-        self._kernels.canary_bind(lanes.stamps_LS4, lane, *inputs, *lanes.arriving.tensors)
+        self._kernels.canary_bind(lanes.stamps_LS4, lane, *inputs, *ring.tensors)
 
     def _violation(self, lanes: PartLanes, row: list[int], ring: Ring) -> Violation:
         lane, reasons, slot, position, *stored, name = row
@@ -379,12 +413,9 @@ class CanaryRank:
         )
 
     def _rid(self, name: int) -> str:
-        if name == _ARRIVAL:
-            return self._arriving
-        for base, rids in self._rids:
-            if base <= name < base + len(rids):
-                return rids[name - base]
-        return ""
+        if name <= _ROWS:
+            return self._checking[_ROWS - name]
+        return self._rids[name - self._base] if self._base <= name < self._base + len(self._rids) else ""
 
     def _tags(self, part: Part) -> list[str]:
         tags = [launch_tag(lane, part, sweep=False) for lane in StampLane]
@@ -396,7 +427,7 @@ class CanaryRank:
         """Checks of this part that looked at a slot at least once."""
         lanes = self.parts[part]
         active = []
-        for ring, sweep in ((lanes.running, False), (lanes.arriving, False), (lanes.sweeping, True)):
+        for ring, sweep in (*((ring, False) for ring in lanes.of_requests), (lanes.sweeping, True)):
             counts = ring.checked_L.tolist()
             active += [launch_tag(lane, part, sweep=sweep) for lane in StampLane if counts[lane]]
         return active

@@ -29,9 +29,7 @@ class CheckSettings:
     divergence_interval: int = 0
     """Steps between two log lines on how far sliding-window checks differ from full ones; 0 = none."""
     ring_rows: int = 1024
-    """Violations whose detail is kept between two readings."""
-    reads_late: bool = False
-    """Read the rings one step late, as an accelerator's are, also on a CPU."""
+    """Violations of one step whose detail is kept."""
     entries_max: int = 1 << 18
     """Slots verified by one launch; more are verified by several."""
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from serinus.core.parts import Part
 from serinus.kernels import Reason, StampLane
 
 __all__ = ["Violation", "ViolationLog", "launch_tag", "possible_counts", "reason_names"]
+
+
+OVERFLOW: Final = ("ring_overflow", "ANY")
+"""Reason and tag under which violations without detail are counted."""
 
 
 def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
@@ -27,7 +31,7 @@ def reason_names(reasons: Reason) -> tuple[str, ...]:
 def possible_counts(parts: Iterable[Part]) -> frozenset[tuple[str, str]]:
     """Reason and tag of every violation that can be, of these parts: the series that exist at 0 before there is one."""
     written = Reason.WRITE_TOKEN | Reason.WRITE_POSITION
-    return frozenset(
+    return frozenset({OVERFLOW}) | frozenset(
         (reason, launch_tag(lane, part, sweep=sweep))
         for part in parts
         for lane in StampLane
@@ -119,6 +123,11 @@ class ViolationLog:
         """Number of violations by (reason, tag)."""
         self.total = 0
         """How many were ever added, those no longer kept included."""
+
+    def overflowed(self, lost: int) -> None:
+        """So many more of which no detail is known."""
+        self.total += lost
+        self.counts[OVERFLOW] += lost
 
     def add(self, violation: Violation) -> None:
         """One more; a violation of several reasons counts under each."""

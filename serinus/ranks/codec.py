@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from serinus.canary import CANARY_COMMANDS, CanaryAnswer, Violation
+from serinus.canary import CANARY_COMMANDS, CanaryAnswer, RingOverflow, Violation
 from serinus.canary.perturb import Injection
 from serinus.core.errors import FrameError
 from serinus.core.moves import MoveDone, StorageDone
@@ -66,7 +66,7 @@ ANSWERS: Final[tuple[type, ...]] = (
     CanaryAnswer,
 )
 """What a rank may answer."""
-FINDINGS: Final[tuple[type, ...]] = (Violation, Injection)
+FINDINGS: Final[tuple[type, ...]] = (Violation, Injection, RingOverflow)
 """What StepDone.findings may hold."""
 
 _FOLD: Final = struct.Struct("<QQQ")

@@ -149,10 +149,6 @@ class CanaryPDFixture:
         assert canary is not None, f"testing: the {side} engine has no canary"
         return canary
 
-    def steps_late(self, side: str) -> int:
-        """Steps by which its reports may be late: on an accelerator a ring is read behind the step."""
-        return max(lanes.running.steps_late for lanes in self.canary(side).parts.values())
-
     def perturber(self, side: str) -> Perturber:
         """The object that plants the faults of that side."""
         perturber = self.canary(side).perturber

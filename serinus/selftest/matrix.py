@@ -155,13 +155,13 @@ def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str) -> dict[in
 
 def _promise(pair: CanaryPDFixture, cell: Cell) -> int | None:
     """Steps within which a fault is reported, from the settings."""
-    stride, late = pair.canary(cell.finder).settings.stride, pair.steps_late(cell.finder)
+    stride = pair.canary(cell.finder).settings.stride
     if cell.finder != cell.side or cell.mode in _AT_ARRIVAL:
         return None
     if cell.mode == "real_kv_unused_cache":
-        return pages_to_sweep(pair, cell.side, Part[cell.part]) + late
+        return pages_to_sweep(pair, cell.side, Part[cell.part])
     # With stages as many steps are under way as there are stages, and a request runs in one of so many.
-    return pair.mesh.pp * {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1) + late
+    return pair.mesh.pp * {"real_kv_post_forward": stride, "next_token_swap": 1}.get(cell.mode, stride - 1)
 
 
 def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) -> Cell:
@@ -212,7 +212,7 @@ def _run_in(cell: Cell, subject: Subject, rank: int | None, faults: int, seed: i
 
 def _engines(cell: Cell, subject: Subject, seed: int) -> CanaryPDFixture:
     mode = cell.mode
-    logs = mode == OVERFLOW or (mode in _LOGGED and (cell.side == cell.finder))
+    logs = mode in _LOGGED and cell.side == cell.finder
     settings: dict[str, Any] = {"kv_canary": "log" if logs else "raise", **subject.settings}
     page = int(settings.get("page_size", 4))
     prefill, decode = scene_settings(mode, cell.side, cell.part, page, _mesh(subject).pp)

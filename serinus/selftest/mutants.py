@@ -144,12 +144,12 @@ def _taken(change: Callable[[list[list[int]], int], tuple[list[list[int]], int]]
     """`change` makes of (rows, lost) of a ring what the canary is told."""
     original = Ring.take
 
-    def take(self: Ring, **more: Any) -> Any:
-        found = []
-        for news in original(self, **more):
-            rows, lost = change(news.rows, news.lost)
-            found.append(replace(news, rows=rows, lost=lost))
-        return found
+    def take(self: Ring) -> Any:
+        news = original(self)
+        if news is None:
+            return None
+        rows, lost = change(news.rows, news.lost)
+        return replace(news, rows=rows, lost=lost)
 
     with _replaced(Ring, "take", take):
         yield

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serinus.canary import CanaryRank, StartCanary, Violation
+from serinus.canary import CanaryRank, RingOverflow, StartCanary, Violation
 from serinus.core.errors import InvariantError
 from serinus.core.history import TokenHistory
 from serinus.core.parts import Part
@@ -105,6 +105,7 @@ class DirectEngine:
         if self.canary is not None:
             self.canary.obey(StartCanary())
         self.violations: list[Violation] = []
+        self.overflows: list[RingOverflow] = []
         """What the canary found, in order."""
         hooks = [] if hook is None else [hook]
         hooks += [] if self.canary is None else [self.canary.hook]
@@ -151,7 +152,9 @@ class DirectEngine:
         result = self.runner.run(plan)
         if self.canary is not None:
             result = self.canary.returned(result)
-            self.violations += [found for found in self.canary.found() if isinstance(found, Violation)]
+            findings = self.canary.found()
+            self.violations += [found for found in findings if isinstance(found, Violation)]
+            self.overflows += [found for found in findings if isinstance(found, RingOverflow)]
         if result is None:
             raise InvariantError("testing: a runner that does not sample, expected the one that does")
         for (seq, _), part, found in zip(work, parts, result.seqs, strict=True):

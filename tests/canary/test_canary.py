@@ -10,7 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from serinus.canary import CheckArrival, CheckSettings, Violation
+from serinus.canary import CheckRows, CheckSettings, Violation
+from serinus.canary.commands import RowPages, TellCounts
 from serinus.canary.lanes import PartLanes
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.parts import PageSpan, Part
@@ -168,7 +169,9 @@ def test_pages_that_arrive_are_held_against_the_requests_own_tokens(tmp_path: Pa
     span = PageSpan(part=Part.FULL, first=0, pages=pages)
 
     def arrived(span: PageSpan, tokens: NDArray[np.int32]) -> list[Violation]:
-        (answer,) = canary.obey(CheckArrival(number=1, rid="mine", spans=(span,), tokens=tokens))
+        (answer,) = canary.obey(
+            CheckRows(number=1, rows=(RowPages(rid="mine", spans=(span,), tokens=tokens),), is_arrival=True)
+        )
         return list(answer.violations)
 
     assert arrived(span, seq.prompt) == []
@@ -229,11 +232,9 @@ SKIPS = {
 }
 
 
-@pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("check", SKIPS)
-def test_a_check_that_is_left_out_is_found_out(tmp_path: Path, check: str, reads_late: bool) -> None:
-    """Whichever check it is, and also where counts are read one step late, as an accelerator's are."""
-    engine = watched(tmp_path, "full", is_swept=True, reads_late=reads_late)
+def test_a_check_that_is_left_out_is_found_out(tmp_path: Path, check: str) -> None:
+    engine = watched(tmp_path, "full", is_swept=True)
     canary = engine.canary
     assert canary is not None
     lanes = canary.parts[Part.FULL]
@@ -258,7 +259,9 @@ def test_a_check_that_is_left_out_is_found_out(tmp_path: Path, check: str, reads
     span = PageSpan(part=Part.FULL, first=0, pages=pages)
 
     def all_checks() -> None:
-        canary.obey(CheckArrival(number=1, rid="mine", spans=(span,), tokens=seqs[0].prompt[:8]))
+        canary.obey(
+            CheckRows(number=1, rows=(RowPages(rid="mine", spans=(span,), tokens=seqs[0].prompt[:8]),), is_arrival=True)
+        )
         sweep(engine, Part.FULL, seqs[0].slots[:8].tolist(), list(range(8)))
         decode(engine, seqs, 2)
 
@@ -266,22 +269,30 @@ def test_a_check_that_is_left_out_is_found_out(tmp_path: Path, check: str, reads
         all_checks()
 
 
-def test_what_is_read_one_step_late_is_found_one_step_late_and_an_arrival_at_once(tmp_path: Path) -> None:
-    engine = watched(tmp_path, "full", reads_late=True)
+def test_where_a_check_finds_more_than_the_ring_holds_all_that_it_checked_is_named(tmp_path: Path) -> None:
+    engine = watched(tmp_path, "full", is_swept=True, ring_rows=3)
     canary = engine.canary
     assert canary is not None
     seqs = started(engine, PROMPTS)
-    decode(engine, seqs, 3)
-    slot = int(seqs[0].slots[2])
-    flip(engine, slot)
     decode(engine, seqs, 1)
     assert engine.violations == []
-    pages = (seqs[0].slots[:8:PAGE] // PAGE).astype(np.int32)
-    span = PageSpan(part=Part.FULL, first=0, pages=pages)
-    (answer,) = canary.obey(CheckArrival(number=1, rid="mine", spans=(span,), tokens=seqs[0].prompt[:8]))
-    assert {(v.slot, v.rid) for v in answer.violations} == {(slot, "mine")}, "the last step's findings are not its own"
+    for slot in range(5):
+        flip(engine, int(seqs[0].slots[slot]))
     decode(engine, seqs, 1)
-    assert {(v.slot, v.rid) for v in engine.violations} == {(slot, f"row{seqs[0].row}")}
+    rids = tuple(f"row{seq.row}" for seq in seqs)
+    assert len(engine.violations) == 3
+    (over,) = engine.overflows
+    assert (over.check, over.lost, over.rids, over.part) == ("around forward passes", 2, rids, Part.FULL)
+    sweep(engine, Part.FULL, seqs[0].slots[:8].tolist(), list(range(8)))
+    *_, over = canary.obey(TellCounts(number=2))[0].overflows
+    assert (over.check, over.lost, over.rids) == ("in the sweep", 2, ())
+    pages = np.unique(seqs[0].slots[:8] // PAGE).astype(np.int32)
+    assert over.pages.tolist() == pages.tolist()
+    spans = (PageSpan(part=Part.FULL, first=0, pages=pages),)
+    rows = tuple(RowPages(rid=rid, spans=spans, tokens=seqs[0].prompt[:8]) for rid in ("one", "two"))
+    (answer,) = canary.obey(CheckRows(number=3, rows=rows))
+    assert [(each.check, each.lost, each.rids) for each in answer.overflows] == [("at the end", 7, ("one", "two"))]
+    assert {each.rid for each in answer.violations} == {"two"}, "the latest are kept"
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -12,7 +12,16 @@ import pytest
 
 from serinus.cache import Tier
 from serinus.cache.ledger import STATE_MASK, PageState
-from serinus.canary import CanaryAnswer, CanaryLead, CheckArrival, StartCanary, SweepSlots, Verdict, Violation
+from serinus.canary import (
+    CanaryAnswer,
+    CanaryLead,
+    CheckRows,
+    RingOverflow,
+    StartCanary,
+    SweepSlots,
+    Verdict,
+    Violation,
+)
 from serinus.canary.commands import TellCounts
 from serinus.canary.perturb import Injection
 from serinus.core.clock import ManualClock
@@ -46,7 +55,7 @@ class Rank:
     def obey(self, command: Any) -> CanaryAnswer | None:
         self.commands.append(command)
         number = getattr(command, "number", 0)
-        found = self.found if isinstance(command, CheckArrival) else ()
+        found = self.found if isinstance(command, CheckRows) else ()
         if isinstance(command, TellCounts):
             found, self.swept = self.swept, ()
         return CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4) if number else None
@@ -166,8 +175,9 @@ def test_a_wrong_row_fails_its_own_request_alone_and_condemns_nothing(both: Tiny
     lead = lead_over(line, both)
     found = violation("other", page_of(both, "runs"), Reason.VERIFY_POSITION)
     assert [verdict.rid for verdict in lead.judge([(0, found), (0, found)])] == ["other"]
-    (check,) = (each for each in line.ranks[0].commands if isinstance(each, CheckArrival))
-    assert check.tokens.tolist() == list(range(50, 59)), "its own pages, once, as far as they are computed"
+    (check,) = (each for each in line.ranks[0].commands if isinstance(each, CheckRows))
+    (row,) = check.rows
+    assert row.tokens.tolist() == list(range(50, 59)), "its own pages, once, as far as they are computed"
     assert both.cache.stats().pages.quarantined == 0
 
 
@@ -296,12 +306,37 @@ def test_seconds_since_cached_pages_were_verified_end_with_a_sweep_a_hit_or_a_ru
     assert ages() == (0.0, 0.0), "the sixth step sweeps what no request uses"
 
 
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_where_a_ring_could_not_hold_all_every_request_of_the_step_is_suspect(engine: TinyEngine, mode: str) -> None:
+    line = line_to()
+    lead = lead_over(line, engine, kv_canary=mode)
+    over = RingOverflow(
+        step=1,
+        part=Part.FULL,
+        check="around forward passes",
+        lost=7,
+        rids=("runs", "gone"),
+        pages=np.empty(0, np.int32),
+    )
+    verdicts = lead.judge([(0, over)])
+    assert [verdict.rid for verdict in verdicts] == (["runs", "gone"] if mode == "raise" else [])
+    assert not lead.judge([]), "it was told once"
+    metrics = Metrics("e", "unified")
+    lead.refresh(metrics)
+    assert re.search(r'kv_canary_violations_total{[^}]*reason="ring_overflow"[^}]*} 7', metrics.render().decode())
+    ledger = engine.cache.ledgers[Tier.DEVICE, Part.FULL]
+    states = ledger.owner_P[engine.scheduler.rows_of(["runs"])[Part.FULL]] & STATE_MASK
+    assert all(state == PageState.QUARANTINED for state in states[:2]) is (mode == "raise"), "what the tree had of it"
+    if mode == "raise":
+        assert "7 violations more than the ring has rows for" in verdicts[0].reason
+
+
 def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
     line = line_to()
     lead = lead_over(line, engine, kv_canary="log")
     line.ranks[0].found = (violation("comes", 2),)
     assert lead.arrived("comes", OWN) == ""
-    assert lead.judge([(0, violation("runs", 1))]) == ()
+    assert not lead.judge([(0, violation("runs", 1))])
     assert engine.cache.stats().pages.quarantined == 0
     assert [each["rid"] for each in lead.view()["incidents"]] == ["comes", "runs"]
 
@@ -316,7 +351,7 @@ def test_an_arrival_is_refused_for_its_own_damage_and_another_request_fails_with
     reason = lead.arrived("comes", OWN)
     assert "at slot 8, position 0 of rank TP1 PP0" in reason
     assert [verdict.rid for verdict in lead.judge([])] == ["runs"]
-    assert lead.judge([]) == ()
+    assert not lead.judge([])
     line.ranks[1].found = (violation("runs", page),)
     assert lead.arrived("sound", OWN) == "", "what is wrong elsewhere does not refuse this one"
 
