@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from serinus.cache import PageState, PrefixCache, Tier
+from serinus.cache.quarantine import FAILURES_MAX
 from serinus.canary.violation import Violation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
@@ -20,7 +21,7 @@ class PageHealth:
     """Reads what the cache counts of its pages; keeps what it cannot know, the ranks."""
 
     def __init__(self, cache: PrefixCache, retired_max: int) -> None:
-        """`retired_max`: with more retired pages the engine is degraded."""
+        """`retired_max`: with more pages that failed twice the engine is degraded."""
         self._cache = cache
         self._retired_max = retired_max
         self._ranks: dict[tuple[Part, int], dict[str, None]] = {}
@@ -42,10 +43,11 @@ class PageHealth:
                 "kv_canary retired: part=%s page=%d failures=%d ranks=%s retired=%d",
                 part.name, page, failures[part, page], self._named((part, page)), len(self._told),
             )  # fmt: skip
-        if len(self._told) > self._retired_max and not self.degraded:
+        worn = sum(count >= FAILURES_MAX for count in failures.values())
+        if worn > self._retired_max and not self.degraded:
             self.degraded = (
-                f"{len(self._told)} KV pages failed twice and are retired, expected at most {self._retired_max}"
-                f" (--kv-canary-retire-max): {self._scope_words()}"
+                f"{worn} KV pages failed twice, expected at most {self._retired_max} (--kv-canary-retire-max):"
+                f" {self._scope_words()}"
             )
             _log.error("kv_canary degraded: %s", self.degraded)
 
