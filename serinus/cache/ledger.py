@@ -348,6 +348,11 @@ class PageLedger:
         """The latest handoff that moved this page, as far as it is known."""
         return self._traces.get(int(self._trace_P[page]))
 
+    def traces_of(self, pages: Pages) -> list[PageTrace]:
+        """The latest handoff of each of these pages, each once, the latest first."""
+        numbers = np.unique(self._trace_P[pages])[::-1]
+        return [trace for number in numbers.tolist() if (trace := self._traces.get(number)) is not None]
+
     # Words
 
     def describe(self, owner: Owner) -> str:

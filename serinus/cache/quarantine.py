@@ -15,7 +15,7 @@ import numpy as np
 
 from serinus.cache.keys import HASH_BYTES
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, Pages, PageState
-from serinus.cache.node import NO_PAGES, Lease, Node, Tier
+from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Lease, Node, Tier
 from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.results import Condemned
 from serinus.core.parts import Part
@@ -164,6 +164,7 @@ class PageQuarantine:
             self.banned[part][page] = None
             self.failures[part, page] = self.failures.get((part, page), 0) + counts
         below: list[Node] = []
+        salt, prefix = "", b""
         gone: dict[Part, list[Pages]] = {part: [bad]}
         size = self._tree.page_size
         for node in sorted({*self._pools.nodes_of(pool, bad), *loading}, key=lambda node: node.start):
@@ -173,13 +174,53 @@ class PageQuarantine:
             position = node.start + int(hit[0]) * size
             if position > node.start:
                 self._pools.split(node, position)
+            if not below:
+                salt, prefix = _prefix_of(node, size)
             below += self._condemn_below(node, gone)
         self.release()
         self._bound(part)
-        return Condemned(
-            tokens=sum(node.end - node.start for node in below),
-            pages={each: np.unique(np.concatenate(found)) for each, found in gone.items()},
-        )
+        return _condemned(below, gone, salt, prefix)
+
+    def condemn_prefix(self, salt: str, tokens: bytes, position: int, arrived_from: str) -> Condemned:
+        """The KV of `tokens` (int32, from position 0 on) is wrong from `position` on, with all that was computed behind
+        it, wherever it lies; the pages are free to use again.
+
+        arrived_from: of what is wrong, only what came by a handoff from this engine, or is not on the device; empty =
+        everything.
+        """
+        size = self._tree.page_size
+        whole = len(tokens) // TOKEN_BYTES // size * size
+        at = min(position // size * size, whole)
+        root = self._tree.roots.get(salt)
+        if root is None or not tokens:
+            return Condemned(tokens=0, pages={})
+        if at < whole:
+            names = self._pools.keys
+            self.keys.add(names.chain(names.seed(salt.encode()), tokens[: (at + size) * TOKEN_BYTES])[-HASH_BYTES:])
+        found = self._tree.descend(root, tokens[: at * TOKEN_BYTES], 0)
+        pending: list[Node] = []
+        if found.end == at and found.partial is not None:
+            pending = [self._pools.split(found.partial, at).lower]
+        elif found.end == at:
+            pending = list(found.node.children.values())
+        if at < whole:
+            key = tokens[at * TOKEN_BYTES : (at + size) * TOKEN_BYTES]
+            pending = [node for node in pending if node.key == key]
+        below: list[Node] = []
+        gone: dict[Part, list[Pages]] = {}
+        while pending:
+            node = pending.pop()
+            if self._may_come_from(node, arrived_from):
+                below += self._condemn_below(node, gone)
+            else:
+                pending += node.children.values()
+        self.release()
+        return _condemned(below, gone, salt, tokens[: min(whole, at + size) * TOKEN_BYTES])
+
+    def _may_come_from(self, node: Node, engine: str) -> bool:
+        pool = self._pools.full
+        traces = pool.ledger.traces_of(pool.of(node)) if engine and len(pool.of(node)) else []
+        return not engine or not len(pool.of(node)) or any(each.arrived and each.engine == engine for each in traces)
 
     def _condemn_below(self, top: Node, gone: dict[Part, list[Pages]]) -> list[Node]:
         """Cut `top` off for its wrong KV, and add the device pages of all that goes with it to `gone`."""
@@ -256,3 +297,22 @@ class PageQuarantine:
     def _is_banned(self, part: Part, pages: Pages) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         banned = self.banned[part]
         return np.array([page in banned for page in pages.tolist()], np.bool_) if banned else np.zeros(len(pages), bool)
+
+
+def _condemned(below: list[Node], gone: dict[Part, list[Pages]], salt: str, prefix: bytes) -> Condemned:
+    return Condemned(
+        tokens=sum(node.end - node.start for node in below),
+        pages={part: np.unique(np.concatenate(found)) for part, found in gone.items()},
+        salt=salt,
+        prefix=prefix,
+    )
+
+
+def _prefix_of(node: Node, size: int) -> tuple[str, bytes]:
+    """The namespace of a node, and the tokens from position 0 through its first page."""
+    pieces = [bytes(node.tokens[: size * TOKEN_BYTES])]
+    above = node.parent
+    while above is not None and above.parent is not None:
+        pieces.append(bytes(above.tokens))
+        above = above.parent
+    return "" if above is None else above.key.decode(), b"".join(reversed(pieces))

@@ -293,6 +293,10 @@ class Condemned:
     """Tokens that no request finds any more."""
     pages: Mapping[Part, Pages]
     """The device pages of it, by part."""
+    salt: str = ""
+    """The namespace of what was cached..."""
+    prefix: bytes = b""
+    """...and its tokens from position 0 through the first condemned page, int32; empty where nothing was cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,8 +43,8 @@ class Verdict:
 class Requests(Protocol):
     """What the leader's half asks about requests; sched.Scheduler."""
 
-    def users_of(self, part: Part, page: int) -> tuple[str, ...]:
-        """The requests whose rows name a page."""
+    def users_of(self, part: Part, pages: int | NDArray[np.int32]) -> tuple[str, ...]:
+        """The requests whose rows name a page, or one of some."""
         ...
 
     def rows_of(self, rids: Iterable[str]) -> Mapping[Part, NDArray[np.int32]]:

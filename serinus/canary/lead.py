@@ -34,6 +34,7 @@ from serinus.canary.incidents import IncidentLog
 from serinus.canary.judge import Judge, Requests, Verdict, reason_of
 from serinus.canary.page_health import PageHealth
 from serinus.canary.perturb import Injection
+from serinus.canary.recalls import Recalls
 from serinus.canary.violation import Violation, ViolationLog, possible_counts
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError
@@ -103,6 +104,7 @@ class CanaryLead:
         self._requests, self._clock = requests, clock
         self.health = PageHealth(cache, settings.kv_canary_retire_max)
         """Which pages failed, and whether they are too many."""
+        self._recalls = Recalls(cache, requests)
         self._judgement = Judge(cache, requests, self._verify, self._was_condemned)
         self._running: set[str] = set()
         """Requests of the last plan..."""
@@ -195,6 +197,10 @@ class CanaryLead:
             self._heard[key] = finding
         if len(self._heard) > _HEARD_KEPT:
             del self._heard[next(iter(self._heard))]
+        if finding.is_recall and self._raises:
+            verdicts, others = self._recalls.heard(finding)
+            self._outside = {each.rid: each for each in verdicts} | self._outside
+            self._untold += others
 
     def take_findings(self) -> list[HandoffFinding]:
         """What other engines are to be told, since the last call: of each handoff, part and reason the first."""
@@ -392,6 +398,7 @@ class CanaryLead:
         if not condemned.pages:
             return
         self.health.note(violation)
+        self._untold += self._recalls.told(violation, condemned)
         _log.error(
             "kv_canary condemned: part=%s page=%d position=%d tokens=%d pages=%d",
             violation.part.name, violation.page, violation.position, condemned.tokens,

@@ -167,3 +167,11 @@ class HandoffFinding:
     """Position in the prompt; -1 = not one of it."""
     reason: str = ""
     """The violation in words."""
+    salt: str = ""
+    """A recall: the namespace of the KV that was condemned..."""
+    tokens: bytes = b""
+    """...and its tokens from position 0 on, int32; empty where it is named by the handoff alone."""
+    is_source: bool = False
+    """Whether the engine that says so sent these pages: what it computed behind them is in doubt."""
+    is_recall: bool = False
+    """Whether the other engine is to condemn it too; else it is only told."""

@@ -210,6 +210,10 @@ class Engine:
         reason = verdict.reason
         if self.healer is not None and not (reason := self.healer.heal(verdict.rid, reason, now)):
             return None
+        if self.scheduler.is_remote(verdict.rid):  # no token of it has left: its prompt is computed here
+            self.handoffs.aborted(verdict.rid, now, code="kv_canary", reason=reason)
+            self.scheduler.recompute(verdict.rid, "kv_canary")
+            return None
         return self._fail(verdict.rid, "kv_canary", reason, now)
 
     def _fail(self, rid: str, code: str, reason: str, now: float) -> TokenDelta | None:

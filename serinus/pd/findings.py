@@ -18,7 +18,8 @@ def message_of(finding: HandoffFinding) -> KvFound:
     part = Part[finding.part] if finding.part else Part.FULL
     return KvFound(
         xid=finding.xid, rid=finding.rid, part=part, position=max(0, finding.position),
-        reason=finding.reason[:_REASON_CHARS],
+        reason=finding.reason[:_REASON_CHARS], recall=finding.is_recall, salt=finding.salt, tokens=finding.tokens,
+        source=finding.is_source,
     )  # fmt: skip
 
 
@@ -27,7 +28,8 @@ def heard(message: KvFound, engine: str, peer: str) -> HandoffFinding:
     part = Part(message.part).name if message.part < len(Part) else ""
     return HandoffFinding(
         engine=engine, peer=peer, xid=message.xid, rid=message.rid, part=part, position=message.position,
-        reason=message.reason[:_REASON_CHARS],
+        reason=message.reason[:_REASON_CHARS], salt=message.salt, tokens=message.tokens, is_source=message.source,
+        is_recall=message.recall,
     )  # fmt: skip
 
 

@@ -414,10 +414,11 @@ class Scheduler:
             prealloc=len(self._incoming.prealloc), transfer=len(self._batch.transfer), in_flight=self.in_flight,
         )  # fmt: skip
 
-    def users_of(self, part: Part, page: int) -> tuple[str, ...]:
-        """Requests whose rows name a device page now, its owner or not. Cost: all pages of all requests."""
+    def users_of(self, part: Part, pages: int | NDArray[np.int32]) -> tuple[str, ...]:
+        """Requests whose rows name a device page (or one of some) now, its owner or not. Cost: all pages of all
+        requests."""
         rows = ((state.rid, row) for state in self._states.values() for row in state.rows if row.part is part)
-        return tuple(rid for rid, row in rows if page in row.named())
+        return tuple(rid for rid, row in rows if np.isin(row.named(), pages).any())
 
     def rows_of(self, rids: Iterable[str]) -> dict[Part, NDArray[np.int32]]:
         """The device pages that rows of these requests name, by part; unknown ones have none. Cost: their pages."""

@@ -282,6 +282,14 @@ class KvFound(MessageBase, frozen=True, kw_only=True):
     """What the decode engine calls the request."""
     part: Count = 0
     position: Count = 0
-    """Of the wrong slot in the prompt."""
+    """Of the wrong slot in the prompt; of a recall, from where on KV is in doubt."""
     reason: Text
     """The violation in words."""
+    recall: bool = False
+    """The sender condemned it: the receiver does so too."""
+    salt: Name = ""
+    """Of a recall: the cache salt of the request..."""
+    tokens: Annotated[bytes, msgspec.Meta(max_length=4 << 20)] = b""
+    """...and its tokens from position 0 on, int32; empty: the handoff alone names it."""
+    source: bool = False
+    """Whether the sender computed these pages; else it took them."""

@@ -1,0 +1,87 @@
+"""Recalls: what one engine condemns is condemned by those that gave or took it; no two go on telling each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from serinus.core.parts import Part
+from serinus.core.request import FinishReason
+from serinus.selftest import CanaryPDFixture, make_canary_toy
+from serinus.testing.oracle import toy_continue
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_canary_toy(tmp_path_factory.mktemp("recall") / "full", "full")
+
+
+def cached(pair: CanaryPDFixture, side: str, rid: str) -> int:
+    """Tokens of a prompt that an engine would find."""
+    return pair.built(side).cache.probe("", np.array(pair.prompts[rid], np.int32)).total
+
+
+def damage(pair: CanaryPDFixture, side: str, rid: str, page: int) -> None:
+    """One slot of a cached page of a prompt, so that the next read of it finds that."""
+    cache = pair.built(side).cache
+    match = cache.match_prefix("", np.array(pair.prompts[rid], np.int32), len(pair.prompts[rid]))
+    cache.release(match.lease)
+    with torch.inference_mode():
+        pair.built(side).pools[Part.FULL].layers[0][0][4 * int(match.pages[page])] += 1
+
+
+def settled(pair: CanaryPDFixture) -> None:
+    """A few turns, so that what engines tell each other has come."""
+    for _ in range(10):
+        pair.turn()
+
+
+def checks(pair: CanaryPDFixture, rid: str) -> Any:
+    return toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
+
+
+def test_what_decode_finds_wrong_is_condemned_at_the_prefill_engine_that_sent_it(toy: Path) -> None:
+    pair = CanaryPDFixture(toy, kv_canary="raise")
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=16)
+    pair.run()
+    before = cached(pair, "prefill", rid)
+    damage(pair, "decode", rid, 1)
+    pair.send(pair.prompts[rid], rid="again")
+    pair.run()
+    assert pair.tokens("again") == checks(pair, rid), "found when its prompt arrived, and computed there"
+    settled(pair)
+    assert (before, cached(pair, "prefill", rid)) == (16, 4)
+    for side in ("prefill", "decode"):
+        assert len(pair.lead(side).view()["told"]) == (side == "prefill"), "told once, and not told back"
+    pair.send(pair.prompts[rid], rid="third")
+    pair.run()
+    assert pair.tokens("third") == checks(pair, rid)
+
+
+@pytest.mark.parametrize("mode", ["raise", "heal"])
+def test_what_prefill_finds_wrong_is_condemned_behind_it_at_the_decode_engine_that_took_it(
+    toy: Path, mode: str
+) -> None:
+    pair = CanaryPDFixture(toy, kv_canary=mode, prefill_settings={"kv_canary_sweep_interval": 1}, max_total_tokens=800)
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=16)
+    pair.run()
+    pair.send(pair.prompts[rid], rid="long", new_tokens=60)
+    pair.run_until(lambda: len(pair.tokens("long")) > 2, turns_max=100)
+    damage(pair, "prefill", rid, 1)
+    pair.send_parallel_short_requests(1, distinct_prompts=True)
+    pair.run()
+    assert cached(pair, "prefill", rid) == 4
+    end = pair.pair.deltas["long"][-1]
+    if mode == "raise":
+        assert (end.finish, end.error_status) == (FinishReason.ERROR, 500)
+        assert "recalled by prefill-0: KV integrity: verify_real_kv_hash" in end.error
+        assert cached(pair, "decode", rid) == 8, "the wrong page itself was verified when it came"
+    else:
+        assert pair.tokens("long") == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 60)
+    pair.send(pair.prompts[rid], rid="third")
+    pair.run()
+    assert pair.tokens("third") == checks(pair, rid)
