@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
 from serinus.cache.node import Node
+from serinus.core.stamps import CHAIN_ANCHOR, ChainHashes
 
 __all__ = ["HASH_BYTES", "PageKeys"]
 
@@ -18,8 +22,9 @@ HASH_BYTES = 16
 class PageKeys:
     """Makes keys, and remembers those of nodes in the nodes."""
 
-    def __init__(self, namespace: str, page_size: int) -> None:
-        self.namespace = namespace
+    def __init__(self, namespace: str, page_size: int, hashes: ChainHashes | None = None) -> None:
+        """`hashes`: makes the chain hashes by which a canary knows pages on their way to the storage."""
+        self.namespace, self._hashes = namespace, hashes
         self._stride = page_size * 4
 
     def seed(self, ns: bytes) -> bytes:
@@ -50,6 +55,36 @@ class PageKeys:
         for each in reversed(unnamed):
             each.hashes = self.chain(self.before(each), each.tokens)
         return node.hashes or b""
+
+    def chain_before(self, node: Node) -> int | None:
+        """The chain hash of all tokens before a node; None where there is nothing to make it with. Cost: a hash of the
+        tokens of those above it for which none was made, once."""
+        if self._hashes is None:
+            return None
+        above: list[Node] = []
+        each = node
+        while each.chain is None and each.parent is not None and each.parent.parent is not None:
+            above.append(each)
+            each = each.parent
+        if each.chain is None:
+            each.chain = CHAIN_ANCHOR
+        for below in reversed(above):
+            assert each.chain is not None, "cache: a chain hash that was not made"
+            below.chain = int(self._hashes(each.token_ids(), each.start, each.chain)[-1])
+            each = below
+        return each.chain
+
+    def chain_of(self, tokens: NDArray[np.int32]) -> int | None:
+        """The chain hash of these tokens, from position 0; None where there is nothing to make it with."""
+        if self._hashes is None:
+            return None
+        return int(self._hashes(tokens, 0, CHAIN_ANCHOR)[-1]) if len(tokens) else CHAIN_ANCHOR
+
+    def chain_after(self, tokens: NDArray[np.int32], start: int, chain: int | None) -> int | None:
+        """The chain hash behind these tokens, of which the first stands at `start`."""
+        if self._hashes is None or chain is None or not len(tokens):
+            return chain
+        return int(self._hashes(tokens, start, chain)[-1])
 
     def split(self, keys: bytes) -> set[bytes]:
         """Each of some chained keys by itself."""

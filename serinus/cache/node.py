@@ -55,7 +55,7 @@ class Node:
     """
 
     __slots__ = (
-        "alive", "born", "busy", "children", "device", "device_children", "end", "hashes", "held", "hit_count",
+        "alive", "born", "busy", "chain", "children", "device", "device_children", "end", "hashes", "held", "hit_count",
         "hits_given", "host", "id", "key", "last_use", "leases", "loading", "parent", "pins", "priority", "queued",
         "start", "storing", "tokens", "uses", "wanted", "window_pins",
         "window_use",
@@ -115,6 +115,8 @@ class Node:
         """Bit per eviction queue: whether that queue has an entry for it."""
         self.hashes: bytes | None = None
         """16 bytes per page, chained over the prefix; made when first asked for."""
+        self.chain: int | None = None
+        """The chain hash of all tokens before it, as the canary's stamps have it; made when first asked for."""
         self.alive = True
         """False once it left the tree."""
 

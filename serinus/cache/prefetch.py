@@ -238,19 +238,21 @@ class Prefetches:
                 self._read(prefetch, pool.part, low, pages)
 
     def _read(self, prefetch: Prefetch, part: Part, first: int, pages: Pages) -> None:
-        step = self._pools.read_batch_pages
+        step, size = self._pools.read_batch_pages, self._tree.page_size
+        tokens = np.frombuffer(prefetch.data, np.int32)
+        chain = self._pools.keys.chain_of(tokens[: first * size])
         for at in range(0, len(pages), step):
             batch = ReadBatch(part, first + at, pages[at : at + step])
             op = self._table.take_op()
             prefetch.batches[op] = batch
             self._by_op[op] = prefetch
             low, count = batch.first - prefetch.first, len(batch.pages)
-            stride = self._tree.page_size * TOKEN_BYTES
+            own = tokens[batch.first * size : (batch.first + count) * size]
             origin = PageOrigin(
-                before=prefetch.keys[low - 1] if low else prefetch.before,
-                start=batch.first * self._tree.page_size,
-                tokens=np.frombuffer(prefetch.data[batch.first * stride : (batch.first + count) * stride], np.int32),
-            )
+                before=prefetch.keys[low - 1] if low else prefetch.before, start=batch.first * size, tokens=own,
+                chain=chain,
+            )  # fmt: skip
+            chain = self._pools.keys.chain_after(own, origin.start, chain)
             self._storage.read(op, part, prefetch.keys[low : low + count], batch.pages, origin)
 
     def _first_needed(self, first: int, count: int, window: int) -> int:
@@ -368,7 +370,10 @@ class StorageWrites:
                 continue
             keys = self._pools.keys.of(node)
             named = [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
-            origin = PageOrigin(before=self._pools.keys.before(node), start=node.start, tokens=node.token_ids())
+            names = self._pools.keys
+            origin = PageOrigin(
+                before=names.before(node), start=node.start, tokens=node.token_ids(), chain=names.chain_before(node)
+            )
             for pool in self._pools.host.values():
                 pages = pool.of(node)
                 if len(pages):

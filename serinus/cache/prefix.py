@@ -48,6 +48,7 @@ from serinus.core.errors import CapacityError, InvariantError
 from serinus.core.handoff import PageTrace
 from serinus.core.moves import MoveKind
 from serinus.core.parts import PageSpan, Part
+from serinus.core.stamps import ChainHashes
 
 __all__ = ["PrefixCache"]
 
@@ -63,7 +64,7 @@ class PrefixCache:
         mover: carries copies between device and host; there exactly where there are host pages.
         storage: pages outside the engine; needs a host tier.
         namespace: all that shapes the bytes but the tokens: model and revision, dtype, layout, shard.
-        kv_events: collect what routers are told.
+        kv_events: collect what routers are told. chain_hashes: tells the storage whose pages it gets, for a canary.
         clock: measures how long evictions take, for metrics; decides nothing.
     Raises:
         ConfigError: a value is out of range, or a tier lacks what it needs.
@@ -75,6 +76,7 @@ class PrefixCache:
         self, geometry: CacheGeometry, *, enable_prefix: bool = True, policy: str = "lru",
         write_policy: str = "write_through", mover: PageMover | None = None, storage: PageStorage | None = None,
         namespace: str = "", kv_events: bool = False, clock: Clock | None = None,
+        chain_hashes: ChainHashes | None = None,
     ) -> None:  # fmt: skip
         check_settings(geometry, policy, write_policy, mover, storage)
         self.geometry = geometry
@@ -85,7 +87,7 @@ class PrefixCache:
         self.policy = policy
         self.write_policy = write_policy
         self.tree = RadixTree(geometry.page_size, policy, geometry.rules, geometry.tiered)
-        keys = PageKeys(namespace, geometry.page_size)
+        keys = PageKeys(namespace, geometry.page_size, chain_hashes)
         self.events = EventLog(keys, geometry.page_size) if kv_events else None
         self.pools = PagePools(geometry, self.tree, keys, self.events)
         self.ledger = self.pools.full.ledger
@@ -99,8 +101,7 @@ class PrefixCache:
         self._counters = CacheCounters()
 
     def _check_committed(self) -> None:
-        pending = self._publisher.pending
-        if pending is not None:
+        if (pending := self._publisher.pending) is not None:
             raise InvariantError(f"cache: {pending} was dropped, expected commit_row before anything else")
 
     # Counts
@@ -421,8 +422,7 @@ class PrefixCache:
         Raises CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
         """
         self._check_committed()
-        busy = self.busy()
-        if busy:
+        if busy := self.busy():
             raise CapacityError(f"cache: cannot be flushed now, busy with {busy}; expected no requests and no holds")
         self.tiers.wait_all()
         dropped = self.pools.clear()

@@ -176,17 +176,17 @@ class RadixTree:
         upper.pins = 1 if node.pins else 0
         upper.window_pins, upper.window_use = node.window_pins.copy(), node.window_use.copy()
         upper.busy, upper.storing, upper.loading = node.busy, node.storing, node.loading
-        upper.uses, upper.priority, upper.wanted = node.uses, node.priority, node.wanted
+        upper.uses, upper.priority, upper.wanted, upper.chain = node.uses, node.priority, node.wanted, node.chain
+        node.chain = None
         if node.hashes is not None:
             upper.hashes, node.hashes = node.hashes[: 16 * pages_above], node.hashes[16 * pages_above :]
         parent.children[upper.key] = upper
-        moved, old_id = upper, node.id
+        old_id = node.id
         if pages_above > pages_below:
             upper.id, node.id = node.id, upper.id
-            moved = node
         self.arena[upper.id] = upper
         self.arena[node.id] = node
-        return Split(upper, node, moved, old_id)
+        return Split(upper, node, upper if node.id == old_id else node, old_id)
 
     def grow(self, parent: Node, tokens: memoryview, pages: Pages) -> Node:
         """A new leaf below `parent` with these FULL pages (none if it is made on the host); both stay as they are."""

@@ -3,6 +3,7 @@
 CanaryLead    the leader's half: commands sweeps and arrival checks, judges what ranks found, reports (lead.py)
 Judge         what follows from violations: pages condemned, requests named (judge.py)
 CanaryRank    one rank's half: checks its KV around each step and by command (rank.py)
+HostCheck     host pages verified on their way to the storage, and from it (host_check.py)
 make_*        both from the settings (make.py); an engine without a canary has None
 Incident      violations of one slot, reason and owner, as one record (incidents.py)
 Violation     one broken promise, with its evidence (violation.py)
@@ -18,11 +19,13 @@ from serinus.canary.commands import (
     CanaryAnswer,
     CheckRows,
     Finding,
+    HostFindings,
     RingOverflow,
     StartCanary,
     SweepSlots,
 )
 from serinus.canary.faults import SECONDS_MAX, FaultOrder, LeadFaults
+from serinus.canary.host_check import HostCheck
 from serinus.canary.incidents import Incident, IncidentLog
 from serinus.canary.judge import Verdict
 from serinus.canary.lead import CanaryLead, perturb
@@ -41,6 +44,8 @@ __all__ = [
     "CheckSettings",
     "FaultOrder",
     "Finding",
+    "HostCheck",
+    "HostFindings",
     "Incident",
     "IncidentLog",
     "LeadFaults",

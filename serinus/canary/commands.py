@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,12 +21,14 @@ __all__ = [
     "CheckCount",
     "CheckRows",
     "Finding",
+    "HostFindings",
     "PlantFaults",
     "RingOverflow",
     "RowPages",
     "StartCanary",
     "SweepSlots",
     "TellCounts",
+    "by_check",
 ]
 
 
@@ -131,11 +134,19 @@ class CheckCount:
     """How much one kind of check had to verify so far, and did, over all parts of a rank."""
 
     check: str
-    """head, tail (around forward passes), arrival, end (of requests) or sweep."""
+    """head, tail (around forward passes), arrival, end (of requests), sweep, stored (read back), host (of files)."""
     due: int
     """Slots that had to be verified."""
     checked: int
     """Equal; of K and V the lower number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFindings:
+    """A rank's answer that comes by itself: pages of its host tier that are not what their stamps vouch for, found on
+    their way to the storage or from it. Slots and pages are those of the host."""
+
+    violations: tuple[Violation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +169,13 @@ class CanaryAnswer:
     """The same check by check, the sweep included."""
     total: int = 0
     """Violations so far, those whose details were lost to the ring's overflow included."""
+
+
+def by_check(answers: Iterable[CanaryAnswer]) -> dict[str, dict[str, int]]:
+    """Slots due and checked of every kind of check, over all ranks."""
+    found: dict[str, dict[str, int]] = {}
+    for count in (count for answer in answers for count in answer.checks):
+        both = found.setdefault(count.check, {"due": 0, "checked": 0})
+        both["due"] += count.due
+        both["checked"] += count.checked
+    return found

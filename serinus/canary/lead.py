@@ -23,11 +23,13 @@ from serinus.canary.commands import (
     CanaryAnswer,
     CheckRows,
     Finding,
+    HostFindings,
     RingOverflow,
     RowPages,
     StartCanary,
     SweepSlots,
     TellCounts,
+    by_check,
 )
 from serinus.canary.faults import FaultOrder, LeadFaults
 from serinus.canary.incidents import IncidentLog
@@ -131,6 +133,7 @@ class CanaryLead:
         """By number of the command and rank, of commands that wait for all ranks."""
         cache.keep_times(clock)
         line.subscribe(CanaryAnswer, self._take)
+        line.subscribe(HostFindings, self._take_host)
         line.command(StartCanary())
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -221,7 +224,7 @@ class CanaryLead:
             "slots_due": sum(each.slots_due for _, each in answers),
             "slots_checked": sum(each.slots_checked for _, each in answers),
             "last_verified_seconds": self._last_verified(),
-            "checks": _by_check(answer for _, answer in answers),
+            "checks": by_check(answer for _, answer in answers),
             "violations": sum(each.total for _, each in answers),
             "counts": [
                 {"reason": reason, "tag": tag, "count": count} for (reason, tag), count in sorted(log.counts.items())
@@ -394,6 +397,23 @@ class CanaryLead:
             self._tell(known, trace)
         return known
 
+    def _take_host(self, rank: int, found: HostFindings) -> None:
+        """Host pages that were not stored, or not believed: the cache drops them by the answer of the storage, so they
+        are only reported."""
+        for finding in found.violations:
+            ledger = self._cache.ledgers[Tier.HOST, finding.part]
+            owner = ledger.describe(int(ledger.owner_P[finding.page]))
+            known = replace(finding, step=self.steps, rank=self._names[rank], owner=f"host {owner}")
+            self.violations.add(known)
+            self._announce(known)
+            incident = self.incidents.same(known)
+            if incident is not None:
+                incident.again(known, self._clock.unix())
+                continue
+            known = replace(known, history=ledger.history(finding.page))
+            self.incidents.begin(known, self._clock.unix(), None)
+            _log.error("%s", known.line())
+
     def _was_condemned(self, violation: Violation, condemned: Condemned) -> None:
         if not condemned.pages:
             return
@@ -457,16 +477,6 @@ class CanaryLead:
 
 def _findings(answers: Iterable[tuple[int, CanaryAnswer]]) -> Iterator[tuple[int, object]]:
     return ((rank, each) for rank, answer in answers for each in (*answer.violations, *answer.overflows))
-
-
-def _by_check(answers: Iterable[CanaryAnswer]) -> dict[str, dict[str, int]]:
-    """Slots due and checked of every kind of check, over all ranks."""
-    found: dict[str, dict[str, int]] = {}
-    for count in (count for answer in answers for count in answer.checks):
-        both = found.setdefault(count.check, {"due": 0, "checked": 0})
-        both["due"] += count.due
-        both["checked"] += count.checked
-    return found
 
 
 def perturb(lead: CanaryLead | None, order: bytes = b"") -> dict[str, Any]:

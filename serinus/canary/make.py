@@ -76,6 +76,7 @@ def make_canary_rank(
         perturber=None if plan is None else Perturber(plan, host=tier),
         oracle=oracle,
         head_ids=shard.kv_heads,
+        host=host,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -34,6 +35,7 @@ from serinus.canary.commands import (
 )
 from serinus.canary.coverage import bound_of, due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, StepChecks, WriteCheck
+from serinus.canary.host_check import HostCheck
 from serinus.canary.lanes import PartLanes, lanes_of
 from serinus.canary.perturb import Injection, Perturber
 from serinus.canary.ring import Ring
@@ -44,8 +46,8 @@ from serinus.core.log import get_logger
 from serinus.core.parts import PageSpan, PageStore, Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult
 from serinus.core.stamps import CHAIN_ANCHOR
-from serinus.kernels import Kernels, Reason, StampLane
-from serinus.pool import DevicePool, RequestTable
+from serinus.kernels import Kernels, Reason, StampLane, load
+from serinus.pool import DevicePool, HostPool, RequestTable
 
 __all__ = ["CanaryRank", "TokenOracle"]
 
@@ -74,6 +76,7 @@ class CanaryRank:
         perturber: Perturber | None = None,
         oracle: TokenOracle | None = None,
         head_ids: Sequence[int] | None = None,
+        host: Mapping[Part, HostPool] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -81,6 +84,7 @@ class CanaryRank:
             perturber: plants faults on purpose.
             oracle: says which token must have been sampled; with it the tokens that a step writes are checked too.
             head_ids: the numbers of this rank's KV heads; None = all. So the digests of all ranks add up.
+            host: the host pools behind the device's; empty = there are none.
         Raises InvariantError: no pool has stamps.
         """
         self.settings = settings
@@ -112,6 +116,8 @@ class CanaryRank:
         """Requests of the rows that are checked by command."""
         self._swept: dict[Part, list[NDArray[np.int64]]] = {part: [] for part in self.parts}
         """Slots swept since the rings were read."""
+        self.host_check = None if not host else HostCheck(host, self.parts, settings.page_size, load("cpu"))
+        """Verifies pages of this rank's host tier; None = it has none."""
         if perturber is not None:
             perturber.attach(self.parts, page_size=settings.page_size, partial=settings.real_data == "partial")
 
@@ -322,7 +328,9 @@ class CanaryRank:
             "sweep": [(lanes.sweeping, tail) for lanes in parts],
             "stored": [(lanes.stored, tail) for lanes in parts],
         }
-        return tuple(
+        host = self.host_check
+        counts = () if host is None else (CheckCount(check="host", due=host.slots, checked=host.slots),)
+        return counts + tuple(
             CheckCount(
                 check=check, due=sum(ring.due for ring, _ in rings),
                 checked=sum(min(ring.checked_L.tolist()[lanes]) for ring, lanes in rings),

@@ -10,7 +10,7 @@ from typing import Any, Final
 from serinus.core.parts import Part
 from serinus.kernels import Reason, StampLane
 
-__all__ = ["Violation", "ViolationLog", "launch_tag", "possible_counts", "reason_names"]
+__all__ = ["Violation", "ViolationLog", "host_tag", "launch_tag", "possible_counts", "reason_names"]
 
 
 OVERFLOW: Final = ("ring_overflow", "ANY")
@@ -23,6 +23,11 @@ def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
     return f"{'SWEEP' if sweep else when}_{half}_{part.name}"
 
 
+def host_tag(lane: StampLane, part: Part) -> str:
+    """The name of the check of host pages that go to the storage or come from it: HOST_{K, V}_{FULL, SWA}."""
+    return f"HOST_{lane.name[-1]}_{part.name}"
+
+
 def reason_names(reasons: Reason) -> tuple[str, ...]:
     """Names of the reasons in lower case, as in logs and metrics."""
     return tuple(str(reason.name).lower() for reason in Reason if reason in reasons)
@@ -31,13 +36,22 @@ def reason_names(reasons: Reason) -> tuple[str, ...]:
 def possible_counts(parts: Iterable[Part]) -> frozenset[tuple[str, str]]:
     """Reason and tag of every violation that can be, of these parts: the series that exist at 0 before there is one."""
     written = Reason.WRITE_TOKEN | Reason.WRITE_POSITION
-    return frozenset({OVERFLOW}) | frozenset(
-        (reason, launch_tag(lane, part, sweep=sweep))
-        for part in parts
-        for lane in StampLane
-        for sweep in (False, True)
-        for reason in reason_names(~written if lane >= StampLane.TAIL_K else ~Reason(0))
-        if lane >= StampLane.TAIL_K or not sweep
+    return (
+        frozenset({OVERFLOW})
+        | frozenset(
+            (reason, launch_tag(lane, part, sweep=sweep))
+            for part in parts
+            for lane in StampLane
+            for sweep in (False, True)
+            for reason in reason_names(~written if lane >= StampLane.TAIL_K else ~Reason(0))
+            if lane >= StampLane.TAIL_K or not sweep
+        )
+        | frozenset(
+            (reason, host_tag(lane, part))
+            for part in parts
+            for lane in (StampLane.TAIL_K, StampLane.TAIL_V)
+            for reason in reason_names(~written)
+        )
     )
 
 

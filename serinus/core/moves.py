@@ -62,6 +62,8 @@ class PageOrigin:
     """Position of their first token."""
     tokens: NDArray[np.int32]
     """All of their tokens, whole pages."""
+    chain: int | None = None
+    """The chain hash of all tokens before them (core.stamps); None = not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -280,9 +280,9 @@ def lead(
     events = _events(config, clock)
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
-    cache = _cache(kinds.cache, parts, ports, clock, events=events is not None)
-    is_watched = config.canary.kv_canary != "none"
-    scheduler = kinds.scheduler(settings, cache, load("cpu").chain_hashes if is_watched else None)
+    chain_hashes = load("cpu").chain_hashes if config.canary.kv_canary != "none" else None
+    cache = _cache(kinds.cache, parts, ports, clock, chain_hashes, events=events is not None)
+    scheduler = kinds.scheduler(settings, cache, chain_hashes)
     shards = spec.shards(parts.mesh, config.parallel.partition)
     canary = make_canary_lead(config, spec, shards, line, cache, scheduler, clock)
     rank = "TP0" if starter is None else names[0]
@@ -361,8 +361,9 @@ def _events(config: ServeConfig, clock: Clock) -> KvEventPublisher | None:
 
 
 def _cache(
-    make: Callable[..., PrefixCache], parts: RankParts, ports: TierPorts, clock: Clock, *, events: bool
-) -> PrefixCache:
+    make: Callable[..., PrefixCache], parts: RankParts, ports: TierPorts, clock: Clock,
+    chain_hashes: ChainHashes | None, *, events: bool,
+) -> PrefixCache:  # fmt: skip
     config = parts.config
     return make(
         _geometry(parts.pool_specs, parts.spec.window, parts.tiers),
@@ -374,6 +375,7 @@ def _cache(
         namespace=parts.namespace,
         kv_events=events,
         clock=clock,
+        chain_hashes=chain_hashes,
     )
 
 

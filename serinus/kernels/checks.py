@@ -27,12 +27,30 @@ __all__ = [
     "check_norm",
     "check_pack_factors",
     "check_pack_linear",
+    "check_page_digests",
     "check_paged_attention",
     "check_pages",
     "check_qk_rope_store",
     "check_residual",
     "check_watched_attention",
 ]
+
+
+def check_page_digests(
+    data_PY: NDArray[np.uint8], pages_G: NDArray[np.int64], page_size: int, row_bytes: int, coefficients_L22W: Tensor
+) -> None:
+    """Raise ValueError where pages, rows and coefficients do not fit the buffer."""
+    layers, halves, sums, width = coefficients_L22W.shape
+    sound = data_PY.dtype == np.uint8 and data_PY.strides[1] == 1 and row_bytes % 2 == 0 and width <= row_bytes // 2
+    if (halves, sums) != (2, 2) or not sound or layers * 2 * page_size * row_bytes > data_PY.shape[1]:
+        raise ValueError(
+            f"kernels: pages {data_PY.dtype} {data_PY.shape} of {page_size} slots, rows of {row_bytes} bytes and"
+            f" coefficients {tuple(coefficients_L22W.shape)}, expected uint8 and [L, 2, 2, W] that fit"
+        )
+    if coefficients_L22W.device.type != "cpu" or not coefficients_L22W.is_contiguous():
+        raise ValueError(f"kernels: coefficients on {coefficients_L22W.device}, expected contiguous ones on the CPU")
+    if len(pages_G) and not 0 <= int(pages_G.min()) <= int(pages_G.max()) < len(data_PY):
+        raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {len(data_PY) - 1}")
 
 
 def check_norm(x_TE: Tensor, weight_E: Tensor) -> None:

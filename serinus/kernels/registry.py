@@ -52,6 +52,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "gather_pages": "pages",
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
+        "page_digests": "page_digests",
         "choose_tokens": "sampling",
         "top_tokens": "sampling",
         "canary_digest": "canary",
@@ -106,6 +107,8 @@ class Kernels:
     """(layers_kv, pages_G, page_size, bytes_RY, rows_G=None)"""
     hashed_pages: HashedPages
     """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
+    page_digests: Callable[[NDArray[np.uint8], NDArray[np.int64], int, int, Tensor], NDArray[np.int64]]
+    """(data_PY, pages_G, page_size, row_bytes, coefficients_L22W) -> digests_GS2; on the host"""
     choose_tokens: Callable[[Tensor, Sequence[RowSampling]], list[int]]
     """(logits_BV, rows) -> B ids"""
     top_tokens: Callable[[Tensor, Sequence[int], Sequence[int]], list[TopTokens]]

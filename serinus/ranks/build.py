@@ -180,6 +180,8 @@ def assemble(
     token = partial(oracle_token, vocab_size=spec.vocab_size) if oracle else None
     host = {} if tiers is None else tiers.host
     canary = make_canary_rank(config, spec, shards, rank, pools, tables, host, device=full.device, oracle=token)
+    if canary is not None and tiers is not None and tiers.storage is not None:
+        tiers.storage.check = canary.host_check
     hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
     hooks += [*before_canary, *([] if canary is None else [canary.hook])]
     runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm)

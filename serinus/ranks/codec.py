@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from serinus.canary import CANARY_COMMANDS, CanaryAnswer, RingOverflow, Violation
+from serinus.canary import CANARY_COMMANDS, CanaryAnswer, HostFindings, RingOverflow, Violation
 from serinus.canary.perturb import Injection
 from serinus.core.errors import FrameError
 from serinus.core.moves import MoveDone, StorageDone
@@ -64,6 +64,7 @@ ANSWERS: Final[tuple[type, ...]] = (
     PagesRecalled,
     *PAGE_ANSWERS,
     CanaryAnswer,
+    HostFindings,
 )
 """What a rank may answer."""
 FINDINGS: Final[tuple[type, ...]] = (Violation, Injection, RingOverflow)

@@ -29,6 +29,8 @@ def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend] = (
     if canary is not None:
         for command in CANARY_COMMANDS:
             body.on(command, canary.obey)
+        if canary.host_check is not None:
+            body.attend(canary.host_check)
     attach_page_worker(body, parts, clock, parts.outgoing, backends)
     return body
 

@@ -171,10 +171,10 @@ def run_write(arguments: ctypes.Structure) -> None:
     _write_body(VERSION)(arguments, 1 if arguments.total <= VERIFY_STEP else thread_count())
 
 
-def run_digest(arguments: ctypes.Structure) -> None:
-    """Digest rows (Digest); how the work is cut is decided here."""
+def run_digest(arguments: ctypes.Structure, *, alone: bool = False) -> None:
+    """Digest rows (Digest); how the work is cut is decided here. `alone`: on the calling thread, however much it is."""
     row_bytes, count = arguments.lanes * 2, arguments.count
-    alone = count * row_bytes * 2 * arguments.layers <= _DIGEST_ALONE_BYTES
+    alone = alone or count * row_bytes * 2 * arguments.layers <= _DIGEST_ALONE_BYTES
     threads = 1 if alone else thread_count()
     step = max(ROWS, min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS))
     arguments.step, arguments.ahead = step, min(step, -(-_AHEAD_BYTES // (row_bytes * ROWS)) * ROWS)

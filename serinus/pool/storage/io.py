@@ -94,7 +94,7 @@ class PageCheck(Protocol):
     """Holds host pages against what vouches for them. Called from several threads at once."""
 
     def __call__(
-        self, part: Part, pages: NDArray[np.int32], origin: PageOrigin | None, first: int
+        self, part: Part, pages: NDArray[np.int32], origin: PageOrigin | None, first: int, /
     ) -> NDArray[np.bool_]:
         """Which of these host pages are sound. They are the pages `first`, `first` + 1, ... of what `origin` says."""
         ...
