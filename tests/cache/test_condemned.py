@@ -1,0 +1,161 @@
+"""Condemned pages in any order of events: never found, published, loaded, copied, stored or handed out by mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus.cache import PageState, Tier
+from serinus.cache.keys import HASH_BYTES, PageKeys
+from serinus.cache.node import FULL
+from serinus.cache.publish import Publisher
+from serinus.cache.quarantine import PageQuarantine
+from serinus.core.errors import SerinusError
+from serinus.core.parts import Part
+from tests.cache.shop import Guest, Shop, span
+
+PROMPTS = [span(0, 24), np.concatenate((span(0, 12), span(50, 62))), span(100, 120)]
+NAMES = PageKeys("", 4)
+_STATE = 7
+
+
+class Storm:
+    """Requests come, go and are condemned; `wrong` are device pages whose KV nothing may find any more."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.shop = Shop(full=49, host=49, storage=True)
+        self.guests: list[Guest] = []
+        self.count = 0
+        self.wrong: set[int] = set()
+
+    def seat(self) -> None:
+        if len(self.guests) < 3:
+            self.count += 1
+            self.guests.append(self.shop.seat(f"r{self.count}", self.rng.choice(PROMPTS)))
+            fresh = set(self.guests[-1].row.tolist()) - set(self.guests[-1].match.pages.tolist())
+            banned = self.shop.cache.tiers.quarantine.banned[Part.FULL].keys()
+            assert not fresh & banned, "a condemned page was handed out"
+            self.wrong -= fresh
+            assert not self.wrong & set(self.guests[-1].match.pages.tolist()), "a condemned page was matched"
+
+    def publish(self) -> None:
+        if self.guests:
+            guest = self.rng.choice(self.guests)
+            self.shop.publish(guest, self.rng.randrange(guest.computed, len(guest.tokens) + 1))
+
+    def leave(self) -> None:
+        if self.guests:
+            self.shop.leave(self.guests.pop(self.rng.randrange(len(self.guests))))
+
+    def condemn(self) -> None:
+        """A cached page, or one of a request's own."""
+        states = self.shop.cache.ledger.owner_P & _STATE
+        pages = np.flatnonzero((states == PageState.TREE) | (states == PageState.REQUEST)).astype(np.int32)
+        if len(pages):
+            page = pages[[self.rng.randrange(len(pages))]]
+            gone = self.shop.cache.condemn(Part.FULL, page)
+            assert page[0] in gone.pages.get(Part.FULL, page), "it was condemned, and is named again"
+            self.wrong |= {int(page[0]), *gone.pages.get(Part.FULL, page).tolist()}
+            if gone.prefix and self.rng.random() < 0.5:
+                self.store()
+                self.store()
+                key = NAMES.chain(NAMES.seed(b""), gone.prefix)[-HASH_BYTES:]
+                assert (Part.FULL, key) not in self.shop.storage.stored, "what was condemned is stored still"
+
+    def move(self) -> None:
+        self.shop.settle()
+
+    def store(self) -> None:
+        for kind in ("write", "remove", "query", "read"):
+            self.shop.storage.answer(kind)
+        self.shop.cache.poll()
+
+    def evict(self) -> None:
+        self.shop.cache.evict(self.rng.choice([2, 99]), self.rng.choice([Tier.DEVICE, Tier.HOST]))
+
+    def prefetch(self) -> None:
+        self.count += 1
+        self.shop.cache.prefetch(f"p{self.count}", "", self.rng.choice(PROMPTS))
+
+    def check(self) -> None:
+        cache = self.shop.cache
+        self.shop.check(*self.guests)
+        free = np.flatnonzero((cache.ledger.owner_P & _STATE) == PageState.FREE)
+        self.wrong -= set(free.tolist())  # overwritten before they are read
+        for node in cache.tree.nodes():
+            assert not self.wrong & set(node.device[FULL].tolist()), f"{node} is found, and was condemned"
+        banned = cache.tiers.quarantine.banned[Part.FULL]
+        assert all(int(cache.ledger.owner_P[page]) & _STATE != PageState.FREE for page in banned)
+
+    def end(self) -> None:
+        """All leave; nothing is lost."""
+        while self.guests:
+            self.leave()
+        self.move()
+        self.store()
+        self.move()
+        self.store()
+        self.check()
+        keys = self.shop.cache.tiers.quarantine.keys
+        assert not keys, "what was condemned is removed from the storage"
+        cache = self.shop.cache
+        cache.reset()
+        counts = cache.ledger.counts()
+        assert (counts.free + counts.retired, counts.quarantined) == (48, 0)
+        assert cache.ledgers[Tier.HOST, Part.FULL].free_pages == 48
+
+
+RULES: tuple[tuple[int, Callable[[Storm], None]], ...] = (
+    (5, Storm.seat), (5, Storm.publish), (3, Storm.leave), (3, Storm.condemn), (3, Storm.move), (3, Storm.store),
+    (1, Storm.evict), (1, Storm.prefetch),
+)  # fmt: skip
+
+
+def run(seed: int, steps: int = 60) -> None:
+    storm = Storm(seed)
+    for _ in range(steps):
+        storm.rng.choices([rule for _, rule in RULES], [weight for weight, _ in RULES])[0](storm)
+        storm.check()
+    storm.end()
+
+
+def test_condemned_pages_are_gone_in_any_order_of_events() -> None:
+    for seed in range(60):
+        run(seed)
+
+
+def _no_cut(self: PageQuarantine, top: Any, gone: Any) -> list[Any]:
+    gone.setdefault(Part.FULL, []).append(top.device[FULL])
+    return []
+
+
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "condemned pages are not cut from the tree": (PageQuarantine, "_condemn_below", _no_cut),
+    "a condemned request still publishes": (PageQuarantine, "sound_count", lambda self, part, pages: len(pages)),
+    "condemned pages are free when they are given back": (
+        PageQuarantine, "_is_banned", lambda self, part, pages: np.zeros(len(pages), bool),
+    ),
+    "nothing is removed from the storage": (PageQuarantine, "_condemn_below", lambda self, top, gone: (
+        gone.setdefault(Part.FULL, []).append(top.device[FULL]), self.cut(top, tell=False))[1]),
+    "a request with a lease on it publishes behind it": (PageQuarantine, "_mark_users", lambda self, top, tell: None),
+    "the whole row is published whatever is condemned": (
+        Publisher, "_sound_count", lambda self, spans, count: count,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_of_these_weaknesses_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, wrong = MUTANTS[name]
+    monkeypatch.setattr(owner, method, wrong)
+    for seed in range(60):
+        try:
+            run(seed)
+        except (AssertionError, SerinusError, LookupError):
+            return
+    pytest.fail(f"{name}: 60 seeds saw nothing")
