@@ -79,16 +79,7 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     special = bool(body.add_special_tokens)  # templates write their own
     asks = await front.asks("messages", [text], [params], limit_field=limit_field, add_special_tokens=special)
     request_id = body.rid or new_rid("chatcmpl")
-    async with front.calling(
-        exchange,
-        asks,
-        request_id=request_id,
-        start=start,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        timeout=body.timeout,
-        streamed=body.stream,
-    ) as call:
+    async with front.calling(exchange, asks, body, request_id=request_id, start=start) as call:
         renderer = _ChatRenderer(front, call, body, await front.tokenizer("messages"), start)
         await renderer.answer(exchange, streamed=bool(body.stream))
 

@@ -35,16 +35,7 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     if body.max_tokens == 0:
         asks = [replace(ask, prompt_only=True) for ask in asks]
     request_id = body.rid or new_rid("cmpl")
-    async with front.calling(
-        exchange,
-        asks,
-        request_id=request_id,
-        start=start,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        timeout=body.timeout,
-        streamed=body.stream,
-    ) as call:
+    async with front.calling(exchange, asks, body, request_id=request_id, start=start) as call:
         renderer = _CompletionRenderer(front, call, body, await front.tokenizer_or_none(), start)
         await renderer.answer(exchange, streamed=bool(body.stream))
 

@@ -18,7 +18,7 @@ from serinus.front.exchange import HttpExchange
 from serinus.front.metrics import merge_expositions
 from serinus.front.openapi import openapi
 from serinus.front.parse import parse_body
-from serinus.front.schemas import AbortBody, DetokenizeBody, TokenizeBody
+from serinus.front.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from serinus.front.state import Front, prompts_of
 
 __all__ = [
@@ -78,7 +78,8 @@ async def health_generate(front: Front, exchange: HttpExchange) -> None:
     start = front.clock.now()
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     asks = await front.asks("prompt", [[0]], [params], limit_field="max_tokens")
-    async with front.calling(exchange, asks, request_id=new_rid("health"), cache_salt="health", start=start) as call:
+    apart = GenerateBody(cache_salt="health")
+    async with front.calling(exchange, asks, apart, request_id=new_rid("health"), start=start) as call:
         assert call.queue is not None, "front: a call without a queue"
         late = front.client.fail_later(call.queue, front.settings.health_generate_s_max, "no token in time")
         try:

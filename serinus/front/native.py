@@ -68,18 +68,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
     for ask, want in zip(asks, wanted, strict=True):
         if want.prompt_from > len(ask.prompt):
             raise BadRequest("logprob_start_len", want.prompt_from, f"at most {len(ask.prompt)}, the prompt's length")
-    salt = body.cache_salt or body.extra_key
-    async with front.calling(
-        exchange,
-        asks,
-        request_id=request_id,
-        start=start,
-        cache_salt=salt,
-        priority=body.priority,
-        timeout=body.timeout,
-        streamed=body.stream,
-        fail_alone=True,
-    ) as call:
+    async with front.calling(exchange, asks, body, request_id=request_id, start=start, fail_alone=True) as call:
         single = single and len(call.sequences) == 1
         renderer = _NativeRenderer(front, call, wanted, body, await front.tokenizer_or_none(), start, single)
         if body.stream:

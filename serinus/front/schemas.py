@@ -99,6 +99,11 @@ class OpenAiBody(SamplingFields, kw_only=True):
     truncate_prompt_tokens: Any = None
     session_params: Any = None
 
+    @property
+    def salt(self) -> str:
+        """What keeps its cached prefix apart from those of others; empty = nothing does."""
+        return self.cache_salt or ""
+
 
 class CompletionBody(OpenAiBody, kw_only=True):
     """Body of /v1/completions, as OpenAI has it."""
@@ -176,6 +181,11 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     custom_logit_processor: Any = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
+
+    @property
+    def salt(self) -> str:
+        """What keeps its cached prefix apart from those of others; empty = nothing does."""
+        return self.cache_salt or self.extra_key or ""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

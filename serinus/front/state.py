@@ -23,7 +23,7 @@ from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
 from serinus.front.parse import VALUES_MAX, parse_body, unknown_fields
 from serinus.front.sampling import check_limits, check_text, token_row
-from serinus.front.schemas import refuse_unsupported
+from serinus.front.schemas import GenerateBody, OpenAiBody, refuse_unsupported
 from serinus.front.settings import FrontSettings
 from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, SuggestionCheck
 from serinus.front.threads import TextThreads
@@ -222,17 +222,13 @@ class Front:
         self,
         exchange: HttpExchange,
         asks: Sequence[Ask],
+        body: OpenAiBody | GenerateBody,
         *,
         request_id: str,
         start: float,
-        cache_salt: str | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-        streamed: bool | None = False,
         fail_alone: bool = False,
     ) -> AsyncIterator[Call]:
-        """Run these prompts for this client (`streamed`: tokens are sent as they come); whatever ends it, nothing
-        is left running in the engine.
+        """Run these prompts of `body` for this client; whatever ends it, nothing is left running in the engine.
 
         Raises BadRequest, EngineDown, CapacityError.
         """
@@ -251,10 +247,10 @@ class Front:
         )
         queue = call.submit(
             seeds=[self.seed(ask.sampling) for ask in asks],
-            cache_salt=cache_salt or "",
-            priority=priority or 0,
-            timeout=timeout,
-            streamed=bool(streamed),
+            cache_salt=body.salt,
+            priority=body.priority or 0,
+            timeout=body.timeout,
+            streamed=bool(body.stream),
             prefill_address=self._suggested_prefill(exchange),
         )
         exchange.watch(queue.leave)
