@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -306,20 +304,18 @@ def main() -> None:
         print(f"{name:28}{value:10.2f}{goals.get(name, float('nan')):10.1f}{low:10.2f}")
     share = found["front_chat_us"] * RATE / 2e6
     print(f"{'share_of_two_cores':28}{share:10.4f}{0.05:10.2f}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    line = {
-        "benchmark": "front",
-        "commit": commit.stdout.strip() or "unknown",
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, python {platform.python_version()}",
-        "streams": STREAMS,
-        "send_floor_us": round(floor, 2),
-        "share_of_two_cores": round(share, 5),
-        "figures": {
+    from report import emit  # torch, which nothing that is measured here needs
+
+    emit(
+        "front",
+        streams=STREAMS,
+        send_floor_us=round(floor, 2),
+        share_of_two_cores=round(share, 5),
+        figures={
             name: {"value": round(value, 2), "goal": goals.get(name), "met": value <= goals.get(name, value)}
             for name, value in found.items()
         },
-    }
-    print(json.dumps(line))
+    )
 
 
 if __name__ == "__main__":
