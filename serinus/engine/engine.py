@@ -197,6 +197,8 @@ class Engine:
     def _plan(self, now: float) -> bool:
         """Begin one more step, if there is room for it and a request to work for."""
         plan = self.scheduler.plan(now) if len(self._open) < self.line.depth else None
+        if self._verify_retracted(now) and plan is None:
+            plan = self.scheduler.plan(now)
         if plan is None:
             return False
         if self.canary is not None:
@@ -204,6 +206,17 @@ class Engine:
         self._open.append((plan, now))
         self.line.run(plan)
         return True
+
+    def _verify_retracted(self, now: float) -> bool:
+        """Verify requests that are to give their pages back, or heal them; whether there were any."""
+        unverified = self.scheduler.take_unverified()
+        for rid, own in unverified.items():
+            reason = "" if self.canary is None else self.canary.arrived(rid, own)
+            if not reason:
+                self.scheduler.vouch(rid)
+            elif (delta := self._violated(Verdict(rid=rid, reason=reason), now)) is not None:
+                self._answer(delta)
+        return bool(unverified)
 
     def _violated(self, verdict: Verdict, now: float) -> TokenDelta | None:
         """A request read wrong KV: it is healed, or ends; its last delta then."""

@@ -38,8 +38,11 @@ class Batch:
     it."""
 
     def __init__(self, allocator: PageAllocator, depth: int, *, heals: bool = False) -> None:
-        """`heals`: a retracted request forgets the tokens that are not known to be right."""
+        """`heals`: no request is retracted before all of its KV is verified, as what is wrong with it would never be
+        found any more."""
         self._heals = heals
+        self.unverified: dict[str, ReqState] = {}
+        """Requests that are to be retracted and wait for that."""
         self._allocator = allocator
         self._depth = depth
         self._turn = 0
@@ -104,12 +107,12 @@ class Batch:
             if self._allocator.extend(state, full_end, window_end):
                 return
             victim = max(self, key=lambda other: other.seq)
-            if victim.under_way:
+            if self._heals and not victim.under_way and victim.verified < victim.computed:
+                self.unverified[victim.rid] = victim
+            if victim.under_way or victim.rid in self.unverified:
                 growth.barred_seq = min(growth.barred_seq, state.seq)
                 return
             self.remove(victim)
-            if self._heals:
-                victim.rewind()  # its wrong KV would never be found any more
             self._allocator.release(victim, park=True)
             victim.cold = victim is state and self.rows_needed == 0 and bool(state.windowed)
             victim.move(Phase.WAITING)

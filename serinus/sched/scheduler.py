@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,6 +215,18 @@ class Scheduler:
         self._requests.go_back(state)
         for step in self._open:
             step.forget(state)
+
+    def take_unverified(self) -> dict[str, OwnPages]:
+        """Requests that would have been retracted by the latest plan, had all of their KV been verified: the tokens
+        that it is of, and their pages. `vouch` or `heal` is to be called for each, before the next plan."""
+        unverified, self._batch.unverified = self._batch.unverified, {}
+        return {rid: replace(each.own_pages(), tokens=each.tokens[: each.computed]) for rid, each in unverified.items()}
+
+    def vouch(self, rid: str) -> None:
+        """All KV of a request that is not under way was verified. Harmless where it is unknown."""
+        state = self._states.get(rid)
+        if state is not None:
+            state.verified = state.computed
 
     # The step
 

@@ -58,8 +58,8 @@ class SchedSettings:
     """A canary verifies each slot that a decoding request reads in one of so many steps of that request; 1 = in each;
     0 = there is no canary: all that is computed counts as verified."""
     heals: bool = False
-    """Requests that read wrong KV are computed again: one that gives its pages back forgets the tokens that are not
-    known to be right, and those of an answer that is not streamed leave only when they are."""
+    """Requests that read wrong KV are computed again: no request gives its pages back before all of its KV is verified,
+    and tokens of an answer that is not streamed leave only when they are known to be right."""
     confirms_streams: bool = False
     """With `heals`: tokens of streams too leave only when they are known to be right."""
     verify_parts: tuple[Part, ...] = ()

@@ -205,3 +205,29 @@ def test_the_receipt_of_a_healed_answer_tells_why_and_how(toys: dict[str, Path])
     assert each.repaired_from["device"] == 40, "the pages before the damaged one were found again"
     assert 5 <= each.repaired_from["computed"] <= 8
     assert engine.tokens("one") == toy_continue(engine.built.spec, [*SHARED[0], 201], 20)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_request_is_verified_before_it_gives_its_pages_back(toys: dict[str, Path], is_damaged: bool) -> None:
+    engine = Watched(toys["full"], **{**ROTATING, "kv_canary_coverage": "rotating:64"}, max_total_tokens=240)
+    prompts = {"one": SHARED[0][:10], "two": SHARED[1][:10]}
+    for rid, prompt in prompts.items():
+        add(engine, rid, prompt, 140, stream=True)
+    run_until(engine, "two", 104)
+    if is_damaged:
+        damage(engine, "two", 30)  # its turn comes in the 22nd step from here
+    while engine.engine.scheduler._states["two"].running:
+        engine.turn()
+    assert engine.engine.scheduler._states["two"].generated < 115, "it gave its pages back before"
+    assert heals(engine, "recomputed") == is_damaged
+    engine.run()
+    usage = engine.end_of("two").usage
+    assert usage is not None
+    assert usage.retractions == (not is_damaged)
+    for rid, prompt in prompts.items():
+        right, shown, wrong = toy_continue(engine.built.spec, prompt, 140), engine.tokens(rid), engine.end_of(rid)
+        if is_damaged and rid == "two":
+            assert wrong.wrong_token is not None
+            assert shown[: wrong.wrong_token] == right[: wrong.wrong_token] != shown[: wrong.wrong_token + 1]
+        else:
+            assert shown == right
