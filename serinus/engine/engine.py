@@ -210,11 +210,11 @@ class Engine:
     def _verify_retracted(self, now: float) -> bool:
         """Verify requests that are to give their pages back, or heal them; whether there were any."""
         unverified = self.scheduler.take_unverified()
-        for rid, own in unverified.items():
-            reason = "" if self.canary is None else self.canary.arrived(rid, own)
-            if not reason:
-                self.scheduler.vouch(rid)
-            elif (delta := self._violated(Verdict(rid=rid, reason=reason), now)) is not None:
+        verdicts = self.canary.check(unverified) if unverified and self.canary is not None else ()
+        for rid in unverified.keys() - {verdict.rid for verdict in verdicts}:
+            self.scheduler.vouch(rid)
+        for verdict in verdicts:
+            if (delta := self._violated(verdict, now)) is not None:
                 self._answer(delta)
         return bool(unverified)
 

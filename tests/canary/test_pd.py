@@ -86,12 +86,13 @@ def test_in_mode_raise_a_damaged_handoff_is_computed_again_and_the_answer_is_rig
         assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
 
 
+@pytest.mark.parametrize("mode", ["raise", "heal"])
 def test_a_prompt_that_the_canary_of_prefill_ends_is_told_to_decode_as_kv_canary_and_computed_there(
-    toys: dict[str, Path],
+    toys: dict[str, Path], mode: str
 ) -> None:
     """Damaged between its first chunk and its second, which reads it: prefill itself finds that."""
     pair = CanaryPDFixture(
-        toys["full"], perturb_prefill="real_kv_used=1.0", kv_canary="raise", chunked_prefill_size=8
+        toys["full"], perturb_prefill="real_kv_used=1.0", kv_canary=mode, chunked_prefill_size=8
     )  # fmt: skip
     (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True)
     pair.run()
@@ -104,6 +105,27 @@ def test_a_prompt_that_the_canary_of_prefill_ends_is_told_to_decode_as_kv_canary
     for side in ("prefill", "decode"):
         causes = pair.built(side).metrics.by_labels("num_transfer_failed_reqs")
         assert list(causes) == [("kv_canary",)], side
+    assert pair.built("prefill").metrics.get("kv_canary_heals", "handed_back") == (mode == "heal")
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [("full", {}), ("both", {}), pytest.param("full", {"tp_size": 2, "pp_size": 2}, marks=pytest.mark.proof)],
+)
+def test_in_mode_heal_a_decode_engine_computes_what_it_damaged_again(
+    toys: dict[str, Path], shape: str, ranks: dict[str, int]
+) -> None:
+    pair = CanaryPDFixture(
+        toys[shape], perturb_decode="real_kv_used=0.3", target=Part.FULL, kv_canary="heal", kv_canary_heals_max=99,
+        kv_canary_coverage="full", **ranks,
+    )  # fmt: skip
+    rids = pair.send_parallel_short_requests(3, distinct_prompts=True)
+    pair.run()
+    assert pair.injections("decode")
+    assert pair.built("decode").metrics.get("kv_canary_heals", "recomputed") >= 1
+    for rid in rids:
+        assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
+    pair.close()
 
 
 def test_a_wrong_page_that_came_by_handoff_names_its_sender_which_is_told(toys: dict[str, Path]) -> None:
