@@ -8,14 +8,12 @@ from torch import Tensor
 
 from serinus.core.stamps import CHAIN_ANCHOR
 
-__all__ = ["ANCHOR", "EARLY_BYTES", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
+__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
 
 ANCHOR = CHAIN_ANCHOR
 """The previous hash of position 0."""
 UNKNOWN = -1
 """A previous slot, or a token, that is not known here and so not checked."""
-EARLY_BYTES = 1 << 20
-"""So much KV of one layer is worth a digest of its own just before attention reads it: it is then found in a cache."""
 RING_FIELDS = 12
 """lane, reasons, slot, position, stored position, stored token, expected token, stored hash, expected hash, stored
 digest, found digest, sequence."""

@@ -199,7 +199,8 @@ def check_watched_attention(
     if digest is None:
         return
     due, sums, count = digest.due_7B, digest.sums_P22E, batch.sequence_count
-    if due.shape != (7, count) or due.dtype != torch.int64 or not due.is_contiguous():
+    shapes = (7, count), (7, 2 * count)
+    if tuple(due.shape) not in shapes or due.dtype != torch.int64 or not due.is_contiguous():
         raise ValueError(f"kernels: due {due.dtype} {tuple(due.shape)}, expected int64 (7, {count}), contiguous")
     is_shaped = sums.dim() == 4 and len(sums) > 0 and sums.shape[1:3] == (2, 2)
     if not is_shaped or sums.dtype != torch.int32 or not sums.is_contiguous() or digest.page_size < 1:
@@ -207,9 +208,7 @@ def check_watched_attention(
             f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int32 "
             "[P, 2, 2, E], contiguous, and at least 1"
         )
-    lanes = k_pool_SHD[0].numel() * k_pool_SHD.element_size() // 2
-    if digest.factors.lane_count != lanes:
-        raise ValueError(f"kernels: factors of {digest.factors.lane_count} lanes, expected {lanes}, the whole row's")
+    check_digest([(k_pool_SHD, v_pool_SHD)], digest.factors.plain_22W[None])
 
 
 def check_pages(

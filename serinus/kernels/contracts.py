@@ -78,14 +78,16 @@ class LayerDigest:
     factors: PackedFactors
     """The coefficients of this layer."""
     due_7B: Tensor
-    """As `canary_plan` takes it; one column for every sequence of the batch, in its order. Positions [low, high) that
-    are due are such as its query sees; none of a sequence with several queries (low = high)."""
+    """As `canary_plan` takes it; one column for every sequence of the batch, in its order, of positions before its
+    first query (low = high: none), or two sets of such columns one after the other, which name no position twice."""
     sums_P22E: Tensor
     """int32 [P, half, sum, E], of the slots that `canary_plan` names; zeros before the first layer, each adds its own
     modulo 2**32. P >= 1: a kernel that cuts the heads over threads uses all P, others the first; the digest is the sum
     over P. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is not defined."""
     page_size: int
     """Positions of a page."""
+    canary_digest: Callable[..., Tensor] | None = None
+    """What digests rows that were gathered; None: that of the column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,8 @@ class Watch(Protocol):
         watch.stand(slots, ...)            the tokens that this pass computes
         watch.write(StampLane.HEAD_K)      their stamps
         watch.writes(layer)                layer by layer, in order, before it stores their rows
-        watch.reads(layer, batch)          optional, layer by layer, in order, before attention reads those bytes
+        watch.reads(layer, batch)          layer by layer, in order, before attention reads those bytes, by models whose
+                                           attention digests what it reads
         watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
         watch.write(StampLane.TAIL_K)      with the digests of what the layers stored; the rows are read back
 
@@ -217,9 +220,9 @@ class Watch(Protocol):
         ...
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
-        """Attention is about to read a layer, for these queries. What it gets it must hand to `watched_attention` of
-        the same column: that digests what it reads, and no pass reads it a second time. None: it attends as ever; much
-        to digest is digested now, so that attention finds it in a cache."""
+        """Attention is about to read a layer, for these queries. What it gets it must hand to `watched_attention`: that
+        digests what it reads, and no pass reads it a second time. What this batch does not read is digested by
+        `verify`: it is not used in this layer. None: nothing is due."""
         ...
 
     def drop_digests(self) -> None:

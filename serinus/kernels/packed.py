@@ -45,5 +45,5 @@ class PackedFactors:
     """Plain int32 [2, 2, W], or fp16 [half, head, low or high byte of a lane, D, column] where there is a bias."""
     bias: Tensor | None
     """int32 [half, head, sum]: what the sums lack where bytes less 128 are multiplied; None: the factors are plain."""
-    lane_count: int
-    """W, the 16-bit lanes of a row of one half."""
+    plain_22W: Tensor
+    """The coefficients themselves: what digests by them serves for the factors of any column."""

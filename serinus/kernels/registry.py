@@ -67,6 +67,8 @@ FILES: Mapping[str, str] = MappingProxyType(
 )
 """Op -> the file of each column that may hold it."""
 
+_WATCHED = frozenset(("watched_attention", "pack_factors"))
+"""Ops that stand in for `paged_attention`, and so are of the same column, except where one is asked for by name."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
 """Device type -> the column made for it."""
 
@@ -133,11 +135,6 @@ class Kernels:
     """([(head size, query heads per KV head)], dtype, watched): makes the machine code of all ops ready; None: there is
     none."""
 
-    @property
-    def digests_reads(self) -> bool:
-        """Whether `watched_attention` may stand in for `paged_attention`: both are kernels of one column."""
-        return self.columns["watched_attention"] == self.columns["paged_attention"] != "ref"
-
     def summary(self) -> str:
         """Which ops run on which column, in words: for the log at start and for `serinus doctor`."""
         most, *others = (column for column, _ in Counter(self.columns.values()).most_common())
@@ -170,6 +167,8 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
         if column == "triton" and find_spec("triton") is None:
             column = "ref"
     found = {op: _find(op, column) for op in FILES}
+    if found["paged_attention"][1] == "ref" and not _WATCHED.intersection(own):
+        found |= {op: _find(op, "ref") for op in _WATCHED}
     ops = {op: make for op, (make, _) in found.items()}
     columns = {op: name for op, (_, name) in found.items()}
     lacking = [op for op in own if columns[op] != column]

@@ -155,7 +155,7 @@ class Decoder:
                 if not len(q_TND):
                     break
             inputs = q_TND, k_SHD, v_SHD, tables[layer.part], attention, self._scale
-            digest = hook.reads(i, attention) if kernels.digests_reads else None
+            digest = hook.reads(i, attention)
             if digest is None:
                 mixed_TND = kernels.paged_attention(*inputs, layer.window, cap)
             else:

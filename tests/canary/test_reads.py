@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from serinus.canary import CanaryRank, CheckSettings
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
-from serinus.kernels import AttentionBatch, Kernels, load
+from serinus.kernels import AttentionBatch, load
 from serinus.models import Model, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.direct import DirectEngine, DirectSeq
@@ -62,12 +63,18 @@ def flip(engine: DirectEngine, layer: int, half: int, slot: int, byte: int) -> N
     pool.view(len(pool), -1).view(torch.uint8)[slot][byte] ^= 0x41
 
 
+def on_ref(model: Model) -> Model:
+    """The same on the reference's kernels, which serve every device that has none of its own."""
+    folder = model.spec.path
+    return load_model(load_spec(folder), folder, torch.bfloat16, load("cpu", "ref"))
+
+
 def engine_of(model: Model, column: str, moth: Moth | None = None, **settings: Any) -> DirectEngine:
     """An engine whose canary has the watch of that column."""
 
     def canary(engine: DirectEngine) -> CanaryRank:
         spec = model.spec
-        checks = CheckSettings(page_size=PAGE, window=spec.window, real_data="all", **settings)
+        checks = CheckSettings(page_size=PAGE, window=spec.window, **{"real_data": "all", **settings})
         layers = {part: spec.layers_of(part) for part in spec.parts}
         return CanaryRank(checks, engine.pools, engine.tables, layers, load("cpu", column))
 
@@ -116,24 +123,65 @@ def test_what_attention_digests_is_what_the_reference_finds(model: Model, settin
     assert (found, checked) == story(model, "ref", settings)
 
 
+def fp32(model: Model) -> Model:
+    folder = model.spec.path
+    return load_model(load_spec(folder), folder, torch.float32, load("cpu"))
+
+
+@pytest.mark.parametrize("column", ["cpu", "ref", "fp32"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_damage_that_only_attention_met_is_found_at_every_layer_half_and_head(model: Model, count: int) -> None:
+@pytest.mark.parametrize("query", [1, 5, 20], ids=["decode", "few", "chunk"])
+def test_damage_that_only_attention_met_is_found_at_every_layer_half_and_head(
+    model: Model, column: str, count: int, query: int
+) -> None:
+    """It comes when its layer begins and is gone when the next one does: nothing but attention could have seen it."""
     moth = Moth()
+    model = fp32(model) if column == "fp32" else on_ref(model) if column == "ref" else model
     engine = engine_of(model, "cpu", moth)
-    seqs = [start(engine, 30 + seed, seed) for seed in range(count)]
-    for seq in seqs:
-        engine.step([(seq, 100)])
     for layer in range(2):  # behind the last layer the moth has nowhere to leave
         for half in range(2):
             for head in range(2):
+                seqs = [start(engine, 60, seed) for seed in range(count)]
+                for seq in seqs:
+                    engine.step([(seq, 30 if query > 1 else 60)])
                 slot = slot_of(engine, seqs[0], layer, seqs[0].done - 3 - head)
-                moth.damage = (layer, half, slot, head * 128 + 37)
-                engine.step([(seq, 1) for seq in seqs])
+                moth.damage = (layer, half, slot, (head * 64 + 18) * model.dtype.itemsize + 1)
+                engine.step([(seq, query) for seq in seqs])
                 assert [(v.tag.split("_")[1], v.slot) for v in engine.violations] == [("KV"[half], slot)]
                 engine.violations.clear()
-    moth.damage = None
-    engine.step([(seq, 1) for seq in seqs])
-    assert engine.violations == []
+                moth.damage = None
+                engine.step([(seq, query) for seq in seqs])
+                assert engine.violations == []
+                for seq in seqs:
+                    engine.finish(seq)
+
+
+@pytest.mark.parametrize("query", [1, 5, 20], ids=["decode", "few", "chunk"])
+def test_damage_in_the_first_bytes_is_met_too_where_only_they_are_digested(model: Model, query: int) -> None:
+    moth = Moth()
+    engine = engine_of(model, "cpu", moth, real_data="partial")
+    seq = start(engine, 60, 1)
+    engine.step([(seq, 30 if query > 1 else 60)])
+    moth.damage = (1, 1, slot_of(engine, seq, 1, seq.done - 5), 13)
+    engine.step([(seq, query)])
+    assert [(v.tag, v.slot) for v in engine.violations] == [("TAIL_V_SWA", moth.damage[2])]
+
+
+def test_what_attention_of_the_last_sliding_layer_does_not_read_is_no_false_alarm(tmp_path: Path) -> None:
+    """Of a chunk that ends a prompt the last layer computes the last token alone. The window of that begins later."""
+    folder = make_checkpoint(
+        tmp_path, "mistral", hidden=64, layers=2, heads=4, kv_heads=2, head_size=64, vocab=256, context=128,
+        dtype="bfloat16", tokenizer=False, sliding_window=WINDOW,
+    )  # fmt: skip
+    for column in ("cpu", "ref"):
+        model = load_model(load_spec(folder), folder, torch.bfloat16, load("cpu", column))
+        engine = engine_of(model, "cpu")
+        seq = start(engine, 60, 1)
+        engine.step([(seq, 30)])
+        engine.step([(seq, 25)])
+        engine.step([(seq, 5)])
+        engine.step([(seq, 1)])
+        assert engine.violations == []
 
 
 class Breaker(Moth):
@@ -158,10 +206,3 @@ def test_a_pass_that_broke_off_in_attention_accuses_no_sound_page(model: Model) 
     assert engine.canary is not None
     engine.canary.abandoned()
     assert engine.canary.found() == ()
-
-
-def test_a_model_on_another_column_than_the_canary_digests_nothing_for_it(model: Model) -> None:
-    assert load("cpu").digests_reads
-    kernels: Kernels
-    for kernels in (load("cpu", "ref"), load("cuda")):
-        assert not kernels.digests_reads

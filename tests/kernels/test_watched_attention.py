@@ -19,6 +19,10 @@ from .conftest import make_paged
 PAGE, HEADS, SIZE = 4, 2, 16
 
 
+def plain(factors_22W: Tensor) -> PackedFactors:
+    return PackedFactors(factors=factors_22W, bias=None, plain_22W=factors_22W)
+
+
 def batch_of(*contexts: int) -> AttentionBatch:
     count = len(contexts)
     return AttentionBatch(
@@ -72,11 +76,7 @@ def test_the_digest_of_what_is_due_is_added_and_attention_is_the_same(
         ({"sums_P22E": torch.zeros(0, 2, 2, 4, dtype=torch.int32)}, r"sums torch.int32 \(0, 2, 2, 4\)"),
         ({"sums_P22E": torch.zeros(1, 2, 2, 4, dtype=torch.int64)}, "sums torch.int64"),
         ({"page_size": 0}, "over pages of 0, expected"),
-        ({"factors": PackedFactors(factors=torch.zeros(2, 2, 8), bias=None, lane_count=8)}, "of 8 lanes, expected 32"),
-        (
-            {"factors": PackedFactors(factors=torch.zeros(1), bias=torch.zeros(1), lane_count=32)},
-            "column ref got factors packed by another column",
-        ),
+        ({"factors": plain(torch.zeros(2, 2, 9, dtype=torch.int32))}, r"torch.int32 \(1, 2, 2, 9\), expected int32"),
     ],
 )
 def test_a_digest_that_is_not_of_this_batch_is_refused(
@@ -86,59 +86,91 @@ def test_a_digest_that_is_not_of_this_batch_is_refused(
         ref.watched_attention(*inputs, replace(digest_of(ref, coefficients[0]), **wrong))
 
 
+def due_of(rng: random.Random, b: int, row: int, low: int, high: int, page: int, begin: int) -> tuple[list[int], int]:
+    """A column of a plan whose entries begin there, and where they end."""
+    stride = rng.choice((1, 1, 2, 3))
+    first = low // page
+    pages = max(0, -(-(-(-high // page) - first) // stride)) if high > low else 0
+    return [b, row, low, high if pages else low, first, stride, begin], begin + pages * page
+
+
 def watched_case(seed: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, LayerDigest]:
-    """(arguments of the op, window and cap, coefficients, a digest without factors): a batch of some sequences with one
-    query, of which any pages are due, and some with several, of which none are."""
+    """(arguments of the op, window and cap, coefficients, a digest with plain factors): a batch of sequences with one
+    query, few and many, of which any pages before their first query are due, in one or two columns."""
     rng = random.Random(seed)
-    (size, group), page = rng.choice(((64, 4), (128, 2))), rng.choice((1, 4, 16))
-    heads, dtype = rng.choice((1, 2, 3)), rng.choice((torch.bfloat16,) * 4 + (torch.float32,))
-    sequences = [(1, rng.randint(1, 150)) for _ in range(rng.randint(1, 4))]
-    sequences += [(count, count + rng.randint(0, 60)) for count in rng.sample((2, 7, 12), rng.randint(0, 2))]
+    (size, group), page = rng.choice(((64, 4), (128, 2), (48, 2))), rng.choice((1, 4, 16))
+    heads, dtype = rng.choice((1, 2, 3)), rng.choice((torch.bfloat16,) * 3 + (torch.float32,))
+    sequences = [(1, rng.randint(1, 150)) for _ in range(rng.randint(1, 3))]
+    counts = rng.sample((2, 7, 12, 70, 300), rng.randint(0, 2))
+    sequences += [(count, count + rng.randint(0, 150)) for count in counts]
     rng.shuffle(sequences)
     paged = make_paged(
         seed=seed, sequences=sequences, heads=heads * group, kv_heads=heads, head_size=size, page_size=page, dtype=dtype
     )
-    window = rng.choice((None, None, 20))
-    due, entries, stride = torch.zeros(7, len(sequences), dtype=torch.int64), 0, rng.choice((1, 1, 2, 3))
+    window, partial = rng.choice((None, None, 20, 130)), rng.random() < 0.2
+    sets: list[list[list[int]]] = [[], []]
+    entries = 0
     for b, (count, context) in enumerate(sequences):
         entries += rng.choice((0, page))  # a gap: entries of no sequence
-        low = rng.randrange(context) if window is None else max(0, context - window)
-        low, high = max(low, rng.choice((0, low))) if window is None else low, context - 1
-        first, pages = low // page, -(-(-(-high // page) - low // page) // stride)
-        if count == 1 and high > low:
-            due[:, b] = torch.tensor([b, int(paged.batch.rows_B[b]), low, high, first, stride, entries])
-            entries += pages * page
+        start, row = context - count, int(paged.batch.rows_B[b])
+        low = rng.randrange(start + 1) if window is None else max(0, start - window + 1 - rng.choice((0, 0, 9)))
+        middle = rng.randrange(low // page, start // page + 1) * page if rng.random() < 0.5 else 0
+        for columns, (begin, end) in zip(sets, ((max(low, middle), start), (low, middle)), strict=True):
+            column, entries = due_of(rng, b, row, begin, end, page, entries)
+            columns.append(column)
+    due = torch.tensor(sets[0] if rng.random() < 0.3 else sets[0] + sets[1]).T.contiguous()
     lanes = size * dtype.itemsize // 2
-    coefficients = torch.from_numpy(digest_coefficients([3], range(heads), lanes, 2, partial=False))[0]
+    coefficients = torch.from_numpy(digest_coefficients([3], range(heads), lanes, 2, partial=partial))[0]
     sums = torch.randint(-9, 9, (rng.randint(1, 3), 2, 2, entries), dtype=torch.int32)
-    nothing = PackedFactors(factors=coefficients, bias=None, lane_count=0)
     inputs = paged.q, paged.k_pool, paged.v_pool, paged.table, paged.batch, 0.1
     given = {"window": window, "softcap": 20.0 if size == 64 and rng.random() < 0.4 else None}
-    return inputs, given, coefficients, LayerDigest(factors=nothing, due_7B=due, sums_P22E=sums, page_size=page)
+    return inputs, given, coefficients, LayerDigest(
+        factors=plain(coefficients), due_7B=due, sums_P22E=sums, page_size=page
+    )  # fmt: skip
 
 
-def test_the_fast_column_digests_what_the_reference_does_to_the_byte(ref: Kernels, cpu: Kernels) -> None:
+def expected_sums(ref: Kernels, inputs: tuple[Any, ...], digest: LayerDigest) -> Tensor:
+    """What the sums of a digest are to be: canary_plan and canary_digest, column by column."""
+    sums = digest.sums_P22E.clone()
+    for column in digest.due_7B.T:
+        count = int((column[3] - column[2] // digest.page_size * digest.page_size).clamp_min(0)) + digest.page_size
+        alone = column.clone()
+        alone[6] = 0
+        slots = ref.canary_plan(inputs[3], alone[:, None].contiguous(), count, page_size=digest.page_size)[0]
+        live = slots.nonzero().flatten()
+        if int(column[3]) > int(column[2]) and len(live):
+            found = ref.canary_digest([inputs[1:3]], slots[live], digest.factors.plain_22W[None])
+            words = found.view(torch.int32).view(len(live), 2, 2).permute(1, 2, 0)
+            sums[0].index_add_(2, live + int(column[6]), words.contiguous())
+    return packed_sums(sums)
+
+
+@pytest.mark.parametrize(
+    ("packs", "seeds"),
+    [
+        ("cpu", range(8)),
+        ("ref", range(8, 12)),
+        pytest.param("cpu", range(12, 90), marks=pytest.mark.proof),
+        pytest.param("ref", range(90, 120), marks=pytest.mark.proof),
+    ],
+)
+def test_every_column_digests_what_is_due_to_the_byte_and_attends_as_ever(
+    ref: Kernels, cpu: Kernels, packs: str, seeds: range
+) -> None:
+    """Any mix of sequences with one, few and many queries, dtypes, windows, whole rows and first bytes."""
     threads = torch.get_num_threads()
-    for seed in range(24):
+    for seed in seeds:
         inputs, given, coefficients, blank = watched_case(seed)
-        found = []
+        whole = coefficients.shape[-1] == inputs[1][0].numel() * inputs[1].itemsize // 2
+        packed = cpu.pack_factors(coefficients, inputs[1].shape[1]) if whole and packs == "cpu" else blank.factors
+        expected = expected_sums(ref, inputs, blank)
         torch.set_num_threads(1 + seed % 3)
         for ops in (ref, cpu):
-            heads = inputs[1].shape[1]
-            digest = replace(blank, factors=ops.pack_factors(coefficients, heads), sums_P22E=blank.sums_P22E.clone())
+            digest = replace(blank, factors=packed, sums_P22E=blank.sums_P22E.clone())
             attended = ops.watched_attention(*inputs, digest, None, **given)
-            found.append(packed_sums(digest.sums_P22E))
+            assert torch.equal(packed_sums(digest.sums_P22E), expected), f"seed {seed}, {ops.columns['linear']}"
             assert torch.equal(attended, ops.paged_attention(*inputs, **given)), f"seed {seed}"
         torch.set_num_threads(threads)
-        assert torch.equal(*found), f"seed {seed}"
-
-
-def test_factors_that_another_column_packed_are_refused(ref: Kernels, cpu: Kernels, coefficients: Tensor) -> None:
-    inputs, given, coefficients, blank = watched_case(0)
-    packed = cpu.pack_factors(coefficients, inputs[1].shape[1])
-    foreign = replace(packed, factors=packed.factors.half(), bias=torch.zeros(1))
-    with pytest.raises(ValueError, match="column cpu got factors packed by another column"):
-        cpu.watched_attention(*inputs, replace(blank, factors=foreign), None, **given)
 
 
 def test_coefficients_that_are_not_those_of_whole_heads_are_refused(ref: Kernels, coefficients: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The canary's watch with buffers and addresses that stay: a decode step has few slots to verify, and then the calls of
 the kernels cost more than the kernels.
 
-Sequences with one query that attention can watch are digested by it, as it reads them; the others by a pass of their
-own, before attention reads the layer where that is much. Both kinds of sums meet in verify.
+What a batch reads is digested by its attention; what it does not read in a layer (a prompt whose chunk wants no token
+of the last one), by a pass of its own after the layers. Both kinds of sums meet in verify.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.canary import EARLY_BYTES, UNKNOWN, StampLane
+from serinus.kernels.canary import UNKNOWN, StampLane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
 from serinus.kernels.cpu import canary_bind
-from serinus.kernels.cpu.paged_attention import cuts_of, watches
+from serinus.kernels.cpu.body import thread_count
+from serinus.kernels.cpu.paged_attention import cuts_of
 from serinus.kernels.cpu.watched_attention import pack_factors
+from serinus.kernels.due import match_columns
 from serinus.kernels.packed import PackedFactors
 
 __all__ = ["canary_watch"]
@@ -50,8 +52,8 @@ class _Reading:
     """What is digested how, of the layers that one attention batch reads."""
 
     batch: AttentionBatch
-    due_7B: Tensor
-    """Of the sequences that attention watches, in the batch's order."""
+    due_7D: Tensor
+    """As `LayerDigest` has it."""
     has_watched: bool
     rest: tuple[_Span, ...]
     """What attention does not digest."""
@@ -142,13 +144,12 @@ class _CpuWatch:
             reading = self._reading = self._read_by(batch, pools)
         self._leave(layer, self._all)
         self._leave(layer + 1, reading.rest)
-        if sum(count for _, count in reading.rest) * pools.row_bytes >= EARLY_BYTES:
-            self._digest_left()
         if not reading.has_watched or self._sums_P22E is None:
             return None
         return LayerDigest(
-            factors=pools.packed[layer], due_7B=reading.due_7B, sums_P22E=self._sums_P22E, page_size=self._page_size
-        )
+            factors=pools.packed[layer], due_7B=reading.due_7D, sums_P22E=self._sums_P22E, page_size=self._page_size,
+            canary_digest=kernels.canary_digest,
+        )  # fmt: skip
 
     def drop_digests(self) -> None:
         self._reading, self._sums_P22E, self._left, self._taken, self._has_digests = None, None, [], 0, False
@@ -218,28 +219,22 @@ class _CpuWatch:
     # ---- what is digested how -----------------------------------------------------------------------------------
 
     def _read_by(self, batch: AttentionBatch, pools: _Pools) -> _Reading:
-        """Attention digests the sequences that have one query in this batch: that sees all that is due of them."""
         columns = self._columns_7C
-        rows, counts = batch.rows_B.numpy(), batch.q_starts_B1.diff().numpy()
-        column_of = np.full(self._row_count, -1)
-        column_of[columns[1]] = np.arange(columns.shape[1])
-        places = column_of[rows]
-        watched = (places >= 0) & (counts == 1) if pools.packed else np.zeros(len(rows), np.bool_)
-        due_7B = np.zeros((7, len(rows)), np.int64)
-        due_7B[:, watched] = columns[:, places[watched]]
-        if watched.any() and self._sums_P22E is None:
-            seen = due_7B[3] - due_7B[2]
-            cuts = cuts_of(seen[watched].tolist(), pools.kv_heads)
-            self._sums_P22E = torch.zeros((cuts, 2, 2, self.entry_count), dtype=torch.int32)
-        left = np.ones(columns.shape[1], np.bool_)
-        left[places[watched]] = False
+        due_7D, left_C = match_columns(columns, batch.rows_B.numpy(), self._row_count)
+        has_watched = not left_C.all()
+        if has_watched and self._sums_P22E is None:
+            # Threads that share a sequence add to slices of their own.
+            is_shared = int(batch.q_starts_B1[-1]) > batch.sequence_count
+            is_shared = is_shared or cuts_of(batch.context_B.tolist(), pools.kv_heads) > 1
+            shape = (thread_count() if is_shared else 1, 2, 2, self.entry_count)
+            self._sums_P22E = torch.zeros(shape, dtype=torch.int32)
         ends = np.append(columns[6, 1:], self.entry_count)
-        rest = tuple([(begin, end - begin) for begin, end in np.stack((columns[6], ends), 1)[left].tolist()])
+        rest = tuple([(begin, end - begin) for begin, end in np.stack((columns[6], ends), 1)[left_C].tolist()])
         return _Reading(
             batch=batch,
-            due_7B=torch.from_numpy(due_7B),
-            has_watched=bool(watched.any()),
-            rest=self._all if left.all() else rest,
+            due_7D=torch.from_numpy(due_7D),
+            has_watched=has_watched,
+            rest=rest if has_watched else self._all,
         )
 
     def _leave(self, end: int, spans: tuple[_Span, ...]) -> None:
@@ -293,13 +288,14 @@ class _Pools:
         pool = layers_kv[0][0]
         slot_bytes, lanes = pool.stride(0) * pool.element_size(), coefficients_L22W.shape[-1]
         self._digest = kernels.Digest(0, 0, 0, 0, 0, 0, 0, lanes, slot_bytes, 0, 0, 0)
-        self.row_bytes = 4 * lanes
-        """Of a slot in one layer, as far as it is digested."""
-        self.kv_heads, size = pool.shape[1:]
-        self.packed: list[PackedFactors] = []
-        """Factors for attention that watches, by layer; none where it does not."""
-        if 2 * lanes == slot_bytes and watches(size, 1, pool.dtype):
-            self.packed = [pack_factors(factors_22W, self.kv_heads) for factors_22W in coefficients_L22W]
+        self.kv_heads = pool.shape[1]
+        self.packed = [
+            pack_factors(factors_22W, self.kv_heads)
+            if 2 * lanes == slot_bytes
+            else PackedFactors(factors=factors_22W, bias=None, plain_22W=factors_22W)
+            for factors_22W in coefficients_L22W
+        ]
+        """Factors for attention, by layer."""
 
     def digest(self, slots_at: int, sums_at: int, count: int, first: int, end: int, *, adds: bool) -> None:
         """Of layers first .. end - 1."""

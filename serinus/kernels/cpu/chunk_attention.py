@@ -5,6 +5,7 @@ Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = h
 A work item is one KV head of one chunk and a run of its query tiles. It first packs that head's keys and values, read
 from their pages, into pairs along the dimension that is summed over; then each tile of 64 rows (tokens times G) walks
 the blocks of 64 keys from the window of its first token to its last token: blocks below and in the future cost nothing.
+What of the rows is due for the canary is digested as they are packed, by every item that packs them (see `watching`).
 It keeps a running softmax with shares rounded to bf16. torch's flash kernel spends 27 ms on 8 x 256 tokens here
 (2 Zen 4 cores, 16/8 heads of 128), for it computes the whole square and copies more. Where the processor lacks the
 instruction, and for fp32 or other head sizes, `paged_attention` uses torch's.
@@ -22,9 +23,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import TILE, copy_bytes, largest, multiply_tile
+from serinus.kernels.cpu.watching import (
+    GROUP,
+    PACKED,
+    PLAIN,
+    WATCH_INTEGERS,
+    add_row,
+    add_sums,
+    any_due,
+    find_entries,
+    is_packed,
+    own_sums,
+    watch_integers,
+)
 
 __all__ = ["Chunk", "attend_chunks", "make_units", "serves", "warm"]
 
@@ -33,10 +49,16 @@ _ROWS = 64
 _KEYS = 64
 """Keys of a block."""
 
-_Arguments = fields(
-    "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad window", "scale cap"
-)
-_FIELDS = len(_Arguments._fields_)
+UNIT_FIELDS = 11
+"""Of a work item: row, context, first token, tokens, KV head, first tile, end of tiles, first position that one of them
+sees, sequence in the batch, which of the items of this head it is, how many there are."""
+
+_INTEGERS = "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad window"
+_Arguments = fields(_INTEGERS, "scale cap")
+_Watched = fields(_INTEGERS + WATCH_INTEGERS, "scale cap")
+_FIELDS, _WATCHED_FIELDS = len(_Arguments._fields_), len(_Watched._fields_)
+_FIRST = _FIELDS - 2
+"""Of the arguments of WATCH_INTEGERS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +73,8 @@ class Chunk:
     """Its tokens in the step."""
     context: int
     """Its tokens so far, these included."""
+    sequence: int
+    """Its place in the batch."""
 
 
 def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
@@ -59,11 +83,12 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
 
 
 def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int | None) -> NDArray[np.int64]:
-    """Work items [U, 8]: row, context, first token, tokens, KV head, first tile, end of tiles, first position that one
-    of them sees; the heaviest first.
+    """Work items, [U, UNIT_FIELDS], the heaviest first.
 
     Every item packs its own keys, so tiles of one head are split only as far as the threads need.
     """
+    if not chunks:
+        return np.empty((0, UNIT_FIELDS), np.int64)
     tile_tokens = _ROWS // (heads // kv_heads)
     wanted = thread_count() * 4
     parts = max(1, wanted // (len(chunks) * kv_heads))
@@ -75,36 +100,46 @@ def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int |
         past = chunk.context - chunk.count
         lows = [0 if window is None else max(0, past + edge * tile_tokens - window + 1) for edge in edges]
         units += [
-            (chunk.row, chunk.context, chunk.first, chunk.count, head, edges[i], edges[i + 1], lows[i])
+            (chunk.row, chunk.context, chunk.first, chunk.count, head, edges[i], edges[i + 1], lows[i],
+             chunk.sequence, i, split)
             for i in range(split)
             for head in range(kv_heads)
-        ]
+        ]  # fmt: skip
     units.sort(key=lambda unit: -(unit[1] if window is None else min(unit[1], window)) * (unit[6] - unit[5]))
     return np.array(units, np.int64)
 
 
 def attend_chunks(
-    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, units_U8: NDArray[np.int64], scale: float,
-    window: int | None, softcap: float | None, out_TND: Tensor,
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, units_UF: NDArray[np.int64], scale: float,
+    window: int | None, softcap: float | None, out_TND: Tensor, digest: LayerDigest | None,
+    sequences: int,
 ) -> int:  # fmt: skip
-    """Fill the rows of `out_TND` that belong to the chunks; `units_U8` were made with this window.
+    """Fill the rows of `out_TND` that belong to the chunks; `units_UF` were made with this window, for a batch of so
+    many sequences.
 
     Returns 0, or 1 + a row with a wrong slot in its table.
     """
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
-    arguments = _Arguments(
+    given = (
         0, q_TND.data_ptr(), k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), table_RC.data_ptr(), out_TND.data_ptr(),
-        len(units_U8), units_U8.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0, window or 0,
-        scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E,
+        len(units_UF), units_UF.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0, window or 0,
     )  # fmt: skip
-    _body(size, heads // kv_heads, window is not None, softcap is not None, VERSION)(arguments, thread_count())
+    scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
+    how, threads = 0, thread_count()
+    if digest is None:
+        arguments = _Arguments(*given, *scales)
+    else:
+        how = PACKED if is_packed(digest) else PLAIN
+        threads = min(threads, len(digest.sums_P22E))
+        arguments = _Watched(*given, *watch_integers(digest, how, 0, sequences), *scales)
+    _body(size, heads // kv_heads, window is not None, softcap is not None, how, VERSION)(arguments, threads)
     return int(arguments.bad)
 
 
-def warm(head_size: int, group: int) -> None:
+def warm(head_size: int, group: int, watched: int) -> None:
     """Compile, or load from the disk."""
-    _body(head_size, group, False, False, VERSION)
+    _body(head_size, group, False, False, watched, VERSION)
 
 
 @inlined(fastmath=FAST)
@@ -139,6 +174,28 @@ def _pack(
             for i in range(size):
                 packed[i] = np.uint32(0)
     return True
+
+
+@inlined(fastmath=set())
+def _weigh(
+    weights: Any, part: Any, parts: Any, past: Any, count: Any, tile_tokens: Any, window: Any, start: Any
+) -> None:  # fmt: skip
+    """weights[p] of the digest that this item makes of position start + p, see `watching`. A window of 0 is none."""
+    tiles = (count + tile_tokens - 1) // tile_tokens
+    for p in range(_KEYS):
+        readers = parts
+        if window > 0:
+            readers = 1
+            for i in range(1, parts):
+                readers += past + (tiles * i // parts) * tile_tokens - window + 1 <= start + p
+        weights[p] = 1 if parts == 1 else 2 if part > 0 else 3 - 2 * readers
+
+
+@inlined(fastmath=set())
+def _find_rows(rows: Any, table: Any, start: Any, count: Any, row_bytes: Any) -> None:
+    """rows[p] = the offset of position start + p; behind `count`, that of the last."""
+    for p in range(_KEYS):
+        rows[p] = np.int64(table[start + min(p, count - 1)]) * row_bytes
 
 
 @inlined(fastmath=FAST)
@@ -183,18 +240,20 @@ def _drop_shares(shares: Any, hidden: Any) -> None:
 
 
 @cache
-def _body(size: int, group: int, windowed: bool, capped: bool, version: int) -> Body:
+def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, version: int) -> Body:
     tile_tokens = _ROWS // group
+    field_count = _WATCHED_FIELDS if watched else _FIELDS
+    digest_blocks = size // BLOCK
     columns = TILE * 16
 
     def attend(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, _FIELDS, np.int64)
-        scale = np.float32(carray(args, _FIELDS, np.float64)[14])
-        cap = np.float32(carray(args, _FIELDS, np.float64)[15])
+        a = carray(args, field_count, np.int64)
+        scale = np.float32(carray(args, field_count, np.float64)[field_count - 2])
+        cap = np.float32(carray(args, field_count, np.float64)[field_count - 1])
         heads, context_max = a[8], a[10]
-        units = carray(at(a[7]), (a[6], 8), np.int64)
+        units = carray(at(a[7]), (a[6], UNIT_FIELDS), np.int64)
         row_bytes = a[9] * size * 2
         block_words = _KEYS * size // 2
         query = np.zeros(_ROWS * size, np.uint16)
@@ -203,6 +262,15 @@ def _body(size: int, group: int, windowed: bool, capped: bool, version: int) -> 
         total = np.empty(_ROWS * size, np.float32)
         top = np.empty(_ROWS, np.float32)
         mass = np.empty(_ROWS, np.float32)
+        entries = np.empty(_KEYS, np.int64)
+        weights = np.empty(_KEYS, np.int32)
+        rows_at = np.empty(_KEYS, np.int64)
+        parts = np.zeros(GROUP * 32, np.int32)
+        found = np.empty(2 * GROUP, np.int32)
+        if watched:
+            w = a[_FIRST:]
+            sums = own_sums(w[3], w[4], w[10], a.ctypes.data + (_FIRST + 11) * 8)
+            due = carray(at(w[2]), 7 * w[6] * w[7], np.int64)
         while True:
             u = fetch_add(a.ctypes.data, 1)
             if u >= a[6]:
@@ -232,6 +300,33 @@ def _body(size: int, group: int, windowed: bool, capped: bool, version: int) -> 
                 ):
                     a[12] = row + 1
                     return
+                if watched:
+                    start = low + b * _KEYS
+                    here = min(_KEYS, end - start)
+                    find_entries(entries, due, w[6], w[7], units[u, 8], start, here, w[5])
+                    _find_rows(rows_at, table, start, here, row_bytes)
+                    _weigh(weights, units[u, 9], units[u, 10], past, count, tile_tokens, a[13], start)
+                    for kv in range(2):
+                        pool, own = a[2 + kv], sums + kv * w[4] * 8
+                        for p in range(0, _KEYS, GROUP):
+                            if not any_due(entries, p):
+                                continue
+                            if watched == PACKED:
+                                absorb_16_rows(
+                                    pool + head_at, rows_at.ctypes.data + p * 8, w[0] + (kv * a[9] + head) * (size * 8),
+                                    parts.ctypes.data, digest_blocks,
+                                )  # fmt: skip
+                                fold_16_sums(
+                                    parts.ctypes.data, w[1] + (kv * a[9] + head) * 8, found.ctypes.data
+                                )  # fmt: skip
+                                add_sums(own, w[4], entries, weights, p, found)
+                            else:
+                                for r in range(p, p + GROUP):
+                                    if entries[r] >= 0:
+                                        add_row(
+                                            own, w[4], entries[r], weights[r], pool + rows_at[r],
+                                            w[0] + kv * w[8] * 8, w[8], head * size, (head + 1) * size,
+                                        )  # fmt: skip
             for tile in range(units[u, 5], units[u, 6]):
                 token = tile * tile_tokens
                 tokens = min(tile_tokens, count - token)

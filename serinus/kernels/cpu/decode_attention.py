@@ -24,19 +24,28 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body
 from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
 from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
+from serinus.kernels.cpu.watching import (
+    PACKED,
+    PLAIN,
+    WATCH_INTEGERS,
+    add_row,
+    add_sums,
+    any_due,
+    find_entries,
+    own_sums,
+)
 
-__all__ = ["UNIT_FIELDS", "decode_body", "serves"]
+__all__ = ["UNIT_FIELDS", "decode_body", "serves", "weigh"]
+
 
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
 _GROUP = 16
 """Positions that are computed together."""
-UNIT_FIELDS = 8
+UNIT_FIELDS = 9
 """Of a work item: row, context, token, first KV head, end of KV heads, first position that it sees, sequence in the
-batch, number of its cut of the heads."""
-_FIELDS, _WATCHED_FIELDS = 15, 22
-_MISSING = -1
-"""In place of an entry: the position is not due."""
+batch, which of that sequence's queries it is, how many there are."""
+_FIELDS, _WATCHED_FIELDS = 15, 15 + len(WATCH_INTEGERS.split())
 
 
 def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
@@ -47,58 +56,22 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
 
 
 @inlined(fastmath=set())
-def _find_entries(entries: Any, due: Any, batch: Any, b: Any, start: Any, count: Any, page_size: Any) -> None:
-    """entries[p] = where the sums of position start + p of sequence b go, for p < `count`; behind, and where nothing
-    is due, _MISSING. Page by page: no division a position."""
-    low, high, first = due[2 * batch + b], due[3 * batch + b], due[4 * batch + b]
-    stride, begin = due[5 * batch + b], due[6 * batch + b]
-    page, inside, entry = start // page_size, start % page_size, _MISSING
+def weigh(weights: Any, query: Any, queries: Any, context: Any, sees: Any, start: Any) -> None:
+    """weights[p] of the digest that this query makes of position start + p: see `watching`. `context`: its own."""
     for p in range(_BLOCK):
-        if inside == page_size:
-            page, inside = page + 1, 0
-        if p == 0 or inside == 0:
-            entry = _MISSING
-            if stride > 0 and page >= first and (page - first) % stride == 0:
-                entry = begin + (page - first) // stride * page_size
-        is_due = entry >= 0 and p < count and low <= start + p < high
-        entries[p] = entry + inside if is_due else _MISSING
-        inside += 1
-
-
-@inlined(fastmath=set())
-def _is_due(entries: Any, first: Any) -> Any:
-    """Whether any of 16 positions is."""
-    largest = entries[first]
-    for p in range(first, first + _GROUP):
-        largest = max(largest, entries[p])
-    return largest >= 0
-
-
-@inlined(fastmath=set())
-def _add_sums(sums: Any, entry_count: Any, entries: Any, first: Any, found: Any) -> None:
-    """Add both sums of 16 rows to those of their entries. sums: int32 [2, E] at an address."""
-    if entries[first] >= 0 and entries[first + _GROUP - 1] == entries[first] + _GROUP - 1:
-        low = carray(at(sums + entries[first] * 4), _GROUP, np.int32)
-        high = carray(at(sums + (entry_count + entries[first]) * 4), _GROUP, np.int32)
-        for p in range(_GROUP):
-            low[p] += found[p]
-        for p in range(_GROUP):
-            high[p] += found[_GROUP + p]
-        return
-    both = carray(at(sums), 2 * entry_count, np.int32)
-    for p in range(_GROUP):
-        entry = entries[first + p]
-        if entry >= 0:
-            both[entry] += found[p]
-            both[entry_count + entry] += found[_GROUP + p]
+        weight = 1
+        if queries > 1:
+            readers = min(queries, start + p + sees - context + 1)
+            weight = 2 if query > 0 else 3 - 2 * readers
+        weights[p] = weight
 
 
 @cache
-def decode_body(size: int, group: int, capped: bool, watched: bool = False, version: int = VERSION) -> Body:
+def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: int = VERSION) -> Body:
     """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh.
 
-    `watched`: the rows that are due are digested too, 16 positions right after attention read them, from the cache.
-    More arguments follow then: packed factors, bias, due_7B, sums_P22E, E, page size, B.
+    `watched`: PACKED or PLAIN; the rows that are due are digested too, 16 positions right after attention read them,
+    from the cache. The arguments of WATCH_INTEGERS follow then.
     """
     half, blocks = size // 2, size // BLOCK
     field_count = _WATCHED_FIELDS if watched else _FIELDS
@@ -119,9 +92,13 @@ def decode_body(size: int, group: int, capped: bool, watched: bool = False, vers
         shrink = np.empty(heads, np.float32)
         rows = np.empty(_BLOCK + _GROUP, np.int64)
         entries = np.empty(_BLOCK, np.int64)
+        weights = np.empty(_BLOCK, np.int32)
         parts = np.zeros(_GROUP * 32, np.int32)
         found = np.empty(2 * _GROUP, np.int32)
         bias = np.zeros(4, np.int32)
+        if watched:
+            sums = own_sums(a[16], a[17], a[23], a.ctypes.data + 24 * 8)
+            due = carray(at(a[15]), 7 * a[19] * a[20], np.int64)
         while True:
             u = fetch_add(a.ctypes.data, 1)
             if u >= unit_count:
@@ -132,9 +109,8 @@ def decode_body(size: int, group: int, capped: bool, watched: bool = False, vers
             total[head * group * size : head_end * group * size] = np.float32(0)
             top[head * group : head_end * group] = np.float32(-np.inf)
             mass[head * group : head_end * group] = np.float32(0)
-            if watched:
+            if watched == PACKED:
                 # Of the heads of this item; factors of head h and half i lie at (i * kv_heads + h) * size * 8 bytes.
-                sums = a[16] + units[u, 7] * a[17] * 16
                 lacking = carray(at(a[14]), 4 * kv_heads, np.int32)
                 bias[:] = 0
                 for i in range(2):
@@ -150,10 +126,10 @@ def decode_body(size: int, group: int, capped: bool, watched: bool = False, vers
                         return
                     rows[p] = slot * row_bytes
                 if watched:
-                    due = carray(at(a[15]), 7 * a[19], np.int64)
-                    _find_entries(entries, due, a[19], units[u, 6], start, count, a[18])
+                    find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])
+                    weigh(weights, units[u, 7], units[u, 8], context, a[22], start)
                 for p in range(0, count, _GROUP):
-                    is_due = watched and _is_due(entries, p)
+                    is_due = watched and any_due(entries, p)
                     pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
                     for h in range(head, head_end):
                         dots_16(
@@ -161,14 +137,21 @@ def decode_body(size: int, group: int, capped: bool, watched: bool = False, vers
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK, pool + h * (size * 2),
                             rows.ctypes.data + first * 8, size, group,
                         )  # fmt: skip
-                        if is_due:
+                        if watched == PACKED and is_due:
                             absorb_16_rows(
                                 a[2] + h * (size * 2), rows.ctypes.data + p * 8, a[13] + h * (size * 8),
                                 parts.ctypes.data, blocks,
                             )  # fmt: skip
-                    if is_due:
+                    if watched == PACKED and is_due:
                         fold_16_sums(parts.ctypes.data, bias.ctypes.data, found.ctypes.data)
-                        _add_sums(sums, a[17], entries, p, found)
+                        add_sums(sums, a[17], entries, weights, p, found)
+                    if watched == PLAIN and is_due:
+                        for r in range(p, p + _GROUP):
+                            if entries[r] >= 0:
+                                add_row(
+                                    sums, a[17], entries[r], weights[r], a[2] + rows[r], a[13], a[21],
+                                    head * size, head_end * size,
+                                )  # fmt: skip
                 if capped:
                     for i in range(head * group * _BLOCK, head_end * group * _BLOCK):
                         score[i] = cap_score(score[i], cap)
@@ -182,7 +165,7 @@ def decode_body(size: int, group: int, capped: bool, watched: bool = False, vers
                         _BLOCK,
                     )
                 for p in range(0, count, _GROUP):
-                    is_due = watched and _is_due(entries, p)
+                    is_due = watched and any_due(entries, p)
                     pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
                     for h in range(head, head_end):
                         add_rows(
@@ -191,14 +174,21 @@ def decode_body(size: int, group: int, capped: bool, watched: bool = False, vers
                             total.ctypes.data + h * (group * size * 4), shrink.ctypes.data + h * (group * 4),
                             pool + h * (size * 2), rows.ctypes.data + first * 8, size, group,
                         )  # fmt: skip
-                        if is_due:
+                        if watched == PACKED and is_due:
                             absorb_16_rows(
                                 a[3] + h * (size * 2), rows.ctypes.data + p * 8, a[13] + (kv_heads + h) * (size * 8),
                                 parts.ctypes.data, blocks,
                             )  # fmt: skip
-                    if is_due:
+                    if watched == PACKED and is_due:
                         fold_16_sums(parts.ctypes.data, bias.ctypes.data + 8, found.ctypes.data)
-                        _add_sums(sums + a[17] * 8, a[17], entries, p, found)
+                        add_sums(sums + a[17] * 8, a[17], entries, weights, p, found)
+                    if watched == PLAIN and is_due:
+                        for r in range(p, p + _GROUP):
+                            if entries[r] >= 0:
+                                add_row(
+                                    sums + a[17] * 8, a[17], entries[r], weights[r], a[3] + rows[r],
+                                    a[13] + a[21] * 8, a[21], head * size, head_end * size,
+                                )  # fmt: skip
                     shrink[:] = np.float32(1)
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]

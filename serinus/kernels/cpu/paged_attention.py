@@ -28,10 +28,21 @@ from serinus.kernels.contracts import LayerDigest, PagedAttention
 from serinus.kernels.cpu import chunk_attention
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
-from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body
+from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body, weigh
 from serinus.kernels.cpu.decode_attention import serves as decodes
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, dots, largest
+from serinus.kernels.cpu.watching import (
+    PACKED,
+    PLAIN,
+    WATCH_INTEGERS,
+    add_row,
+    find_entries,
+    is_packed,
+    own_sums,
+    watch_integers,
+)
+from serinus.kernels.ref.watched_attention import GatheredRows
 
 __all__ = ["LaidAttention", "cuts_of", "new_paged_attention", "warm", "watches"]
 
@@ -47,8 +58,8 @@ _PIECE = 256
 
 _INTEGERS = "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad"
 _Arguments = fields(_INTEGERS, "scale cap")
-_Watched = fields(_INTEGERS + " factors bias due sums entry_count page_size sequence_count", "scale cap")
-_FIELDS = len(_Arguments._fields_)
+_Watched = fields(_INTEGERS + WATCH_INTEGERS, "scale cap")
+_FIELDS, _WATCHED_FIELDS = len(_Arguments._fields_), len(_Watched._fields_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +71,13 @@ class _Layout:
     """Work items of the decode kernel, UNIT_FIELDS of each."""
     work: int
     """Sum of the positions that the decode items see."""
+    is_shared: bool
+    """Whether a sequence has several decode items."""
+    lows_B: NDArray[np.int64]
+    """The first position that a query of each sequence sees."""
     chunks: tuple[Chunk, ...]
     """Sequences for torch's flash kernel."""
-    chunk_units_U8: NDArray[np.int64]
+    chunk_units_UF: NDArray[np.int64]
     """Work items of those for the chunk kernel."""
 
 
@@ -72,11 +87,11 @@ def new_paged_attention() -> PagedAttention:
 
 
 class LaidAttention:
-    """The op, and the layouts of its last batch. With a digest it is `watched_attention` for heads that `watches`."""
+    """The op, and the layouts of its last batch. With a digest it is `watched_attention`."""
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
-        self._layouts: dict[tuple[int | None, int], _Layout] = {}
+        self._layouts: dict[int | None, _Layout] = {}
 
     def __call__(
         self, q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
@@ -90,33 +105,37 @@ class LaidAttention:
         check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
         if self._batch is not batch:
             self._batch, self._layouts = batch, {}
-        key = window, 0 if digest is None else len(digest.sums_P22E)
-        layout = self._layouts.get(key)
+        layout = self._layouts.get(window)
         if layout is None:
-            layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape), *key)
-            self._layouts[key] = layout
+            layout = _lay_out(batch, q_TND, k_pool_SHD, tuple(req_to_token_RC.shape), window)
+            self._layouts[window] = layout
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
+        inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC
+        if digest is not None and window is not None:
+            _digest_unseen(*inputs[1:], batch, layout, digest)
         if len(layout.units_UF):
-            _decode(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, layout, scale, softcap, out_TND, digest)
-        if len(layout.chunk_units_U8):
-            units = layout.chunk_units_U8
-            bad = attend_chunks(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, units, scale, window, softcap, out_TND)
+            _decode(*inputs, layout, scale, window, softcap, out_TND, digest)
+        if len(layout.chunk_units_UF):
+            units, sequences = layout.chunk_units_UF, batch.sequence_count
+            bad = attend_chunks(*inputs, units, scale, window, softcap, out_TND, digest, sequences)
             _check_slots(bad, k_pool_SHD.shape[0])
+        gathered = None if digest is None else GatheredRows(digest, batch.sequence_count)
         for chunk in layout.chunks:
-            _prefill(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, chunk, scale, window, softcap, out_TND)
+            _prefill(*inputs, chunk, scale, window, softcap, out_TND, gathered)
         return out_TND
 
 
-def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
-    """Compile, or load from the disk."""
-    _pick_body(head_size, group, dtype, False)
+def warm(head_size: int, group: int, dtype: torch.dtype, *, watched: bool = False) -> None:
+    """Compile, or load from the disk; `watched`: what digests whole rows."""
+    how = 0 if not watched else PACKED if watches(head_size, group, dtype) else PLAIN
+    _pick_body(head_size, group, dtype, False, how)
     if serves(head_size, group, dtype):
-        chunk_attention.warm(head_size, group)
+        chunk_attention.warm(head_size, group, PACKED if watched else 0)
 
 
 def watches(head_size: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether decode attention over such heads digests what it reads, on this processor."""
+    """Whether decode attention over such heads digests 16 rows at a time, by packed factors, on this processor."""
     return decodes(head_size, group, dtype)
 
 
@@ -135,9 +154,7 @@ def cuts_of(seen: Sequence[int], kv_heads: int) -> int:
 
 def _lay_out(
     batch: AttentionBatch, q_TND: Tensor, k_pool_SHD: Tensor, table_shape: tuple[int, ...], window: int | None,
-    cuts: int,
 ) -> _Layout:  # fmt: skip
-    """`cuts`: of the heads of each sequence; 0 = as `cuts_of` finds best."""
     tokens, heads, size = q_TND.shape
     kv_heads = k_pool_SHD.shape[1]
     rows, contexts = batch.rows_B.tolist(), batch.context_B.tolist()
@@ -157,42 +174,57 @@ def _lay_out(
             )
         if count <= _DECODE_QUERIES_MAX:
             ends = range(context - count + 1, context + 1)
-            singles += [(row, end, starts[b] + i, max(0, end - sees), b) for i, end in enumerate(ends)]
+            singles += [(row, end, starts[b] + i, max(0, end - sees), b, i, count) for i, end in enumerate(ends)]
         else:
-            chunks.append(Chunk(row=row, first=starts[b], count=count, context=context))
+            chunks.append(Chunk(row=row, first=starts[b], count=count, context=context, sequence=b))
     has_kernel = bool(chunks) and serves(size, heads // kv_heads, q_TND.dtype)
+    units = _units(singles, kv_heads)
+    firsts = np.array(contexts, np.int64) - np.diff(np.array(starts, np.int64))
     return _Layout(
-        units_UF=_units(singles, kv_heads, cuts),
-        work=sum(context - begin for _, context, _, begin, _ in singles),
+        units_UF=units,
+        work=sum(context - begin for _, context, _, begin, *_ in singles),
+        is_shared=len(units) > len({b for *_, b, _, _ in singles}),
+        lows_B=np.maximum(0, firsts + 1 - sees),
         chunks=() if has_kernel else tuple(chunks),
-        chunk_units_U8=make_units(chunks, heads, kv_heads, window) if has_kernel else np.empty((0, 8), np.int64),
+        chunk_units_UF=make_units(chunks if has_kernel else (), heads, kv_heads, window),
     )
 
 
-_Single = tuple[int, int, int, int, int]
-"""Row, context, token, first position seen, sequence."""
+_Single = tuple[int, int, int, int, int, int, int]
+"""Row, context, token, first position seen, sequence, which of its queries, how many it has."""
 
 
-def _units(singles: list[_Single], kv_heads: int, cuts: int) -> NDArray[np.int64]:
-    """Longest first; `cuts` items of each, or as many as are best."""
+def _units(singles: list[_Single], kv_heads: int) -> NDArray[np.int64]:
+    """Longest first; of each as many items as are best."""
     if not singles:
         return np.empty((0, UNIT_FIELDS), np.int64)
     singles = sorted(singles, key=lambda single: single[3] - single[1])
-    parts = cuts or cuts_of([context - begin for _, context, _, begin, _ in singles], kv_heads)
+    parts = cuts_of([context - begin for _, context, _, begin, *_ in singles], kv_heads)
     edges = [kv_heads * i // parts for i in range(parts + 1)]
     return np.array(
-        [
-            (row, context, token, edges[i], edges[i + 1], begin, b, i)
-            for row, context, token, begin, b in singles
-            for i in range(parts)
-        ],
-        np.int64,
+        [(*single[:3], edges[i], edges[i + 1], *single[3:]) for single in singles for i in range(parts)], np.int64
     )
+
+
+def _digest_unseen(
+    k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, batch: AttentionBatch, layout: _Layout,
+    digest: LayerDigest,
+) -> None:  # fmt: skip
+    """What is due below the window of a sequence's first query: it is not used in this layer."""
+    due_7D, sequences = digest.due_7B.numpy(), batch.sequence_count
+    unseen_D = (due_7D[2] < np.tile(layout.lows_B, due_7D.shape[1] // sequences)) & (due_7D[3] > due_7D[2])
+    if not unseen_D.any():
+        return
+    gathered, rows = GatheredRows(digest, sequences), batch.rows_B.tolist()
+    for b in np.unique(np.flatnonzero(unseen_D) % sequences).tolist():
+        low = gathered.low(b)
+        slots_L = table_RC[rows[b], low : int(layout.lows_B[b])]
+        gathered.add(b, low, k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L))
 
 
 def _decode(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, layout: _Layout, scale: float,
-    softcap: float | None, out: Tensor, digest: LayerDigest | None,
+    window: int | None, softcap: float | None, out: Tensor, digest: LayerDigest | None,
 ) -> None:  # fmt: skip
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
@@ -202,17 +234,19 @@ def _decode(
         len(units), units.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0,
     )  # fmt: skip
     scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
+    threads = 1 if len(units) == 1 or layout.work * kv_heads < 256 else thread_count()
+    shape = size, heads // kv_heads, q_TND.dtype
     if digest is None:
-        body = _pick_body(size, heads // kv_heads, q_TND.dtype, softcap is not None)
-        arguments = _Arguments(*given, *scales)
+        body, arguments = _pick_body(*shape, softcap is not None, 0), _Arguments(*given, *scales)
     else:
-        assert digest.factors.bias is not None, "kernels: plain factors in a watched body"
-        body = decode_body(size, heads // kv_heads, softcap is not None, watched=True)
+        how = PACKED if decodes(*shape) and is_packed(digest) else PLAIN
+        if layout.is_shared:
+            threads = min(threads, len(digest.sums_P22E))
+        body = _pick_body(*shape, softcap is not None, how)
         arguments = _Watched(
-            *given, digest.factors.factors.data_ptr(), digest.factors.bias.data_ptr(), digest.due_7B.data_ptr(),
-            digest.sums_P22E.data_ptr(), digest.sums_P22E.shape[-1], digest.page_size, digest.due_7B.shape[1], *scales,
-        )  # fmt: skip
-    body(arguments, 1 if len(units) == 1 or layout.work * kv_heads < 256 else thread_count())
+            *given, *watch_integers(digest, how, window or table_RC.shape[1], len(layout.lows_B)), *scales
+        )
+    body(arguments, threads)
     _check_slots(arguments.bad, slot_count)
 
 
@@ -223,9 +257,10 @@ def _check_slots(bad: int, slot_count: int) -> None:
 
 def _prefill(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, chunk: Chunk, scale: float,
-    window: int | None, softcap: float | None, out_TND: Tensor,
+    window: int | None, softcap: float | None, out_TND: Tensor, gathered: GatheredRows | None,
 ) -> None:  # fmt: skip
-    """One chunk through torch: its flash kernel, or where scores are capped plain products.
+    """One chunk through torch: its flash kernel, or where scores are capped plain products. Its KV is gathered once,
+    and what is digested of it is what was gathered.
 
     KV heads become the batch and the group its heads, so that no KV row is copied for each query head. With a window or
     a cap the chunk goes in pieces: each reads its own window only, and no piece has large scores.
@@ -233,15 +268,19 @@ def _prefill(
     _, heads, size = q_TND.shape
     kv_heads = k_pool_SHD.shape[1]
     group, past = heads // kv_heads, chunk.context - chunk.count
+    begin = 0 if window is None else max(0, past - window + 1)
+    slots_L = table_RC[chunk.row, begin : chunk.context]
+    k_LHD, v_LHD = k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L)
+    if gathered is not None:
+        gathered.add(chunk.sequence, begin, k_LHD, v_LHD)
     piece = chunk.count if window is None and softcap is None else _PIECE
     for at_token in range(0, chunk.count, piece):
         tokens = min(piece, chunk.count - at_token)
         own, end = past + at_token, past + at_token + tokens
         low = 0 if window is None else max(0, own - window + 1)
-        slots_L = table_RC[chunk.row, low:end]
-        shape = (kv_heads, group, end - low, size)
-        k_HGLD = k_pool_SHD.index_select(0, slots_L).transpose(0, 1).unsqueeze(1).expand(shape)
-        v_HGLD = v_pool_SHD.index_select(0, slots_L).transpose(0, 1).unsqueeze(1).expand(shape)
+        shape, own_rows = (kv_heads, group, end - low, size), slice(low - begin, end - begin)
+        k_HGLD = k_LHD[own_rows].transpose(0, 1).unsqueeze(1).expand(shape)
+        v_HGLD = v_LHD[own_rows].transpose(0, 1).unsqueeze(1).expand(shape)
         rows = slice(chunk.first + at_token, chunk.first + at_token + tokens)
         q_HGTD = q_TND[rows].view(tokens, kv_heads, group, size).permute(1, 2, 0, 3)
         seen_TL = None
@@ -290,22 +329,24 @@ def _take_shares(score: Any, n: Any, count: Any, padded: Any, top: Any, mass: An
 
 
 @cache
-def _pick_body(size: int, group: int, dtype: torch.dtype, capped: bool) -> Body:
+def _pick_body(size: int, group: int, dtype: torch.dtype, capped: bool, watched: int) -> Body:
     if decodes(size, group, dtype):
-        return decode_body(size, group, capped)
-    return _body(size, group, dtype == torch.bfloat16, capped, VERSION)
+        return decode_body(size, group, capped, watched)
+    return _body(size, group, dtype == torch.bfloat16, capped, watched == PLAIN, VERSION)
 
 
 @cache
-def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body:
+def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, version: int) -> Body:
     item_bytes = 2 if bf16 else 4
+    field_count = _WATCHED_FIELDS if watched else _FIELDS
+    head_lanes = size * item_bytes // 2
 
     def attend(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, _FIELDS, np.int64)
-        scale = np.float32(carray(args, _FIELDS, np.float64)[13])
-        cap = np.float32(carray(args, _FIELDS, np.float64)[14])
+        a = carray(args, field_count, np.int64)
+        scale = np.float32(carray(args, field_count, np.float64)[field_count - 2])
+        cap = np.float32(carray(args, field_count, np.float64)[field_count - 1])
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         item = np.uint16 if bf16 else np.float32
         units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
@@ -315,6 +356,11 @@ def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body
         score = np.empty(heads * _BLOCK, np.float32)
         top = np.empty(heads, np.float32)
         mass = np.empty(heads, np.float32)
+        entries = np.empty(_BLOCK, np.int64)
+        portions = np.empty(_BLOCK, np.int32)
+        if watched:
+            sums = own_sums(a[16], a[17], a[23], a.ctypes.data + 24 * 8)
+            due = carray(at(a[15]), 7 * a[19] * a[20], np.int64)
         while True:
             u = fetch_add(a.ctypes.data, 1)
             if u >= unit_count:
@@ -330,6 +376,9 @@ def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body
                 top[n], mass[n] = np.float32(-np.inf), np.float32(0)
             for start in range(units[u, 5], context, _BLOCK):
                 count = min(_BLOCK, context - start)
+                if watched:
+                    find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])
+                    weigh(portions, units[u, 7], units[u, 8], context, a[22], start)
                 for p in range(count):
                     slot = np.int64(table[start + p])
                     if slot < 0 or slot >= a[11]:
@@ -347,6 +396,9 @@ def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body
                             group,
                             bf16,
                         )
+                    if watched and entries[p] >= 0:
+                        first, end = head * head_lanes, head_end * head_lanes
+                        add_row(sums, a[17], entries[p], portions[p], key, a[13], a[21], first, end)
                 padded = (count + 3) // 4 * 4
                 if capped:
                     for n in range(head * group, head_end * group):
@@ -370,6 +422,14 @@ def _body(size: int, group: int, bf16: bool, capped: bool, version: int) -> Body
                             v0 + o, v1 + o, v2 + o, v3 + o, weights, _BLOCK, total.ctypes.data + h * (group * size * 4),
                             size, group, bf16,
                         )  # fmt: skip
+                    if watched:
+                        for r in range(p, min(p + 4, count)):
+                            if entries[r] >= 0:
+                                add_row(
+                                    sums + a[17] * 8, a[17], entries[r], portions[r],
+                                    a[3] + np.int64(table[start + r]) * row_bytes, a[13] + a[21] * 8, a[21],
+                                    head * head_lanes, head_end * head_lanes,
+                                )  # fmt: skip
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]
                 for i in range(n * size, n * size + size):

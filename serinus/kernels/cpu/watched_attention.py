@@ -1,8 +1,9 @@
 """Attention that digests the KV it reads, on the processor's 16-bit products; see the reference for what it means.
 
-16 positions are digested right after attention read them, while their rows are in the core's own caches: memory is
-read once. Heads that `paged_attention.watches` does not name (fp32, a processor without bf16 dot products) are
-digested by a pass of their own before they are attended.
+Positions are digested right after attention read them, while their rows are in the core's own caches: memory is read
+once. The bodies of `paged_attention` do it, by what `watching` gives them: those of bf16 whole rows 16 at a time, by
+packed factors; all others row by row, by plain ones. Torch's kernel for chunks (fp32, a processor without bf16 dot
+products) attends over rows that were gathered before, and these are digested.
 
 S = slots, H = KV heads, W = 16-bit lanes of a row of one half, E = slots digested.
 """
@@ -15,11 +16,10 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_pack_factors, check_watched_attention
 from serinus.kernels.contracts import LayerDigest, Tiling, WatchedAttention
-from serinus.kernels.cpu.decode_attention import decode_body
+from serinus.kernels.cpu import paged_attention
 from serinus.kernels.cpu.digest import BLOCK
-from serinus.kernels.cpu.paged_attention import LaidAttention, watches
+from serinus.kernels.cpu.paged_attention import LaidAttention
 from serinus.kernels.packed import PackedFactors
-from serinus.kernels.ref.watched_attention import digest_due
 
 __all__ = ["new_watched_attention", "pack_factors", "warm"]
 
@@ -32,14 +32,16 @@ def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
     check_pack_factors(coefficients_22W, kv_heads)
     lanes = coefficients_22W.shape[-1]
     if lanes // kv_heads % BLOCK:
-        return PackedFactors(factors=coefficients_22W, bias=None, lane_count=lanes)
+        return PackedFactors(factors=coefficients_22W, bias=None, plain_22W=coefficients_22W)
     low = (coefficients_22W.long() + _HALF) % (1 << 16) - _HALF
     high = ((coefficients_22W.long() - low) >> 16) + _HALF
     high = high % (1 << 16) - _HALF
     packed = torch.stack((low, high), 2).view(2, 4, lanes // BLOCK, BLOCK).transpose(1, 2)
     bias = (_HALF * coefficients_22W.long().view(2, 2, kv_heads, -1).sum(3)).transpose(1, 2)
     return PackedFactors(
-        factors=packed.to(torch.int16).contiguous(), bias=_wrapped(bias).contiguous(), lane_count=lanes
+        factors=packed.to(torch.int16).contiguous(),
+        bias=_wrapped(bias).contiguous(),
+        plain_22W=coefficients_22W,
     )
 
 
@@ -49,9 +51,8 @@ def new_watched_attention() -> WatchedAttention:
 
 
 def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
-    """Compile, or load from the disk; nothing where such heads are digested by a pass of their own."""
-    if watches(head_size, group, dtype):
-        decode_body(head_size, group, False, watched=True)
+    """Compile, or load from the disk, what digests whole rows."""
+    paged_attention.warm(head_size, group, dtype, watched=True)
 
 
 class _WatchedAttention:
@@ -71,21 +72,7 @@ class _WatchedAttention:
         """
         inputs = q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch
         check_watched_attention(*inputs, digest)
-        size, group = q_BND.shape[2], q_BND.shape[1] // k_pool_SHD.shape[1]
-        if digest is not None and digest.factors.bias is not None and digest.factors.factors.dtype != torch.int16:
-            raise ValueError("kernels: watched_attention of column cpu got factors packed by another column")
-        if digest is not None and (digest.factors.bias is None or not watches(size, group, q_BND.dtype)):
-            digest_due(k_pool_SHD, v_pool_SHD, req_to_token_RC, digest, _plain(digest.factors))
-            digest = None
         return self._attend(*inputs, scale, window, softcap, digest)
-
-
-def _plain(packed: PackedFactors) -> Tensor:
-    """The coefficients that were packed."""
-    if packed.bias is None:
-        return packed.factors
-    halves = packed.factors.long().transpose(1, 2).reshape(2, 2, 2, packed.lane_count)
-    return _wrapped(halves[:, :, 0] + (halves[:, :, 1] << 16))
 
 
 def _wrapped(words: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.canary import EARLY_BYTES, UNKNOWN, StampLane
+from serinus.kernels.canary import UNKNOWN, StampLane, packed_sums
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
-from serinus.kernels.ref.canary import add_digests
+from serinus.kernels.due import match_columns
+from serinus.kernels.packed import PackedFactors
 
 __all__ = ["canary_watch"]
 
@@ -54,8 +55,16 @@ class _OpsWatch:
             layers_kv, coefficients_L22W, ring, stored, page_size,
         )  # fmt: skip
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._sums: list[Tensor] = []
+        self._columns_7C = np.empty((7, 0), np.int64)
+        self._sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
         self._digested = 0
+        """Layers of this pass that are."""
+        self._reading: tuple[AttentionBatch, Tensor, Tensor] | None = None
+        """The batch that was asked about last, what of it is due, the entries that are of none of its sequences."""
+        self._factors = [
+            PackedFactors(factors=each, bias=None, plain_22W=each)  # plain: the attention of every column takes them
+            for each in (() if coefficients_L22W is None else coefficients_L22W)
+        ]
         self._bound: tuple[Tensor, ...] | None = None
         """Slots, positions, hashes and names of `canary_bind`."""
         self._batch: tuple[Tensor, ...] | None = None
@@ -64,35 +73,51 @@ class _OpsWatch:
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
         device, page_size = self._table_RC.device, self._page_size
-        self._digested, self.entry_count = 0, 0
-        self._pieces, self._sums = [], []
-        for columns, count in due:
-            due_7B = torch.from_numpy(columns).to(device)
+        self.entry_count, self._pieces, columns = 0, [], []
+        for piece, count in due:
+            due_7B = torch.from_numpy(piece).to(device)
             self._pieces.append(self._ops.canary_plan(self._table_RC, due_7B, count, page_size=page_size))
+            columns.append(piece + np.array([[0]] * 6 + [[self.entry_count]]))
             self.entry_count += count
         self._bound = None
         if bound_4B.shape[1]:
             names_B, rows_B, positions_B, chains_B = torch.from_numpy(bound_4B).to(device)
             self._bound = (self._table_RC[rows_B, positions_B].long(), positions_B, chains_B, names_B)
+        self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
+        self.drop_digests()
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
-        if self._coefficients_L22W is not None:
-            row_bytes = 2 * 2 * self._coefficients_L22W.shape[-1]
-            if self.entry_count * row_bytes >= EARLY_BYTES:
-                self._digest_to(layer + 1)
-        return None
+        if not self._factors or not self.entry_count:
+            return None
+        self._digest_to(layer)
+        if self._reading is None or self._reading[0] is not batch:
+            due_7D, left_C = match_columns(self._columns_7C, batch.rows_B.cpu().numpy(), len(self._table_RC))
+            begins, ends = self._columns_7C[6, left_C], np.append(self._columns_7C[6, 1:], self.entry_count)[left_C]
+            left = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+            left_E = torch.from_numpy(np.concatenate(left) if left else np.empty(0, np.int64))
+            self._reading = batch, torch.from_numpy(due_7D), left_E.to(self._table_RC.device)
+        _, due, left_E = self._reading
+        self._digest_entries(layer, left_E)
+        self._digested = layer + 1
+        return LayerDigest(
+            factors=self._factors[layer], due_7B=due, sums_P22E=self._sums_P22E, page_size=self._page_size,
+            canary_digest=self._ops.canary_digest,
+        )  # fmt: skip
 
     def drop_digests(self) -> None:
-        self._digested = 0
+        self._digested, self._reading = 0, None
+        shape = (1, 2, 2, self.entry_count)
+        self._sums_P22E = torch.zeros(shape, dtype=torch.int32, device=self._table_RC.device)
 
     def verify(self, lane: int) -> None:
         digests: Sequence[Tensor | None] = [None] * len(self._pieces)
         if lane >= StampLane.TAIL_K and self._coefficients_L22W is not None:
             self._digest_to(len(self._layers_kv))
-            digests = self._sums
-        for (slots_E, positions_E, previous_E, names_E), sums_E2 in zip(self._pieces, digests, strict=True):
+            sums_E2 = packed_sums(self._sums_P22E)
+            digests = torch.split_with_sizes(sums_E2, [len(piece[0]) for piece in self._pieces])
+        for (slots_E, positions_E, previous_E, names_E), found_E2 in zip(self._pieces, digests, strict=True):
             self._ops.canary_verify(
-                self._stamps_LS4, lane, slots_E, positions_E, previous_E, None, sums_E2, names_E, *self._ring
+                self._stamps_LS4, lane, slots_E, positions_E, previous_E, None, found_E2, names_E, *self._ring
             )
         if self._bound is not None:
             self._ops.canary_bind(self._stamps_LS4, lane, *self._bound, *self._ring)
@@ -125,10 +150,17 @@ class _OpsWatch:
         )
 
     def _digest_to(self, end: int) -> None:
-        factors, first = self._coefficients_L22W, self._digested
-        if factors is None or end <= first:
+        """By a pass of its own, what no attention digests of the layers before `end`."""
+        every_E = torch.arange(self.entry_count, device=self._table_RC.device)
+        for layer in range(self._digested, end):
+            self._digest_entries(layer, every_E)
+        self._digested = max(self._digested, end)
+
+    def _digest_entries(self, layer: int, entries_E: Tensor) -> None:
+        if not len(entries_E) or self._coefficients_L22W is None:
             return
-        self._digested = end
-        layers_kv, factors = self._layers_kv[first:end], factors[first:end]
-        sums = [self._ops.canary_digest(layers_kv, piece[0], factors) for piece in self._pieces]
-        self._sums = [add_digests(a, b) for a, b in zip(self._sums, sums, strict=True)] if first else sums
+        slots_E = torch.cat([piece[0] for piece in self._pieces])[entries_E]
+        factors = self._coefficients_L22W[layer : layer + 1]
+        found_E2 = self._ops.canary_digest(self._layers_kv[layer : layer + 1], slots_E, factors)
+        words_22E = found_E2.view(torch.int32).view(len(entries_E), 2, 2).permute(1, 2, 0).contiguous()
+        self._sums_P22E[0].index_add_(2, entries_E, words_22E)

@@ -6,13 +6,27 @@ B = sequences, L = tokens that one sequence has so far.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_paged_attention
 
-__all__ = ["paged_attention"]
+__all__ = ["attend", "paged_attention"]
+
+
+class Gathered(Protocol):
+    """What digests the rows that are attended."""
+
+    def low(self, b: int) -> int:
+        """The first position of sequence b that it wants to see."""
+        ...
+
+    def add(self, b: int, first: int, k_LHD: Tensor, v_LHD: Tensor) -> None:
+        """These are the rows of sequence b from position `first` on."""
+        ...
 
 
 def paged_attention(
@@ -42,6 +56,14 @@ def paged_attention(
         ValueError: shapes or dtypes disagree, a pool or the table is strided, or window or cap make no sense.
     """
     check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
+    return attend(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, None)
+
+
+def attend(
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
+    scale: float, window: int | None, softcap: float | None, gathered: Gathered | None,
+) -> Tensor:  # fmt: skip
+    """The same, of checked arguments. `gathered` is shown the rows that were gathered, which are then attended."""
     kv_heads = k_pool_SHD.shape[1]
     group = q_TND.shape[1] // kv_heads
     starts, contexts, rows = batch.q_starts_B1.tolist(), batch.context_B.tolist(), batch.rows_B.tolist()
@@ -49,9 +71,13 @@ def paged_attention(
     for b, row in enumerate(rows):
         first = contexts[b] - (starts[b + 1] - starts[b])
         low = 0 if window is None else max(0, first - window + 1)
-        slots_L = req_to_token_RC[row, low : contexts[b]].long()
-        k_NLD = k_pool_SHD[slots_L].float().repeat_interleave(group, dim=1).transpose(0, 1)
-        v_NLD = v_pool_SHD[slots_L].float().repeat_interleave(group, dim=1).transpose(0, 1)
+        from_low = low if gathered is None else min(low, gathered.low(b))
+        slots_L = req_to_token_RC[row, from_low : contexts[b]].long()
+        k_LHD, v_LHD = k_pool_SHD[slots_L], v_pool_SHD[slots_L]
+        if gathered is not None:
+            gathered.add(b, from_low, k_LHD, v_LHD)
+        k_NLD = k_LHD[low - from_low :].float().repeat_interleave(group, dim=1).transpose(0, 1)
+        v_NLD = v_LHD[low - from_low :].float().repeat_interleave(group, dim=1).transpose(0, 1)
         q_NTD = q_TND[starts[b] : starts[b + 1]].float().transpose(0, 1)
         scores_NTL = torch.matmul(q_NTD, k_NLD.transpose(1, 2)) * scale
         if softcap is not None:

@@ -1,7 +1,7 @@
-"""Decode attention that digests the KV it reads, so that the canary need not read it again: the specification.
+"""Attention that digests the KV it reads: the bytes that the canary vouches for are the bytes that were used. The
+specification: it gathers the rows of a sequence, digests what it gathered and attends over that very tensor.
 
-A device that has no kernel for it loses nothing by `paged_attention` and `canary_digest` one after the other, which is
-what this is. B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of
+B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of
 req_to_token, E = slots digested, W = 16-bit lanes of a row of one half.
 """
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_pack_factors, check_watched_attention
 from serinus.kernels.contracts import LayerDigest, Tiling
+from serinus.kernels.due import entries_of
 from serinus.kernels.packed import PackedFactors
-from serinus.kernels.ref.canary import canary_digest, canary_plan
-from serinus.kernels.ref.paged_attention import paged_attention
+from serinus.kernels.ref.canary import canary_digest
+from serinus.kernels.ref.paged_attention import attend
 
-__all__ = ["digest_due", "pack_factors", "watched_attention"]
+__all__ = ["GatheredRows", "pack_factors", "watched_attention"]
 
 
 def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
@@ -30,7 +31,7 @@ def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
         ValueError: they are not those of so many heads.
     """
     check_pack_factors(coefficients_22W, kv_heads)
-    return PackedFactors(factors=coefficients_22W, bias=None, lane_count=coefficients_22W.shape[-1])
+    return PackedFactors(factors=coefficients_22W, bias=None, plain_22W=coefficients_22W)
 
 
 def watched_attention(
@@ -48,31 +49,40 @@ def watched_attention(
     """`paged_attention`; with a digest, `canary_digest` of what is due is added to its sums.
 
     Args:
-        q_BND ... scale, window, softcap: of `paged_attention`. A GPU takes one query a sequence, no window and no cap.
-        digest: what is due; None = attention alone, the same to the bit.
+        q_BND ... scale, window, softcap: of `paged_attention`. Column triton takes one query a sequence, no window and
+            no cap, factors that it packed, and what the query sees.
+        digest: what is due, factors of any column; what is due below the window of the first query, and so not
+            used, is digested beside. None = attention alone, the same to the bit.
         tiling: how a GPU cuts the work; None = as measured best. Only columns of a GPU read it.
     Returns: as `paged_attention`.
     Raises:
-        ValueError: shapes or dtypes disagree, or the factors were packed by another column or are not those of whole
-            rows.
+        ValueError: shapes or dtypes disagree, or the factors are not those of such rows.
     """
     check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
-    if digest is not None:
-        if digest.factors.bias is not None:
-            raise ValueError("kernels: watched_attention of column ref got factors packed by another column")
-        digest_due(k_pool_SHD, v_pool_SHD, req_to_token_RC, digest, digest.factors.factors)
-    return paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap)
+    gathered = None if digest is None else GatheredRows(digest, batch.sequence_count)
+    return attend(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, gathered)
 
 
-def digest_due(
-    k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, digest: LayerDigest, coefficients_22W: Tensor
-) -> None:
-    """Add the digests of one layer's rows that are due to the first of the sums."""
-    entries = digest.sums_P22E.shape[-1]
-    due_7B = digest.due_7B[:, digest.due_7B[3] > digest.due_7B[2]].contiguous()
-    if not entries or not due_7B.shape[1]:
-        return
-    slots_E = canary_plan(req_to_token_RC, due_7B, entries, page_size=digest.page_size)[0]
-    found_E2 = canary_digest([(k_pool_SHD, v_pool_SHD)], slots_E, coefficients_22W[None])
-    found_E2 = torch.where(slots_E[:, None] == 0, 0, found_E2)
-    digest.sums_P22E[0].add_(found_E2.view(torch.int32).view(entries, 2, 2).permute(1, 2, 0))
+class GatheredRows:
+    """Adds the digests of gathered rows to the first of the sums."""
+
+    def __init__(self, digest: LayerDigest, sequences: int) -> None:
+        self._digest, self._sequences = digest, sequences
+        self._columns: list[list[int]] = digest.due_7B.T.tolist()
+        self._canary_digest = digest.canary_digest or canary_digest
+
+    def low(self, b: int) -> int:
+        """The first position of sequence b that is due; where none is, a position far away."""
+        return min(column[2] if column[3] > column[2] else 1 << 62 for column in self._columns[b :: self._sequences])
+
+    def add(self, b: int, first: int, k_LHD: Tensor, v_LHD: Tensor) -> None:
+        """Digest what is due of these rows of sequence b, contiguous, from position `first` on."""
+        digest = self._digest
+        for column in self._columns[b :: self._sequences]:
+            positions, entries = entries_of(column, first, first + len(k_LHD), digest.page_size)
+            if not len(entries):
+                continue
+            index_E, entries_E = (torch.from_numpy(each).to(k_LHD.device) for each in (positions - first, entries))
+            found_E2 = self._canary_digest([(k_LHD, v_LHD)], index_E, digest.factors.plain_22W[None])
+            words_22E = found_E2.view(torch.int32).view(len(entries), 2, 2).permute(1, 2, 0)
+            digest.sums_P22E[0].index_add_(2, entries_E, words_22E.contiguous())

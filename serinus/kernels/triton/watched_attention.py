@@ -57,7 +57,7 @@ def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
             if place < 3:  # the high byte of a lane is worth 256 more
                 planes[:, :, 1, :, 4 * which + place + 1] = digit[..., which].half()
     bias = torch.where(bias >> 31 > 0, bias - (1 << 32), bias).int()
-    return PackedFactors(factors=planes, bias=bias.contiguous(), lane_count=lanes)
+    return PackedFactors(factors=planes, bias=bias.contiguous(), plain_22W=coefficients_22W)
 
 
 def watched_attention(
@@ -81,10 +81,11 @@ def watched_attention(
     """
     check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
     count, heads, size = q_BND.shape
-    if count != batch.sequence_count or window is not None or softcap is not None:
+    sets = 1 if digest is None else digest.due_7B.shape[1] // count
+    if count != batch.sequence_count or sets != 1 or window is not None or softcap is not None:
         raise ValueError(
-            f"kernels: {count} queries of {batch.sequence_count} sequences, window {window}, softcap {softcap}; "
-            "expected one query of each, and neither"
+            f"kernels: {count} queries of {batch.sequence_count} sequences, {sets} sets of columns, window {window}, "
+            f"softcap {softcap}; expected one query of each, one set, and neither"
         )
     kv_heads = k_pool_SHD.shape[1]
     group = heads // kv_heads

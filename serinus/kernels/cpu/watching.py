@@ -1,0 +1,141 @@
+"""What the attention kernels of this column share to digest the rows that they read: which positions are due, with what
+weight, and how sums are added. Inlined into their bodies.
+
+Several readers. Where the queries of a sequence are computed by several work items, each of them reads the rows for
+itself, and a byte may be right for one and wrong for another. So each digests what it read. Their digests are weighted
+such that the weights add up to 1: the first of n readers has 3 - 2n, every other one 2. Where all read the same, the
+sum is that of one; a difference d within one lane that some of them met adds d times an odd number, or 2d times their
+number, which is not 0 modulo 2**32 for any number of readers below 2**15.
+
+Threads. Items of one sequence add to the same sums, so each thread has a slice of its own of sums_P22E.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from serinus.kernels.contracts import LayerDigest
+from serinus.kernels.cpu.digest import digest_row
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
+
+__all__ = [
+    "GROUP",
+    "MISSING",
+    "PACKED",
+    "PLAIN",
+    "WATCH_INTEGERS",
+    "add_row",
+    "add_sums",
+    "any_due",
+    "find_entries",
+    "is_packed",
+    "own_sums",
+    "watch_integers",
+]
+
+PACKED, PLAIN = 1, 2
+"""How a body digests what it reads: by packed factors, 16 rows at a time, or by plain ones, row by row; 0: not."""
+GROUP = 16
+"""Positions that are digested together."""
+MISSING = -1
+"""In place of an entry: the position is not due."""
+WATCH_INTEGERS = " factors bias due sums entry_count page_size sequence_count sets lanes sees slices thread"
+"""Arguments that follow those of a body that digests nothing; `lanes`: W of plain factors, `sees`: positions that a
+query sees, `slices`: P of sums_P22E, `thread`: 0, counted up by the threads."""
+
+
+def is_packed(digest: LayerDigest) -> bool:
+    """Whether its factors were packed by this column."""
+    return digest.factors.bias is not None and digest.factors.factors.dtype == torch.int16
+
+
+def watch_integers(digest: LayerDigest, how: int, sees: int, sequences: int) -> tuple[int, ...]:
+    """What WATCH_INTEGERS are for a digest."""
+    packed, sums = digest.factors, digest.sums_P22E
+    factors = packed.plain_22W if how == PLAIN else packed.factors
+    return (
+        factors.data_ptr(), 0 if packed.bias is None else packed.bias.data_ptr(), digest.due_7B.data_ptr(),
+        sums.data_ptr(), sums.shape[-1], digest.page_size, sequences, digest.due_7B.shape[1] // sequences,
+        packed.plain_22W.shape[-1], sees, len(sums), 0,
+    )  # fmt: skip
+
+
+@inlined(fastmath=set())
+def own_sums(sums: Any, entry_count: Any, slices: Any, thread_at: Any) -> Any:
+    """The address of the slice of this thread."""
+    if slices == 1:
+        return sums
+    return sums + min(fetch_add(thread_at, 1), slices - 1) * entry_count * 16
+
+
+@inlined(fastmath=set())
+def find_entries(entries: Any, due: Any, batch: Any, sets: Any, b: Any, start: Any, count: Any, page_size: Any) -> None:
+    """entries[p] = where the sums of position start + p of sequence b go, for p < `count`; behind, and where nothing
+    is due, MISSING. Page by page: no division a position."""
+    entries[:] = MISSING
+    width = sets * batch
+    for column in range(b, width, batch):
+        low, high, first = due[2 * width + column], due[3 * width + column], due[4 * width + column]
+        if high <= start or low >= start + count or low >= high:
+            continue
+        stride, begin = due[5 * width + column], due[6 * width + column]
+        page, inside, entry = start // page_size, start % page_size, MISSING
+        for p in range(count):
+            if inside == page_size:
+                page, inside = page + 1, 0
+            if p == 0 or inside == 0:
+                entry = MISSING
+                if page >= first and (page - first) % stride == 0:
+                    entry = begin + (page - first) // stride * page_size
+            if entry >= 0 and low <= start + p < high:
+                entries[p] = entry + inside
+            inside += 1
+
+
+@inlined(fastmath=set())
+def any_due(entries: Any, first: Any) -> Any:
+    """Whether any of 16 positions is."""
+    largest = entries[first]
+    for p in range(first, first + GROUP):
+        largest = max(largest, entries[p])
+    return largest >= 0
+
+
+@inlined(fastmath=set())
+def add_sums(sums: Any, entry_count: Any, entries: Any, weights: Any, first: Any, found: Any) -> None:
+    """Add both sums of 16 rows, weighted, to those of their entries. sums: int32 [2, E] at an address."""
+    strays = 0
+    for p in range(GROUP):
+        strays += entries[first + p] != entries[first] + p
+    if entries[first] >= 0 and strays == 0:
+        low = carray(at(sums + entries[first] * 4), GROUP, np.int32)
+        high = carray(at(sums + (entry_count + entries[first]) * 4), GROUP, np.int32)
+        for p in range(GROUP):
+            low[p] += found[p] * weights[first + p]
+        for p in range(GROUP):
+            high[p] += found[GROUP + p] * weights[first + p]
+        return
+    both = carray(at(sums), 2 * entry_count, np.int32)
+    for p in range(GROUP):
+        entry = entries[first + p]
+        if entry >= 0:
+            both[entry] += found[p] * weights[first + p]
+            both[entry_count + entry] += found[GROUP + p] * weights[first + p]
+
+
+@inlined(fastmath=set())
+def add_row(
+    sums: Any, entry_count: Any, entry: Any, weight: Any, row: Any, factors: Any, lanes: Any, first: Any, end: Any
+) -> None:
+    """Digest lanes first .. end - 1 of the row at an address by plain factors, int32 [2, lanes] at an address, and add
+    both sums, weighted. Lanes that have no factors are not digested."""
+    end = min(end, lanes)
+    if first >= end:
+        return
+    found = digest_row(row + first * 2, factors + first * 4, factors + (lanes + first) * 4, end - first)
+    both = carray(at(sums), 2 * entry_count, np.int32)
+    both[entry] += np.int32(found & 0xFFFFFFFF) * weight
+    both[entry_count + entry] += np.int32((found >> 32) & 0xFFFFFFFF) * weight
