@@ -68,6 +68,23 @@ def test_one_bit_of_a_cached_stamp_costs_one_request_and_no_more(
     engine.built.cache.sanity_check()
 
 
+def test_a_token_that_is_wrong_in_every_lane_of_a_stamp_condemns_its_own_page(toy: Path) -> None:
+    """The slot behind it is reported, on the next page; only the request's own tokens tell which page is at fault."""
+    engine = Watched(toy, **RAISE)
+    engine.add("warm", PROMPT)
+    engine.run()
+    page = cached_pages(engine)[4]
+    stamps = engine.built.pools[Part.FULL].stamps_LS4
+    assert stamps is not None
+    stamps.numpy()[:, 4 * page + 3, 0] ^= 1
+    rids = [f"r{turn}" for turn in range(3)]
+    for rid in rids:
+        engine.add(rid, PROMPT)
+        engine.run()
+    assert answers(engine, rids) == [False, True, True]
+    assert engine.built.cache.ledger.owner_P[page] % 8 == PageState.QUARANTINED
+
+
 def test_a_load_that_failed_is_computed_again_and_fails_no_request(toy: Path) -> None:
     engine = Watched(toy, **TIERED, **RAISE, max_running_requests=8, max_total_tokens=240)
     engine.add("warm", PROMPT)
