@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time, thread_time
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from report import emit
 from serinus.cache import Tier
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
-from serinus.core.moves import Move, MoveKind
+from serinus.core.moves import Move, MoveKind, PageOrigin
 from serinus.core.parts import Part
 from serinus.core.request import Request
 from serinus.core.rng import Rng
@@ -233,6 +234,37 @@ def files(pool: DevicePool, tokens: int, folder: Path) -> dict[str, float]:
     return found
 
 
+def checks(path: Path, threads: int, folder: Path) -> dict[str, float]:
+    """What verifying pages on their way to files costs of their writing, in CPU time: an engine under a canary computes
+    and stores a prompt, with the check and without."""
+    on = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_storage_backend": "file"}
+    canary = {"kv_canary": "raise", "kv_canary_real_data": "all"}
+    built = built_with(path, threads, **on, **canary, hicache_storage_dir=str(folder / "checked"))
+    assert built.tiers is not None
+    assert built.tiers.storage is not None
+    check = built.tiers.storage.check
+    assert check is not None
+    spent: list[float] = []
+
+    def timed(part: Part, pages: np.ndarray, origin: PageOrigin | None, first: int) -> np.ndarray:
+        begin = thread_time()
+        try:
+            return check(part, pages, origin, first)
+        finally:
+            spent.append(thread_time() - begin)
+
+    first_token_s(built, text(9001, PREFIX), "warm")
+    settle(built)
+    built.tiers.storage.check = timed
+    begin = process_time()
+    first_token_s(built, text(9002, PREFIX), "checked")
+    settle(built)
+    whole = process_time() - begin
+    byte_count = len(spent) * built.pool.page_bytes
+    built.close()
+    return {"check_gb_s": byte_count / sum(spent) / 1e9, "check_share_of_prompt": sum(spent) / whole}
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=7)
@@ -266,7 +298,7 @@ def main() -> None:
         pool = DevicePool(engines["off"].pool.spec, kernels)
         for lane in (*pool.k, *pool.v):
             lane.fill_(1)
-        speeds = copies(pool, PREFIX) | files(pool, PREFIX, folder)
+        speeds = copies(pool, PREFIX) | files(pool, PREFIX, folder) | checks(path, args.threads, folder)
         del engines
     emit(
         "tiers",
@@ -274,7 +306,7 @@ def main() -> None:
         **{f"{kind}_times": round(value, 1) for kind, value in times.items()},
         goals=GOALS,
         **{f"{kind}_cost": round(value, 4) for kind, value in costs.items()},
-        **{name: round(value, 2) for name, value in speeds.items()},
+        **{name: round(value, 4) for name, value in speeds.items()},
         prefix_mb=round(PREFIX // pool.spec.page_size * pool.page_bytes / 1e6, 1),
     )
 

@@ -418,7 +418,7 @@ class PrefixCache:
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 
-        Quarantined pages are released (retired ones are not). What storage has of them is still not read.
+        Quarantined pages are released (retired ones are not). Storage goes on removing its pages of them.
         Raises CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
         """
         self._check_committed()

@@ -394,6 +394,8 @@ class CacheStats:
     """Counter: tokens that prefetches grafted."""
     stored_tokens: int = 0
     """Counter: tokens written to the storage."""
+    removed_pages: int = 0
+    """Counter: stored pages that were removed as what this engine condemned, or what continued it."""
     sanity_steps: int = 0
     """Counter: nodes that incremental checks passed."""
 

@@ -63,6 +63,7 @@ def cache_stats(
         eviction_seconds=room.eviction_seconds,
         prefetched_tokens=0 if tiers.prefetches is None else tiers.prefetches.tokens,
         stored_tokens=0 if tiers.writes is None else tiers.writes.tokens,
+        removed_pages=0 if tiers.removals is None else tiers.removals.pages,
         sanity_steps=counters.sanity_steps,
     )
 

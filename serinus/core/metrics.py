@@ -106,6 +106,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("hicache_dropped_tokens", "Tokens that left the device without a copy, as the host had no room"),
     _counter("prefetched_tokens", "Tokens that came from storage to the host"),
     _counter("backuped_tokens", "Tokens written to storage"),
+    _counter("storage_condemned_pages", "Stored pages removed as condemned, or as computed from condemned ones"),
     _counter("cache_sanity_checks", "Complete checks of the cache's invariants that passed"),
     _counter("cache_sanity_steps", "Nodes whose invariants were checked between steps"),
     _counter("num_bootstrap_failed_reqs", "Handoffs that ended before a grant, by cause", "cause"),

@@ -125,6 +125,7 @@ class StepMetrics:
             ("hicache_dropped_tokens", kept.dropped_tokens),
             ("prefetched_tokens", kept.prefetched_tokens),
             ("backuped_tokens", kept.stored_tokens),
+            ("storage_condemned_pages", kept.removed_pages),
             ("cache_sanity_checks", kept.sanity_checks),
             ("cache_sanity_steps", kept.sanity_steps),
         ):

@@ -208,10 +208,11 @@ def test_what_was_condemned_is_removed_from_the_storage_and_read_again_only_when
     shop.storage.answer("read")
     shop.cache.poll()
     shop.cache.release_aborted_request("b")
-    assert shop.storage.answer("remove") == 1
+    assert shop.storage.answer("remove", torn=2) == 1
     assert shop.cache.poll().in_flight == 0
     shop.cache.poll()
     assert not shop.storage.asked, "removed twice"
+    assert shop.cache.stats().removed_pages == 2
     shop.serve("c", span(0, 16))
     shop.settle()
     shop.storage.answer("write")
