@@ -470,6 +470,7 @@ def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> S
         prefetch_s_max=config.cache.hicache_prefetch_s_max,
         depth=depth,
         verify_parts=tuple(part for part in spec.parts if spec.layers_of(part)),
+        raises=config.canary.kv_canary == "raise",
         heals=config.canary.kv_canary == "heal",
         confirms_streams=config.canary.kv_canary_stream == "confirmed",
         verify_steps=0 if config.canary.kv_canary == "none" else coverage_stride(config.canary.kv_canary_coverage),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from serinus.cache import PrefixCache
 from serinus.canary import CanaryLead, Verdict, perturb
 from serinus.core.errors import CapacityError, InvariantError, RequestError, SerinusError
 from serinus.core.log import get_logger
+from serinus.core.parts import OwnPages
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.engine.deadlines import Deadlines
@@ -180,6 +181,7 @@ class Engine:
             _log.error("engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed)
         ended = [self._violated(verdict, now) for verdict in verdicts]
         ended += [self._fail(work.rid, "error", finished.failed, now) for work in plan.work if finished.failed]
+        ended += self._check_rows(self.scheduler.ending(finished.result), now)
         outcome = self.scheduler.commit(plan, finished.result, now)
         outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
         self.metrics.stepped(outcome, now - start, self.scheduler, now)
@@ -187,6 +189,16 @@ class Engine:
             self._unchecked = True
             self._cache.sanity_step(_SANITY_NODES)
         self._send_outcome(outcome, now)
+
+    def _check_rows(self, rows: Mapping[str, OwnPages], now: float) -> list[TokenDelta | None]:
+        """Requests are about to end, or to give their pages back: what they were computed on is verified before. The
+        last deltas of those whose KV is wrong, and of others that use it."""
+        if self.canary is None or not rows:
+            return []
+        verdicts = self.canary.check(rows)
+        wrong = {verdict.rid for verdict in verdicts}
+        self.scheduler.vouch({rid: own for rid, own in rows.items() if rid not in wrong})
+        return [self._violated(verdict, now) for verdict in verdicts]
 
     def _send_outcome(self, outcome: Outcome, now: float) -> None:
         for delta in outcome.deltas:
@@ -210,11 +222,8 @@ class Engine:
     def _verify_retracted(self, now: float) -> bool:
         """Verify requests that are to give their pages back, or heal them; whether there were any."""
         unverified = self.scheduler.take_unverified()
-        verdicts = self.canary.check(unverified) if unverified and self.canary is not None else ()
-        for rid in unverified.keys() - {verdict.rid for verdict in verdicts}:
-            self.scheduler.vouch(rid)
-        for verdict in verdicts:
-            if (delta := self._violated(verdict, now)) is not None:
+        for delta in self._check_rows(unverified, now):
+            if delta is not None:
                 self._answer(delta)
         return bool(unverified)
 
@@ -347,8 +356,10 @@ class Engine:
             return
         if message.silent:
             self._outbox.silence(message.rid)
-        finish = FinishReason.STOP if message.matched_stop else FinishReason.ABORT
-        self._end(message.rid, message.reason, now, finish, kept=message.kept if message.matched_stop else None)
+        if message.matched_stop:
+            self._stop_text(message, now)
+        else:
+            self._end(message.rid, message.reason, now)
 
     def _end(
         self, rid: str, reason: str, now: float, finish: FinishReason = FinishReason.ABORT, *, kept: int | None = None
@@ -357,6 +368,18 @@ class Engine:
         delta = self.scheduler.abort(rid, reason, finish, kept=kept)
         if delta is not None:
             self._answer(delta)
+
+    def _stop_text(self, message: Abort, now: float) -> None:
+        """A front found a stop text in an answer: that ends, once all that it was computed on is known to be sound."""
+        rid = message.rid
+        rows = self.scheduler.stopping(rid)
+        if rows or self.scheduler.halts(rid):
+            self.scheduler.halt(rid)
+        for delta in self._check_rows(rows, now):
+            if delta is not None:
+                self._answer(delta)
+        if not self.scheduler.halts(rid):
+            self._end(rid, message.reason, now, FinishReason.STOP, kept=message.kept)
 
     def _front_gone(self, front: str, now: float) -> None:
         for rid in self._outbox.owned_by(front):

@@ -90,9 +90,12 @@ class _Answer:
         if delta.usage is not None:
             self.usage = delta.usage
         if self.closing:
+            if delta.finish is FinishReason.ERROR:
+                self.processor.finish, self.processor.matched = delta.finish, None
             return 0, False
         piece = self.processor.feed(delta.token_ids, delta.finish, delta.matched_stop)
         self.logprobs.extend(delta.logprobs[: piece.token_count])
+        self.stopped = piece.stopped_here
         return piece.token_count, piece.stopped_here
 
 

@@ -37,10 +37,10 @@ class Batch:
     """The running requests, and those whose handoff is in transit. Each list is in the order in which requests joined
     it."""
 
-    def __init__(self, allocator: PageAllocator, depth: int, *, heals: bool = False) -> None:
-        """`heals`: no request is retracted before all of its KV is verified, as what is wrong with it would never be
+    def __init__(self, allocator: PageAllocator, depth: int, *, verifies: bool = False) -> None:
+        """`verifies`: no request is retracted before all of its KV is verified, as what is wrong with it would never be
         found any more."""
-        self._heals = heals
+        self._verifies = verifies
         self.unverified: dict[str, ReqState] = {}
         """Requests that are to be retracted and wait for that."""
         self._allocator = allocator
@@ -107,7 +107,7 @@ class Batch:
             if self._allocator.extend(state, full_end, window_end):
                 return
             victim = max(self, key=lambda other: other.seq)
-            if self._heals and not victim.under_way and victim.verified < victim.computed:
+            if self._verifies and not victim.under_way and victim.verified < victim.computed:
                 self.unverified[victim.rid] = victim
             if victim.under_way or victim.rid in self.unverified:
                 growth.barred_seq = min(growth.barred_seq, state.seq)
@@ -136,7 +136,7 @@ class Batch:
                     slots={row.part: row.slots[start:known] for row in state.rows},
                     chain=state.chain_at(start),
                     sample=state.sample_spec(),
-                    whole=state.is_new,
+                    whole=state.is_new or known + 1 >= state.limit,
                 )
             )
             state.is_new = False

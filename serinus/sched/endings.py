@@ -12,7 +12,7 @@ from serinus.core.request import FinishReason, Request
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["ExitReason", "check_handoff", "check_request", "ending_of", "stop_ids_of", "token_limit"]
+__all__ = ["ExitReason", "check_handoff", "check_request", "ending_of", "is_last", "stop_ids_of", "token_limit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,12 @@ def ending_of(state: ReqState) -> ExitReason | None:
     if token in state.stop_set and known - state.prompt_len > state.min_new:
         return ExitReason(finish=FinishReason.STOP, matched_stop=token)
     return _LENGTH if known >= state.limit else None
+
+
+def is_last(state: ReqState, token: int) -> bool:
+    """Whether the request ends with this token, if it is its next one."""
+    stops = token in state.stop_set and state.generated + 1 > state.min_new
+    return stops or state.known + 1 >= state.limit
 
 
 def check_request(request: Request, settings: SchedSettings, pool_tokens: int) -> None:

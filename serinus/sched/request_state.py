@@ -130,6 +130,8 @@ class ReqState:
     """Every load that its pages came by has ended well: a chunk of it was committed since, or its pages are granted."""
     verified: int = 0
     """How far a canary vouches for its KV; without one as far as it is computed."""
+    vouched: int = 0
+    """Its KV as far as it was verified by itself, beside any step."""
     is_new: bool = False
     """Its KV came from elsewhere, and no step has read it yet: the next one verifies all of it."""
     published: int = 0
@@ -263,7 +265,7 @@ class ReqState:
     def go_on_from(self, length: int) -> None:
         """The KV of its first `length` tokens was found cached."""
         self.planned = self.computed = self.verified = self.published = length
-        self.sure = False
+        self.vouched, self.sure = 0, False
 
     def step_done(self, work: SeqWork, verify_steps: int) -> None:
         """A step of it has ended, and no canary found anything wrong with it in that step.
@@ -273,11 +275,22 @@ class ReqState:
         """
         self.computed = work.start + len(work.tokens)
         complete = work.whole or verify_steps <= 1
-        self.verified = self.computed if complete else max(self.verified, work.start - verify_steps + 1)
+        if complete:
+            self.verified = self.computed
+        else:
+            self.verified = max(self.verified, work.start - verify_steps + 1, min(self.vouched, self.computed))
         if work.whole:
+            self.checked.close(work.start, self.page_size, verify_steps, self.verify_windows)
             self.checked.whole(work.start, self.verify_windows)
         elif verify_steps:
             self.checked.turn(work.start)
+
+    def vouch(self, count: int) -> None:
+        """A canary found the KV of its first `count` tokens sound, as far as it has pages of them, beside any step."""
+        self.vouched = count
+        self.verified = max(self.verified, min(count, self.computed))
+        read = [count - row.first * self.page_size for row in self.rows if row.part in self.verify_windows]
+        self.checked.slots += sum(slots + 1 for slots in read if slots > 0)
 
     def append(self, token: int) -> None:
         """One more known token."""
@@ -328,11 +341,11 @@ class ReqState:
         self.found = {}
         self.awaited, self.granted = frozenset(), False
 
-    def own_pages(self) -> OwnPages:
-        """Its tokens, and the pages it has now."""
+    def own_pages(self, count: int | None = None) -> OwnPages:
+        """Its tokens, all or the first `count` of them, and the pages it has now."""
         spans = [row.span() for row in self.rows]
         copies = (PageSpan(part=span.part, first=span.first, pages=span.pages.copy()) for span in spans)
-        return OwnPages(tokens=self.tokens[: self.known], spans=tuple(copies))
+        return OwnPages(tokens=self.tokens[: self.known if count is None else count], spans=tuple(copies))
 
     def sample_spec(self) -> SampleSpec:
         """How to choose the token behind the last known one."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from serinus.core.stamps import ChainHashes
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
-from serinus.sched.endings import check_handoff, check_request, stop_ids_of, token_limit
+from serinus.sched.endings import check_handoff, check_request, is_last, stop_ids_of, token_limit
 from serinus.sched.incoming import Incoming
 from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
@@ -51,7 +50,7 @@ class Scheduler:
         self.settings = settings
         self._chain_hashes = chain_hashes
         self._allocator = allocator = PageAllocator(settings, cache)
-        self._batch = batch = Batch(allocator, settings.depth, heals=settings.heals)
+        self._batch = batch = Batch(allocator, settings.depth, verifies=settings.heals or settings.raises)
         admission = Admission(settings, allocator, batch)
         self._incoming = Incoming(settings, allocator, batch, admission)
         self._outgoing = Outgoing(allocator)
@@ -220,13 +219,7 @@ class Scheduler:
         """Requests that would have been retracted by the latest plan, had all of their KV been verified: the tokens
         that it is of, and their pages. `vouch` or `heal` is to be called for each, before the next plan."""
         unverified, self._batch.unverified = self._batch.unverified, {}
-        return {rid: replace(each.own_pages(), tokens=each.tokens[: each.computed]) for rid, each in unverified.items()}
-
-    def vouch(self, rid: str) -> None:
-        """All KV of a request that is not under way was verified. Harmless where it is unknown."""
-        state = self._states.get(rid)
-        if state is not None:
-            state.verified = state.computed
+        return {rid: each.own_pages(each.computed) for rid, each in unverified.items()}
 
     # The step
 
@@ -289,6 +282,43 @@ class Scheduler:
         if loading:
             self._begin_again()
         return outcome
+
+    def ending(self, result: StepResult) -> dict[str, OwnPages]:
+        """Requests that this result of the oldest step under way ends, but whose KV it does not verify as a whole: what
+        is to be verified of each before its last token leaves, the KV that this step wrote included."""
+        verify_steps, step = self.settings.verify_steps, self._open[0]
+        rows: dict[str, OwnPages] = {}
+        if verify_steps <= 1:
+            return rows
+        for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
+            if state is None or state.aborting or work.whole or seq.token is None:
+                continue
+            if is_last(state, seq.token):
+                rows[state.rid] = state.own_pages(work.start + len(work.tokens))
+        return rows
+
+    def stopping(self, rid: str) -> dict[str, OwnPages]:
+        """A front found a stop text in what a request gave out: what is to be verified of it before it ends with that.
+        Where some of it is being computed again after a heal, it ends by itself when that is done; see `halts`."""
+        state = self._states.get(rid)
+        if state is None or not state.running or state.verified == state.computed or self.halts(rid):
+            return {}
+        return {rid: state.own_pages(state.computed)}
+
+    def halt(self, rid: str) -> None:
+        """A request gives out no more than it has: it ends by itself as soon as all of that is known to be right."""
+        state = self._states[rid]
+        state.limit = min(state.limit, max(state.left, state.known))
+
+    def halts(self, rid: str) -> bool:
+        """Whether tokens that it gave out are to be computed again."""
+        state = self._states.get(rid)
+        return state is not None and not state.aborting and state.left > state.known
+
+    def vouch(self, rows: Mapping[str, OwnPages]) -> None:
+        """These requests were verified by themselves, as far as these tokens reach, and are sound."""
+        for state in (self._states[rid] for rid in rows if rid in self._states):
+            state.vouch(len(rows[state.rid].tokens))
 
     def _note_time(self, step: OpenStep, now: float) -> None:
         """What the step took: since it was planned or, with several under way, since the one before it ended."""

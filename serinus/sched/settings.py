@@ -57,6 +57,8 @@ class SchedSettings:
     verify_steps: int = 0
     """A canary verifies each slot that a decoding request reads in one of so many steps of that request; 1 = in each;
     0 = there is no canary: all that is computed counts as verified."""
+    raises: bool = False
+    """A request whose KV is found wrong ends."""
     heals: bool = False
     """Requests that read wrong KV are computed again: no request gives its pages back before all of its KV is verified,
     and tokens of an answer that is not streamed leave only when they are known to be right."""

@@ -41,9 +41,9 @@ class EngineDriver:
         ids = np.asarray(prompt, np.int32)
         self.send(Request(rid=rid, prompt=ids, sampling=params, seed=seed, prefill_address=prefill))
 
-    def abort(self, rid: str) -> None:
-        """Give a client's abort to the next turn."""
-        self._messages.append(FrontMessage(front=_FRONT, message=Abort(rid=rid, reason="test")))
+    def abort(self, rid: str, *, matched: bool = False) -> None:
+        """Give a client's abort to the next turn. `matched`: its front found a stop text."""
+        self._messages.append(FrontMessage(front=_FRONT, message=Abort(rid=rid, reason="test", matched_stop=matched)))
 
     def turn(self) -> list[TokenDelta]:
         """One turn of the engine and the work it gave to the ranks; what clients get of it."""
