@@ -149,6 +149,7 @@ class CanaryHook:
         if checks is None:
             return
         for lanes in self._parts.values():
+            lanes.watch.look_again()
             lanes.watch.verify(StampLane.TAIL_K)
             lanes.watch.write(StampLane.TAIL_K)
         if self._faults is not None:

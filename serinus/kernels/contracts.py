@@ -204,6 +204,7 @@ class Watch(Protocol):
         watch.writes(layer)                layer by layer, in order, before it stores their rows
         watch.reads(layer, batch)          layer by layer, in order, before attention reads those bytes, by models whose
                                            attention digests what it reads
+        watch.look_again()                 rows may name other slots than at the beginning
         watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
         watch.write(StampLane.TAIL_K)      with the digests of what the layers stored; the rows are read back
 
@@ -223,6 +224,11 @@ class Watch(Protocol):
         """Attention is about to read a layer, for these queries. What it gets it must hand to `watched_attention`: that
         digests what it reads, and no pass reads it a second time. What this batch does not read is digested by
         `verify`: it is not used in this layer. None: nothing is due."""
+        ...
+
+    def look_again(self) -> None:
+        """Look up in the rows again which slots this pass has read: an entry that changed meanwhile led attention to
+        another slot, whose stamp says so. All that is to be digested is, by the slots looked up before."""
         ...
 
     def drop_digests(self) -> None:

@@ -94,3 +94,42 @@ def test_a_prompt_chunk_after_one_page_of_another_prompt_is_found(tmp_path: Path
     engine.rewrite(sound)
     engine.step([(sound, 100)])
     assert engine.violations == []
+
+
+class Rewriter:
+    """A hook that damages an entry of a row in the middle of a pass."""
+
+    def __init__(self) -> None:
+        self.table: torch.Tensor | None = None
+        self.entry: tuple[int, int, int] | None = None
+
+    def before(self, batch: object) -> None:
+        """It comes with a layer."""
+
+    def before_layer(self, layer_index: int) -> None:
+        if layer_index == 1 and self.entry is not None and self.table is not None:
+            row, position, slot = self.entry
+            self.table[row, position], self.entry = slot, None
+
+    def reads(self, layer_index: int, attention: object) -> None:
+        """Nothing is digested for it."""
+
+    def writes(self, layer_index: int) -> None:
+        """Nothing is stored for it."""
+
+    def after(self, batch: object) -> None:
+        """Its layer is behind it."""
+
+
+@pytest.mark.parametrize("behind", [0, 1, 9], ids=["of_the_new_token", "of_the_last", "of_an_older"])
+@pytest.mark.parametrize("chunk", [1, 8], ids=["decode", "prompt"])
+def test_an_entry_that_changes_during_the_pass_is_found_in_it(tmp_path: Path, chunk: int, behind: int) -> None:
+    hook = Rewriter()
+    engine = watched(tmp_path, "full", hook=hook)
+    (theirs,) = started(engine, [B])
+    mine = engine.start(A, theirs.params, tokens=20)
+    engine.step([(mine, len(A) if chunk == 1 else 14)])
+    hook.table = engine.table.table
+    hook.entry = (mine.row, mine.done - behind, int(theirs.slots[mine.done - behind]))
+    engine.step([(mine, chunk)])
+    assert {v.rid for v in engine.violations} == {f"row{mine.row}"}

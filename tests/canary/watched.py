@@ -28,7 +28,8 @@ SHAPES = {"full": {}, "swa": {"window": 10}, "both": {"window": 10, "layer_types
 
 
 def watched(
-    path: Path, shape: str, *, perturber: Perturber | None = None, token_oracle: bool = False, **settings: Any,
+    path: Path, shape: str, *, perturber: Perturber | None = None, token_oracle: bool = False, hook: Any = None,
+    **settings: Any,
 ) -> DirectEngine:  # fmt: skip
     """A toy model of that shape under a canary of these settings."""
     kernels = load("cpu")
@@ -47,7 +48,9 @@ def watched(
             oracle=partial(oracle_token, vocab_size=spec.vocab_size) if token_oracle else None,
         )
 
-    return DirectEngine(model, kernels, page_size=PAGE, page_count=200, canary=canary, token_oracle=token_oracle)
+    return DirectEngine(
+        model, kernels, page_size=PAGE, page_count=200, canary=canary, hook=hook, token_oracle=token_oracle
+    )
 
 
 def started(engine: DirectEngine, prompts: list[list[int]], chunk: int = 7) -> list[DirectSeq]:

@@ -43,7 +43,8 @@ Digest = fields("ticket pools slots coefficients out count layers lanes slot_byt
 """`adds`: the sums are added to what `out` holds."""
 Due = fields("ticket reads out count page_size live entry_count slot_count")
 """The last three are answers."""
-Plan = fields("ticket table due out sequence_count entry_count columns page_size")
+Plan = fields("ticket table due out sequence_count entry_count columns page_size slot_count")
+"""Entries of rows from `slot_count` on, or below 0, are 0: damage, and no address."""
 Verify = fields(
     "ticket stamps slot_count lane slots positions previous tokens digests names ring ring_rows violations"
     " checked count step sums cuts"
@@ -96,7 +97,7 @@ def canary_plan(
     due_7B = due_7B.contiguous()
     arguments = Plan(
         0, table_RC.data_ptr(), due_7B.data_ptr(), out_4E.data_ptr(), due_7B.shape[1], entry_count, table_RC.shape[1],
-        page_size,
+        page_size, 1 << 31,
     )  # fmt: skip
     run_plan(arguments)
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
@@ -280,8 +281,8 @@ def _plan_body(version: int) -> Body:
     def expand(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 8, np.int64)
-        count, total, columns, page_size = a[4], a[5], a[6], a[7]
+        a = carray(args, 9, np.int64)
+        count, total, columns, page_size, slot_count = a[4], a[5], a[6], a[7], a[8]
         due = carray(at(a[2]), 7 * count, np.int64)
         out = carray(at(a[3]), 4 * total, np.int64)
         while True:
@@ -301,13 +302,13 @@ def _plan_body(version: int) -> Body:
                     out[e] = 0
                     out[2 * total + e] = 0
                     continue
-                out[e] = row[position]
+                out[e] = row[position] if 0 <= row[position] < slot_count else 0
                 if position == 0:
                     out[2 * total + e] = 0
                 elif position == low:
                     out[2 * total + e] = UNKNOWN
                 else:
-                    out[2 * total + e] = row[position - 1]
+                    out[2 * total + e] = row[position - 1] if 0 <= row[position - 1] < slot_count else 0
 
     return compile_body(expand)
 
@@ -408,6 +409,8 @@ def _write_body(version: int) -> Body:
             if starts[b] < starts[b + 1] and positions[starts[b]] > 0:
                 row = carray(at(a[9] + rows[b] * columns * 4), columns, np.int32)
                 before = np.int64(row[positions[starts[b]] - 1]) * 4
+                if before < 0 or before >= slot_count * 4:
+                    before = np.int64(0)
             chain = _ANCHOR
             if before != 0:
                 chain = mix(np.uint64(stamps[before + 2]), np.uint64(stamps[before]), np.uint64(stamps[before + 1]))

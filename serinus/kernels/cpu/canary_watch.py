@@ -72,7 +72,8 @@ class _CpuWatch:
         self._page_size, self._row_count = page_size, len(table_RC)
         plan = (table_RC.data_ptr(), table_RC.shape[1])
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
-        self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size)
+        self._slot_count = stamps_LS4.shape[1]
+        self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, self._slot_count)
         self._verify, self._read_back = (
             kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0)
             for of in (ring, stored)
@@ -80,6 +81,7 @@ class _CpuWatch:
         self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
         self._table = table_RC.numpy()
+        self._to_bind = np.empty((4, 0), np.int64)
         self._bound_4B = np.empty((4, 0), np.int64)
         """Slots, positions, hashes and names of `canary_bind`."""
         self._words = np.empty(0, np.int64)
@@ -125,7 +127,8 @@ class _CpuWatch:
         verify.count = count
 
     def _take_bound(self, bound_4B: NDArray[np.int64]) -> None:
-        """Look up the slots now: they are those that this pass reads, whatever becomes of the row meanwhile."""
+        """The slots are those that rows name now."""
+        self._to_bind = bound_4B
         names, rows, positions, chains = bound_4B
         arguments = self._bind
         arguments.count = len(names)
@@ -154,6 +157,15 @@ class _CpuWatch:
     def drop_digests(self) -> None:
         self._reading, self._sums_P22E, self._left, self._taken, self._has_digests = None, None, [], 0, False
         self._all = ((0, self.entry_count),) if self.entry_count else ()
+
+    def look_again(self) -> None:
+        if self._pools is not None:
+            self._leave(self._pools.layer_count, self._all)
+            self._digest_left()
+        self._take_bound(self._to_bind)
+        if self.entry_count:
+            self._plan.ticket = 0
+            kernels.run_plan(self._plan)
 
     def verify(self, lane: int) -> None:
         if self._bind.count:
@@ -189,10 +201,10 @@ class _CpuWatch:
         names_T = np.repeat(
             np.arange(first_name, first_name + len(rows_B)), inputs[3].numpy()[1:] - inputs[3].numpy()[:-1]
         )
-        self._named = names_T, np.full(count, UNKNOWN, np.int64)
+        self._named = names_T, np.full(count, UNKNOWN, np.int64), np.empty(count, np.int64)
         self._written_T2 = torch.zeros((count, 2), dtype=torch.int64)
-        back.slots, back.positions, back.tokens = arguments.slots, arguments.positions, arguments.tokens
-        back.names, back.previous = (each.ctypes.data for each in self._named)
+        back.positions, back.tokens = arguments.positions, arguments.tokens
+        back.names, back.previous, back.slots = (each.ctypes.data for each in self._named)
         back.count = count
 
     def writes(self, layer: int) -> WrittenRows | None:
@@ -213,8 +225,15 @@ class _CpuWatch:
         if len(self._found_T2) < count:
             self._found_T2 = np.empty((2 * count, 2), np.int64)
         back.ticket, back.lane, back.digests = 0, lane, self._found_T2.ctypes.data
-        pools.digest(arguments.slots, back.digests, count, 0, pools.layer_count, adds=False)
+        self._find_written()
+        pools.digest(back.slots, back.digests, count, 0, pools.layer_count, adds=False)
         kernels.run_verify(back)
+
+    def _find_written(self) -> None:
+        """Where the rows say that the new tokens are: attention has read them there. 0 where that is no slot."""
+        slots, positions, _, starts, rows = (each.numpy() for each in self._batch)
+        found = self._table[np.repeat(rows, np.diff(starts)), positions]
+        self._named[2][:] = np.where((slots == 0) | (found < 0) | (found >= self._slot_count), 0, found)
 
     # ---- what is digested how -----------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class _OpsWatch:
         self._layers_kv, self._coefficients_L22W, self._ring, self._stored, self._page_size = (
             layers_kv, coefficients_L22W, ring, stored, page_size,
         )  # fmt: skip
+        self._due: list[tuple[Tensor, int]] = []
+        self._to_bind = torch.zeros((4, 0), dtype=torch.int64)
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._columns_7C = np.empty((7, 0), np.int64)
         self._sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
@@ -72,19 +74,28 @@ class _OpsWatch:
         self.entry_count = 0
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
-        device, page_size = self._table_RC.device, self._page_size
-        self.entry_count, self._pieces, columns = 0, [], []
+        device = self._table_RC.device
+        self.entry_count, self._due, columns = 0, [], []
         for piece, count in due:
-            due_7B = torch.from_numpy(piece).to(device)
-            self._pieces.append(self._ops.canary_plan(self._table_RC, due_7B, count, page_size=page_size))
+            self._due.append((torch.from_numpy(piece).to(device), count))
             columns.append(piece + np.array([[0]] * 6 + [[self.entry_count]]))
             self.entry_count += count
-        self._bound = None
-        if bound_4B.shape[1]:
-            names_B, rows_B, positions_B, chains_B = torch.from_numpy(bound_4B).to(device)
-            self._bound = (self._table_RC[rows_B, positions_B].long(), positions_B, chains_B, names_B)
+        self._to_bind = torch.from_numpy(bound_4B).to(device)
+        self._look_up()
         self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
         self.drop_digests()
+
+    def _look_up(self) -> None:
+        """The slots that rows name now."""
+        table_RC, plan = self._table_RC, self._ops.canary_plan
+        self._pieces = [plan(table_RC, due_7B, count, page_size=self._page_size) for due_7B, count in self._due]
+        names_B, rows_B, positions_B, chains_B = self._to_bind
+        self._bound = (table_RC[rows_B, positions_B].long(), positions_B, chains_B, names_B) if len(names_B) else None
+
+    def look_again(self) -> None:
+        if self._factors and self.entry_count:
+            self._digest_to(len(self._layers_kv))
+        self._look_up()
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         if not self._factors or not self.entry_count:
@@ -143,6 +154,9 @@ class _OpsWatch:
             return
         self._ops.canary_write(self._stamps_LS4, lane, *self._batch, self._written_T2)
         slots_T, positions_T, tokens_T = self._batch[:3]
+        rows_T = self._batch[-1].repeat_interleave(self._batch[3].diff())
+        # Where the rows say that they are: attention has read them there.
+        slots_T = torch.where(slots_T == 0, 0, self._table_RC[rows_T, positions_T].long())
         found_T2 = self._ops.canary_digest(self._layers_kv, slots_T, self._coefficients_L22W)
         unknown_T = torch.full_like(slots_T, UNKNOWN)
         self._ops.canary_verify(
