@@ -228,7 +228,7 @@ class Watch(Protocol):
 
     def look_again(self) -> None:
         """Look up in the rows again which slots this pass has read: an entry that changed meanwhile led attention to
-        another slot, whose stamp says so. All that is to be digested is, by the slots looked up before."""
+        another slot, and the stamp there says so. What is to be digested is, by the slots looked up before."""
         ...
 
     def drop_digests(self) -> None:
