@@ -80,6 +80,8 @@ class RowPages:
     spans: tuple[PageSpan, ...]
     tokens: NDArray[np.int32]
     """The request's own, from position 0; positions behind them are not checked."""
+    row: int = 0
+    """The row of req_to_token that its steps read it by: the slots that this names are verified; 0 = the pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

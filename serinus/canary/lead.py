@@ -54,7 +54,7 @@ __all__ = ["CanaryLead", "perturb"]
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
 _SWEEP_SLOTS_MIN: Final = 1024
-"""By time, sweeps wait until so many slots are due, or a sixteenth of the part."""
+"""By time, sweeps wait until so many slots are due, or a sixteenth of the part, and a page at least."""
 _SWEEP_HASTE: Final = 1.2
 """So much faster than asked for, so that a pass ends in time though sweeps are cut and may come late."""
 _LOOK_S: Final = 0.05
@@ -296,7 +296,7 @@ class CanaryLead:
         for part, since in self._swept_at.items() if period else ():
             slots = self._cache.ledgers[Tier.DEVICE, part].page_count * self._cache.page_size
             due = int(slots * (now - since) / period)
-            if due >= min(_SWEEP_SLOTS_MIN, slots // 16):
+            if due >= max(self._cache.page_size, min(_SWEEP_SLOTS_MIN, slots // 16)):
                 budgets[part] = min(due, self.sweep_slots)
                 # What is more than one sweep stays due, up to one pass.
                 self._swept_at[part] = max(since + budgets[part] * period / slots, now - period)
@@ -335,7 +335,7 @@ class CanaryLead:
 
     def _verify(self, rows: Mapping[str, OwnPages], *, is_arrival: bool = False) -> list[Violation]:
         """Have all ranks verify these pages of requests; what they found there is filed."""
-        pages = tuple(RowPages(rid=rid, spans=own.spans, tokens=own.tokens) for rid, own in rows.items())
+        pages = tuple(RowPages(rid=rid, spans=own.spans, tokens=own.tokens, row=own.row) for rid, own in rows.items())
         return self._filed(_findings(self._ask(CheckRows(number=self._number(), rows=pages, is_arrival=is_arrival))))
 
     def _overflowed(self, rank: int, overflow: RingOverflow) -> None:

@@ -29,6 +29,7 @@ from serinus.canary.commands import (
     Finding,
     PlantFaults,
     RingOverflow,
+    RowPages,
     StartCanary,
     SweepSlots,
     TellCounts,
@@ -279,7 +280,7 @@ class CanaryRank:
                 lanes = self.parts.get(span.part)
                 if lanes is not None and len(span.pages):
                     ring = lanes.arriving if command.is_arrival else lanes.ending
-                    self._check_span(lanes, span, row.tokens, chains, _ROWS - index, ring)
+                    self._check_span(lanes, span, row, chains, _ROWS - index, ring)
         return [
             found
             for lanes in self.parts.values()
@@ -288,14 +289,17 @@ class CanaryRank:
         ]
 
     def _check_span(
-        self, lanes: PartLanes, span: PageSpan, tokens: NDArray[np.int32], chains: NDArray[np.int64], name: int,
-        ring: Ring,
-    ) -> None:  # fmt: skip
-        page_size = self.settings.page_size
+        self, lanes: PartLanes, span: PageSpan, row: RowPages, chains: NDArray[np.int64], name: int, ring: Ring
+    ) -> None:
+        """The slots that the row names here, where there is one: those that its steps have read."""
+        page_size, tokens = self.settings.page_size, row.tokens
         slots = (span.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
         positions = np.arange(span.first * page_size, span.end * page_size)
         live = positions < len(tokens)
         slots, positions = slots[live], positions[live]
+        if row.row and len(slots):
+            named = lanes.table_RC[row.row, int(positions[0]) : int(positions[-1]) + 1].cpu().numpy().astype(np.int64)
+            slots = np.where(named > 0, named, slots)
         previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
         names = np.full(len(slots), name)
         own = tokens[positions].astype(np.int64)

@@ -49,6 +49,8 @@ class OwnPages:
     """Its known tokens, from position 0."""
     spans: tuple[PageSpan, ...]
     """One for each part of the model."""
+    row: int = 0
+    """The row of req_to_token that names them on every rank, where a step has read it; 0 = there is none."""
 
 
 class PageStore(Protocol):

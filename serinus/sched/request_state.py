@@ -342,10 +342,12 @@ class ReqState:
         self.awaited, self.granted = frozenset(), False
 
     def own_pages(self, count: int | None = None) -> OwnPages:
-        """Its tokens, all or the first `count` of them, and the pages it has now."""
+        """Its tokens, all or the first `count` of them, which steps have computed, and the pages it has now."""
         spans = [row.span() for row in self.rows]
         copies = (PageSpan(part=span.part, first=span.first, pages=span.pages.copy()) for span in spans)
-        return OwnPages(tokens=self.tokens[: self.known if count is None else count], spans=tuple(copies))
+        if count is None:
+            return OwnPages(tokens=self.tokens[: self.known], spans=tuple(copies))
+        return OwnPages(tokens=self.tokens[:count], spans=tuple(copies), row=self.row)
 
     def sample_spec(self) -> SampleSpec:
         """How to choose the token behind the last known one."""
