@@ -7,7 +7,7 @@ room for least. Times each phase, so that start-up can say where the time went.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -166,12 +166,10 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
 def assemble(
     config: ServeConfig, comm: Comm, spec: ModelSpec, model: Model, pools: Mapping[Part, DevicePool],
     tiers: Tiers | None, kernels: Kernels, *, context: int, namespace: str, phases: Phases,
-    before_canary: Sequence[ForwardHook] = (),
 ) -> RankParts:  # fmt: skip
     """One rank over its share of the model, its pools and its tiers: row tables, canary, runner.
 
-    `spec`: of the whole model; `context`: tokens of one sequence at most; `before_canary`: hooks that stand between the
-    gate of loads and the canary.
+    `spec`: of the whole model; `context`: tokens of one sequence at most.
     """
     mesh, rank, full = comm.mesh, comm.rank, pools[Part.FULL].spec
     shards = spec.shards(mesh, config.parallel.partition)
@@ -183,7 +181,7 @@ def assemble(
     if canary is not None and tiers is not None and tiers.storage is not None:
         tiers.storage.check = canary.host_check
     hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
-    hooks += [*before_canary, *([] if canary is None else [canary.hook])]
+    hooks += [] if canary is None else [canary.hook]
     runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm)
     return RankParts(
         config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=full.dtype,

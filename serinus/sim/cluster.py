@@ -9,19 +9,21 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from serinus.cache import Tier
 from serinus.core.errors import SerinusError
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
+from serinus.kernels import StampLane
 from serinus.sim.engine import SimEngine, lanes_of
 from serinus.sim.network import Network
 from serinus.sim.one_sided import Fabric
 from serinus.sim.options import Cancel, Crash, Fault, Partition, Pause, Scenario, Work
-from serinus.sim.ports import Shared
+from serinus.sim.ports import SWEEP_S, Shared
 from serinus.sim.timeline import Timeline
 from serinus.sim.toy import expected_answer
 
@@ -32,6 +34,8 @@ _CALM_S_MAX = 90.0
 _REST_S = 1.0
 """What an engine still tells its ranks after calm takes less."""
 _STEPS_MAX = 60_000
+_ROUNDS = 3
+"""Times that every prompt is sent once more where KV was damaged."""
 _CHECK_EVERY = 64
 """Events between two full checks of all schedulers and caches."""
 
@@ -132,6 +136,7 @@ class Cluster:
         self.busy_steps = self.busy_frames = 0
         self.counts: Counter[str] = Counter()
         self._healed_at = 0.0
+        self._is_last_round = False
 
     # ---- router and clients -----------------------------------------------------------------------------------------
 
@@ -163,7 +168,7 @@ class Cluster:
         if client.end:
             raise Broken(f"I7: {delta.rid} got {delta.token_ids} {delta.finish} after its end ({client.end})")
         client.tokens.extend(delta.token_ids)
-        if client.tokens != client.expected[: len(client.tokens)]:
+        if client.tokens != client.expected[: len(client.tokens)] and not self._may_stream_wrong:
             raise Broken(f"I6: {delta.rid} got {client.tokens}, expected {client.expected}")
         if delta.finish is not None:
             client.end, client.error = delta.finish.value, delta.error
@@ -172,6 +177,8 @@ class Cluster:
 
     def _check_end(self, client: SimClient, delta: TokenDelta) -> None:
         whole = client.tokens == client.expected
+        if delta.finish is not FinishReason.ERROR and client.tokens != client.expected[: len(client.tokens)]:
+            raise Broken(f"I6: {delta.rid} ended ({delta.finish}) with {client.tokens}, expected {client.expected}")
         shape = self.engines[client.engine].shape
         pool = min((shape.pages - 1) * shape.page_size, self.scenario.shape.context_length)
         full = delta.finish is FinishReason.LENGTH and len(client.work.prompt) + len(client.tokens) == pool
@@ -179,10 +186,41 @@ class Cluster:
             raise Broken(f"I7: {delta.rid} ended ({delta.finish}) with {client.tokens}, expected {client.expected}")
         if delta.finish is FinishReason.ABORT and not client.cancelled:
             raise Broken(f"I7: {delta.rid} was aborted, and its client had not left: {delta.error}")
-        if self.scenario.options.damages and "KV integrity" in delta.error:
+        if self._may_fail and "KV integrity" in delta.error:
             return
         if delta.finish is FinishReason.ERROR and self.scenario.shape.on_failure != "error":
             raise Broken(f"I7: {delta.rid} failed: {delta.error}, expected an answer")
+
+    @property
+    def _may_fail(self) -> bool:
+        """Whether a canary may end a request for what it found."""
+        return self.scenario.options.damages and self.scenario.shape.mode == "raise" and not self._is_last_round
+
+    @property
+    def _may_stream_wrong(self) -> bool:
+        """Whether a token may leave before the bytes that it was computed of had their turn; never with the end."""
+        shape = self.scenario.shape
+        return self.scenario.options.damages and shape.mode == "raise" and shape.coverage != "full"
+
+    def _ask_again(self) -> None:
+        """After calm, where KV was damaged: no prefix stays poisoned (I19). What slept in a cache may be found once
+        more, in mode raise at the cost of a request; then every prompt has its answer. Raises Broken."""
+        for number in range(_ROUNDS):
+            self._is_last_round = number == _ROUNDS - 1
+            for work in self.scenario.works:
+                again = replace(work, rid=f"{work.rid}.{number}")
+                self.clients[again.rid] = SimClient(work=again, expected=self.clients[work.rid].expected)
+                self._arrive(again)
+            self._rest()
+
+    def _check_cached(self) -> None:
+        """I20: no cached page is wrong that a sweep has passed, nor a stamp of one that a prompt has read since. Raises
+        Broken."""
+        for engine in self.engines.values():
+            asked = [work.prompt for work in self.scenario.works if work.decode == engine.name]
+            wrong = engine.wrong_pages((StampLane.TAIL_K, StampLane.TAIL_V))
+            if wrong := wrong + engine.wrong_pages(tuple(StampLane), asked if self._is_last_round else ()):
+                raise Broken(f"I20: still cached, and wrong: {wrong}")
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
@@ -233,12 +271,27 @@ class Cluster:
             now = self.timeline.now_s
             if now > last_fault and now >= self._healed_at and (now > last_fault + 3.0 or self.quiet):
                 self._make_calm()
+        self._rest()
+        if self.scenario.options.damages:
+            self._advance_for(SWEEP_S)
+            self._check_cached()
+            self._ask_again()
+            self._check_cached()
+        self.final_check()
+
+    def _advance_for(self, seconds: float) -> None:
+        """So much virtual time, and a little more where something is under way at its end."""
+        until = self.timeline.now_s + seconds
+        while self.timeline.now_s < until or (not self.quiet and self.timeline.now_s < until + _REST_S):
+            self._advance()
+
+    def _rest(self) -> None:
+        """Until every client has its end. Raises Broken."""
         end = self.timeline.now_s + _CALM_S_MAX
         while not self.quiet:
             if self.timeline.now_s > end:
                 raise Broken(f"I10: not at rest {_CALM_S_MAX} s after the last fault: {self.unrest()}")
             self._advance()
-        self.final_check()
 
     @property
     def _kind(self) -> bool:
@@ -308,7 +361,7 @@ class Cluster:
         counts["quarantined"] = self.network.quarantined
         counts["pieces lost"] = self.network.pieces_lost
         counts["late writes"] = self.fabric.late_count
-        counts["pages damaged"] = self.network.damaged
+        counts.update({f"damaged: {kind}": count for kind, count in self.network.damaged.items()})
         counts["operations lost"] = self.fabric.lost_count
         for engine in self.engines.values():
             for name, value in engine.counts().items():
@@ -327,9 +380,7 @@ class Cluster:
     def final_check(self) -> None:
         """After calm: nothing is held, nothing is left (I11, I12); every rank has obeyed the whole line (I13). Raises
         Broken."""
-        until = self.timeline.now_s + 3.0
-        while self.timeline.now_s < until or (not self.quiet and self.timeline.now_s < until + _REST_S):
-            self._advance()  # a rank may just now be told that a killed peer was given up
+        self._advance_for(3.0)  # a rank may just now be told that a killed peer was given up
         if not self.quiet:
             raise Broken(f"I10: not at rest any more: {self.unrest()}")
         self.check_failures()
@@ -345,15 +396,18 @@ class Cluster:
                     )
 
     def _check_pages(self, engine: SimEngine) -> None:
+        """I12: what is not retired is free, before and after a flush."""
         engine.cache.release_all_quarantined()
-        for part, count in engine.pages.items():
-            used = count - 1 - engine.cache.available(part)
-            if used:
-                raise Broken(f"I12: {engine.name} still uses {used} pages of part {part.name}")
-        engine.cache.reset()
-        for part, count in engine.pages.items():
-            if engine.cache.free(part) != count - 1:
-                raise Broken(f"I12: {engine.name} has {engine.cache.free(part)} free {part.name} pages after a flush")
+        for is_flushed in (False, True):
+            if is_flushed:
+                engine.cache.reset()
+            for part, count in engine.pages.items():
+                whole = count - 1 - engine.cache.ledgers[Tier.DEVICE, part].counts().retired
+                left = whole - (engine.cache.free(part) if is_flushed else engine.cache.available(part))
+                if left:
+                    raise Broken(
+                        f"I12: {engine.name} still uses {left} pages of part {part.name} (flushed: {is_flushed})"
+                    )
 
 
 @contextmanager

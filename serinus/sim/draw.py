@@ -22,6 +22,10 @@ __all__ = ["draw"]
 
 _CANARIES = 0.08
 """Worlds with a canary; they take longer."""
+_ONE_TIER = 0.4
+"""Worlds with damage that have no host tier."""
+MODES = ("raise", "heal")
+"""What canaries do in worlds with damage."""
 _SLIDING = 0.2
 """Worlds in which layers slide."""
 
@@ -85,17 +89,31 @@ def _shape(rng: Rng, backend: str) -> Shape:
 
 
 def _with_canary(rng: Rng, scenario: Scenario, kind: str) -> Scenario:
-    """Canaries; copies between tiers do not fail, as what they leave behind would be damage too. Where KV is damaged
-    there is one tier: on the host it would not be seen before it is loaded."""
+    """Canaries; copies between tiers do not fail with an error, as what they leave behind would be damage too."""
     shape, options = scenario.shape, replace(scenario.options, restore=0.0)
     if kind == "sound":
         return replace(scenario, shape=replace(shape, canary=rng.choice(("none", "all"))), options=options)
-    engines = tuple(replace(engine, host_pages=0, prefetch="none") for engine in shape.engines)
     checked = shape.backend not in ("push", "pull")
     options = replace(
         options, flip=round(rng.random() * 0.3, 4) * checked, stray=round(rng.random() * 0.3 + 0.01, 4)
     )  # fmt: skip
-    return replace(scenario, shape=replace(shape, engines=engines, canary="all"), options=options)
+    return _damaged(Rng(scenario.seed).split("damage"), replace(scenario, shape=shape, options=options))
+
+
+def _damaged(rng: Rng, scenario: Scenario) -> Scenario:
+    """KV, stamps, rows and copies are damaged, some ways in each world; in some worlds there is one tier only."""
+    shape = scenario.shape
+    if rng.random() < _ONE_TIER:
+        engines = tuple(replace(engine, host_pages=0, prefetch="none") for engine in shape.engines)
+        shape = replace(shape, engines=engines)
+    kinds = ("page", "bit", "stamp", "row", "midway", *(("host", "copy") if shape.engines[0].host_pages else ()))
+    chances = {kind: round(rng.random() * 0.15 + 0.01, 4) for kind in kinds if rng.random() < 0.4}
+    options = replace(scenario.options, **chances)
+    if chances and rng.random() < 0.5:
+        options = replace(options, stray=0.0)
+    coverage = rng.choice(("full", "full", "rotating:3", "rotating:16"))
+    shape = replace(shape, canary="all", coverage=coverage, mode=rng.choice(MODES))
+    return replace(scenario, shape=shape, options=options)
 
 
 def _sliding(rng: Rng, shape: Shape) -> Shape:

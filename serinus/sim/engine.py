@@ -8,7 +8,7 @@ line is flushed; the ranks that do not lead obey when the simulated line brings 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,12 +28,15 @@ from serinus.engine.build import LeadKinds, lead
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_role
 from serinus.engine.messages import FrontMessage
 from serinus.engine.peers import Peers
+from serinus.kernels import StampLane
 from serinus.parallel import Mesh
 from serinus.pd import HandoffPort
+from serinus.pool import HostPool
 from serinus.pool.storage import PageFiles
 from serinus.ranks import RankLoop
 from serinus.sched import SchedSettings
 from serinus.sim.comm import RankTensors
+from serinus.sim.damage import Damage
 from serinus.sim.disk import SimDisk
 from serinus.sim.links import STEP_S, SimLink, SimLinks
 from serinus.sim.mailbox import SimMailbox
@@ -41,7 +44,7 @@ from serinus.sim.model import sim_spec
 from serinus.sim.network import Network, SimChannel
 from serinus.sim.one_sided import ONE_SIDED
 from serinus.sim.options import EngineShape, Options, Shape
-from serinus.sim.pools import PoolFaults, SimPool, StrayWrites
+from serinus.sim.pools import PoolFaults, SimPool
 from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of
 from serinus.sim.process import SimProcess
 from serinus.sim.rank import build_sim_rank
@@ -128,7 +131,7 @@ class SimEngine:
         )  # fmt: skip
         self.links = SimLinks(self.process, self.tensors, self._rank_delay)
         self.disk = SimDisk(self.shared.folders, self._fails) if self._stores_files else None
-        self.faults = PoolFaults(self._fails, self._flips, self.rng)
+        self.faults = PoolFaults(self._fails, self._errs, self._flips, self.rng)
         self.ends = self.shared.ends(self)
         self.ranks = [build_sim_rank(self, rank) for rank in range(mesh.size)]
         ends = [SimLink(self.links, rank) for rank in range(1, mesh.size)]
@@ -244,18 +247,22 @@ class SimEngine:
 
     def _flips(self) -> bool:
         flips = self.shape.role == "prefill" and self._chance(self.options.flip)
-        self.network.damaged += flips
+        if flips:
+            self._struck("flip")
         return flips
 
-    def stray_writes(self, pools: Mapping[Part, SimPool]) -> tuple[StrayWrites, ...]:
-        """The hook that lets writes land late in these pools, where there is one."""
-        if not self.world.canary or not self.options.stray:
-            return ()
+    def _errs(self) -> bool:
+        errs = self._chance(self.options.copy)
+        if errs:
+            self._struck("copy")
+        return errs
 
-        def struck() -> None:
-            self.network.damaged += 1
+    def damage(self, pools: Mapping[Part, SimPool], host: Mapping[Part, HostPool]) -> Damage:
+        """What happens to the memory of a rank."""
+        return Damage(self.options, pools, host, self._chance, self.rng, self._struck)
 
-        return (StrayWrites(pools, lambda: 0.0 if self.calm else self.options.stray, self.rng, struck),)
+    def _struck(self, kind: str) -> None:
+        self.network.damaged[kind] += 1
 
     def _rank_delay(self) -> float:
         """One-sided transports reach into pools beside the line; the product refuses them where there are several
@@ -327,6 +334,36 @@ class SimEngine:
                     f"sim: I6: {rid} has landed in {self.name}, but positions {wrong.tolist()} of part"
                     f" {span.part.name} on rank {number} hold other KV (held {reservation.held}){silent}"
                 )
+
+    def wrong_pages(self, lanes: Sequence[StampLane], prompts: Sequence[tuple[int, ...]] | None = None) -> list[str]:
+        """Cached pages of the device, in words: those with KV, or stamps in some lanes, that are not of their tokens.
+        `prompts`: only pages that a hit of one of these reads."""
+        size, found = self.shape.page_size, list[str]()
+        for node in self.cache.tree.nodes():
+            path = [node]
+            while path[-1].parent is not None:
+                path.append(path[-1].parent)
+            tokens = np.frombuffer(b"".join(each.tokens for each in reversed(path[:-1])), np.int32)
+            for part in self.pages:
+                pages = node.device[part] if part < len(node.device) else ()
+                for at, page in enumerate(pages):
+                    first = node.start + at * size
+                    path_tokens = tuple(tokens[: first + size].tolist())
+                    if prompts is not None and not any(
+                        path_tokens == prompt[: first + size] and first + size < len(prompt) for prompt in prompts
+                    ):
+                        continue
+                    span, slots = slice(first, first + size), slice(page * size, page * size + size)
+                    for number, rank in enumerate(self.ranks):
+                        kv, pool = rank.model.kv.get(part), rank.pools[part]
+                        if kv is None or pool.stamps_LS4 is None:
+                            continue
+                        words = expected_kv(self.lanes, tokens[: span.stop], kv.which)[span]
+                        stamps = pool.stamps_LS4[list(lanes), slots, :2].numpy()
+                        own = np.stack((tokens[span], np.arange(span.start, span.stop)), axis=1)
+                        if (kv.read(np.arange(slots.start, slots.stop)) != words).any() or (stamps != own).any():
+                            found.append(f"{part.name} page {page} (position {first}) on rank {number} of {self.name}")
+        return found
 
     # ---- questions --------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from serinus.models import ForwardBatch, ForwardHook, ModelSpec
 from serinus.parallel import Shard
 from serinus.parallel.comm import Comm
 from serinus.pool import DevicePool
+from serinus.sim.damage import Damage
 from serinus.sim.toy import ROOT, Lanes, expected_kv, is_linked, link, next_token
 
 __all__ = ["HEAD_SIZE", "PartKv", "SimModel", "sim_spec"]
@@ -104,11 +105,13 @@ class SimModel:
     dtype = torch.float32
 
     def __init__(
-        self, spec: ModelSpec, shard: Shard, lanes: Lanes, pools: Mapping[Part, DevicePool], comm: Comm
-    ) -> None:
-        """`spec`: of the whole model; `pools`: this rank's, the same that the runner gives to `forward`."""
+        self, spec: ModelSpec, shard: Shard, lanes: Lanes, pools: Mapping[Part, DevicePool], comm: Comm,
+        damage: Damage | None,
+    ) -> None:  # fmt: skip
+        """`spec`: of the whole model; `pools`: this rank's, the same that the runner gives to `forward`; `damage`: what
+        happens to its memory."""
         self.spec = spec.on(shard)
-        self._shard, self._lanes, self._comm = shard, lanes, comm
+        self._shard, self._lanes, self._comm, self._damage = shard, lanes, comm, damage
         self.kv = {
             part: PartKv(lanes, own, shard.kv_heads, pools[part].k[0])
             for part in spec.parts
@@ -133,6 +136,8 @@ class SimModel:
         """See Model: int64 [W or T, 1], the fold behind each wanted row; before the last stage all T rows."""
         if not self._tables:
             self._tables = {part: tables[part].numpy() for part in self.spec.parts}
+        if self._damage is not None:
+            self._damage.begin(batch, tables)
         hook.before(batch)
         for layer in range(self.spec.layer_count):
             hook.before_layer(layer)
@@ -153,6 +158,8 @@ class SimModel:
             if wanted is None or last in wanted:
                 folds[last, 0] ^= np.uint64(self._fold(row, end))
         self._tell_stored(hook, {part: np.concatenate(words) for part, words in stored.items()})
+        if self._damage is not None:
+            self._damage.midway(batch)
         hook.after(batch)
         if not self._shard.is_last or batch.wanted_W is None:
             return folds_T1

@@ -59,8 +59,8 @@ class Network:
         """Prefill engines that a decode engine gave up, by reason."""
         self.quarantined = 0
         """Closed grants, the pages of which a peer could still write."""
-        self.damaged = 0
-        """Times that KV was damaged behind every digest."""
+        self.damaged: Counter[str] = Counter()
+        """Times that KV was damaged without an error, by kind."""
         self.pieces_lost = 0
         """Pieces that a prefill engine announced as sent and never sent."""
         self.frame_count = 0

@@ -8,11 +8,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["Cancel", "Crash", "EngineShape", "Fault", "Options", "Partition", "Pause", "Scenario", "Shape", "Work"]
+__all__ = [
+    "DAMAGES",
+    "Cancel",
+    "Crash",
+    "EngineShape",
+    "Fault",
+    "Options",
+    "Partition",
+    "Pause",
+    "Scenario",
+    "Shape",
+    "Work",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +71,10 @@ class Shape:
     """Positions that a sliding layer sees, the token itself included; 0 = none slides."""
     canary: str = ""
     """Which KV bytes the canaries digest (none, all); empty = there are no canaries."""
+    coverage: str = "full"
+    """What canaries verify in each step: full, or rotating:N."""
+    mode: str = "raise"
+    """What they do with what they find: raise or heal."""
     optimistic: bool = False
     """Prompts are asked for before there are pages for them."""
 
@@ -96,12 +112,31 @@ class Options:
     flip: float = 0.0
     """With canaries: a bit of a page flips on its way out to a peer, before it is digested."""
     stray: float = 0.0
-    """With canaries: when a rank begins a step, KV that a page of its held some time ago lands in it again."""
+    """With canaries, as all that follows: when a rank begins a step, KV that a page of its held some time ago lands in
+    it again, without its stamps."""
+    page: float = 0.0
+    """...a whole page, stamps and all, is that of another place or of another time."""
+    bit: float = 0.0
+    """...a bit of KV flips on a page, in use or not."""
+    stamp: float = 0.0
+    """...a bit of a stamp flips."""
+    row: float = 0.0
+    """...an entry of a row names another slot."""
+    midway: float = 0.0
+    """A bit of KV flips after it was stored, before the step is stamped."""
+    host: float = 0.0
+    """A bit of a page in the host tier flips."""
+    copy: float = 0.0
+    """A copy between device and host does nothing, or takes other pages, and says that all is well."""
 
     @property
     def damages(self) -> bool:
         """Whether KV is damaged in ways that only a canary notices."""
-        return bool(self.flip or self.stray)
+        return any(getattr(self, name) for name in DAMAGES)
+
+
+DAMAGES: Final = ("flip", "stray", "page", "bit", "stamp", "row", "midway", "host", "copy")
+"""The options that damage KV behind every error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,13 +55,17 @@ from serinus.wire import Gone, PeerMessage
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
-__all__ = ["ROWS", "CheckedStore", "Shared", "Staging", "WatchedPort", "config_of"]
+__all__ = ["ROWS", "SWEEP_S", "CheckedStore", "Shared", "Staging", "WatchedPort", "config_of"]
 
 ROWS = 5
 """Of req_to_token, the padding row included."""
 _STAGING_BYTES = 1 << 12
 _SWEEP_EVERY = 3
 """Steps between two sweeps of a canary."""
+_HEALS = 10_000
+"""Heals of one request at most: it is damaged until it has its answer."""
+SWEEP_S = 4.0
+"""Virtual seconds of one pass over a cache at most."""
 
 
 @lru_cache(maxsize=1024)
@@ -69,9 +73,12 @@ def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
     """The settings of an engine. Cost: half a millisecond, so they are kept."""
     canary, cache = CanarySettings(), CacheSettings()
     if world.canary:
+        heals: dict[str, Any] = (
+            {"kv_canary_heals_max": _HEALS, "kv_canary_heal_tokens_per_second": 0} if world.mode == "heal" else {}
+        )
         canary = CanarySettings(
-            kv_canary="raise", kv_canary_real_data=world.canary, kv_canary_coverage="full",
-            kv_canary_sweep_interval=_SWEEP_EVERY, kv_canary_stats_interval=0,
+            **heals, kv_canary=world.mode, kv_canary_real_data=world.canary, kv_canary_coverage=world.coverage,
+            kv_canary_sweep_interval=_SWEEP_EVERY, kv_canary_sweep_seconds=SWEEP_S, kv_canary_stats_interval=0,
         )  # fmt: skip
     if shape.host_pages:
         stored = shape.prefetch != "none"

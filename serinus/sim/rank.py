@@ -73,10 +73,12 @@ def build_sim_rank(engine: SimEngine, rank: int) -> SimRank:
         )
         for part, count in engine.pages.items()
     }  # fmt: skip
-    model = SimModel(spec, shard, engine.lanes, pools, comm)
+    tiers = _tiers(engine, own, pools, rank)
+    damage = engine.damage(pools, {} if tiers is None else tiers.host) if engine.options.damages else None
+    model = SimModel(spec, shard, engine.lanes, pools, comm, damage)
     parts = assemble(
-        config, comm, spec, model, pools, _tiers(engine, own, pools, rank), kernels, context=spec.context_length,
-        namespace="simulated", phases=Phases(engine.timeline), before_canary=engine.stray_writes(pools),
+        config, comm, spec, model, pools, tiers, kernels, context=spec.context_length, namespace="simulated",
+        phases=Phases(engine.timeline),
     )  # fmt: skip
     return SimRank(
         model=model, pools=pools, parts=parts, body=make_body(parts, engine.timeline, engine.ends[0])

@@ -65,7 +65,7 @@ def _steps(scenario: Scenario) -> Iterator[Scenario]:
             engines = list(scenario.shape.engines)
             engines[index] = replace(engine, tp=1, pp=1)
             yield replace(scenario, shape=replace(scenario.shape, engines=tuple(engines)))
-    if scenario.shape.canary:
+    if scenario.shape.canary and not options.damages:  # without one, damage is a finding by itself
         yield replace(scenario, shape=replace(scenario.shape, canary=""))
     if scenario.shape.slides:
         whole = tuple(replace(engine, swa_pages=0) for engine in scenario.shape.engines)

@@ -79,3 +79,43 @@ def digest_not_compared() -> Iterator[None]:
 
     with replaced(ranks, "make_canary_rank", made):
         yield
+
+
+@mutant("HEAD is never verified", world=damaged, says="I20")
+def head_not_verified() -> Iterator[None]:
+    """Only what is read after the pass is held against anything."""
+    from serinus.kernels import StampLane
+    from serinus.kernels.cpu import canary_watch
+
+    watch = next(each for each in vars(canary_watch).values() if isinstance(each, type) and hasattr(each, "verify"))
+    original = watch.verify
+
+    def verify(self: Any, lane: int) -> None:
+        if lane != StampLane.HEAD_K:
+            original(self, lane)
+
+    with replaced(watch, "verify", verify):
+        yield
+
+
+@mutant("the sweep does nothing", world=damaged, says="I20")
+def nothing_swept() -> Iterator[None]:
+    """Its turns come, and no slot is looked at."""
+    from serinus.canary import CanaryRank
+
+    with replaced(CanaryRank, "_sweep", lambda self, command: None):
+        yield
+
+
+@mutant("no sequence is verified as a whole", world=damaged)
+def nothing_whole() -> Iterator[None]:
+    """A sequence that just came waits for its turns like all others."""
+    from serinus.canary import rank
+
+    original = rank.reads_of
+
+    def reads_of(rows: Any, starts: Any, wholes: Any, **more: Any) -> Any:
+        return original(rows, starts, [False] * len(wholes), **more)
+
+    with replaced(rank, "reads_of", reads_of):
+        yield

@@ -59,7 +59,9 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
         "landed", "recomputed", "retracted", "cancel", "crash", "pause", "partition", "pieces lost",
         "frames sent again", "rejected crc",
         "rejected closed_grant", "decode failed: peer_gone", "prefill failed: aborted", "quarantined",
-        "operations lost", "prefetched tokens", "pages damaged", "violations", "decode failed: kv_canary",
+        "operations lost", "prefetched tokens",
+        "damaged: stray", "damaged: flip", "damaged: page", "damaged: bit", "damaged: stamp", "damaged: row",
+        "damaged: midway", "damaged: host", "damaged: copy", "violations", "decode failed: kv_canary",
         "end length", "end stop", "end abort", "end lost",
     )  # fmt: skip
     missing = [name for name in expected if not counts.get(name)]

@@ -1,0 +1,141 @@
+"""What happens to the memory of one rank and to its copies without any error: the faults that only a canary can see.
+
+A bit of KV or of a stamp flips; KV that a page held some time ago lands in it again; a whole page, stamps and all, is
+that of another place or of another time; an entry of a row names another slot; a bit flips in a slot after its KV was
+stored and before the step is stamped; a page of the host tier changes; a copy between device and host does nothing, or
+takes another page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from serinus.core.parts import Part
+from serinus.core.rng import Rng
+from serinus.models import ForwardBatch
+from serinus.pool import DevicePool, HostPool
+from serinus.sim.options import Options
+
+__all__ = ["Damage"]
+
+_OLD_MAX = 64
+"""Pages of earlier steps that may come again."""
+
+
+class Damage:
+    """The damage of one rank of one engine; asked around each forward pass."""
+
+    def __init__(
+        self, options: Options, pools: Mapping[Part, DevicePool], host: Mapping[Part, HostPool],
+        chance: Callable[[float], bool], rng: Rng, struck: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`chance`: whether something of this probability happens now; `struck` is told the kind of what did."""
+        self._options, self._chance, self._rng, self._struck = options, chance, rng, struck
+        self._pools = [pool for pool in pools.values() if pool.page_bytes]
+        self._parts = [part for part, pool in pools.items() if pool.page_bytes]
+        self._host = [pool for pool in host.values() if pool.page_bytes]
+        self._old: list[tuple[DevicePool, NDArray[np.int64], NDArray[np.uint8]]] = []
+
+    def begin(self, batch: ForwardBatch, tables: Mapping[Part, torch.Tensor]) -> None:
+        """The rows of a step are written; nothing of it is verified, loaded or computed yet."""
+        options = self._options
+        if options.stray or options.page:
+            for pool in self._pools:
+                page = self._page(pool)
+                self._old.append((pool, page, pool.read_pages(page)))
+            del self._old[:-_OLD_MAX]
+        for name, act in (
+            ("stray", self._stray), ("page", self._replace_page), ("bit", self._flip_kv), ("stamp", self._flip_stamp),
+            ("host", self._flip_host),
+        ):  # fmt: skip
+            if self._chance(getattr(options, name)) and act():
+                self._struck(name)
+        if self._chance(options.row):
+            self._change_row(batch, tables)
+
+    def midway(self, batch: ForwardBatch) -> None:
+        """All KV of the step is stored and read; nothing of it is stamped."""
+        if not self._chance(self._options.midway):
+            return
+        at = self._rng.randrange(len(self._pools))
+        pool, slots = self._pools[at], batch.slots_of(self._parts[at]).tolist()
+        slot = self._rng.choice([slot for slot in slots if slot] or [pool.spec.page_size])
+        half = self._rng.choice(pool.layers)[self._rng.randrange(2)]
+        words = half[slot].view(torch.uint8).view(-1).numpy()
+        words[self._rng.randrange(len(words))] ^= 1 << self._rng.randrange(8)
+        self._struck("midway")
+
+    def _page(self, pool: DevicePool) -> NDArray[np.int64]:
+        return np.array([self._rng.randrange(1, pool.spec.page_count)])
+
+    def _stray(self) -> bool:
+        """Late KV, without stamps."""
+        if not self._old:
+            return False
+        pool, page, data = self._old.pop(self._rng.randrange(len(self._old)))
+        now = pool.read_pages(page)
+        now[:, : pool.spec.kv_bytes] = data[:, : pool.spec.kv_bytes]
+        pool.write_pages(page, now)
+        return True
+
+    def _replace_page(self) -> bool:
+        """A page of another place, or of another time; the two places exchange what they hold every other time."""
+        rng = self._rng
+        if self._old and rng.random() < 0.5:
+            pool, _, data = self._old.pop(rng.randrange(len(self._old)))
+            pool.write_pages(self._page(pool), data)
+            return True
+        pool = rng.choice(self._pools)
+        one, other = self._page(pool), self._page(pool)
+        first, second = pool.read_pages(one), pool.read_pages(other)
+        pool.write_pages(one, second)
+        pool.write_pages(other, first)
+        return True
+
+    def _flip_kv(self) -> bool:
+        pool = self._rng.choice(self._pools)
+        return self._flip(pool, 0, pool.spec.kv_bytes)
+
+    def _flip_stamp(self) -> bool:
+        pool = self._rng.choice(self._pools)
+        return self._flip(pool, pool.spec.kv_bytes, pool.page_bytes)
+
+    def _flip(self, pool: DevicePool, low: int, high: int) -> bool:
+        page = self._page(pool)
+        data = pool.read_pages(page)
+        data[0, self._rng.randrange(low, high)] ^= 1 << self._rng.randrange(8)
+        pool.write_pages(page, data)
+        return True
+
+    def _flip_host(self) -> bool:
+        if not self._host:
+            return False
+        pool = self._rng.choice(self._host)
+        page = self._rng.randrange(1, pool.page_count)
+        pool.data_PY[page, self._rng.randrange(pool.page_bytes)] ^= 1 << self._rng.randrange(8)
+        return True
+
+    def _change_row(self, batch: ForwardBatch, tables: Mapping[Part, torch.Tensor]) -> None:
+        """An entry that was written in an earlier step names any other slot."""
+        rng, attention = self._rng, batch.attention
+        lengths: Sequence[int] = (attention.q_starts_B1[1:] - attention.q_starts_B1[:-1]).tolist()
+        rows = [
+            (row, context - length)
+            for row, context, length in zip(
+                attention.rows_B.tolist(), attention.context_B.tolist(), lengths, strict=True
+            )
+            if context > length
+        ]
+        if not rows:
+            return
+        row, start = rng.choice(rows)
+        at = rng.randrange(len(self._pools))
+        spec = self._pools[at].spec
+        tables[self._parts[at]][row, rng.randrange(start)] = rng.randrange(
+            spec.page_size, spec.page_count * spec.page_size
+        )
+        self._struck("row")
