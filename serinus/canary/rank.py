@@ -101,6 +101,8 @@ class CanaryRank:
         """Stands around the forward pass, behind the gate of loads."""
         self.steps = 0
         """Steps begun since StartCanary."""
+        self.step_size = 0
+        """Requests of the latest of them."""
         self.violation_count = 0
         """Ever, those whose detail was lost to the ring's overflow included."""
         self._sweep_passes = 0
@@ -130,6 +132,7 @@ class CanaryRank:
             return
         self.steps += 1
         base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
+        self.step_size = len(work)
         rids = tuple([each.rid for each in work])
         self._base, self._rids = base, rids
         settings, reading = self.settings, self._reading(work)
