@@ -57,7 +57,10 @@ def make_canary_rank(
     kernels = load(device)
     if settings.kv_canary_real_data == "all":  # else the first decode step would wait for what digests in attention
         shape = (spec.head_size, spec.head_count // spec.kv_head_count)
-        warm(kernels, shapes=(shape,), dtype=pools[Part.FULL].spec.dtype, watched=True)
+        warm(
+            kernels, shapes=(shape,), dtype=pools[Part.FULL].spec.dtype, watched=True,
+            windows=sorted({part is Part.SWA for part in own.layer_parts}), capped=spec.attention_softcap is not None,
+        )  # fmt: skip
     return CanaryRank(
         CheckSettings(
             page_size=config.memory.page_size,

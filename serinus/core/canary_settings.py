@@ -15,13 +15,13 @@ class CanarySettings:
     """The KV canary: what is checked, how often, and which faults are planted to prove that it is."""
 
     kv_canary: str = setting(
-        "none",
+        "heal",
         "what a violation does: log it; raise: fail the requests it touches; heal: compute them again from their last"
         " verified token; none = no canary",
         choices=("none", "log", "raise", "heal"),
     )
     kv_canary_real_data: str = setting(
-        "none",
+        "all",
         "KV bytes that are digested: none, the first 16 of each layer's row, or all",
         choices=("none", "partial", "all"),
     )
@@ -93,9 +93,9 @@ class CanarySettings:
         check_fields(self)
         if self.kv_canary == "none":
             for item in settings_of(type(self)):
-                if getattr(self, item.name) != item.default:
+                if item.name != "kv_canary" and getattr(self, item.name) != item.default:
                     raise ConfigError(
-                        f"config: {item.flag} is {getattr(self, item.name)!r} without --kv-canary, expected"
+                        f"config: {item.flag} is {getattr(self, item.name)!r} with --kv-canary none, expected"
                         f" --kv-canary log, raise or heal"
                     )
         for name in ("kv_canary_stream", "kv_canary_heals_max", "kv_canary_heal_tokens_per_second"):

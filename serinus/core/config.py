@@ -183,7 +183,7 @@ class UpConfig(EngineConfig):
     def canary_of(self, role: str) -> CanarySettings:
         """The canary of an engine of this role; one that is switched off for it takes over nothing."""
         own = self.prefill if role == "prefill" else self.decode
-        return self._of_role(CanarySettings() if own.get("kv_canary") == "none" else self.canary, role)
+        return self._of_role(CanarySettings(kv_canary="none") if own.get("kv_canary") == "none" else self.canary, role)
 
     def _of_role(self, group: _GroupT, role: str) -> _GroupT:
         given = self.prefill if role == "prefill" else self.decode

@@ -131,7 +131,7 @@ class Kernels:
     """(tokens_N, position, chain) -> hashes_N; on the host"""
     canary_watch: MakeWatch
     """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size) -> Watch"""
-    warmer: Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None = None
+    warmer: Warmer | None = None
     """([(head size, query heads per KV head)], dtype, watched): makes the machine code of all ops ready; None: there is
     none."""
 
@@ -177,13 +177,15 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     return Kernels(device=kind, columns=columns, warmer=_warmer(column), **ops)
 
 
+Warmer = Callable[[Sequence[tuple[int, int]], torch.dtype, bool, Sequence[bool], bool], None]
+"""What `warm` calls of a column."""
 _USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 5), (128, 7), (128, 8))
 """(head size, group) of the dense Llama, Qwen and Mistral checkpoints that fit a CPU."""
 
 
 def warm(
     kernels: Kernels, *, shapes: Sequence[tuple[int, int]] = _USUAL_SHAPES, dtype: torch.dtype = torch.bfloat16,
-    watched: bool = False,
+    watched: bool = False, windows: Sequence[bool] = (False,), capped: bool = False,
 ) -> None:  # fmt: skip
     """Make the machine code ready: compiled once, from the disk ever after. Idempotent.
 
@@ -191,14 +193,15 @@ def warm(
         kernels: from `load`.
         shapes: (head size, query heads per KV head) of models; none = only what does not depend on the model.
         dtype: torch.bfloat16 or torch.float32.
-        watched: of these shapes nothing but attention that digests what it reads, for the canary.
+        watched: of these shapes nothing but attention that digests what it reads, for the canary: of layers without a
+            window, of those with one (`windows`), with capped scores or without (`capped`).
     Raises:
         ConfigError: there is no place to keep compiled kernels.
     Cost: half a second from the disk; the first time about 20 s, 10 s of them for what does not depend on the model.
     What was not warmed is compiled at first use.
     """
     if kernels.warmer is not None:
-        kernels.warmer(shapes, dtype, watched)
+        kernels.warmer(shapes, dtype, watched, windows, capped)
 
 
 def _find(op: str, column: str) -> tuple[Any, str]:
@@ -219,7 +222,7 @@ def _module(column: str, file: str) -> ModuleType | None:
     return import_module(name) if find_spec(name) is not None else None
 
 
-def _warmer(column: str) -> Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None:
+def _warmer(column: str) -> Warmer | None:
     module = _module(column, "warm")
-    found: Callable[[Sequence[tuple[int, int]], torch.dtype, bool], None] | None = getattr(module, "warm", None)
+    found: Warmer | None = getattr(module, "warm", None)
     return found

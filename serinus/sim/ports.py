@@ -71,7 +71,7 @@ SWEEP_S = 4.0
 @lru_cache(maxsize=1024)
 def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
     """The settings of an engine. Cost: half a millisecond, so they are kept."""
-    canary, cache = CanarySettings(), CacheSettings()
+    canary, cache = CanarySettings(kv_canary="none"), CacheSettings()
     if world.canary:
         heals: dict[str, Any] = (
             {"kv_canary_heals_max": _HEALS, "kv_canary_heal_tokens_per_second": 0} if world.mode == "heal" else {}

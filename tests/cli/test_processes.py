@@ -125,7 +125,7 @@ def test_ranks_that_a_model_cannot_be_shared_among_are_refused_before_any_starts
     ("plan", "said"),
     [
         ({"kv_canary_perturb": "req_to_tokens=1"}, "'req_to_tokens', expected one of req_to_token"),
-        ({"kv_canary_perturb": "real_kv_used=1"}, "--kv-canary-real-data is none"),
+        ({"kv_canary_perturb": "real_kv_used=1", "kv_canary_real_data": "none"}, "--kv-canary-real-data is none"),
         ({"kv_canary_perturb": "req_to_token=1", "kv_canary_perturb_target": "swa"}, "no layers of; expected full"),
         ({"kv_canary_perturb": "transfer_bytes=1", "kv_canary_real_data": "all"}, "--disaggregation-mode prefill"),
         ({"kv_canary_perturb": "req_to_token=1", "kv_canary_perturb_rank": 1}, "rank is 1, expected one of 0"),

@@ -44,13 +44,13 @@ def test_faults_can_be_planted_in_the_engines_of_one_role_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "prefill", "decode"),
     [
-        ("--decode-kv-canary log --prefill-kv-canary raise", ("raise", "none"), ("log", "none")),
-        ("--decode-kv-canary log --decode-kv-canary-real-data all", ("none", "none"), ("log", "all")),
+        ("--decode-kv-canary log --prefill-kv-canary raise", ("raise", "all"), ("log", "all")),
+        ("--decode-kv-canary log --decode-kv-canary-real-data none", ("heal", "all"), ("log", "none")),
         (
             "--kv-canary log --kv-canary-real-data all --prefill-kv-canary-real-data partial",
             ("log", "partial"), ("log", "all"),
         ),
-        ("--kv-canary log --kv-canary-real-data all --prefill-kv-canary none", ("none", "none"), ("log", "all")),
+        ("--kv-canary log --kv-canary-real-data partial --prefill-kv-canary none", ("none", "all"), ("log", "partial")),
     ],
 )  # fmt: skip
 def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: object) -> None:
@@ -61,7 +61,7 @@ def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: 
 
 def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
     values: dict[str, Any] = {
-        "tp_size": 2, "pp_size": 2, "kv_canary": "heal", "kv_canary_real_data": "all", "kv_canary_coverage": "full",
+        "tp_size": 2, "pp_size": 2, "kv_canary": "heal", "kv_canary_real_data": "partial", "kv_canary_coverage": "full",
         "kv_canary_stream": "confirmed",
         "kv_canary_perturb": "real_kv_used=1", "kv_canary_perturb_target": "swa", "kv_canary_perturb_api": True,
     }  # fmt: skip
@@ -69,7 +69,7 @@ def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
         own = [setting for name, setting in settings_in(UpConfig) if name == role]
         assert {setting.name for setting in own} >= set(values)
         given = {setting: values.get(setting.name, 7) for setting in own}
-        words: list[str] = []
+        words = ["--kv-canary", "log"]
         for item, value in given.items():
             words += [item.flag] if value is True else [item.flag, str(value)]
         for config in group(*words):
@@ -110,7 +110,7 @@ def test_without_prefill_engines_the_flags_of_decode_hold_for_those_that_do_both
         ("--decode-pp-size 0", "--decode-pp-size is 0, expected at least 1"),
         ("--decode-kv-canary-perturb-seed x", "--decode-kv-canary-perturb-seed is 'x', expected an integer"),
         ("--prefill 0 --prefill-kv-canary log", "--prefill-kv-canary is 'log' with --prefill 0, expected prefill eng"),
-        ("--decode-kv-canary-real-data all", "without --kv-canary, expected --kv-canary log, raise or heal (of decode"),
+        ("--kv-canary none --decode-kv-canary-real-data partial", "with --kv-canary none, expected --kv-canary log, r"),
         ("--kv-canary raise --kv-canary-stream confirmed", "'confirmed' with --kv-canary raise, expected --kv-can"),
         ("--kv-canary heal --prefill-kv-canary log --kv-canary-heals-max 5", "with --kv-canary log, expected --kv-"),
         ("--kv-canary log --decode-kv-canary-coverage half", "is 'half', expected full or rotating:N with N > 0 (of"),
@@ -122,7 +122,7 @@ def test_without_prefill_engines_the_flags_of_decode_hold_for_those_that_do_both
             "`serinus up`: --prefill-kv-canary-perturb), expected it (of decode-0)",
         ),
         ("--kv-canary log --prefill-kv-canary-perturb real_kv_usd=1", "'real_kv_usd', expected one of req_to_token"),
-        ("--kv-canary log --prefill-kv-canary-perturb real_kv_used=1", "--kv-canary-real-data is none"),
+        ("--kv-canary-real-data none --prefill-kv-canary-perturb real_kv_used=1", "--kv-canary-real-data is none"),
         (
             "--kv-canary log --kv-canary-perturb req_to_token=1 --prefill-pp-size 2 --kv-canary-perturb-rank 1",
             "--kv-canary-perturb-rank is 1, expected one of 0 (of 1 ranks from 0 on those that hold layers of part full"

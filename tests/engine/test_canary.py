@@ -164,7 +164,7 @@ def test_quarantined_pages_are_released_before_a_request_waits_for_ever(toys: di
 
 def test_a_canary_that_cannot_be_is_refused_at_start(toys: dict[str, Path]) -> None:
     for words, settings in (
-        ("without --kv-canary", {"kv_canary": "none"}),
+        ("with --kv-canary none", {"kv_canary": "none"}),
         ("real-data is none", {"kv_canary_real_data": "none", "kv_canary_perturb": "real_kv_used=1"}),
         ("expected full or rotating:N", {"kv_canary_coverage": "some"}),
         ("no layers of", {"kv_canary_perturb": "req_to_token=1", "kv_canary_perturb_target": "swa"}),

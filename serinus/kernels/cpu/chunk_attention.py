@@ -137,9 +137,9 @@ def attend_chunks(
     return int(arguments.bad)
 
 
-def warm(head_size: int, group: int, watched: int) -> None:
+def warm(head_size: int, group: int, windowed: bool, capped: bool, watched: int) -> None:
     """Compile, or load from the disk."""
-    _body(head_size, group, False, False, watched, VERSION)
+    _body(head_size, group, windowed, capped, watched, VERSION)
 
 
 @inlined(fastmath=FAST)

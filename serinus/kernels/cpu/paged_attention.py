@@ -126,12 +126,15 @@ class LaidAttention:
         return out_TND
 
 
-def warm(head_size: int, group: int, dtype: torch.dtype, *, watched: bool = False) -> None:
+def warm(
+    head_size: int, group: int, dtype: torch.dtype, windows: Sequence[bool], *, capped: bool, watched: bool
+) -> None:
     """Compile, or load from the disk; `watched`: what digests whole rows."""
     how = 0 if not watched else PACKED if watches(head_size, group, dtype) else PLAIN
-    _pick_body(head_size, group, dtype, False, how)
+    _pick_body(head_size, group, dtype, capped, how)
     if serves(head_size, group, dtype):
-        chunk_attention.warm(head_size, group, PACKED if watched else 0)
+        for windowed in windows:
+            chunk_attention.warm(head_size, group, windowed, capped, PACKED if watched else 0)
 
 
 def watches(head_size: int, group: int, dtype: torch.dtype) -> bool:

@@ -23,18 +23,20 @@ from serinus.kernels.cpu import (
 __all__ = ["warm"]
 
 
-def warm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, watched: bool) -> None:
+def warm(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, watched: bool, windows: Sequence[bool], capped: bool
+) -> None:
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
-    shapes; where `watched`, of the latter only attention that digests what it reads. What only some models need
-    (windows, caps, GELU, fp32 norms) is compiled at first use."""
+    shapes; where `watched`, of the latter only attention that digests what it reads, windows and caps as said. What
+    else only some models need (windows, caps, GELU, fp32 norms) is compiled at first use."""
     for kernel in (pages, hashed_pages, sampling, canary, canary_bind):
         kernel.warm()
     for head_size, group in shapes:
         if watched:
-            watched_attention.warm(head_size, group, dtype)
+            watched_attention.warm(head_size, group, dtype, windows, capped)
             continue
         linear.warm(dtype)
         rms_norm.warm(dtype)
         silu_mul.warm(dtype)
         qk_rope_store.warm(head_size, dtype)
-        paged_attention.warm(head_size, group, dtype)
+        paged_attention.warm(head_size, group, dtype, (False,), capped=False, watched=False)

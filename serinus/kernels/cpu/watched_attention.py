@@ -10,6 +10,8 @@ S = slots, H = KV heads, W = 16-bit lanes of a row of one half, E = slots digest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -50,9 +52,9 @@ def new_watched_attention() -> WatchedAttention:
     return _WatchedAttention()
 
 
-def warm(head_size: int, group: int, dtype: torch.dtype) -> None:
+def warm(head_size: int, group: int, dtype: torch.dtype, windows: Sequence[bool], capped: bool) -> None:
     """Compile, or load from the disk, what digests whole rows."""
-    paged_attention.warm(head_size, group, dtype, watched=True)
+    paged_attention.warm(head_size, group, dtype, windows, capped=capped, watched=True)
 
 
 class _WatchedAttention:
