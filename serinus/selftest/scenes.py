@@ -176,8 +176,8 @@ def _overflow(pair: CanaryPDFixture, side: str, count: int) -> None:
             for half in lanes.layers_kv[0]:
                 half.view(torch.int16).bitwise_xor_(1)
     pair.run_until(lambda: canary.steps > steps)
-    # Beside its slots each request of the step has one entry due that binds it to its tokens: those are not changed.
-    expected = 2 * (sum(canary.due_slots.values()) - due - canary.step_size)
+    # Beside its slots each request of the step has one entry a part due that binds it to its tokens: not changed.
+    expected = 2 * (sum(canary.due_slots.values()) - due - canary.step_size * len(canary.parts))
     assert expected > canary.settings.ring_rows, f"{expected} violations do not fill {canary.settings.ring_rows} rows"
     counted = canary.violation_count - found
     assert counted == expected, f"{expected} violations in one step, keys and values, but {counted} were counted"
