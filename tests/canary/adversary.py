@@ -39,9 +39,7 @@ from .adversary_worlds import WORLDS, World
 
 __all__ = ["BLIND", "Cell", "run", "table"]
 
-BLIND: dict[str, str] = {
-    "rotating:16": "With `rotating:N`, what an answer read last may not have had its turn when it ends.",
-}
+BLIND: dict[str, str] = {}
 """Coverage under which faults may end in wrong answers, and what docs/CANARY.md, "What it cannot see", says of it."""
 SETTINGS = [(mode, coverage) for mode in ("raise", "heal") for coverage in ("full", "rotating:16")]
 _ENDS_WELL = (FinishReason.LENGTH, FinishReason.STOP)
