@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class CompletionOutput:
     """The token id or the text that ended it, where one did."""
     logprobs: tuple[TokenLogprobs, ...]
     """One per token where asked for."""
-    kv_integrity: KvIntegrity | None = None
+    kv_integrity: KvIntegrity | None = field(default=None, compare=False)
     """What the canary verified of the KV that it was computed on; None without one (kv_canary="none")."""
 
 

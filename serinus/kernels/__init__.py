@@ -11,12 +11,14 @@ from serinus.kernels.contracts import LayerDigest, RowSampling, Tiling, TopToken
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.ref.canary import digest_values
+from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
 
 __all__ = [
     "COLUMNS",
     "RING_FIELDS",
     "AttentionBatch",
+    "GatheredRows",
     "Kernels",
     "LayerDigest",
     "PackedLinear",

@@ -27,7 +27,7 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import digest_values
+from serinus.kernels import GatheredRows, LayerDigest, digest_values
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -72,6 +72,10 @@ class _Reach:
     """Slots of the positions read, sequence after sequence."""
     position_C: torch.Tensor
     """Positions of these slots in their sequences."""
+    first_B: torch.Tensor
+    """The first position that each sequence reads, and..."""
+    begins_B: torch.Tensor
+    """...its place in C."""
     last_T: torch.Tensor
     """Place in C of each token itself."""
     before_T: torch.Tensor
@@ -108,7 +112,7 @@ class ToyModel:
         hook: ForwardHook,
         inflow: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the step's KV, read back everything each token may see, layer by layer.
+        """Read all that each token may see, layer by layer, and write the step's KV, which is read back.
 
         Returns: int64 [W or T, 1], the hash that chooses the token after each row; before the last stage [T, 2].
         Cost: reads the KV of all sequences once, in sliding layers that of their windows.
@@ -124,16 +128,20 @@ class ToyModel:
             hook.before_layer(layer)
             part = parts[layer]
             rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
+            reach = reaches[part]
+            read_2CJ = [rows_SJ[reach.slots_C] for rows_SJ in rows_2SJ]
+            self._digest(hook.reads(layer, batch.attention), batch, tables[part], reach, pair, read_2CJ)
             if layer == 0 and inflow is None:
-                chain_T = self._continue(batch, rows_2SJ[0], tables[part])
+                chain_T = self._continue(batch, read_2CJ[0], reach)
             lanes = range(2 * (self.shard.layers.start + layer), 2 * (self.shard.layers.start + layer) + 2)
             values_2TJ = [self._values(chain_T, lane) for lane in lanes]
             written = hook.writes(layer)
             if written is not None:
                 digest_values(written, *values_2TJ)
-            for values_TJ, rows_SJ in zip(values_2TJ, rows_2SJ, strict=True):
+            for values_TJ, rows_SJ, read_CJ in zip(values_2TJ, rows_2SJ, read_2CJ, strict=True):
                 rows_SJ[batch.slots_of(part)] = values_TJ
-                read.append(self._read(reaches[part], rows_SJ))
+                read_CJ[reach.last_T] = rows_SJ[reach.slots_C[reach.last_T]]
+                read.append(self._read(read_CJ))
         hook.after(batch)
         for lane, row_C in enumerate(self._total(read), start=2 * self.shard.layers.start):
             sums_T = sums_T + self._sum(reaches[parts[lane // 2 - self.shard.layers.start]], row_C, lane)
@@ -159,7 +167,7 @@ class ToyModel:
         counts_B = batch.attention.q_starts_B1.diff()
         context_B = batch.attention.context_B
         window = self.spec.window if part is Part.SWA and self.spec.window is not None else int(table_RC.shape[1]) + 1
-        first_B = (context_B - counts_B + 1 - window).clamp_min(0)
+        first_B = (context_B - counts_B - max(window - 1, 1)).clamp_min(0)  # the chain word before them is read too
         read_B = context_B - first_B
         begins_B = read_B.cumsum(0) - read_B
         sequence_C = torch.arange(len(read_B), device=read_B.device).repeat_interleave(read_B)
@@ -169,21 +177,49 @@ class ToyModel:
         return _Reach(
             slots_C=table_RC[batch.attention.rows_B[sequence_C], position_C].long(),
             position_C=position_C,
+            first_B=first_B,
+            begins_B=begins_B,
             last_T=base_T + batch.positions_T,
             before_T=base_T + (batch.positions_T + 1 - window).clamp_min(0) - 1,
         )
 
-    def _continue(self, batch: ForwardBatch, rows_SJ: torch.Tensor, table_RC: torch.Tensor) -> torch.Tensor:
+    def _continue(self, batch: ForwardBatch, read_CJ: torch.Tensor, reach: _Reach) -> torch.Tensor:
         """The chain words of the step's tokens, from those that the first layer holds."""
         starts_B = batch.attention.q_starts_B1[:-1]
         counts_B = batch.attention.q_starts_B1.diff()
         first_B = batch.attention.context_B - counts_B
-        before_B = table_RC[batch.attention.rows_B, (first_B - 1).clamp_min(0)].long()
-        carried_B = self._comm.broadcast(torch.where(first_B > 0, rows_SJ[before_B, 0], 0))  # slice 0 has word 0
+        before_B = reach.last_T[starts_B] - 1
+        carried_B = self._comm.broadcast(torch.where(first_B > 0, read_CJ[before_B, 0], 0))  # slice 0 has word 0
         links_T = _mix(batch.tokens_T * _A + batch.positions_T + 1)
         sums_T = links_T.cumsum(0)
         base_B = sums_T[starts_B] - links_T[starts_B] - carried_B
         return sums_T - base_B.repeat_interleave(counts_B)
+
+    def _digest(
+        self, digest: LayerDigest | None, batch: ForwardBatch, table_RC: torch.Tensor, reach: _Reach,
+        pair: tuple[torch.Tensor, torch.Tensor], read_2CJ: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Digest what was read of the positions before the step; what is due before a window is read for that alone."""
+        if digest is None:
+            return
+        rows = GatheredRows(digest, batch.attention.sequence_count)
+        counts = batch.attention.q_starts_B1.diff().tolist()
+        k_CHD, v_CHD = (
+            read_CJ.view(self.dtype).view(-1, *lane.shape[1:]) for read_CJ, lane in zip(read_2CJ, pair, strict=True)
+        )
+        for b, (row, first, begin, end) in enumerate(
+            zip(
+                batch.attention.rows_B.tolist(), reach.first_B.tolist(), reach.begins_B.tolist(),
+                batch.attention.context_B.tolist(), strict=True,
+            )
+        ):  # fmt: skip
+            low = rows.low(b)
+            if low < first:
+                slots = table_RC[row, low:first].long()
+                rows.add(b, low, *(lane[slots] for lane in pair))
+            count = end - counts[b] - first
+            if count:
+                rows.add(b, first, k_CHD[begin : begin + count], v_CHD[begin : begin + count])
 
     def _values(self, chain_T: torch.Tensor, lane: int) -> torch.Tensor:
         """The rows of one lane of the step's tokens."""
@@ -193,9 +229,9 @@ class ToyModel:
             values_TJ[:, 0] = chain_T
         return values_TJ
 
-    def _read(self, reach: _Reach, rows_SJ: torch.Tensor) -> torch.Tensor:
+    def _read(self, read_CJ: torch.Tensor) -> torch.Tensor:
         """What this rank makes of each row of one lane, [C]."""
-        return _mix(rows_SJ[reach.slots_C] + (self._words_J(rows_SJ.device) + 1) * _B).sum(1)
+        return _mix(read_CJ + (self._words_J(read_CJ.device) + 1) * _B).sum(1)
 
     def _total(self, read: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The same of all ranks of the stage."""

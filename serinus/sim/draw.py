@@ -107,7 +107,11 @@ def _damaged(rng: Rng, scenario: Scenario) -> Scenario:
         engines = tuple(replace(engine, host_pages=0, prefetch="none") for engine in shape.engines)
         shape = replace(shape, engines=engines)
     kinds = ("page", "bit", "stamp", "row", "midway", *(("host", "copy") if shape.engines[0].host_pages else ()))
-    chances = {kind: round(rng.random() * 0.15 + 0.01, 4) for kind in kinds if rng.random() < 0.4}
+    chances = {
+        kind: round(rng.random() * 0.15 + 0.01, 4)
+        for kind in kinds
+        if rng.random() < (0.8 if kind in ("host", "copy") else 0.4)
+    }
     options = replace(scenario.options, **chances)
     if chances and rng.random() < 0.5:
         options = replace(options, stray=0.0)

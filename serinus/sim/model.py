@@ -106,7 +106,7 @@ class SimModel:
 
     def __init__(
         self, spec: ModelSpec, shard: Shard, lanes: Lanes, pools: Mapping[Part, DevicePool], comm: Comm,
-        damage: Damage | None,
+        damage: Damage | None = None,
     ) -> None:  # fmt: skip
         """`spec`: of the whole model; `pools`: this rank's, the same that the runner gives to `forward`; `damage`: what
         happens to its memory."""

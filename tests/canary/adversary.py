@@ -10,7 +10,7 @@ canary, perturb or self-test choose their victims by. Right answers are computed
 
 It prints site x moment x setting. `unread`: nothing was told and every answer is right (the place was not read again,
 or a copy was made good). `wrong`: answers that ended well and are wrong: each fails the run, unless docs/CANARY.md
-lists its setting as one that cannot see that (`BLIND`). `streamed`: wrong tokens of answers that ended in an error.
+lists its site and setting (`BLIND`). `streamed`: wrong tokens of answers that ended in an error.
 `stopped`: the engine ended itself. `steps`: from the fault to the first violation, median and maximum.
 """
 
@@ -39,8 +39,11 @@ from .adversary_worlds import WORLDS, World
 
 __all__ = ["BLIND", "Cell", "run", "table"]
 
-BLIND: dict[str, str] = {}
-"""Coverage under which faults may end in wrong answers, and what docs/CANARY.md, "What it cannot see", says of it."""
+BLIND: dict[tuple[str, str], str] = {
+    ("mover: twice", "rotating:16"):
+        "With `rotating:N`, bytes that change and change back between two turns of their page.",
+}  # fmt: skip
+"""Sites and coverage under which faults may end in wrong answers; what docs/CANARY.md, "What it cannot see", says."""
 SETTINGS = [(mode, coverage) for mode in ("raise", "heal") for coverage in ("full", "rotating:16")]
 _ENDS_WELL = (FinishReason.LENGTH, FinishReason.STOP)
 _ROUNDS_OF_A_WORLD = 40
@@ -71,7 +74,7 @@ class Cell:
     @property
     def is_blind(self) -> bool:
         """Wrong answers that no list allows."""
-        return self.wrong > 0 and self.coverage not in BLIND
+        return self.wrong > 0 and (self.site, self.coverage) not in BLIND
 
     def line(self) -> str:
         """One row of the matrix."""

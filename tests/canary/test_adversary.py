@@ -14,7 +14,6 @@ OTHERS = (
     "Values: NaN",
     "A byte that changes, on a CPU",
     "A row of this very step",
-    "The toy models",
 )
 """What the page lists that no damage to KV, stamps, rows, files or copies brings about here: it stays, and is found."""
 
@@ -30,6 +29,7 @@ def test_a_wrong_answer_is_a_blind_cell_unless_its_setting_is_listed() -> None:
     assert seen.is_blind
     assert "BLIND" in table([seen])
     assert not Cell("tiers", "kv bit", "running", "raise", "full", faults=3, told=3).is_blind
+    assert not Cell("tiers", "mover: twice", "running", "raise", "rotating:16", faults=3, wrong=1).is_blind
 
 
 @pytest.mark.proof

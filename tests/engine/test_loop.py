@@ -70,7 +70,8 @@ class World:
 
     def __init__(self, checkpoint: Path, address: str, **settings: object) -> None:
         self.clock = ManualClock()
-        names = {"model_path": str(checkpoint), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0}
+        names = {"model_path": str(checkpoint), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0,
+                 "kv_canary": "raise"}  # fmt: skip  # heal would hold tokens of answers that are not streamed
         self.built: Built = build_engine(
             from_names(ServeConfig, {**names, **settings}), self.clock, handoffs_of=self._handoffs
         )

@@ -198,7 +198,7 @@ def test_a_request_that_reaches_its_deadline_ends_with_504_and_leaves_nothing(to
     remote = where in ("before its grant", "in a handoff")
     address = both.prefill.built.pd_address if remote else ""
     request = make_request("late", list(range(1, 61)), max_new_tokens=150)
-    both.send(replace(request, timeout_s=0.3, prefill_address=address))
+    both.send(replace(request, timeout_s=0.3, prefill_address=address, stream=True))
     begun = both.clock.now()
     while both.decode.finish("late") is None:
         both.turn_decode()
