@@ -39,10 +39,8 @@ from .adversary_worlds import WORLDS, World
 
 __all__ = ["BLIND", "Cell", "run", "table"]
 
-BLIND: dict[tuple[str, str], str] = {
-    ("mover: twice", "rotating:16"):
-        "With `rotating:N`, bytes that change and change back between two turns of their page.",
-}  # fmt: skip
+_UNDONE = "With `rotating:N`, bytes and row entries that change and change back between two turns of their page."
+BLIND = {("mover: twice", "rotating:16"): _UNDONE, ("table entry", "rotating:16"): _UNDONE}
 """Sites and coverage under which faults may end in wrong answers; what docs/CANARY.md, "What it cannot see", says."""
 SETTINGS = [(mode, coverage) for mode in ("raise", "heal") for coverage in ("full", "rotating:16")]
 _ENDS_WELL = (FinishReason.LENGTH, FinishReason.STOP)

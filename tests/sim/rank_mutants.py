@@ -200,9 +200,9 @@ def _reading() -> Iterator[dict[tuple[RankStorage, int], int]]:
     counts: dict[tuple[RankStorage, int], int] = {}
     read = RankStorage.read
 
-    def reading(self: RankStorage, op: int, part: Part, keys: Sequence[bytes], pages: Any) -> None:
+    def reading(self: RankStorage, op: int, part: Part, keys: Sequence[bytes], *rest: Any) -> None:
         counts[self, op] = len(keys)
-        read(self, op, part, keys, pages)
+        read(self, op, part, keys, *rest)
 
     with replaced(RankStorage, "read", reading):
         yield counts

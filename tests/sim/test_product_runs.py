@@ -87,6 +87,7 @@ REASONS: dict[str, str] = {
     "models/toy.py": "arithmetic of models",
     "models/weight_files.py": "checkpoints",
     "models/weights.py": "checkpoints",
+    "models/weight_digests.py": "checkpoints",
     "runner/token_oracle.py": "a sampler without a model",
     "core/history.py": "what penalties look at; a sampler without a model has none",
     # transports
@@ -96,6 +97,7 @@ REASONS: dict[str, str] = {
     "cache/events.py": "events for subscribers of a socket",
     "canary/perturb/": "faults that the settings ask for; the adversary plants its own",
     "canary/faults.py": "faults that the settings ask for",
+    "canary/commands.py": "counts of GET /canary",
     # interfaces
     "cache/ports.py": "protocols",
     "core/line.py": "protocols",
