@@ -119,7 +119,7 @@ class ToyModel:
         """
         hook.before(batch)
         parts = self.spec.layer_parts
-        reaches = {part: self._reach(batch, tables[part], part) for part in set(parts)}
+        reaches: dict[Part, _Reach] = {}
         chain_T = sums_T = torch.zeros_like(batch.tokens_T)
         if inflow is not None:
             chain_T, sums_T = inflow.unbind(1)
@@ -127,6 +127,8 @@ class ToyModel:
         for layer, pair in enumerate(kv):
             hook.before_layer(layer)
             part = parts[layer]
+            if part not in reaches:
+                reaches[part] = self._reach(batch, tables[part], part)
             rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
             reach = reaches[part]
             read_2CJ = [rows_SJ[reach.slots_C] for rows_SJ in rows_2SJ]

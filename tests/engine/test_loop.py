@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ class PlantedVerdicts(CanaryLead):
 
     def __init__(self, *rids: str) -> None:
         self.rids = rids
+        self.health = SimpleNamespace(degraded="")
 
     def begin(self, plan: StepPlan) -> None:
         """There is nothing to check."""

@@ -317,7 +317,6 @@ def test_host_memory_is_mapped_before_it_is_written() -> None:
         return int((seen & 1).sum())
 
     assert host.data_PY.nbytes > 3 << 21, "several pieces"
-    assert resident() < 600, "lazily mapped: at most one huge page at the edge"
     mapping = map_ahead([host])
     for _ in range(2000):
         if resident() == count:
