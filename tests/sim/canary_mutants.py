@@ -81,23 +81,6 @@ def digest_not_compared() -> Iterator[None]:
         yield
 
 
-@mutant("HEAD is never verified", world=damaged, says="I20")
-def head_not_verified() -> Iterator[None]:
-    """Only what is read after the pass is held against anything."""
-    from serinus.kernels import StampLane
-    from serinus.kernels.cpu import canary_watch
-
-    watch = next(each for each in vars(canary_watch).values() if isinstance(each, type) and hasattr(each, "verify"))
-    original = watch.verify
-
-    def verify(self: Any, lane: int) -> None:
-        if lane != StampLane.HEAD_K:
-            original(self, lane)
-
-    with replaced(watch, "verify", verify):
-        yield
-
-
 @mutant("the sweep does nothing", world=damaged, says="I20")
 def nothing_swept() -> Iterator[None]:
     """Its turns come, and no slot is looked at."""

@@ -53,7 +53,6 @@ REASONS: dict[str, str] = {
     "parallel/comm.py": "tensors between processes",
     "parallel/near.py": "tensors between processes",
     "parallel/thread_comm.py": "ranks as threads, of the self-test",
-    "pool/storage/disk.py": "the file system of the operating system",
     "pool/workers.py": "threads",
     "ranks/__init__.py": "names that are imported late",
     "ranks/devices.py": "start of a process",
