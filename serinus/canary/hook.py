@@ -135,8 +135,7 @@ class CanaryHook:
         return self._parts[part].watch.writes(at)
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
-        """What attention digests as it reads. Where it cannot and much of a layer is verified, that is digested now:
-        attention then finds its bytes in a cache, and they are read from memory once."""
+        """What attention digests as it reads; what it does not read of what is due is digested after the layers."""
         if not self._is_watching:
             return None
         part, at = self._of_layer[layer_index]
