@@ -59,6 +59,9 @@ class PlantedVerdicts(CanaryLead):
     def begin(self, plan: StepPlan) -> None:
         """There is nothing to check."""
 
+    def idle(self) -> None:
+        """There is nothing to sweep."""
+
     def take_findings(self) -> list[HandoffFinding]:
         return []
 
