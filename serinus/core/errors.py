@@ -87,6 +87,16 @@ class BadSampling(BadRequest):
 class PromptTooLong(BadRequest):
     """The prompt (plus what must be generated) does not fit the context or the KV pool."""
 
+    code: str | int = "context_length_exceeded"
+
+    def __init__(self, field: str, value: Any, expected: str, *, context: int | None) -> None:
+        """`context`: tokens that one sequence may have, said in the words by which clients of OpenAI's API know this
+        error; None = the bound is another one, of this endpoint alone."""
+        known = "" if context is None else f". This model's maximum context length is {context} tokens"
+        super().__init__(field, value, expected + known)
+        if context is None:
+            self.code = self.status
+
 
 class UnknownModel(RequestError):
     """The request names a model that this server does not serve."""

@@ -26,11 +26,13 @@ async def render_chat(
     messages: Sequence[dict[str, Any]],
     *,
     tokens_max: int,
+    is_context: bool = True,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation that may have so many tokens; a long one is rendered in a thread.
+    """The text of a conversation that may have so many tokens (`is_context`: by the model's bound); a long one is
+    rendered in a thread.
 
     Raises BadRequest, PromptTooLong (more messages than tokens, or more characters than these can have).
     """
@@ -40,11 +42,18 @@ async def render_chat(
         raise BadRequest("messages", "a chat", "a prompt at /v1/completions: this checkpoint has no chat template")
     if len(messages) > tokens_max:
         expected = f"at most {tokens_max}, as each is at least one token of the context"
-        raise PromptTooLong("messages", f"{len(messages)} messages", expected)
+        context = tokens_max if is_context else None
+        raise PromptTooLong("messages", f"{len(messages)} messages", expected, context=context)
 
     def work() -> str:
         checked = checked_messages(messages)
-        check_chars("messages", sum(len(message["content"]) for message in checked), tokenizer, tokens_max)
+        check_chars(
+            "messages",
+            sum(len(message["content"]) for message in checked),
+            tokenizer,
+            tokens_max,
+            is_context=is_context,
+        )
         return template.render(
             checked,
             add_generation_prompt=add_generation_prompt,
@@ -104,7 +113,7 @@ class _ChatRenderer(ChoiceRenderer):
         greeting = b""
         if first:
             delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-            greeting = self._prefix + str(event_.sequence.index).encode() + delta + self._tail
+            greeting = self._prefix + str(event_.sequence.index).encode() + delta + self._tail(event_.sequence)
         logprobs = self.logprobs(event_.sequence, first=first)
         if not event_.text and event_.finish is None and logprobs is None:
             return greeting

@@ -15,7 +15,7 @@ from serinus.core.version import package_version
 from serinus.front.chat import render_chat
 from serinus.front.client import EngineDown
 from serinus.front.exchange import HttpExchange
-from serinus.front.metrics import merge_expositions
+from serinus.front.exposition import answer_scrape
 from serinus.front.openapi import openapi
 from serinus.front.parse import parse_body
 from serinus.front.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
@@ -177,7 +177,7 @@ async def load(front: Front, exchange: HttpExchange) -> None:
 
 
 async def metrics(front: Front, exchange: HttpExchange) -> None:
-    """Prometheus text: the front's own and, while it answers, the engine's."""
+    """Prometheus text or OpenMetrics: the front's own and, while it answers, the engine's."""
     texts = [front.metrics.exposition()]
     if front.client.ready is not None and not front.client.down:
         try:
@@ -186,8 +186,7 @@ async def metrics(front: Front, exchange: HttpExchange) -> None:
                 texts.insert(0, reply.body.decode())
         except PeerError as err:
             texts.append(f"# engine: {err}\n")
-    body = merge_expositions(texts).encode()
-    await exchange.reply(200, body, b"text/plain; version=0.0.4; charset=utf-8")
+    await answer_scrape(exchange, texts)
 
 
 async def flush_cache(front: Front, exchange: HttpExchange) -> None:
@@ -264,7 +263,11 @@ async def tokenize(front: Front, exchange: HttpExchange) -> None:
     tokens_max = _TOKENIZED_MAX
     if body.messages is not None:
         generation = body.add_generation_prompt is not False
-        texts = [await render_chat(front, body.messages, tokens_max=tokens_max, add_generation_prompt=generation)]
+        texts = [
+            await render_chat(
+                front, body.messages, tokens_max=tokens_max, is_context=False, add_generation_prompt=generation
+            )
+        ]
         special = bool(special)
         single = True
     else:

@@ -1,4 +1,4 @@
-"""What the front and the router count about the HTTP side, for Prometheus, and the merging of several expositions.
+"""What the front and the router count about the HTTP side, for Prometheus.
 
 Stems are those users of SGLang and vLLM know, under `serinus:`; labels engine, role and rank are on every series.
 """
@@ -6,7 +6,7 @@ Stems are those users of SGLang and vLLM know, under `serinus:`; labels engine, 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 if TYPE_CHECKING:
     from serinus.front.connection import ConnectionTable
 
-__all__ = ["FrontMetrics", "HttpMetrics", "RouterMetrics", "merge_expositions"]
+__all__ = ["FrontMetrics", "HttpMetrics", "RouterMetrics"]
 
 _LABELS = ("engine", "role", "rank")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
@@ -166,29 +166,3 @@ class RouterMetrics(HttpMetrics):
     def engine_up(self, to: str, up: bool) -> None:
         """The last look at an engine."""
         self._up.labels(*self._where, to).set(1 if up else 0)
-
-
-def merge_expositions(texts: Iterable[str]) -> str:
-    """Join Prometheus texts of several processes into one valid text.
-
-    All samples of a family stand together under one HELP and one TYPE line (the first that was seen), families in order
-    of first appearance. Identical sample lines are kept once.
-    """
-    heads: dict[str, dict[str, str]] = {}
-    samples: dict[str, dict[str, None]] = {}
-    for text in texts:
-        family = ""
-        for line in text.splitlines():
-            if line.startswith(("# HELP ", "# TYPE ")):
-                _, kind, family, *_ = line.split(" ", 3)
-                heads.setdefault(family, {}).setdefault(kind, line)
-                samples.setdefault(family, {})
-            elif line and not line.startswith("#"):
-                name = line.split("{", 1)[0].split(" ", 1)[0]
-                home = family if family and name.startswith(family) else name
-                samples.setdefault(home, {})[line] = None
-    lines: list[str] = []
-    for family, rows in samples.items():
-        lines.extend(heads.get(family, {}).values())
-        lines.extend(rows)
-    return "\n".join(lines) + "\n" if lines else ""

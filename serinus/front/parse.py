@@ -24,6 +24,16 @@ _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?(?:`)?\$?(?P<path>[^`]*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
+_EXPECTED = {
+    "Number out of range": "a number from -1.8e308 to 1.8e308",
+    "Integer value out of range": "an integer of at most 4,300 digits",
+}
+"""What msgspec says of numbers, as an expectation."""
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "null": type(None), "array": list, "object": dict}
+"""Its names of JSON's types."""
+_AROUND_BYTES = 30
+"""Shown before and behind the byte at which a body is no JSON."""
 VALUES_MAX = 1 << 20
 """Values (ids, texts, messages...) that one body may have: more would hold the interpreter for long when parsed."""
 _OBJECTS_MAX = 1 << 16
@@ -61,9 +71,9 @@ def parse_body(raw: bytes, body_type: type[_BodyT], *, values_max: int = VALUES_
     try:
         body: _BodyT = _decoder(body_type).decode(raw)
     except msgspec.ValidationError as err:
-        raise _named(raw, str(err)) from err
+        raise _named(raw, str(err), body_type) from err
     except msgspec.DecodeError as err:
-        raise BadRequest("body", raw[:60].decode("utf-8", errors="replace"), f"valid JSON ({err})") from err
+        raise _malformed(raw, str(err)) from err
     except RecursionError as err:
         raise BadRequest("body", raw[:20].decode("utf-8", errors="replace"), "JSON of sane depth") from err
     return body
@@ -103,32 +113,71 @@ def _check_counts(raw: bytes, values_max: int) -> None:
             raise BadRequest("body", f"more than {values_max} values", f"at most {values_max} (a token id is one)")
 
 
-def _named(raw: bytes, message: str) -> BadRequest:
+class _Verbatim:
+    """JSON that Python has no value for, shown as it came."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def __repr__(self) -> str:
+        return self._raw[:_NAME_CHARS_MAX].decode("utf-8", errors="replace")
+
+
+def _malformed(raw: bytes, reason: str) -> BadRequest:
+    """No JSON: show what stands around the byte that the parser names."""
+    at = re.search(r"\(byte (\d+)\)", reason)
+    start = max(0, int(at[1]) - _AROUND_BYTES) if at else 0
+    return BadRequest(
+        "body", raw[start : start + 2 * _AROUND_BYTES].decode("utf-8", errors="replace"), f"valid JSON ({reason})"
+    )
+
+
+def _named(raw: bytes, message: str, body_type: type[msgspec.Struct]) -> BadRequest:
     """Turn msgspec's `Expected X, got Y - at $.a[3].b` into field, value and expectation."""
     match = _AT.match(message)
     path = (match["path"] or "") if match else ""
     what = match["what"] if match else message
+    field = path.lstrip(".")
     missing = re.match(r"Object missing required field `(.*)`$", what)
     if missing:
-        field = f"{path.lstrip('.')}.{missing[1]}".lstrip(".")
-        return BadRequest(field, None, "a value: this field is required")
-    expected = what
-    typed = re.match(r"Expected (.*), got `(.*)`$", what, re.DOTALL)
-    if typed:
-        expected = typed[1].replace("`", "")
-    return BadRequest(path.lstrip(".") or "body", _value_at(raw, path, what), expected)
+        return BadRequest(f"{field}.{missing[1]}".lstrip("."), None, "a value: this field is required")
+    try:
+        unknown = re.match(r"Object contains unknown field `(.*)`$", what)
+        if unknown:
+            value = _value_at(raw, f"{path}.{unknown[1]}", what)
+            names = f"one of {', '.join(body_type.__struct_fields__)}" if not path else "a field that is known"
+            return BadRequest(f"{field}.{unknown[1]}".lstrip("."), value, names)
+        value = _value_at(raw, path, what)
+    except (msgspec.DecodeError, RecursionError):  # and what follows is no JSON either
+        return _malformed(raw, what)
+    typed = re.match(r"Expected (.*?)(?:, got `[^`]*`)?$", what, re.DOTALL)
+    expected = typed[1].replace("`", "") if typed else _EXPECTED.get(what, what)
+    return BadRequest(field or "body", value, expected)
 
 
 def _value_at(raw: bytes, path: str, what: str) -> Any:
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        return what  # a number out of range cannot be shown
+    """The value at a place of a body, as far as Python has one. `[...]`: that of a table which `what` is said of."""
+    here = raw
     for name, index in _STEP.findall(path):
         if index == "...":
-            break
-        value = value[name] if name else value[int(index)]
-    return value
+            values = _FIELDS.decode(here).values()
+            here = next((bytes(value) for value in values if _is_meant(bytes(value), what)), here)
+        else:
+            here = bytes(_FIELDS.decode(here)[name] if name else _ITEMS.decode(here)[int(index)])
+    try:
+        return msgspec.json.decode(here)
+    except msgspec.DecodeError:
+        return _Verbatim(here)
+
+
+def _is_meant(raw: bytes, what: str) -> bool:
+    """Whether a parser says `what` of this value: it cannot be had, or is of that type."""
+    got = re.search(r", got `([^`]*)`$", what)
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return got is None
+    return got is not None and _TYPES.get(got[1]) is type(value)
 
 
 def unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:

@@ -81,12 +81,13 @@ class ChoiceRenderer(ABC):
         self._start = start
         self._with_meta = bool(body.return_meta_info)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._tail = b',"usage":null}\n\n' if self._with_usage else b"}\n\n"
+        self._usage_each = self._with_usage and bool(body.stream_options and body.stream_options.continuous_usage_stats)
         self._whole_head = {
             "id": call.request_id,
             "object": self.whole_object,
             "created": int(front.clock.unix()),
             "model": front.settings.model_name,
+            "system_fingerprint": front.fingerprint,
         }
         self._chunk_head = {**self._whole_head, "object": self.chunk_object}
         self._prefix = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":[{"index":'
@@ -133,9 +134,17 @@ class ChoiceRenderer(ABC):
                 b',"meta_info":' + encode(self._meta(event_.sequence)) if with_meta else b"",
                 b"" if receipt is None else b',"kv_integrity":' + encode(receipt),
                 b"}]",
-                self._tail,
+                self._tail(event_.sequence),
             )
         )
+
+    def _tail(self, sequence: SequenceState) -> bytes:
+        """What follows the choices of a chunk."""
+        if not self._usage_each:
+            return b',"usage":null}\n\n' if self._with_usage else b"}\n\n"
+        prompt, completion = len(sequence.ask.prompt), len(sequence.output.token_ids)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return b',"usage":' + encode(usage) + b"}\n\n"
 
     def _chunks(self, events: Sequence[Event]) -> bytes:
         chunks: list[bytes] = []

@@ -24,10 +24,11 @@ from serinus.core.version import package_version
 from serinus.front.app import cross_origin, error_handlers
 from serinus.front.client import BROKE_HEADER
 from serinus.front.exchange import REQUEST_ID_HEADER, ClientGone, HttpExchange
+from serinus.front.exposition import answer_scrape
 from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, reason_of
 from serinus.front.info import cache_limit
 from serinus.front.keys import Keys
-from serinus.front.metrics import RouterMetrics, merge_expositions
+from serinus.front.metrics import RouterMetrics
 from serinus.front.openapi import openapi
 from serinus.front.perturb import perturb_all
 from serinus.front.routes import ENDPOINTS, Handler, routes_of
@@ -243,8 +244,7 @@ class Router:
         """All engines' metrics and the router's own, as one Prometheus text."""
         answers = await self.fleet.ask_all("GET", "/metrics", key=self.settings.api_key, s_max=_ALL_S_MAX)
         texts = [body.decode("utf-8", errors="replace") for _, status, body in answers if status == 200]
-        merged = merge_expositions([*texts, self.metrics.exposition()])
-        await exchange.reply(200, merged.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+        await answer_scrape(exchange, [*texts, self.metrics.exposition()])
 
     async def flush_cache(self, exchange: HttpExchange) -> None:
         """Empty the prefix caches of all engines. Raises NoEngineAlive, FanOutFailed."""

@@ -148,22 +148,24 @@ def from_native(
     return replace(params, logprobs=top_logprobs_num, prompt_logprobs=top_logprobs_num if prompt_logprobs else None)
 
 
-def check_text(field: str, text: str, tokenizer: Tokenizer, tokens_max: int) -> None:
-    """Raise PromptTooLong where a text surely has more than `tokens_max` tokens.
+def check_text(field: str, text: str, tokenizer: Tokenizer, tokens_max: int, *, is_context: bool = True) -> None:
+    """Raise PromptTooLong where a text surely has more than `tokens_max` tokens (`is_context`: the model's bound).
 
     Cost: see Tokenizer.holds_far_more. One that passes has about twice as many at most.
     """
-    check_chars(field, len(text), tokenizer, tokens_max)
+    check_chars(field, len(text), tokenizer, tokens_max, is_context=is_context)
     if tokenizer.holds_far_more(text, tokens_max):
-        raise PromptTooLong(field, f"{len(text)} characters, more than {2 * tokens_max} tokens", _at_most(tokens_max))
+        value = f"{len(text)} characters, more than {2 * tokens_max} tokens"
+        raise PromptTooLong(field, value, _at_most(tokens_max), context=tokens_max if is_context else None)
 
 
-def check_chars(field: str, char_count: int, tokenizer: Tokenizer, tokens_max: int) -> None:
+def check_chars(field: str, char_count: int, tokenizer: Tokenizer, tokens_max: int, *, is_context: bool = True) -> None:
     """Raise PromptTooLong where so many characters cannot be `tokens_max` tokens, however long each."""
     most = tokens_max * tokenizer.token_chars_max
     if char_count > most:
         expected = f"{_at_most(tokens_max)}, none of which has more than {tokenizer.token_chars_max} characters"
-        raise PromptTooLong(field, f"{char_count} characters", expected)
+        context = tokens_max if is_context else None
+        raise PromptTooLong(field, f"{char_count} characters", expected, context=context)
 
 
 def _at_most(tokens_max: int) -> str:
@@ -192,15 +194,15 @@ def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, 
     """
     if length >= ready.context_length:
         expected = f"at most {ready.context_length - 1} tokens (the context holds {ready.context_length})"
-        raise PromptTooLong(field, f"{length} tokens", expected)
+        raise PromptTooLong(field, f"{length} tokens", expected, context=ready.context_length)
     if length >= ready.max_total_tokens:
         expected = f"at most {ready.max_total_tokens - 1} tokens (the KV pool holds {ready.max_total_tokens})"
-        raise PromptTooLong(field, f"{length} tokens", expected)
+        raise PromptTooLong(field, f"{length} tokens", expected, context=ready.max_total_tokens)
     room, asked = ready.context_length - length, params.max_new_tokens
     default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
     if asked is not None and asked > room and asked != default:
         expected = f"at most {room}: the prompt has {length} tokens, the context holds {ready.context_length}"
-        raise BadSampling(limit_field, params.max_new_tokens, expected)
+        raise PromptTooLong(limit_field, params.max_new_tokens, expected, context=ready.context_length)
     if params.min_new_tokens > room:
         raise BadSampling("min_tokens", params.min_new_tokens, f"at most {room}, what the context has left")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

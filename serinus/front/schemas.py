@@ -33,6 +33,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool | None = None
     """One more chunk at the end, with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage, as in vLLM: each chunk has the usage of its answer so far."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

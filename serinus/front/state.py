@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
+import xxhash
 
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, ConfigError, UnknownModel
@@ -16,6 +17,7 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
+from serinus.core.version import package_version
 from serinus.front.calls import Ask, Call
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.exchange import HttpExchange
@@ -41,6 +43,9 @@ _WARNED_MAX = 100
 """Unknown fields that the log names in the life of a front, each once."""
 _PARSED_PER_CHAR = 8
 """Bytes of a body that are parsed in the time that one character takes to tokenize."""
+
+_ANSWER_DEPENDS_ON = ("model_signature", "architecture", "dtype", "device", "tp_size", "pp_size")
+"""Of what an engine says of itself."""
 
 Prompt = str | list[int]
 
@@ -84,6 +89,7 @@ class Front:
         )
         self._warned_of_suggestion = False
         self._warned_of: set[str] = set()
+        self._fingerprint = ""
         client.on_bad_frame = self.metrics.bad_frame
 
     # ---- engine and tokenizer -----------------------------------------------------------------------------------
@@ -96,6 +102,16 @@ class Front:
         if self.client.ready is None:
             raise EngineDown("front: the engine is still loading, expected requests after /health answers 200")
         return self.client.ready
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's system_fingerprint: equal where the same request with the same seed has the same answer, as far as
+        version, checkpoint, types and layout decide. Raises EngineDown."""
+        if not self._fingerprint:
+            info = self.ready.info
+            about = [package_version(), self.settings.model_path, *(str(info.get(name)) for name in _ANSWER_DEPENDS_ON)]
+            self._fingerprint = f"fp_{xxhash.xxh3_64_hexdigest(chr(10).join(about).encode())}"
+        return self._fingerprint
 
     def start_tokenizer(self) -> asyncio.Task[Tokenizer]:
         """Begin to load the tokenizer in a thread (once)."""
@@ -134,7 +150,7 @@ class Front:
         def work() -> list[list[int]]:
             lists: list[list[int]] = []
             for text in texts:
-                check_text(field, text, tokenizer, tokens_max)
+                check_text(field, text, tokenizer, tokens_max, is_context=False)
                 lists.append(tokenizer.encode(text, add_special_tokens=add_special_tokens))
             return lists
 

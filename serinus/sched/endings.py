@@ -79,7 +79,10 @@ def check_request(request: Request, settings: SchedSettings, pool_tokens: int) -
     for bound, what in ((settings.context_length, "the context"), (pool_tokens, "the KV pool")):
         if len(prompt) + 1 > bound:
             raise PromptTooLong(
-                "prompt", f"{len(prompt)} tokens", f"at most {bound - 1} ({what} holds {bound}, one of them generated)"
+                "prompt",
+                f"{len(prompt)} tokens",
+                f"at most {bound - 1} ({what} holds {bound}, one of them generated)",
+                context=bound,
             )
 
 

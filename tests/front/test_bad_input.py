@@ -47,7 +47,14 @@ def error_of(front: RunningFront, raw: bytes, path: str = "/v1/completions") -> 
         (b'{"prompt": "x"} trailing', "body", "valid JSON"),
         (b'{"prompt": "x", "temperature": NaN}', "body", "valid JSON"),
         (b'{"prompt": "x", "temperature": Infinity}', "body", "valid JSON"),
-        (b'{"prompt": "x", "temperature": 1e999}', "temperature", "out of range"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature", "got 1e999, expected a number from -1.8e308"),
+        (b'{"prompt": "x", "top_k": -1e999}', "top_k", "got -1e999, expected a number"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "seed", "got 999"),
+        (b'{"prompt": "x", "logit_bias": {"1": 2, "3": 1e999}}', "logit_bias[...]", "got 1e999, expected a number"),
+        (b'{"prompt": "x", "logit_bias": {"1": 2, "3": "a"}}', "logit_bias[...]", "got 'a', expected float"),
+        (b'{"prompt": [[5, 1e999]]}', "prompt[0][1]", "got 1e999, expected"),
+        (b'{"prompt": "x", "temperature": 1e999, "user": ', "body", "valid JSON"),
+        (b'{"user": "' + b"y" * 100 + b'", "prompt": nope}', "body", 'prompt": nope'),
         (b'{"prompt": "\xff\xfe"}', "body", "UTF-8"),
         (b'{"prompt": "x", "user": "\xff"}', "body", "UTF-8"),
         (b'{"prompt": "x", "other": "\xff"}', "body", "UTF-8"),
@@ -124,6 +131,34 @@ def test_a_wrong_value_is_named(front: RunningFront, change: dict[str, Any], fie
     assert said in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 300}, "prompt"),
+        ("/v1/completions", {"prompt": "x" * 200_000}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 256}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 256}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 257}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 256}}, "max_new_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_said_in_the_words_that_clients_look_for(
+    front: RunningFront, path: str, body: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        status, error = error_of(front, json.dumps({**body, "stream": stream}).encode(), path)
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert "This model's maximum context length is 256 tokens" in error["message"]
+
+
+def test_a_text_that_is_too_long_to_be_counted_says_nothing_of_the_context(front: RunningFront) -> None:
+    status, error = error_of(front, json.dumps({"prompt": "x" * 20_000_000}).encode(), "/tokenize")
+    assert (status, error["code"]) == (400, 400)
+    assert "maximum context" not in error["message"]
+
+
 def test_a_prefill_address_that_the_wire_would_not_take_is_refused(front: RunningFront) -> None:
     address = "t" * 257
     headers = {"x-serinus-prefill": address, "x-serinus-proof": proof_of(address, ["a router's"])}
@@ -141,7 +176,8 @@ def test_an_unknown_model_is_not_found(front: RunningFront) -> None:
 
 def test_unknown_fields_are_ignored_and_null_is_nothing(front: RunningFront) -> None:
     body = {"prompt": "x", "max_tokens": 1, "surprise": {"a": [1]}, "temperature": None, "stop": None, "n": None}
-    assert front.post("/v1/completions", body).status_code == 200
+    answer = front.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_huge_body_is_refused_before_it_is_read(front: RunningFront) -> None:

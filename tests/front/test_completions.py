@@ -70,6 +70,32 @@ def test_the_stream_is_the_answer_in_pieces(client: openai.OpenAI, tokenizer: To
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_each_chunk_can_carry_the_usage_so_far(front: RunningFront, path: str) -> None:
+    body = {"prompt": "the ", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "n": 2}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = front.events(path, {**body, "stream_options": options})
+    counts: dict[int, list[int]] = {0: [], 1: []}
+    for event in events:
+        usage = event["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        counts[event["choices"][0]["index"]].append(usage["completion_tokens"])
+    assert all(each == sorted(each) and each[-1] == 9 for each in counts.values())
+    assert last["usage"]["completion_tokens"] == 18
+    plain = front.events(path, {**body, "stream_options": {"continuous_usage_stats": True}})
+    assert all("usage" not in event for event in plain)  # as in vLLM: only together with include_usage
+
+
+def test_answers_say_which_system_made_them(front: RunningFront) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    made = set()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        made.add(front.post(path, body).json()["system_fingerprint"])
+        made |= {event["system_fingerprint"] for event in front.events(path, body)}
+    assert len(made) == 1
+    assert made.pop().startswith("fp_")
+
+
 def test_a_stream_without_usage_carries_none(front: RunningFront) -> None:
     events = front.events("/v1/completions", {"prompt": "abc", "max_tokens": 3})
     assert all("usage" not in event for event in events)

@@ -10,10 +10,13 @@ import httpx
 import openai
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from serinus.core.metrics import Metrics
 from serinus.front import FrontSettings
-from serinus.front.metrics import FrontMetrics, merge_expositions
+from serinus.front.exposition import merge_expositions
+from serinus.front.metrics import FrontMetrics, RouterMetrics
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
 from serinus.text import Tokenizer
@@ -103,6 +106,37 @@ def test_metrics_join_engine_and_front(front: RunningFront) -> None:
         assert sum(sample.value for sample in samples if sample.name.endswith("_count")) >= 1
         assert {sample.labels["rank"] for sample in samples} == {"front"}
         assert {sample.labels["engine"] for sample in samples} == {"fake-0"}
+
+
+SCRAPER = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+
+
+def test_a_scraper_gets_the_format_and_the_encoding_that_it_asks_for(front: RunningFront) -> None:
+    front.post("/v1/completions", {"prompt": "x", "max_tokens": 5})
+    answer = front.http.get("/metrics", headers={"accept": SCRAPER, "accept-encoding": "gzip"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert answer.headers["content-encoding"] == "gzip"
+    assert int(answer.headers["content-length"]) < len(answer.content) / 3
+    families = {family.name: family for family in open_metrics_families(answer.text)}  # strict: it ends with # EOF...
+    assert families["serinus:http_requests"].type == "counter"
+    assert families["serinus:time_to_first_token_seconds"].type == "histogram"
+    assert families["serinus:num_running_reqs"].type == "gauge"
+    for encoding in ("identity", "gzip;q=0", "br"):
+        plain = front.http.get("/metrics", headers={"accept": "*/*", "accept-encoding": encoding})
+        assert "content-encoding" not in plain.headers
+        assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert {family.name for family in text_string_to_metric_families(plain.text)} == families.keys()
+
+
+def test_what_every_part_counts_is_open_metrics_too() -> None:
+    engine = Metrics("e", "decode")
+    engine.observe("queue_time_seconds", 0.5)
+    texts = [engine.render().decode(), RouterMetrics(engine="r").exposition(), "# TYPE a untyped\na 1\n"]
+    families = {
+        family.name: family.type for family in open_metrics_families(merge_expositions(texts, open_metrics=True))
+    }
+    assert families["serinus:generation_tokens"] == "counter"
+    assert (families["serinus:queue_time_seconds"], families["a"]) == ("histogram", "unknown")
 
 
 def test_merged_expositions_keep_each_family_together_under_one_head() -> None:
