@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, make_parser
-from serinus.cli.processes import free_ports
 from serinus.cli.show import console
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError, SerinusError
+from serinus.core.free_ports import free_ports
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
 if TYPE_CHECKING:
     from serinus.wire.messages import Message
 
-__all__ = ["EngineProcess", "connection_lost", "free_ports", "stop_process", "stop_server"]
+__all__ = ["EngineProcess", "connection_lost", "stop_process", "stop_server"]
 
 _log = get_logger("cli")
 _LOOK_S = 0.2
@@ -36,18 +35,6 @@ _STACKS_S = 1.0
 """For the threads of an engine that is about to be killed to write where they stand."""
 _ENDING_SAID_S = 5.0
 """The same for one that has said why it ends."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct free ports on loopback. Another process may take one before it is used."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 async def stop_process(process: asyncio.subprocess.Process, *, s_max: float) -> int:

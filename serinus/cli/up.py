@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import free_ports, stop_server
+from serinus.cli.processes import stop_server
 from serinus.cli.router import drain_within, router_settings
 from serinus.cli.shape import check_shape
 from serinus.core.addresses import http_url
@@ -25,6 +25,7 @@ from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig, UpConfig
 from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError
+from serinus.core.free_ports import free_ports
 from serinus.core.log import get_logger, setup_logging
 
 if TYPE_CHECKING:

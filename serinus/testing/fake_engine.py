@@ -144,7 +144,7 @@ class FakeEngine:
         self.stall = False
         self._go.set()
 
-    def wait_for(self, seen: Callable[[FakeEngine], bool], seconds: float = 10.0) -> None:
+    def wait_for(self, seen: Callable[[FakeEngine], bool], seconds: float = 60.0) -> None:
         """Block until `seen` holds; it is asked after every message and every step. Fails after `seconds`."""
         with self._changed:
             assert self._changed.wait_for(lambda: seen(self), seconds), "testing: the fake engine never saw it"

@@ -9,25 +9,18 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from types import TracebackType
 
 from serinus.core.addresses import http_url
+from serinus.core.free_ports import free_ports
 
-__all__ = ["READY", "Server", "free_port"]
+__all__ = ["READY", "Server"]
 
 READY = r"^\[.*ready to roll"
 """What every serving command prints when it can answer (lines of the children of `serinus up` begin with a name)."""
-
-
-def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -38,7 +31,7 @@ class Server:
     ) -> None:  # fmt: skip
         """Start `python -m serinus ARGUMENTS --host HOST --port PORT` (a free one by default); ready when a line
         matches."""
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         self.url = http_url(host, self.port)
         self._ready = ready
         self._timeout_s = timeout_s
@@ -108,7 +101,7 @@ class Server:
         """SIGKILL to its whole process group, and wait."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-        self._reader.join(10)
+        self.process.wait(60)
+        self._reader.join(60)
         if self.process.stdout is not None:
             self.process.stdout.close()

@@ -19,12 +19,13 @@ import httpx
 import pytest
 
 from serinus.cli import main
-from serinus.cli.processes import free_ports, stop_server
+from serinus.cli.processes import stop_server
 from serinus.cli.shape import check_shape
 from serinus.cli.up import members
 from serinus.core.config import ServeConfig, UpConfig, from_names
 from serinus.core.cores import cores, engine_threads, threads_env
 from serinus.core.errors import ConfigError
+from serinus.core.free_ports import free_ports
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.servers import Server
 
@@ -151,8 +152,16 @@ def test_a_model_that_is_not_here_is_left_to_its_ranks(toy: Path) -> None:
     assert [check_shape(each) for each in (left, fits)] == [None, None]
 
 
-def test_free_ports_are_different_ones() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_are_different_ones_that_no_connection_gets() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert not any(low <= port <= high for port in ports)
+
+
+def test_too_few_free_ports_are_said() -> None:
+    with pytest.raises(ConfigError, match="ports of loopback are free, expected 70000"):
+        free_ports(70_000)
 
 
 def test_a_group_has_prefill_engines_before_decode_engines_each_with_its_name_and_port() -> None:
@@ -235,7 +244,8 @@ def test_a_server_that_is_to_end_at_once_leaves_no_directory_behind(toy: Path, t
 
 @pytest.mark.slow
 def test_up_starts_a_dead_engine_again_and_takes_all_down_with_it(toy: Path) -> None:
-    with Server("up", str(toy), *SMALL, "--prefill", "1", "--decode", "1") as server:
+    with Server("up", str(toy), *SMALL, "--prefill", "1", "--decode", "1", host="::1") as server:
+        assert server.url.startswith("http://[::1]:")
         assert re.search(r"prefill-0 .* http://127.0.0.1:\d+ .* tcp://127.0.0.1:\d+ ", server.output)
         engine = child_pid(server, "serinus.engine.process")
         os.kill(engine, signal.SIGKILL)

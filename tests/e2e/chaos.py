@@ -28,11 +28,12 @@ from types import TracebackType
 
 import httpx
 
+from serinus.core.free_ports import free_ports
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 from serinus.testing.proxy import CALM, FaultyProxy, Weather
-from serinus.testing.servers import Server, free_port
+from serinus.testing.servers import Server
 
 from .cluster import HTTP, QUEUES, handed_over, metric, until
 
@@ -55,8 +56,8 @@ class Cluster:
     def __init__(self, checkpoint: Path, backend: str, seed: int) -> None:
         self.checkpoint = checkpoint
         self.backend = backend
-        self.ports = {name: free_port() for name in ("prefill", "decode", "router")}
-        self.control = free_port()
+        *ports, self.control = free_ports(4)
+        self.ports = dict(zip(("prefill", "decode", "router"), ports, strict=True))
         self.proxy = FaultyProxy(f"127.0.0.1:{self.control}", seed=seed)
         self.servers: dict[str, Server] = {}
         self.pids: dict[str, int] = {}

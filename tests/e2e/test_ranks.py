@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serinus.testing.servers import Server, free_port
+from serinus.core.free_ports import free_ports
+from serinus.testing.servers import Server
 
 from .cluster import HTTP, ask_all, generate_all, has_open, idle, metric, until
 from .grid import SMALL, Node, all_gone, ended, have_namespaces, prompts, ranks_of, right, signal_rank, toy, two_hosts
@@ -118,7 +119,7 @@ def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Pa
 def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str) -> None:
     with two_hosts(hosts) as pair:
         words = (str(checkpoint), "--tp-size", "2", "--nnodes", "2", *SMALL)
-        words += ("--dist-init-addr", f"{pair.address}:{free_port()}")
+        words += ("--dist-init-addr", f"{pair.address}:{free_ports(1)[0]}")
         with Node(pair, *words, "--node-rank", "1") as node, Server("serve", *words) as server:
             load = [(prompt, 8) for prompt in prompts(4, seed=3)]
             answers = generate_all(server.url, load)
@@ -135,7 +136,7 @@ def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str)
 @pytest.mark.proof
 def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(checkpoint: Path, tmp_path: Path) -> None:
     with two_hosts("loopback") as pair:
-        words = ("--tp-size", "2", "--nnodes", "2", *SMALL, "--dist-init-addr", f"{pair.address}:{free_port()}")
+        words = ("--tp-size", "2", "--nnodes", "2", *SMALL, "--dist-init-addr", f"{pair.address}:{free_ports(1)[0]}")
         with Node(pair, str(tmp_path / "nowhere"), *words, "--node-rank", "1") as node:
             server = Server("serve", str(checkpoint), *words)
             try:

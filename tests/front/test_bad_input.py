@@ -182,7 +182,7 @@ def test_unknown_fields_are_ignored_and_null_is_nothing(front: RunningFront) -> 
 
 def test_a_huge_body_is_refused_before_it_is_read(front: RunningFront) -> None:
     limit = 32 << 20
-    connection = HTTPConnection("127.0.0.1", front.server.port, timeout=10)
+    connection = HTTPConnection("127.0.0.1", front.server.port, timeout=60)
     connection.putrequest("POST", "/generate")
     connection.putheader("content-length", str(limit + 1))
     connection.endheaders()

@@ -181,7 +181,7 @@ def test_health_says_that_the_engine_is_degraded_and_requests_are_still_answered
 ) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, degraded="9 KV pages failed twice")
     with running_front(replace(settings, watchdog_s_max=0.0), engine) as front:
-        end = CLOCK.now() + 30
+        end = CLOCK.now() + 60
         while (answer := front.http.get("/health")).status_code != 503:
             assert CLOCK.now() < end
         assert "degraded, requests are still answered: 9 KV pages failed twice" in answer.json()["error"]["message"]
@@ -193,7 +193,7 @@ def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
     settings: FrontSettings, new_endpoint: Callable[[], str]
 ) -> None:
     def ask_until(status: int) -> httpx.Response:
-        end = CLOCK.now() + 30
+        end = CLOCK.now() + 60
         while (answer := front.http.get("/health")).status_code != status:
             assert CLOCK.now() < end, f"/health is {answer.status_code}, never {status}"
         return answer
@@ -204,14 +204,16 @@ def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
         answers = [ask_until(503), front.http.get("/server_info"), front.post("/v1/completions", ASK)]
         assert [answer.status_code for answer in answers] == [503] * 3
         assert all("has not ended its step" in answer.json()["error"]["message"] for answer in answers)
-        end = CLOCK.now() + 30
+        end = CLOCK.now() + 60
         while not stuck:
             assert CLOCK.now() < end
             front.http.get("/health")
         assert stuck == ["stood in one step for 0.25 s (--watchdog-timeout)"]
         engine.mute = False
         ask_until(200)
-        assert front.post("/v1/completions", ASK).status_code == 200
+        end = CLOCK.now() + 60
+        while front.post("/v1/completions", ASK).status_code != 200:  # on a busy machine it may be late again
+            assert CLOCK.now() < end
 
 
 def test_a_stream_whose_engine_dies_ends_with_an_error_event(

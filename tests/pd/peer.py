@@ -95,7 +95,7 @@ class Peer:
     line: AnsweringLine
     peers: Peers
 
-    def until(self, happened: Callable[[], bool], seconds: float = 20.0) -> float:
+    def until(self, happened: Callable[[], bool], seconds: float = 60.0) -> float:
         """Run the loop until something is so; returns how long it took."""
         start = CLOCK.now()
         while not happened():

@@ -261,13 +261,13 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, h
         def create(self, path: str) -> int:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             holds.set()
-            assert goes_on.wait(20)
+            assert goes_on.wait(60)
             return fd
 
     alive = storage_of(tmp_path, host, disk=HeldDisk())
     assert not gone.exists()
     alive.write(1, FULL, KEYS[:1], pages(1, 1))
-    assert holds.wait(20)
+    assert holds.wait(60)
     (unfinished,) = leftovers(tmp_path)
     second = storage_of(tmp_path, host)
     assert unfinished.exists(), "a living writer's file was taken for a leftover"

@@ -65,7 +65,7 @@ class HeldShelf(PageDict):
     def _wait(self, what: str, key: bytes) -> None:
         self.calls.append(f"{what} {int.from_bytes(key[8:], 'big')}")
         self.arrived.release()
-        assert self.permits.acquire(timeout=20), "the test forgot a permit"
+        assert self.permits.acquire(timeout=60), "the test forgot a permit"
         if self.fail_with is not None:
             raise self.fail_with
 
@@ -86,7 +86,7 @@ def held(host: HostPool, **more: int) -> tuple[HeldShelf, QueuedStorage]:
 def test_reads_go_before_writes_that_wait(host: HostPool) -> None:
     shelf, storage = held(host)
     storage.write(1, FULL, KEYS[:1], pages(1, 1))
-    assert shelf.arrived.acquire(timeout=20)
+    assert shelf.arrived.acquire(timeout=60)
     storage.write(2, FULL, KEYS[1:2], pages(2, 1))
     storage.read(3, FULL, KEYS[:1], pages(11, 1))
     shelf.permits.release(3)
@@ -101,9 +101,9 @@ def test_a_cancelled_read_ends_after_the_page_it_is_at(host: HostPool) -> None:
     shelf.permits.release(6)
     stored(storage)
     for _ in range(6):
-        assert shelf.arrived.acquire(timeout=20)
+        assert shelf.arrived.acquire(timeout=60)
     storage.read(2, FULL, KEYS, pages(11, 6))
-    assert shelf.arrived.acquire(timeout=20)
+    assert shelf.arrived.acquire(timeout=60)
     storage.cancel(2)
     storage.cancel(77)
     shelf.permits.release(1)
@@ -175,7 +175,7 @@ def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool) -> 
     assert len(shelf.pages) == 6
     held_shelf, stuck = held(host)
     stuck.write(1, FULL, KEYS[:1], pages(1, 1))
-    assert held_shelf.arrived.acquire(timeout=20)
+    assert held_shelf.arrived.acquire(timeout=60)
     stuck.write(2, FULL, KEYS[1:2], pages(2, 1))
     closing = threading.Thread(target=stuck.close, kwargs={"drain_s_max": 0.01})
     closing.start()
@@ -187,7 +187,7 @@ def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool) -> 
     with pytest.raises(InvariantError, match="after close"):
         ask_on()
     held_shelf.permits.release()
-    closing.join(20)
+    closing.join(60)
     assert held_shelf.calls == ["save 0"]
 
 

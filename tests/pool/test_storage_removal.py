@@ -151,7 +151,7 @@ class SlowShelf(PageDict):
 
     def save(self, part: object, key: bytes, data: np.ndarray, before: bytes) -> None:
         self.begun.release()
-        assert self.permits.acquire(timeout=20)
+        assert self.permits.acquire(timeout=60)
         super().save(part, key, data, before)  # type: ignore[arg-type]
 
     def remove(self, keys: Collection[bytes]) -> int:
@@ -163,9 +163,9 @@ def test_a_write_that_is_under_way_does_not_bring_a_removed_page_back(host: Host
     shelf = SlowShelf()
     storage = QueuedStorage(shelf, host={FULL: host}, clock=WallClock())
     storage.write(1, FULL, KEYS[:2], pages(1, 2))
-    assert shelf.begun.acquire(timeout=20)
+    assert shelf.begun.acquire(timeout=60)
     storage.write(2, FULL, KEYS[4:5], pages(5, 1))
-    assert shelf.begun.acquire(timeout=20)  # both threads are in a save: the removal waits behind them
+    assert shelf.begun.acquire(timeout=60)  # both threads are in a save: the removal waits behind them
     storage.remove(3, KEYS[:1])
     storage.write(4, FULL, KEYS[5:6], pages(6, 1))
     for _ in range(3):

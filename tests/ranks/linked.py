@@ -108,7 +108,7 @@ class Ranks:
                 end.close()
         self.line.close()
         for each in self.running:
-            each.exception(timeout=10)
+            each.exception(timeout=60)
         self.threads.shutdown()
 
 

@@ -289,7 +289,7 @@ def test_an_altered_command_stops_the_rank_and_the_leader_stops_with_both_logs(r
     assert "commands of the rank: RunStep 1 ['a']" in text
     assert "commands of the leader: RunStep 1 ['a'], RunStep 2 ['a']" in text
     assert [plan.step for plan in ranks.runners[3].plans] == [1]
-    assert isinstance(ranks.running[2].exception(timeout=10), InvariantError)
+    assert isinstance(ranks.running[2].exception(timeout=60), InvariantError)
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_a_leader_that_is_gone_ends_its_ranks(ranks: Ranks) -> None:
     ranks.start()
     ranks.links.close(0.0)
     for each in ranks.running:
-        assert isinstance(each.exception(timeout=10), PeerGone)
+        assert isinstance(each.exception(timeout=60), PeerGone)
 
 
 def test_a_command_that_nothing_obeys_is_an_error_on_the_rank_that_got_it(ranks: Ranks) -> None:
@@ -363,7 +363,7 @@ def test_the_supervisor_knows_of_the_end_before_the_ranks_do(ranks: Ranks) -> No
     ranks.start()
     ranks.line.close()
     assert ranks.alive_when_dismissed == [True]
-    assert [each.exception(timeout=10) for each in ranks.running] == [None] * 3
+    assert [each.exception(timeout=60) for each in ranks.running] == [None] * 3
 
 
 def test_a_rank_that_is_told_to_stop_returns(ranks: Ranks) -> None:
@@ -371,7 +371,7 @@ def test_a_rank_that_is_told_to_stop_returns(ranks: Ranks) -> None:
     ranks.line.command(Stop())
     ranks.line.flush()
     for each in ranks.running:
-        assert each.exception(timeout=10) is None
+        assert each.exception(timeout=60) is None
     assert all(body.stopped for body in ranks.bodies)
 
 

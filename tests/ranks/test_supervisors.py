@@ -45,7 +45,7 @@ class Rank:
 
     def hear(self) -> object:
         """The leader's next word."""
-        end = CLOCK.now() + 10
+        end = CLOCK.now() + 60
         while CLOCK.now() < end:
             for event in self.channel.poll(0.1):
                 return decode(event.parts).message if isinstance(event, Arrived) else event
@@ -141,7 +141,7 @@ def test_a_rank_that_broke_by_itself_is_at_fault_and_not_those_that_suffer_from_
     assert [rank.hear() for rank in three] == [WELCOME] * 3
     three[0].say(RankExit(reason="lost a rank of its mesh", code=LOST_CODE, suffers=True))
     three[2].say(RankExit(reason="broke: InvariantError: two and two", code=LOST_CODE))
-    ending = exit_record.wait(10)
+    ending = exit_record.wait(60)
     assert ending is not None
     assert ending.reason == "engine: rank TP1 PP1 (pid 1 on h) broke: InvariantError: two and two"
     told = three[1].hear()
@@ -157,10 +157,10 @@ def test_a_process_that_is_killed_is_named_with_its_signal(watch: Watch) -> None
     }
     _, _, exit_record = watch(**processes)
     processes["r2"].kill()
-    ending = exit_record.wait(10)
+    ending = exit_record.wait(60)
     assert ending is not None
     assert ending.reason == "engine: rank TP0 PP1 died of SIGKILL"
-    assert processes["r1"].wait(10) == -signal.SIGKILL, "the others end with the engine"
+    assert processes["r1"].wait(60) == -signal.SIGKILL, "the others end with the engine"
     for process in processes.values():
         assert process.stdin is not None
         process.stdin.close()
@@ -191,10 +191,10 @@ def test_ranks_that_were_not_told_to_stop_are_told_why_they_end_and_not_waited_f
     with ThreadPoolExecutor(1) as thread:
         closing = thread.submit(supervisor.close)
         said = rank.hear()
-        closing.result(10)
+        closing.result(60)
     assert isinstance(said, EngineEnd)
     assert said.reason == "engine: the leader broke, or was interrupted"
-    assert (exit_record.ending, process.wait(10)) == (None, -signal.SIGKILL)
+    assert (exit_record.ending, process.wait(60)) == (None, -signal.SIGKILL)
     assert process.stdin is not None
     process.stdin.close()
 
