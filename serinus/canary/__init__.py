@@ -24,7 +24,7 @@ from serinus.canary.commands import (
     StartCanary,
     SweepSlots,
 )
-from serinus.canary.faults import SECONDS_MAX, FaultOrder, LeadFaults
+from serinus.canary.faults import LeadFaults
 from serinus.canary.host_check import HostCheck
 from serinus.canary.incidents import Incident, IncidentLog
 from serinus.canary.judge import Verdict
@@ -36,13 +36,11 @@ from serinus.canary.violation import Violation, ViolationLog, launch_tag, reason
 
 __all__ = [
     "CANARY_COMMANDS",
-    "SECONDS_MAX",
     "CanaryAnswer",
     "CanaryLead",
     "CanaryRank",
     "CheckRows",
     "CheckSettings",
-    "FaultOrder",
     "Finding",
     "HostCheck",
     "HostFindings",

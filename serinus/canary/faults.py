@@ -7,7 +7,7 @@ a bound and an end, where the settings allow it. What was planted, ranks report 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,46 +16,16 @@ from serinus.cache import PrefixCache
 from serinus.canary.commands import CachedPages, PlantFaults
 from serinus.canary.perturb import PerturbPlan
 from serinus.core.clock import Clock
-from serinus.core.errors import BadRequest, ConfigError
+from serinus.core.errors import ConfigError
 from serinus.core.line import CommandLine
 from serinus.core.settings import CanarySettings
+from serinus.wire.fault_order import FaultOrder
 
-__all__ = ["SECONDS_MAX", "FaultOrder", "LeadFaults", "PlansOf"]
+__all__ = ["LeadFaults", "PlansOf"]
 
 PlansOf = Callable[[CanarySettings], Sequence[PerturbPlan | None]]
 """What each rank plants under these settings. Raises ConfigError: they could not happen, or could not be found."""
-COUNT_MAX: Final = 10_000
-SECONDS_MAX: Final = 3600.0
 _ALL: Final = 1 << 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultOrder:
-    """Faults to plant from now on. Raises BadRequest: a value is outside of its range."""
-
-    perturb: str
-    """NAME=PROBABILITY,... ; empty = none any more."""
-    target: str = ""
-    """full or swa; needed where a model has both."""
-    rank: int | None = None
-    """The rank whose KV is damaged; None = drawn from the seed."""
-    seed: int = 0
-    count: int = 1
-    """Faults of each name at most."""
-    steps: int | None = None
-    """Steps of the engine after which no more are planted; None = no such end."""
-    seconds: float = 60.0
-    """Seconds after which no more are planted."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.count <= COUNT_MAX:
-            raise BadRequest("count", self.count, f"1 to {COUNT_MAX} faults of each name")
-        if self.steps is not None and self.steps < 1:
-            raise BadRequest("steps", self.steps, "at least 1 step")
-        if not 0 < self.seconds <= SECONDS_MAX:
-            raise BadRequest("seconds", self.seconds, f"more than 0, at most {SECONDS_MAX:g}")
-        if self.seed < 0:
-            raise BadRequest("seed", self.seed, "0 or more")
 
 
 class LeadFaults:
@@ -102,7 +72,7 @@ class LeadFaults:
                 "canary: faults are planted in a running engine only if it was started with --kv-canary-perturb-api"
             )
         settings = replace(
-            self._settings, kv_canary_perturb=order.perturb, kv_canary_perturb_target=order.target,
+            self._settings, kv_canary_perturb=order.words, kv_canary_perturb_target=order.target,
             kv_canary_perturb_rank=order.rank, kv_canary_perturb_seed=order.seed, kv_canary_perturb_warmup_steps=0,
         )  # fmt: skip
         plans = self._plans_of(settings)

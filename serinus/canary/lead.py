@@ -10,12 +10,12 @@ Ranks know bytes (rank.py); the owner, the users and the history of a page are k
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from serinus.cache import Condemned, PrefixCache, Tier
@@ -31,7 +31,7 @@ from serinus.canary.commands import (
     TellCounts,
     by_check,
 )
-from serinus.canary.faults import FaultOrder, LeadFaults
+from serinus.canary.faults import LeadFaults
 from serinus.canary.incidents import IncidentLog
 from serinus.canary.judge import Judge, Requests, Verdict, reason_of
 from serinus.canary.page_health import PageHealth
@@ -48,6 +48,7 @@ from serinus.core.parts import OwnPages, Part
 from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings, coverage_stride
 from serinus.kernels import Reason
+from serinus.wire.fault_order import FaultOrder
 
 __all__ = ["CanaryLead", "perturb"]
 
@@ -491,7 +492,7 @@ def perturb(lead: CanaryLead | None, order: bytes = b"") -> dict[str, Any]:
                 "canary: this engine plants no faults, expected one started with --kv-canary log, raise or heal and"
                 " --kv-canary-perturb-api"
             )
-        faults.order(FaultOrder(**json.loads(order)))
+        faults.order(msgspec.json.decode(order, type=FaultOrder))
     injected = [] if lead is None else [injection.as_json() for injection in lead.injections]
     view = {"enabled": False, "active": False, "perturb": {}} if faults is None else faults.view()
     return {**view, "injected": injected}

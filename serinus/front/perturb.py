@@ -10,8 +10,8 @@ from serinus.core.errors import BadRequest, RequestError
 from serinus.front.exchange import HttpExchange
 from serinus.front.fleet import Fleet
 from serinus.front.parse import parse_body
-from serinus.front.schemas import PerturbBody
 from serinus.front.state import Front
+from serinus.wire.fault_order import FaultOrder
 
 __all__ = ["PerturbRefused", "perturb", "perturb_all"]
 
@@ -27,13 +27,11 @@ async def perturb(front: Front, exchange: HttpExchange) -> None:
     """What is planted now; a POST has faults planted. Raises BadRequest, PerturbRefused."""
     order = b""
     if exchange.scope["method"] == "POST":
-        body = parse_body(await exchange.body(), PerturbBody)
+        order = await exchange.body()
+        role = parse_body(order, FaultOrder).role
         own = "prefill" if front.settings.role == "prefill" else "decode"
-        if body.role not in ("", own):
-            raise BadRequest("role", body.role, f"{own}, or none: this engine is one")
-        words = ",".join(f"{name}={chance!r}" for name, chance in body.perturb.items())
-        fields = {name: getattr(body, name) for name in ("target", "rank", "seed", "count", "steps", "seconds")}
-        order = msgspec.json.encode({"perturb": words, **fields})
+        if role not in ("", own):
+            raise BadRequest("role", role, f"{own}, or none: this engine is one")
     reply = await front.client.call("perturb", s_max=front.settings.call_s_max, body=order)
     if not reply.ok:
         raise PerturbRefused(f"perturb: {reply.body.decode(errors='replace')}")
@@ -46,7 +44,7 @@ async def perturb_all(fleet: Fleet, key: str, exchange: HttpExchange) -> None:
     method, body, role = exchange.scope["method"], b"", ""
     if method == "POST":
         body = await exchange.body()
-        role = parse_body(body, PerturbBody).role
+        role = parse_body(body, FaultOrder).role
         if role not in _ROLES:
             raise BadRequest("role", role, "prefill, decode, or none")
     answers = await fleet.ask_all(

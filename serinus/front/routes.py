@@ -25,9 +25,9 @@ from serinus.front.schemas import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
-    PerturbBody,
     TokenizeBody,
 )
+from serinus.wire.fault_order import FaultOrder
 
 __all__ = ["ENDPOINTS", "EndpointSpec", "Handler", "routes_of"]
 
@@ -94,7 +94,7 @@ ENDPOINTS = (
         summary="Faults planted on purpose; POST plants some, with a bound and an end",
         methods=("GET", "POST"),
         keys="admin",
-        body=PerturbBody,
+        body=FaultOrder,
     ),
     EndpointSpec(
         path="/abort_request", summary="Abort one request, or all", methods=_POST, keys="admin", body=AbortBody

@@ -216,26 +216,6 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
-class PerturbBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """/canary/perturb: faults to plant on purpose, with a bound and an end (docs/CANARY.md)."""
-
-    perturb: dict[str, float]
-    """Probability in each step, by name; {} = none any more."""
-    target: str = ""
-    """full or swa; needed where a model has both."""
-    rank: int | None = None
-    """The rank whose KV is damaged; default: drawn from the seed."""
-    seed: int = 0
-    count: int = 1
-    """Faults of each name at most."""
-    steps: int | None = None
-    """Steps after which no more are planted."""
-    seconds: float = 60.0
-    """Seconds after which no more are planted."""
-    role: str = ""
-    """Of a router: its prefill or its decode (unified) engines alone; default: all."""
-
-
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from serinus.canary import SECONDS_MAX, CanaryLead, CanaryRank, FaultOrder, Finding, Violation, reason_names
-from serinus.canary.perturb import Injection, Perturber
+from serinus.canary import CanaryLead, CanaryRank, Finding, Violation, reason_names
+from serinus.canary.perturb import Injection, Perturber, parse_perturb
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
@@ -40,6 +40,7 @@ from serinus.parallel import Mesh
 from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.ranks.tier_parts import pause
 from serinus.selftest.pair import EnginePair
+from serinus.wire.fault_order import SECONDS_MAX, FaultOrder
 
 __all__ = ["CANARY_SHAPES", "SIDES", "CanaryPDFixture", "Planted", "make_canary_toy"]
 
@@ -250,10 +251,10 @@ class CanaryPDFixture:
         """From its next step on, plant so many faults of each of its modes at most."""
         faults = self.lead(side).faults
         assert faults is not None, f"testing: nothing to plant in the {side} engine, expected perturb_{side}"
-        text = self._perturb[side]
+        chances = parse_perturb(self._perturb[side])
         faults.order(
             FaultOrder(
-                perturb=text, target=self._target, rank=self._rank, seed=self._seed, count=count,
+                perturb=chances, target=self._target, rank=self._rank, seed=self._seed, count=count,
                 seconds=SECONDS_MAX,
             )
         )  # fmt: skip

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from serinus.canary import FaultOrder, LeadFaults, perturb
+from serinus.canary import LeadFaults, perturb
 from serinus.core.errors import BadRequest, ConfigError
 from serinus.selftest import CanaryPDFixture, make_canary_toy
+from serinus.wire.fault_order import FaultOrder
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_an_order_plants_up_to_its_bound_and_tells_where(toy: Path) -> None:
     assert perturb(pair.lead("decode")) == {
         "enabled": True, "active": False, "perturb": {}, "ranks": [], "injected": [],
     }  # fmt: skip
-    order = json.dumps({"perturb": "real_kv_used=1", "count": 3, "seed": 4}).encode()
+    order = json.dumps({"perturb": {"real_kv_used": 1}, "count": 3, "seed": 4}).encode()
     view = perturb(pair.lead("decode"), order)
     assert (view["active"], view["perturb"], view["count"]) == (True, {"real_kv_used": 1.0}, 3)
     steps(pair, 6)
@@ -50,7 +51,7 @@ def test_an_order_plants_up_to_its_bound_and_tells_where(toy: Path) -> None:
 
 def test_an_order_ends_after_its_steps(toy: Path) -> None:
     pair, faults = running(toy)
-    faults.order(FaultOrder(perturb="real_kv_used=1", count=99, steps=4))
+    faults.order(FaultOrder(perturb={"real_kv_used": 1}, count=99, steps=4))
     assert faults.view()["steps_left"] == 4
     steps(pair, 8)
     assert len(pair.injections("decode")) == 4
@@ -59,7 +60,9 @@ def test_an_order_ends_after_its_steps(toy: Path) -> None:
 
 def test_an_order_ends_after_its_seconds(toy: Path) -> None:
     pair, faults = running(toy)
-    faults.order(FaultOrder(perturb="real_kv_used=1", count=99, seconds=0.05))  # a turn advances this clock by 0.01 s
+    faults.order(
+        FaultOrder(perturb={"real_kv_used": 1}, count=99, seconds=0.05)
+    )  # a turn advances this clock by 0.01 s
     steps(pair, 12)
     assert 1 <= len(pair.injections("decode")) <= 5
     assert not faults.view()["active"]
@@ -67,9 +70,9 @@ def test_an_order_ends_after_its_seconds(toy: Path) -> None:
 
 def test_an_empty_order_ends_what_was_planned(toy: Path) -> None:
     pair, faults = running(toy)
-    faults.order(FaultOrder(perturb="real_kv_used=1", count=99))
+    faults.order(FaultOrder(perturb={"real_kv_used": 1}, count=99))
     steps(pair, 2)
-    faults.order(FaultOrder(perturb=""))
+    faults.order(FaultOrder(perturb={}))
     steps(pair, 1)  # the step that was commanded before it
     before = len(pair.injections("decode"))
     assert before
@@ -79,19 +82,19 @@ def test_an_empty_order_ends_what_was_planned(toy: Path) -> None:
 
 def test_orders_that_make_no_sense_in_this_engine_are_refused_and_it_goes_on(toy: Path) -> None:
     pair, faults = running(toy)
-    for text, said in (
-        ("transfer_bytes=1", "without --disaggregation-mode prefill"),
-        ("real_kv_unused_cache=1", "without --kv-canary-sweep-interval"),
-        ("real_kv_usde=1", "expected one of req_to_token"),
-        ("real_kv_used=2", "expected 0 to 1"),
+    for chances, said in (
+        ({"transfer_bytes": 1}, "without --disaggregation-mode prefill"),
+        ({"real_kv_unused_cache": 1}, "without --kv-canary-sweep-interval"),
+        ({"real_kv_usde": 1}, "expected one of req_to_token"),
+        ({"real_kv_used": 2}, "expected 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=said):
-            faults.order(FaultOrder(perturb=text))
+            faults.order(FaultOrder(perturb=chances))
     with pytest.raises(ConfigError, match="--kv-canary-perturb-rank is 1, expected one of 0"):
-        faults.order(FaultOrder(perturb="real_kv_used=1", rank=1))
+        faults.order(FaultOrder(perturb={"real_kv_used": 1}, rank=1))
     for wrong in ({"count": 0}, {"steps": 0}, {"seconds": 0.0}, {"seconds": 1e9}, {"seed": -1}):
         with pytest.raises(BadRequest, match=next(iter(wrong))):
-            FaultOrder(perturb="real_kv_used=1", **wrong)  # type: ignore[arg-type]
+            FaultOrder(perturb={"real_kv_used": 1}, **wrong)  # type: ignore[arg-type]
     pair.run()
     pair.assert_no_violation()
     assert not pair.injections("decode")
@@ -99,7 +102,7 @@ def test_orders_that_make_no_sense_in_this_engine_are_refused_and_it_goes_on(toy
 
 def test_an_engine_that_was_not_started_for_it_plants_nothing(toy: Path) -> None:
     pair = CanaryPDFixture(toy, perturb_decode="real_kv_used=0")
-    order = b'{"perturb": "real_kv_used=1"}'
+    order = b'{"perturb": {"real_kv_used": 1}}'
     with pytest.raises(ConfigError, match="only if it was started with --kv-canary-perturb-api"):
         perturb(pair.lead("decode"), order)
     for lead in (pair.lead("prefill"), None):
