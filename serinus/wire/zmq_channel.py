@@ -64,6 +64,7 @@ class Listener(Protocol):
 @dataclass(slots=True, kw_only=True)
 class _Dialed:
     peer: str
+    address: str
     socket: zmq.Socket[bytes]
     monitor: Any
     connected: bool = False
@@ -91,6 +92,9 @@ class ZmqChannel:
         self._poller = zmq.Poller()
         self._dialed: dict[str, _Dialed] = {}
         self._lost: deque[Gone] = deque()
+        self._try_ipv6: set[str] = set()
+        """Addresses that were not reached by IPv4 at the last attempt: a name may have an IPv6 address alone. zmq looks
+        a name up for one of them, in its own thread, and says nothing where there is none."""
         self._listener: Listener | None = None
         self.address = ""
         if bind:
@@ -135,9 +139,10 @@ class ZmqChannel:
         configure(socket, patience * self._silence_s, queued_max=_QUEUED_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
+        by_ipv6 = "[" in address or address in self._try_ipv6
+        socket.setsockopt(zmq.IPV6, int(by_ipv6))
         monitor = socket.get_monitor_socket(MONITORED)
-        dialed = _Dialed(peer=peer, socket=socket, monitor=monitor)
+        dialed = _Dialed(peer=peer, address=address, socket=socket, monitor=monitor)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -194,6 +199,8 @@ class ZmqChannel:
     # ---- what we connected --------------------------------------------------------------------------------------
 
     def _drop(self, dialed: _Dialed) -> None:
+        if not dialed.connected:
+            self._try_ipv6 ^= {dialed.address}
         self._poller.unregister(dialed.socket)
         self._poller.unregister(dialed.monitor)
         _hang_up(dialed)
