@@ -23,7 +23,7 @@ def free_ports(count: int) -> list[int]:
     """
     low, high = _connection_ports()
     ports = [port for port in range(_PORTS_FROM, 1 << 16) if not low <= port <= high]
-    first = new_incarnation() % len(ports)  # who looks at the same time looks elsewhere
+    first = new_incarnation() % len(ports)  # two processes that look at the same time find others
     found: list[int] = []
     for port in ports[first:] + ports[:first]:
         if len(found) == count:

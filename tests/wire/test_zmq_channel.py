@@ -230,15 +230,15 @@ def test_what_is_sent_over_a_connection_that_broke_just_now_is_dropped_and_the_e
 def test_a_stopped_process_is_gone_after_the_longest_silence_and_a_busy_one_is_not(
     channels: Callable[..., ZmqChannel], echo: Callable[[str, str], tuple[subprocess.Popen[str], str]], tmp_path: Path
 ) -> None:
-    server = channels(f"ipc://{tmp_path}/s", silence_s=2.0)
+    server = channels(f"ipc://{tmp_path}/s", silence_s=1.0)
     child, _ = echo("connect", server.address)
     (first,) = until(server)
-    watching = channels(silence_s=2.0)
+    watching = channels(silence_s=1.0)
     other, address = echo("bind", "tcp://127.0.0.1:0")
     watching.connect("other", address)
     watching.send("other", [b"ping"])
     assert isinstance(until(watching)[0], Arrived)
-    assert not [*server.poll(2.5), *watching.poll(0.0)], "who says nothing and lives is there"
+    assert not [*server.poll(1.3), *watching.poll(0.0)], "who says nothing and lives is there"
     for pid in (child.pid, other.pid):
         os.kill(pid, signal.SIGSTOP)
     (gone,) = until(server)
