@@ -10,14 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from serinus.core.grammar import Grammar
     from serinus.core.sampling import SamplingParams
     from serinus.engine.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_FILE_OF = {"LLM": "serinus.engine.llm", "SamplingParams": "serinus.core.sampling"}
+_FILE_OF = {
+    "Grammar": "serinus.core.grammar",
+    "LLM": "serinus.engine.llm",
+    "SamplingParams": "serinus.core.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

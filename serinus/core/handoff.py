@@ -76,6 +76,8 @@ class ChunkReady:
     """The first generated token."""
     logprobs: TokenLogprobs | None = None
     """Its log-probabilities, where asked for."""
+    ends: bool = False
+    """The answer is complete with it: its grammar says so."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """In the last one: tokens beyond `held` that this engine found cached, by tier."""
     queue_seconds: float = 0.0

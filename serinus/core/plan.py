@@ -37,6 +37,8 @@ class SampleSpec:
     """Ids forbidden while generated < min_new_tokens: end-of-sequence (unless ignored) and stop_token_ids."""
     history: TokenHistory | None = None
     """The tokens that the sequence has, where a penalty needs them."""
+    output: NDArray[np.int32] | None = None
+    """The tokens generated so far, in order, where a grammar needs them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +104,10 @@ class SeqResult:
     """The chosen token, where `sample` was set."""
     logprobs: TokenLogprobs | None = None
     """Its log-probabilities, where asked for."""
+    ends: bool = False
+    """The answer ends with it, whatever token it is: its grammar is complete, and nothing can follow."""
+    failure: str = ""
+    """Why there is no token, although one was asked for: the grammar cannot be followed. The request fails."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One per next_ids entry, where asked for."""
 

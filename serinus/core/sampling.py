@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from serinus.core.bounds import TopIds
 from serinus.core.errors import BadSampling
+from serinus.core.grammar import Grammar
 
 __all__ = ["SamplingParams", "TokenBias"]
 
@@ -135,6 +136,8 @@ class SamplingParams:
     """None = no log-probabilities; k = those of the chosen tokens and of the k likeliest at each place."""
     prompt_logprobs: int | None = None
     """The same for the prompt's own tokens (from the second one on)."""
+    grammar: Grammar | None = None
+    """What the answer must look like: end-of-sequence is chosen only where it is complete (docs/STRUCTURED.md)."""
     max_tokens: int | None = None
     """Another name of max_new_tokens where parameters are made; None afterwards."""
 
@@ -171,6 +174,8 @@ class SamplingParams:
                 raise BadSampling("stop", text, f"a text that is not empty, of at most {_STOP_CHARS_MAX} characters")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, None, "token ids, at least 0")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise BadSampling("grammar", self.grammar, "a serinus.Grammar")
         _whole("n", self.n, 1, _N_MAX, f"between 1 and {_N_MAX}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -205,6 +205,7 @@ class DecodeRole:
             handoff_bytes=result.byte_count,
             handoff_seconds=result.copy_seconds,
             cached_tokens=result.cached_tokens,
+            ends=result.ends,
         )
         if delta is not None:
             self._deltas.append(delta)

@@ -181,6 +181,8 @@ class Engine:
             _log.error("engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed)
         ended = [self._violated(verdict, now) for verdict in verdicts]
         ended += [self._fail(work.rid, "error", finished.failed, now) for work in plan.work if finished.failed]
+        pairs = zip(plan.work, finished.result.seqs, strict=False)
+        ended += [self._fail(work.rid, "grammar", seq.failure, now, 400) for work, seq in pairs if seq.failure]
         ended += self._check_rows(self.scheduler.ending(finished.result), now)
         outcome = self.scheduler.commit(plan, finished.result, now)
         outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
@@ -238,12 +240,12 @@ class Engine:
             return None
         return self._fail(verdict.rid, "kv_canary", reason, now)
 
-    def _fail(self, rid: str, code: str, reason: str, now: float) -> TokenDelta | None:
+    def _fail(self, rid: str, code: str, reason: str, now: float, status: int = 500) -> TokenDelta | None:
         """End a request whose KV is not to be trusted, before anything that was computed on it leaves: none of it is
         published. Its last delta; `code` and `reason`: what a peer is told."""
         self.handoffs.aborted(rid, now, code=code, reason=reason)  # while its pages are still its own
         delta = self.scheduler.abort(rid, reason, FinishReason.ERROR, untrusted=True)
-        return None if delta is None else replace(delta, error_status=500)
+        return None if delta is None else replace(delta, error_status=status)
 
     def _look_around(self, now: float) -> bool:
         """No step is under way: the time for what takes long. Returns whether requests can run now that could not."""

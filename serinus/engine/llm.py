@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import BadRequest, InvariantError
+from serinus.core.grammar import Grammar
 from serinus.core.ids import new_incarnation, new_rid
 from serinus.core.request import FinishReason, KvIntegrity, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import Rng, choice_seed
@@ -24,7 +25,7 @@ from serinus.engine.messages import FrontMessage, TurnOutput
 from serinus.engine.progress import Progress
 from serinus.engine.prompts import GivenPrompt, Prompt, given_prompts
 from serinus.ranks.tier_parts import pause
-from serinus.text import OutputProcessor, Tokenizer, checked_messages, load_tokenizer
+from serinus.text import GrammarVocabulary, OutputProcessor, Tokenizer, checked_messages, load_tokenizer
 from serinus.wire.messages import Abort
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -129,6 +130,7 @@ class LLM:
             path = config.model.tokenizer_path or built.spec.path
             template = config.model.chat_template
             self.tokenizer = load_tokenizer(path, chat_template=template, revision=config.model.revision)
+        self._vocabulary: GrammarVocabulary | None = None
         seed = config.model.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
 
@@ -244,6 +246,8 @@ class LLM:
         """A request for each sequence. Raises BadRequest: one of them could never be served."""
         answers: list[list[_Answer]] = []
         requests: list[tuple[Request, _Answer]] = []
+        for grammar in {each.grammar for each in params if each.grammar is not None}:
+            self._check_grammar(grammar)
         for prompt, row, wanted in zip(given, rows, params, strict=True):
             group: list[_Answer] = []
             alone = replace(wanted, n=1)
@@ -262,6 +266,15 @@ class LLM:
                 requests.append((request, group[-1]))
             answers.append(group)
         return answers, requests
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        """Raises BadRequest: it cannot be compiled, or there is no tokenizer."""
+        if self.tokenizer is None:
+            raise BadRequest("grammar", grammar.text, "nothing, as no tokenizer is loaded (skip_tokenizer_init)")
+        if self._vocabulary is None:
+            spec = self.spec
+            self._vocabulary = GrammarVocabulary(self.tokenizer, width=spec.vocab_size, eos_ids=spec.eos_ids)
+        self._vocabulary.begin(grammar)
 
     def _run(self, requests: list[tuple[Request, _Answer]], show: bool) -> None:
         """Turn until every sequence ended, or Ctrl-C came; whatever happens, none is left behind.

@@ -9,6 +9,7 @@ from serinus.core.errors import BadRequest, PromptTooLong
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
+from serinus.front.grammars import grammar_field
 from serinus.front.render import ChoiceRenderer, chat_logprobs, encode
 from serinus.front.sampling import check_chars, from_chat
 from serinus.front.schemas import ChatBody
@@ -86,7 +87,14 @@ async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     )
     limit_field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     special = bool(body.add_special_tokens)  # templates write their own
-    asks = await front.asks("messages", [text], [params], limit_field=limit_field, add_special_tokens=special)
+    asks = await front.asks(
+        "messages",
+        [text],
+        [params],
+        limit_field=limit_field,
+        add_special_tokens=special,
+        grammar_fields=[grammar_field(body)],
+    )
     request_id = body.rid or new_rid("chatcmpl")
     async with front.calling(exchange, asks, body, request_id=request_id, start=start) as call:
         renderer = _ChatRenderer(front, call, body, await front.tokenizer("messages"), start)

@@ -9,6 +9,7 @@ from serinus.core.errors import BadRequest
 from serinus.core.ids import new_rid
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
+from serinus.front.grammars import grammar_field
 from serinus.front.render import ChoiceRenderer, completion_logprobs, encode
 from serinus.front.sampling import from_completion
 from serinus.front.schemas import CompletionBody
@@ -30,7 +31,12 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     front.check_count(len(prompts) * params.n)
     special = body.add_special_tokens is not False
     asks = await front.asks(
-        "prompt", prompts, [params] * len(prompts), limit_field="max_tokens", add_special_tokens=special
+        "prompt",
+        prompts,
+        [params] * len(prompts),
+        limit_field="max_tokens",
+        add_special_tokens=special,
+        grammar_fields=[grammar_field(body)] * len(prompts),
     )
     if body.max_tokens == 0:
         asks = [replace(ask, prompt_only=True) for ask in asks]

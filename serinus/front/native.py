@@ -14,6 +14,7 @@ from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange, error_of
+from serinus.front.grammars import grammar_field
 from serinus.front.render import event, meta_info, stream
 from serinus.front.sampling import asks_for_none, from_native
 from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupported
@@ -63,7 +64,10 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
                 prompt_logprobs=want.prompt_from >= 0,
             )
         )
-    asks = await front.asks(field, prompts, params, limit_field="max_new_tokens", rids=rids)
+    grammar_fields = [f"sampling_params.{grammar_field(each)}" for each in samplings]
+    asks = await front.asks(
+        field, prompts, params, limit_field="max_new_tokens", rids=rids, grammar_fields=grammar_fields
+    )
     asks = [replace(ask, prompt_only=asks_for_none(each)) for ask, each in zip(asks, samplings, strict=True)]
     for ask, want in zip(asks, wanted, strict=True):
         if want.prompt_from > len(ask.prompt):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import BadRequest, BadSampling, PromptTooLong
 from serinus.core.sampling import SamplingParams
+from serinus.front.grammars import asked_grammar
 from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, OpenAiBody, SamplingFields
 from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
@@ -78,12 +79,14 @@ def _common(
     """`max_new_tokens`: as asked for, or the endpoint's own default; that of `defaults` is a bound, as in vLLM."""
     named = {name: getattr(body, name) for name in _AS_THEY_ARE}
     given = {**defaults, **{name: value for name, value in named.items() if value is not None}}
+    asked = asked_grammar(body)
     bound = given.pop("max_new_tokens", None)
     return SamplingParams(
         max_new_tokens=min((each for each in (max_new_tokens, bound) if each is not None), default=None),
         min_new_tokens=_or(min_new_tokens, 0),
         logit_bias=_logit_bias(body.logit_bias),
         include_stop=include_stop,
+        grammar=None if asked is None else asked.grammar,
         **given,
     )
 

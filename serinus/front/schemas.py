@@ -19,10 +19,13 @@ __all__ = [
     "CompletionBody",
     "DetokenizeBody",
     "GenerateBody",
+    "JsonSchemaFormat",
     "NativeSampling",
     "OpenAiBody",
+    "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
+    "StructuredOutputs",
     "TokenizeBody",
     "refuse_unsupported",
 ]
@@ -35,6 +38,54 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """One more chunk at the end, with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
     """With include_usage, as in vLLM: each chunk has the usage of its answer so far."""
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """`response_format.json_schema`, as OpenAI has it."""
+
+    name: str | None = None
+    """Of no effect: nothing refers to it."""
+    description: str | None = None
+    """Of no effect: what the model is to know of the schema belongs into the prompt."""
+    schema: dict[str, Any] | bool | None = None
+    """The JSON Schema of the answer."""
+    strict: bool | None = None
+    """Of no effect: every schema is enforced."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`response_format`, as OpenAI has it; structural tags as SGLang and vLLM have them."""
+
+    type: str
+    """text, json_object, json_schema or structural_tag."""
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    """Of a structural tag: objects with `begin`, `schema` and `end`."""
+    triggers: list[str] | None = None
+    """Of a structural tag: texts that one of `structures` must follow."""
+    format: dict[str, Any] | None = None
+    """Of a structural tag in the newer form."""
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """`structured_outputs`, as vLLM has it: one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON Schema, or its text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Rules of Lark, or of EBNF (`name ::= ...`)."""
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    """With `json` or `json_object`: no whitespace between tokens of JSON."""
+    disable_additional_properties: bool | None = None
+    """With `json`: objects whose schema does not speak of additionalProperties have none."""
+    whitespace_pattern: str | None = None
+    """With `json` or `json_object`: a regex of the whitespace between tokens of JSON."""
+    disable_fallback: bool | None = None
+    """Of no effect: there is one library."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -62,6 +113,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """Of no effect: it is for tokenizers that are not `fast`."""
     n: int | None = None
     seed: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    """A JSON Schema that the answer is to follow, or its text."""
+    regex: str | None = None
+    """A regex that the whole answer is to match."""
+    ebnf: str | None = None
+    """Rules of EBNF (`root ::= ...`) that the answer is to follow."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Text that is free up to a trigger, and follows a schema from there to an end."""
 
 
 class OpenAiBody(SamplingFields, kw_only=True):
@@ -81,15 +140,16 @@ class OpenAiBody(SamplingFields, kw_only=True):
     rid: str | None = None
     return_meta_info: bool | None = None
     """Add what /generate calls `meta_info`, one per choice: cached tokens by tier, where each part ran."""
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    json_schema: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    """vLLM's older name of structured_outputs.json; so are the next."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    """Of no effect: there is one library."""
     logits_processors: Any = None
     custom_logit_processor: Any = None
     lora_path: Any = None
@@ -147,10 +207,6 @@ class NativeSampling(SamplingFields, kw_only=True):
     sampling_seed: int | None = None
     stream_interval: int | None = None
     """Of no effect: every token is sent as it comes."""
-    regex: Any = None
-    json_schema: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
     stop_regex: Any = None
     custom_params: Any = None
 
@@ -220,7 +276,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "lora_path": ("",),
 }
@@ -231,7 +286,6 @@ _SAME_AS = {"best_of": "n"}
 _INSTEAD: dict[str, str] = {
     "best_of": "n or nothing (not supported; use n)",
     "suffix": "nothing (not supported: these models only continue a text)",
-    "response_format": "{'type': 'text'} or nothing (structured output is not supported)",
     "tools": "nothing (tool calls are not supported)",
     "chat_template": "nothing (the server's --chat-template is used)",
     "modalities": "['text'] or nothing (text only)",

@@ -21,6 +21,7 @@ from serinus.core.version import package_version
 from serinus.front.calls import Ask, Call
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.exchange import HttpExchange
+from serinus.front.grammar_check import GrammarCheck
 from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
 from serinus.front.parse import VALUES_MAX, parse_body, unknown_fields
@@ -82,6 +83,8 @@ class Front:
         self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
         self.threads = TextThreads()
         """Where long texts are parsed, rendered and tokenized."""
+        self.grammars = GrammarCheck(self.tokenizer_or_none)
+        """Compiles the grammars of requests, so that a wrong one is refused."""
         self.open_count = 0
         """Requests that the engine is answering."""
         self._suggestions = SuggestionCheck(
@@ -205,14 +208,18 @@ class Front:
         limit_field: str,
         add_special_tokens: bool = True,
         rids: Sequence[str] = (),
+        grammar_fields: Sequence[str] = (),
     ) -> list[Ask]:
         """Prompts and what is asked for each, tokenized and checked; in a thread where they are long together.
+
+        `limit_field`, `grammar_fields`: as the client names the limit, and the grammar of each that has one.
 
         Raises BadRequest, PromptTooLong, BadSampling, EngineDown.
         """
         ready = self.ready
         if any(each.stop for each in params) and self.settings.skip_tokenizer_init:
             raise BadRequest("stop", params[0].stop, "nothing: this server runs without a tokenizer")
+        await self.grammars.check(params, grammar_fields, ready)
         tokenizer = await self.tokenizer(field) if any(isinstance(prompt, str) for prompt in prompts) else None
 
         def ask(prompt: Prompt, wanted: SamplingParams, rid: str) -> Ask:
@@ -304,5 +311,6 @@ class Front:
     def stop(self) -> None:
         """Give up loading the tokenizer, where that has not ended, and begin no more work on long texts."""
         self.threads.stop()
+        self.grammars.stop()
         if self._tokenizer is not None:
             self._tokenizer.cancel()

@@ -24,6 +24,7 @@ __all__ = [
     "check_gate",
     "check_hashed",
     "check_logits",
+    "check_mask",
     "check_norm",
     "check_pack_factors",
     "check_pack_linear",
@@ -250,6 +251,18 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
     if len(pages_G) and not 0 <= pages_G.min() <= pages_G.max() < page_count:
         raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {page_count - 1}")
     return width
+
+
+def check_mask(logits_BV: Tensor, rows: Sequence[int], words_RW: NDArray[np.int32]) -> None:
+    """Raise ValueError where the words are not a bit for each id, for each of these rows."""
+    check_logits(logits_BV)
+    count, vocab = logits_BV.shape
+    fits = words_RW.dtype == np.int32 and words_RW.shape == (len(rows), (vocab + 31) // 32)
+    if not fits or (rows and not 0 <= min(rows) <= max(rows) < count):
+        raise ValueError(
+            f"kernels: a mask {words_RW.dtype} {words_RW.shape} for rows {list(rows)[:8]} of logits {(count, vocab)},"
+            f" expected int32 [{len(rows)}, {(vocab + 31) // 32}] for rows from 0 to {count - 1}"
+        )
 
 
 def check_logits(logits_BV: Tensor, *counts: int, chosen: Sequence[int] = ()) -> None:

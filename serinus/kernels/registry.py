@@ -53,6 +53,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
         "page_digests": "page_digests",
+        "mask_logits": "mask_logits",
         "choose_tokens": "sampling",
         "top_tokens": "sampling",
         "canary_digest": "canary",
@@ -111,6 +112,8 @@ class Kernels:
     """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
     page_digests: Callable[[NDArray[np.uint8], NDArray[np.int64], int, int, Tensor], NDArray[np.int64]]
     """(data_PY, pages_G, page_size, row_bytes, coefficients_L22W) -> digests_GS2; on the host"""
+    mask_logits: Callable[[Tensor, Sequence[int], NDArray[np.int32]], None]
+    """(logits_BV, rows, words_RW): tokens whose bit is 0 become -inf in place"""
     choose_tokens: Callable[[Tensor, Sequence[RowSampling]], list[int]]
     """(logits_BV, rows) -> B ids"""
     top_tokens: Callable[[Tensor, Sequence[int], Sequence[int]], list[TopTokens]]

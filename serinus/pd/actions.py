@@ -150,6 +150,8 @@ class Landed:
     rid: str
     xid: str
     token: int
+    ends: bool
+    """The answer is complete with it."""
     logprobs: TokenLogprobs | None
     page_count: int
     """Own pages filled, all parts."""

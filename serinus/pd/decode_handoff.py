@@ -70,6 +70,7 @@ class DecodeHandoff:
             rid=self.rid,
             xid=self.xid,
             token=done.token,
+            ends=done.ends,
             logprobs=done.logprobs,
             page_count=sum(len(span.pages) for span in account.spans.values()),
             byte_count=account.byte_count,

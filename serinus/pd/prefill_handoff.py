@@ -181,6 +181,7 @@ class PrefillHandoff:
             grant=self.grant,
             token=last.token,
             logprobs=last.logprobs,
+            ends=last.ends,
             piece_count=self.sent_pieces,
             page_count=self.sent_pages,
             byte_count=self.sent_bytes,

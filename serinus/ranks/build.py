@@ -18,7 +18,7 @@ from serinus.canary import CanaryRank, make_canary_rank
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import engine_threads
-from serinus.core.errors import ConfigError
+from serinus.core.errors import BadRequest, ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
 from serinus.kernels import Kernels, load, warm
@@ -40,7 +40,8 @@ from serinus.ranks.devices import take_device
 from serinus.ranks.memory import trim
 from serinus.ranks.sizes import part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
-from serinus.runner import Runner, oracle_token
+from serinus.runner import GrammarMasks, Runner, oracle_token
+from serinus.text import GrammarVocabulary, load_tokenizer
 
 __all__ = ["Phases", "RankParts", "assemble", "build_rank", "choose_device", "context_of", "overrides_of", "rows_of"]
 
@@ -103,6 +104,7 @@ class RankParts:
 
     def close(self) -> None:
         """End its threads and connections."""
+        self.runner.close()
         if self.tiers is not None:
             self.tiers.close()
         self.comm.close()
@@ -182,12 +184,27 @@ def assemble(
         tiers.storage.check = canary.host_check
     hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
     hooks += [] if canary is None else [canary.hook]
-    runner = Runner(model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm)
+    grammars = None
+    if rank == mesh.result_rank and not oracle and not config.model.skip_tokenizer_init:
+        grammars = GrammarMasks(partial(_grammar_vocabulary, config, spec), width=spec.vocab_size, kept=rows_of(config))
+    runner = Runner(
+        model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm, grammars=grammars
+    )
     return RankParts(
         config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=full.dtype,
         device=full.device, kernels=kernels, pools=pools, tables=tables, namespace=namespace, tiers=tiers,
         canary=canary, runner=runner, phases=phases,
     )  # fmt: skip
+
+
+def _grammar_vocabulary(config: ServeConfig, spec: ModelSpec) -> GrammarVocabulary:
+    """Raises BadRequest, for the first request that has a grammar: the tokenizer cannot be read, or not for that."""
+    path = config.model.tokenizer_path or spec.path
+    try:
+        tokenizer = load_tokenizer(path, revision=config.model.revision)
+    except ConfigError as error:
+        raise BadRequest("grammar", path, f"a tokenizer that can be read ({error})") from error
+    return GrammarVocabulary(tokenizer, width=spec.vocab_size, eos_ids=spec.eos_ids)
 
 
 def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:

@@ -45,6 +45,13 @@ class _Penalty(msgspec.Struct, frozen=True, array_like=True):
     output_times: NDArray[np.float32]
 
 
+class _Output(msgspec.Struct, frozen=True, array_like=True):
+    """What a grammar follows: the tokens of the answer so far."""
+
+    work: Count
+    tokens: NDArray[np.int32]
+
+
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
     """Work that wants log-probabilities of its prompt."""
 
@@ -71,6 +78,7 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
     seeds_S: tuple[int, ...]
     sets: tuple[bytes, ...]
     penalties: tuple[_Penalty, ...]
+    outputs: tuple[_Output, ...]
     asked: tuple[_Asked, ...]
     writes_4K: NDArray[np.int32]
     """Row, start, slot count, part."""
@@ -91,6 +99,9 @@ class ResultColumns(msgspec.Struct, frozen=True, array_like=True):
     step: Count
     tokens: tuple[int | None, ...]
     logprobs: tuple[_Seq, ...]
+    ended: tuple[Count, ...]
+    """Those that end with their token, whatever it is."""
+    failures: tuple[tuple[Count, str], ...]
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -165,6 +176,7 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
             for index, s in sampling
             if s.history is not None
         ),
+        outputs=tuple(_Output(index, s.output) for index, s in sampling if s.output is not None),
         asked=tuple(
             _Asked(index, w.prompt_logprobs, w.next_ids)
             for index, w in enumerate(work)
@@ -235,6 +247,7 @@ def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
         raise FrameError("body", f"a plan of {count} sequences samples at {places} with sets {sets}")
     known = [_SETS.unpacked(data) for data in columns.sets]
     back = {item.work: _history(item) for item in columns.penalties}
+    outputs = {item.work: item.tokens for item in columns.outputs}
     specs = {}
     for index, place in enumerate(places):
         params, stop_ids = known[sets[index]]
@@ -245,6 +258,7 @@ def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
             generated=generated[index],
             stop_ids=stop_ids,
             history=back.get(place),
+            output=outputs.get(place),
         )
     return specs
 
@@ -301,18 +315,20 @@ def pack_result(result: StepResult) -> ResultColumns:
             for index, seq in enumerate(result.seqs)
             if seq.logprobs is not None or seq.prompt_logprobs
         ),
+        ended=tuple(index for index, seq in enumerate(result.seqs) if seq.ends),
+        failures=tuple((index, seq.failure) for index, seq in enumerate(result.seqs) if seq.failure),
     )
 
 
 def unpack_result(columns: ResultColumns) -> StepResult:
     """The result that `pack_result` made these columns of."""
     with_logprobs = {seq.work: seq for seq in columns.logprobs}
+    ended, failures = set(columns.ended), dict(columns.failures)
     seqs = []
     for index, token in enumerate(columns.tokens):
         more = with_logprobs.get(index)
-        seqs.append(
-            SeqResult(token=token)
-            if more is None
-            else SeqResult(token=token, logprobs=more.logprobs, prompt_logprobs=more.prompt_logprobs)
-        )
+        seq = SeqResult(token=token, ends=index in ended, failure=failures.get(index, ""))
+        if more is not None:
+            seq.logprobs, seq.prompt_logprobs = more.logprobs, more.prompt_logprobs
+        seqs.append(seq)
     return StepResult(step=columns.step, seqs=tuple(seqs))

@@ -6,6 +6,8 @@ Shapes: T = tokens of the step, B = sequences, W = rows of which the hidden stat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,12 +15,13 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
-from serinus.core.plan import SeqResult, SeqWork, StepPlan, StepResult, TableWrite
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
 from serinus.kernels import AttentionBatch, Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pool import DevicePool, RequestTable
+from serinus.runner.grammar_masks import GrammarMasks, StepMasks
 from serinus.runner.sampler import Sampled, Sampler, token_logprobs
 from serinus.runner.token_oracle import OracleSampler
 
@@ -42,9 +45,11 @@ class Runner:
         hook: ForwardHook | None = None,
         token_oracle: bool = False,
         comm: Comm | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         """A pool and a table for each of model.spec.parts. `token_oracle`: tokens come from no logits (OracleSampler).
-        `comm`: to the other ranks of the mesh that the model is cut for; None = there are none.
+        `comm`: to the other ranks of the mesh that the model is cut for; None = there are none. `grammars`: makes
+        masks, where this rank samples; None = a request that has a grammar fails.
 
         Raises InvariantError where the parts, or a pool's layers or dtype, are not the model's.
         """
@@ -72,7 +77,13 @@ class Runner:
         self._rows = {part: table.table for part, table in tables.items()}
         self._device = pools[Part.FULL].spec.device
         self._sampler: Sampler | OracleSampler = OracleSampler() if token_oracle else Sampler(kernels)
+        self._grammars = grammars
         self._hook: ForwardHook = hook or NullHook()
+
+    def close(self) -> None:
+        """End the thread that makes masks."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def run(self, plan: StepPlan) -> StepResult | None:
         """Write the table, compute the KV of all tokens of the plan, choose the tokens it asks for.
@@ -104,6 +115,8 @@ class Runner:
 
     def _compute(self, work: Sequence[SeqWork]) -> tuple[SeqResult, ...]:
         batch, ends = self._batch(work)
+        sampling = [i for i, w in enumerate(work) if w.sample is not None]
+        masks = self._begin_masks(work, sampling)
         if self._takes:
             inflow = self._comm.recv(*self._model.activation(len(batch.tokens_T)))
             hidden_WE = self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
@@ -112,8 +125,7 @@ class Runner:
         if self._sends:
             self._comm.send(hidden_WE)
             return ()
-        sampling = [i for i, w in enumerate(work) if w.sample is not None]
-        sampled = self._sample(work, sampling, hidden_WE, ends, whole=batch.wanted_W is None)
+        sampled = self._sample(work, sampling, hidden_WE, ends, masks, whole=batch.wanted_W is None)
         prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in enumerate(work) if _asks(w)}
         found = dict(zip(sampling, sampled, strict=False))  # slices that do not sample found nothing
         return tuple(_result(i, found, prompts) for i in range(len(work)))
@@ -177,10 +189,12 @@ class Runner:
         sampling: Sequence[int],
         hidden_WE: torch.Tensor,
         ends: NDArray[np.int64],
+        masks: Future[StepMasks] | None,
         *,
         whole: bool,
     ) -> list[Sampled]:
-        """Tokens for work[i], i in `sampling`. `whole`: hidden has all T rows, else just those of `sampling`."""
+        """Tokens for work[i], i in `sampling`. `whole`: hidden has all T rows, else just those of `sampling`. `masks`:
+        of those with a grammar, waited for when the logits are on their way."""
         if not sampling:
             return []
         if whole and len(sampling) < len(hidden_WE):
@@ -190,9 +204,34 @@ class Runner:
         for at in range(0, len(specs), _LOGIT_ROWS_MAX):
             rows = slice(at, at + _LOGIT_ROWS_MAX)
             logits_BV = self._model.logits(hidden_WE[rows])
-            if logits_BV is not None:
-                sampled += self._sampler.sample(logits_BV, specs[rows])
+            if logits_BV is None:
+                continue
+            if masks is None:
+                chosen = self._sampler.sample(logits_BV, specs[rows])
+                sampled += chosen if self._grammars is not None else _without_masks(chosen, specs[rows])
+                continue
+            part = masks.result().part(at, at + _LOGIT_ROWS_MAX)
+            chosen = self._sampler.sample(logits_BV, specs[rows], part)
+            sampled += self._with_ends(chosen, [work[i].rid for i in sampling[rows]], part)
         return sampled
+
+    def _with_ends(self, chosen: Sequence[Sampled], rids: Sequence[str], masks: StepMasks) -> list[Sampled]:
+        """The same, with what the grammars say of it: which answers are complete, and which cannot go on."""
+        assert self._grammars is not None, "runner: masks without grammars"
+        found = list(chosen)
+        for row in masks.rows:
+            if self._grammars.chosen(rids[row], chosen[row].token) or row in masks.last:
+                found[row] = replace(chosen[row], ends=True)
+        for row, reason in masks.failures.items():
+            found[row] = replace(chosen[row], failure=reason)
+        return found
+
+    def _begin_masks(self, work: Sequence[SeqWork], sampling: Sequence[int]) -> Future[StepMasks] | None:
+        """A thread begins the masks of the step's grammars, on the rank that samples."""
+        if self._grammars is None:
+            return None
+        specs = [spec for i in sampling if (spec := work[i].sample) is not None]
+        return self._grammars.begin([work[i].rid for i in sampling], specs)
 
     def _prompt_logprobs(self, work: SeqWork, hidden_TE: torch.Tensor, end: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens after each position of one chunk, some rows at a time."""
@@ -223,6 +262,15 @@ def _out_of_memory(plan: StepPlan, where: str, error: Exception) -> str:
     )
 
 
+def _without_masks(chosen: Sequence[Sampled], specs: Sequence[SampleSpec]) -> list[Sampled]:
+    """The same; those with a grammar fail."""
+    reason = "grammar: this engine has no tokenizer, or samples from no logits; a request with a grammar needs both"
+    return [
+        each if spec.params.grammar is None else replace(each, failure=reason)
+        for each, spec in zip(chosen, specs, strict=True)
+    ]
+
+
 def _names(parts: Iterable[Part]) -> str:
     return ", ".join(part.name for part in sorted(parts))
 
@@ -235,7 +283,9 @@ def _asks(work: SeqWork) -> bool:
 def _result(index: int, sampled: dict[int, Sampled], prompts: dict[int, tuple[TokenLogprobs, ...]]) -> SeqResult:
     chosen = sampled.get(index)
     return SeqResult(
-        token=None if chosen is None else chosen.token,
+        token=None if chosen is None or chosen.failure else chosen.token,
         logprobs=None if chosen is None else chosen.logprobs,
+        ends=chosen is not None and chosen.ends,
+        failure="" if chosen is None else chosen.failure,
         prompt_logprobs=prompts.get(index, ()),
     )

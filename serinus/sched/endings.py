@@ -44,12 +44,15 @@ def token_limit(request: Request, settings: SchedSettings, pool_tokens: int) -> 
     return limit if wanted is None else min(limit, len(request.prompt) + wanted)
 
 
-def ending_of(state: ReqState) -> ExitReason | None:
-    """Whether the last known token, just generated, ends the request. A stop token comes before the length."""
+def ending_of(state: ReqState, *, ends: bool = False) -> ExitReason | None:
+    """Whether the last known token, just generated, ends the request; `ends`: its grammar says so. A stop token comes
+    before that, and both before the length."""
     known = state.known
     token = int(state.tokens[known - 1])
     if token in state.stop_set and known - state.prompt_len > state.min_new:
         return ExitReason(finish=FinishReason.STOP, matched_stop=token)
+    if ends:
+        return ExitReason(finish=FinishReason.STOP, matched_stop=token if token in state.stop_set else None)
     return _LENGTH if known >= state.limit else None
 
 

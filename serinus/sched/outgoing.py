@@ -87,6 +87,7 @@ class Outgoing:
             last=True,
             token=seq.token,
             logprobs=seq.logprobs,
+            ends=seq.ends,
             cached_tokens=dict(state.cached_tokens),
             queue_seconds=started - state.request.arrival,
             compute_seconds=now - started,

@@ -359,6 +359,7 @@ class ReqState:
             generated=known - self.prompt_len,
             stop_ids=self.stop_ids,
             history=self.history,
+            output=self.tokens[self.prompt_len : known] if self.request.sampling.grammar is not None else None,
         )
 
     def usage(self, *, ends: bool = False, kept: int | None = None) -> Usage:

@@ -293,7 +293,7 @@ class Scheduler:
         for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
             if state is None or state.aborting or work.whole or seq.token is None:
                 continue
-            if is_last(state, seq.token):
+            if seq.ends or is_last(state, seq.token):
                 rows[state.rid] = state.own_pages(work.start + len(work.tokens))
         return rows
 
@@ -365,11 +365,13 @@ class Scheduler:
     def landed(
         self, rid: str, token: int, logprobs: TokenLogprobs | None, now: float, *, prefill_engine: str = "",
         handoff_bytes: int = 0, handoff_seconds: float = 0.0, cached_tokens: Mapping[str, int] | None = None,
+        ends: bool = False,
     ) -> TokenDelta | None:  # fmt: skip
         """The reserved pages are filled and verified: publish them, let the request decode, hand out its first token.
 
-        `cached_tokens`: tokens that the prefill engine found in its own cache; added to this engine's. Returns None
-        where the request is not in transfer (aborted, recomputed): nothing changes.
+        `cached_tokens`: tokens that the prefill engine found in its own cache; added to this engine's. `ends`: the
+        answer is complete with its first token. Returns None where the request is not in transfer (aborted,
+        recomputed): nothing changes.
         """
         state = self._batch.transfer.get(rid)
         if state is None:
@@ -381,7 +383,7 @@ class Scheduler:
             state.cached_tokens[tier] = state.cached_tokens.get(tier, 0) + count
         self._incoming.take_over(state)
         self._begin_again()
-        return self._step_commit.take_token(state, token, logprobs, now)
+        return self._step_commit.take_token(state, token, logprobs, now, ends=ends)
 
     def recompute(self, rid: str, reason: str) -> bool:
         """Compute the prompt here after all: the reserved pages are freed, and the request enters the local queue at

@@ -58,7 +58,7 @@ class StepCommit:
             elif state.phase is Phase.DECODE:
                 if slides:
                     self._allocator.advance(state, state.computed)
-                delta = self.take_token(state, seq.token, seq.logprobs, now)
+                delta = self.take_token(state, seq.token, seq.logprobs, now, ends=seq.ends)
                 if delta is not None:
                     deltas.append(delta)
             else:
@@ -92,7 +92,7 @@ class StepCommit:
         self._allocator.advance(state, state.computed)
         state.move(Phase.DECODE)
         self._batch.decoding.append(state)
-        delta = self.take_token(state, seq.token, seq.logprobs, now)
+        delta = self.take_token(state, seq.token, seq.logprobs, now, ends=seq.ends)
         if delta is not None:
             deltas.append(delta)
 
@@ -104,9 +104,10 @@ class StepCommit:
         return token
 
     def take_token(
-        self, state: ReqState, found: int | None, logprobs: TokenLogprobs | None, now: float
+        self, state: ReqState, found: int | None, logprobs: TokenLogprobs | None, now: float, *, ends: bool = False
     ) -> TokenDelta | None:
-        """Append a token to a decoding request, and end the request where that was its last. Returns what is given out
+        """Append a token to a decoding request, and end the request where that was its last (`ends`: its grammar is
+        complete). Returns what is given out
         now; None = nothing: the token left before a heal, or is not known to be right yet.
 
         Raises InvariantError where `found` is not an id of the vocabulary."""
@@ -119,7 +120,8 @@ class StepCommit:
             self._totals.prompt_tokens += state.prompt_len
             for tier, count in state.cached_tokens.items():
                 self._totals.cached_tokens[tier] = self._totals.cached_tokens.get(tier, 0) + count
-        ending = ending_of(state) if token in state.stop_set or state.known >= state.limit else None
+        is_end = ends or token in state.stop_set or state.known >= state.limit
+        ending = ending_of(state, ends=ends) if is_end else None
         if place == state.left and ending is None and place > state.prompt_len and not state.confirmed:
             state.left = place + 1
             self._totals.generation_tokens += 1

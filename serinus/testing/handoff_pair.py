@@ -132,7 +132,7 @@ class HandoffPair:
         del self.handoffs[handoff.xid]
         delta = self.decode.scheduler.landed(
             handoff.rid, last.token, last.logprobs, self.decode.clock.now(), prefill_engine="prefill-0",
-            cached_tokens=last.cached_tokens,
+            cached_tokens=last.cached_tokens, ends=last.ends,
         )  # fmt: skip
         assert delta is not None, f"testing: {handoff.rid} is not in transfer"
         self.decode.take(delta)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
+from serinus.text.grammars import GrammarFailed, GrammarState, GrammarVocabulary
 from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
 from serinus.text.stops import StopTexts
@@ -21,6 +22,9 @@ __all__ = [
     "ChatTemplate",
     "Detokenizer",
     "GenerationConfig",
+    "GrammarFailed",
+    "GrammarState",
+    "GrammarVocabulary",
     "OutputProcessor",
     "StopTexts",
     "TextPiece",

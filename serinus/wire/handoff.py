@@ -183,6 +183,8 @@ class Done(MessageBase, frozen=True, kw_only=True):
     xid: Name
     grant: Count
     token: Count
+    ends: bool = False
+    """The answer is complete with it: its grammar says so."""
     logprobs: TokenLogprobs | None = None
     piece_count: Count
     """Data messages, over all ranks."""

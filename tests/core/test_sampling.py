@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 import pytest
 
 from serinus.core.errors import BadSampling, RequestError
+from serinus.core.grammar import Grammar
 from serinus.core.sampling import SamplingParams
 
 
@@ -101,3 +104,27 @@ def test_one_stop_text_a_list_and_none_are_taken() -> None:
 
 def test_a_top_k_of_zero_keeps_all() -> None:
     assert SamplingParams(top_k=0) == SamplingParams(top_k=-1)
+
+
+def test_a_grammar_is_a_kind_and_a_text_and_may_be_made_of_an_object() -> None:
+    schema = {"type": "object", "properties": {"ü": {"type": "integer"}}}
+    grammar = Grammar.of("json_schema", schema)
+    assert json.loads(grammar.text) == schema
+    assert SamplingParams(grammar=grammar).grammar == Grammar("json_schema", grammar.text)
+    assert Grammar.of("choice", ["a", "b"]).text == '["a","b"]'
+    assert Grammar("json_object").text == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("yaml", "x"), ("regex", ""), ("regex", 5), ("regex", "x" * ((1 << 18) + 1))]
+)
+def test_a_grammar_that_cannot_be_one_is_refused(kind: Any, text: Any) -> None:
+    with pytest.raises(BadSampling, match="grammar"):
+        Grammar(kind, text)
+
+
+def test_parameters_take_a_grammar_and_nothing_like_it() -> None:
+    with pytest.raises(BadSampling, match=r"serinus\.Grammar"):
+        SamplingParams(grammar={"type": "object"})  # type: ignore[arg-type]
+    with pytest.raises(BadSampling, match="what JSON can say"):
+        Grammar.of("json_schema", {"a": object()})

@@ -202,5 +202,6 @@ def test_the_schema_describes_every_path_that_is_served(front: RunningFront) -> 
         assert f"#/components/schemas/{name}" in text
     body = schema["components"]["schemas"]["CompletionBody"]
     assert body["required"] == ["prompt"]
-    assert "guided_json" not in body["properties"]
+    assert "guided_json" in body["properties"]
+    assert "logits_processors" not in body["properties"]
     assert {"type": "null"} in body["properties"]["max_tokens"]["anyOf"]

@@ -1,0 +1,73 @@
+"""Whether the grammars of a request compile: looked at before the engine gets it, in threads beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from serinus.core.errors import BadRequest
+from serinus.core.grammar import Grammar
+from serinus.core.sampling import SamplingParams
+from serinus.text import GrammarVocabulary, Tokenizer
+from serinus.wire.messages import Ready
+
+__all__ = ["GrammarCheck"]
+
+_COMPILE_S_MAX = 5.0
+"""Seconds that a grammar may take, those that it waits for others included."""
+_THREADS = 2
+
+
+class GrammarCheck:
+    """Compiles each grammar once; the vocabulary is read when the first one comes."""
+
+    def __init__(
+        self, tokenizer: Callable[[], Awaitable[Tokenizer | None]], *, compile_s_max: float = _COMPILE_S_MAX
+    ) -> None:
+        """`tokenizer`: that of the front; None = it has none."""
+        self._tokenizer = tokenizer
+        self._compile_s_max = compile_s_max
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+        self._vocabulary: asyncio.Task[GrammarVocabulary] | None = None
+
+    async def check(self, params: Sequence[SamplingParams], fields: Sequence[str], ready: Ready) -> None:
+        """Compile the grammars of these parameters; `fields`: as the client names them, empty = all `grammar`.
+
+        Raises BadRequest, by the field: one is wrong, takes too long, or the tokenizer is not for grammars.
+        """
+        checked: set[Grammar] = set()
+        for each, field in zip(params, fields or ["grammar"] * len(params), strict=True):
+            grammar = each.grammar
+            if grammar is None or grammar in checked:
+                continue
+            checked.add(grammar)
+            tokenizer = await self._tokenizer()
+            if tokenizer is None:
+                raise BadRequest(field, grammar.kind, "nothing: this server runs without a tokenizer")
+            try:
+                await self._compile(grammar, tokenizer, ready)
+            except TimeoutError:
+                expected = f"a {grammar.kind} that compiles in {self._compile_s_max:.0f} s"
+                raise BadRequest(field, grammar.text, expected) from None
+            except BadRequest as error:
+                raise BadRequest(field + error.field.removeprefix("grammar"), error.value, error.expected) from error
+
+    async def _compile(self, grammar: Grammar, tokenizer: Tokenizer, ready: Ready) -> None:
+        loop = asyncio.get_running_loop()
+
+        def read() -> GrammarVocabulary:
+            return GrammarVocabulary(tokenizer, width=ready.vocab_size, eos_ids=ready.eos_ids)
+
+        if self._vocabulary is None:
+
+            async def vocabulary() -> GrammarVocabulary:
+                return await loop.run_in_executor(self._threads, read)
+
+            self._vocabulary = loop.create_task(vocabulary())
+        known = await asyncio.shield(self._vocabulary)
+        await asyncio.wait_for(loop.run_in_executor(self._threads, known.begin, grammar), self._compile_s_max)
+
+    def stop(self) -> None:
+        """Begin nothing more; what runs ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

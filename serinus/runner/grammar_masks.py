@@ -1,0 +1,134 @@
+"""The masks of a step: which tokens the grammar of each row allows, made by a thread while the forward pass runs.
+
+They are made on the rank that samples, and there alone. A state is a function of the grammar and of the tokens that the
+plan brings; what is kept from step to step only saves following them again. So a request that was retracted, healed or
+handed over goes on as if nothing had been.
+
+Shapes: B = rows of the step, R = those with a grammar, V = vocabulary, W = words of 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import RequestError
+from serinus.core.grammar import Grammar
+from serinus.core.plan import SampleSpec
+from serinus.text import GrammarFailed, GrammarState, GrammarVocabulary
+
+__all__ = ["GrammarMasks", "StepMasks"]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepMasks:
+    """The masks of one step; `rows[i]`, an index into the rows of the step, has `words_RW[i]`."""
+
+    rows: list[int]
+    words_RW: NDArray[np.int32]
+    last: frozenset[int] = frozenset()
+    """Rows whose answer can only end: an end-of-sequence token is all that is left."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Rows that have no mask, and why; their requests fail."""
+
+    def part(self, start: int, end: int) -> StepMasks:
+        """Those of rows start .. end - 1, by their index from `start`."""
+        some = [index for index, row in enumerate(self.rows) if start <= row < end]
+        return StepMasks(
+            rows=[self.rows[index] - start for index in some],
+            words_RW=self.words_RW[some],
+            last=frozenset(row - start for row in self.last if start <= row < end),
+            failures={row - start: reason for row, reason in self.failures.items() if start <= row < end},
+        )
+
+
+class GrammarMasks:
+    """Makes masks for the steps of one rank; keeps the states of at most `kept` requests."""
+
+    def __init__(self, vocabulary: Callable[[], GrammarVocabulary], *, width: int, kept: int = 1024) -> None:
+        """`vocabulary`: loads it, in a thread that starts here: it takes a second. `width`: ids of the model."""
+        self._words = (width + 31) // 32
+        self._kept = kept
+        self._states: OrderedDict[str, tuple[Grammar, GrammarState]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._vocabulary: Future[GrammarVocabulary] = self._thread.submit(vocabulary)
+
+    def begin(self, rids: Sequence[str], specs: Sequence[SampleSpec]) -> Future[StepMasks] | None:
+        """Begin the masks of a step, for those of its rows that have a grammar; None = none has. Cost: 30 us."""
+        rows = [row for row, spec in enumerate(specs) if spec.params.grammar is not None]
+        if not rows:
+            return None
+        return self._thread.submit(self._masks, rows, [rids[row] for row in rows], [specs[row] for row in rows])
+
+    def chosen(self, rid: str, token: int) -> bool:
+        """This token was chosen for a request whose mask is made. Returns whether the answer is complete with it.
+        Cost: 3 us."""
+        known = self._states.get(rid)
+        if known is None:
+            return False
+        state = known[1]
+        try:
+            state.follow((token,))
+        except GrammarFailed:  # an end-of-sequence token, behind which nothing is asked for
+            del self._states[rid]
+            return False
+        if state.complete:
+            del self._states[rid]
+            return True
+        return False
+
+    def close(self) -> None:
+        """Begin nothing more; what runs ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _masks(self, rows: Sequence[int], rids: Sequence[str], specs: Sequence[SampleSpec]) -> StepMasks:
+        words_RW = np.zeros((len(rows), self._words), np.int32)
+        failures: dict[int, str] = {}
+        last: set[int] = set()
+        for row, rid, spec, words_W in zip(rows, rids, specs, words_RW, strict=True):
+            try:
+                if self._mask(rid, spec, words_W):
+                    last.add(row)
+            except RequestError as error:
+                self._states.pop(rid, None)
+                failures[row] = str(error)
+        while len(self._states) > self._kept:
+            self._states.popitem(last=False)
+        if not failures:
+            return StepMasks(rows=list(rows), words_RW=words_RW, last=frozenset(last))
+        good = [index for index, row in enumerate(rows) if row not in failures]
+        rows = [rows[index] for index in good]
+        return StepMasks(rows=rows, words_RW=words_RW[good], last=frozenset(last), failures=failures)
+
+    def _mask(self, rid: str, spec: SampleSpec, words_W: NDArray[np.int32]) -> bool:
+        """Write the mask of a row; whether only an end-of-sequence token is left. Raises RequestError."""
+        state = self._state(rid, spec)
+        may_end = state.allow(words_W)
+        goes_on = bool(words_W.any())
+        if may_end:
+            bits = words_W.view(np.uint32)
+            for token in spec.stop_ids:
+                if token >> 5 < len(bits):
+                    bits[token >> 5] |= np.uint32(1 << (token & 31))
+        if not goes_on and not words_W.any():
+            what = "it is complete, and the model has no end-of-sequence token" if may_end else "no token can follow"
+            raise GrammarFailed(f"{what} after {len(state.tokens)} tokens")
+        return not goes_on
+
+    def _state(self, rid: str, spec: SampleSpec) -> GrammarState:
+        """The state after the tokens of the answer so far. Cost: one look at them, and 3 us for each that is new."""
+        grammar, output = spec.params.grammar, spec.output
+        assert grammar is not None, f"runner: a mask for {rid}, which has no grammar"
+        assert output is not None, f"runner: {rid} has a grammar, expected its output"
+        tokens: list[int] = output.tolist()
+        grammar_known, state = self._states.pop(rid, (None, None))
+        if state is None or grammar_known != grammar or state.tokens != tokens[: len(state.tokens)]:
+            state = self._vocabulary.result().begin(grammar)
+        self._states[rid] = (grammar, state)
+        state.follow(tokens[len(state.tokens) :])
+        return state

@@ -1,0 +1,168 @@
+"""Grammars over a vocabulary: which texts they take, and what is said of those that cannot be compiled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus.core.errors import BadRequest
+from serinus.core.grammar import Grammar
+from serinus.testing.small_tokenizers import make_piece_tokenizer
+from serinus.text import GrammarFailed, GrammarVocabulary, Tokenizer, load_tokenizer
+
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> GrammarVocabulary:
+    return GrammarVocabulary(tokenizer, width=280)
+
+
+def taken(vocabulary: GrammarVocabulary, tokenizer: Tokenizer, grammar: Grammar, text: str) -> str:
+    """How far a text goes, and how it stands there: `+` may end, `.` is complete."""
+    state, words = vocabulary.begin(grammar), np.zeros(9, np.int32)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for at, token in enumerate(ids):
+        state.allow(words)
+        if not (int(words[token >> 5]) >> (token & 31)) & 1:
+            return tokenizer.decode(ids[:at], skip_special_tokens=False) + "|"
+        state.follow([token])
+    return text + ("+" if state.allow(words) else "") + ("." if state.complete else "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "texts"),
+    [
+        ("json_object", "", ['{"a": [1, {}]}+.', "{|", "|"]),
+        ("json_schema", {"type": "integer", "minimum": 5}, ["7+", "|"]),
+        ("json_schema", True, ['"x"+.', "[1]+."]),
+        ("json_schema", {"enum": ["a", 3]}, ['"a"+.', "3+."]),
+        ("regex", "a+b?", ["aa+", "aab+.", "|"]),
+        ("choice", ["yes", 'n"o', "yesterday"], ["yes+", 'n"o+.', "yesterday+.", "yest"]),
+        ("ebnf", 'root ::= "a" rest\nrest ::= [0-9]+ | "b"', ["a12+", "ab+.", "a|"]),
+        ("lark", 'start: "a" /[xy]/', ["ax+.", "a|"]),
+    ],
+)
+def test_a_grammar_takes_its_texts(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer, kind: Any, value: Any, texts: list[str]
+) -> None:
+    follow = {"{|": "{x", "|": "zz", "a|": "az"}
+    for expected in texts:
+        text = follow.get(expected, expected.rstrip("+."))
+        assert taken(vocabulary, tokenizer, Grammar.of(kind, value), text) == expected
+
+
+TAG = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+CALLS = {"type": "tag", "begin": "<pad>a", "content": INTEGER, "end": ";"}
+CONST = {"type": "const_string", "value": "n="}
+ANY = {"type": "tag", "begin": "T", "content": {"type": "any_text"}, "end": "#"}
+
+
+def triggered(**more: bool) -> dict[str, Any]:
+    return {"format": {"type": "triggered_tags", "triggers": ["<pad>", "T"], "tags": [CALLS, ANY], **more}}
+
+
+def separated(**more: Any) -> dict[str, Any]:
+    return {"format": {"type": "tags_with_separator", "separator": ",", "tags": [CALLS, ANY], **more}}
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "expected"),
+    [
+        (TAG, "hi <f=a>12</f> and <f=b>true</f> x", "hi <f=a>12</f> and <f=b>true</f> x+"),
+        (TAG, "hi <f=a>x", "hi <f=a>|"),
+        (TAG, "hi <f=c>", "hi <f=|"),
+        (TAG, "a < b", "a < b+"),
+        (triggered(), "", "+"),
+        (triggered(), "k <pad>a1; Tx#y", "k <pad>a1; Tx#y+"),
+        (triggered(at_least_one=True), "k", "k"),
+        (triggered(at_least_one=True), "k <pad>a1;", "k <pad>a1;+"),
+        (triggered(stop_after_first=True), "k <pad>a1;", "k <pad>a1;+."),
+        (triggered(stop_after_first=True), "k", "k+"),
+        (triggered(stop_after_first=True, at_least_one=True), "k", "k"),
+        (separated(), "<pad>a1;,Tx y#,<pad>a2;", "<pad>a1;,Tx y#,<pad>a2;+"),
+        (separated(at_least_one=True), "", ""),
+        (separated(at_least_one=True), "x", "|"),
+        (separated(stop_after_first=True), "<pad>a1;", "<pad>a1;+."),
+        (
+            {"format": {"type": "sequence", "elements": [{"type": "const_string", "value": "n="}, INTEGER]}},
+            "n=5",
+            "n=5+",
+        ),
+        ({"format": {"type": "or", "elements": [{"type": "regex", "pattern": "[ab]{2}"}, INTEGER]}}, "ab", "ab+."),
+    ],
+)
+def test_a_structural_tag_takes_its_texts(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer, tag: Any, text: str, expected: str
+) -> None:
+    assert taken(vocabulary, tokenizer, Grammar.of("structural_tag", tag), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "field", "said"),
+    [
+        ("json_schema", {"properties": {"a/b": {"not": {}}}}, "grammar", "#/properties/a~1b/not"),
+        ("json_schema", {"items": {"type": "objekt"}}, "grammar", "#/items/type"),
+        ("json_schema", {"properties": {"not": {"pattern": "(["}}}, "grammar", "#/properties/not/pattern"),
+        ("json_schema", {"anyOf": [{}, {"$ref": "#/x"}]}, "grammar", "#/anyOf/1/$ref"),
+        ("json_schema", {"format": "zip"}, "grammar", "Unknown format: zip"),
+        ("json_schema", {"required": 5}, "grammar", "#/required"),
+        ("json_schema", False, "grammar", "schema is false"),
+        ("json_schema", "[1", "grammar", "valid JSON"),
+        ("json_schema", "5", "grammar", "an object, true or false"),
+        ("regex", "a(?=b)", "grammar", "look-around"),
+        ("ebnf", 'root ::= "a" foo', "grammar", "Rule 'foo' not found"),
+        ("ebnf", "root := x", "grammar", "rules `name ::= ...`"),
+        ("lark", "start: foo", "grammar", 'unknown name: "foo"'),
+        ("choice", ["a", 1], "grammar", "a list of texts"),
+        ("structural_tag", {"structures": []}, "grammar", "with `structures` and `triggers`"),
+        ("structural_tag", {**TAG, "triggers": ["x"]}, "grammar.format.tags[0].begin", "begins with one of ['x']"),
+        ("structural_tag", {"format": {"type": "yaml"}}, "grammar.format.type", "one of const_string"),
+        ("structural_tag", {"format": {"type": "or", "elements": []}}, "grammar.format.elements", "at least one"),
+        ("structural_tag", {"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "grammar", '["not"]'),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_its_place(
+    vocabulary: GrammarVocabulary, kind: Any, value: Any, field: str, said: str
+) -> None:
+    with pytest.raises(BadRequest) as refused:
+        vocabulary.begin(Grammar.of(kind, value))
+    assert refused.value.field == field
+    assert said in str(refused.value)
+
+
+def test_whitespace_between_tokens_of_json_has_an_end(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    for grammar, most in (
+        (Grammar("json_object"), 32),
+        (Grammar("json_schema", '{"x-guidance": {"whitespace_flexible": false}}'), 0),
+    ):
+        found = taken(vocabulary, tokenizer, grammar, "{" + " " * 50 + "}")
+        assert found == "{" + " " * most + "|"
+
+
+def test_a_tokenizer_that_the_library_reads_wrongly_is_not_used(tmp_path: Any) -> None:
+    tokenizer = load_tokenizer(str(make_piece_tokenizer(tmp_path)))
+    with pytest.raises(BadRequest, match="this tokenizer cannot be used with grammars"):
+        GrammarVocabulary(tokenizer, width=300)
+
+
+def test_as_many_grammars_are_kept_as_are_wanted_lately(vocabulary: GrammarVocabulary) -> None:
+    for number in range(80):
+        vocabulary.begin(Grammar.of("choice", [str(number)]))
+    assert len(vocabulary._compiled) == 64
+
+
+def test_a_state_refuses_a_token_that_it_does_not_allow(vocabulary: GrammarVocabulary) -> None:
+    state = vocabulary.begin(Grammar("regex", "ab"))
+    with pytest.raises(GrammarFailed, match="token 98 at place 0"):
+        state.follow([98])
+    assert json.dumps(state.tokens) == "[]"
