@@ -49,13 +49,15 @@ def ask_server(
     """
     import httpx
 
+    from serinus.front import client_tls
+
     name = path.lstrip("/")
     variables = environment()
     key = arguments.api_key or variables.get("SERINUS_ADMIN_API_KEY", "") or variables.get("SERINUS_API_KEY", "")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     where = f"{arguments.url}{path}"
     try:
-        answer = httpx.get(where, params=params, headers=headers, timeout=_ASK_S_MAX)
+        answer = httpx.get(where, params=params, headers=headers, timeout=_ASK_S_MAX, verify=client_tls())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"{name}: {arguments.url} does not answer ({error}), expected a running engine or router"

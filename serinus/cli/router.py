@@ -35,6 +35,7 @@ def router_settings(
         name=server.name or "router",
         body_bytes_max=server.body_bytes_max,
         poll_s=poll_s,
+        ssl_ca_certs=server.ssl_ca_certs,
     )
 
 
@@ -46,11 +47,11 @@ def run(command: Command, words: Sequence[str]) -> int:
     if not config.route.decode_urls:
         raise UsageProblem("no engine is named, expected at least one: --decode http://HOST:PORT")
     setup_logging(config.server.log_level, "router")
-    from serinus.front import HttpServer, bind, create_router_app, router_limits
+    from serinus.front import HttpServer, bind, create_router_app, router_limits, server_tls
 
     route = config.route
     settings = router_settings(config.server, route.decode_urls, route.prefill_urls, route.poll_s, route.cluster_secret)
-    app = create_router_app(settings)
+    app, tls = create_router_app(settings), server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock:
         server: HttpServer = HttpServer(
             app,
@@ -58,8 +59,9 @@ def run(command: Command, words: Sequence[str]) -> int:
             on_drain=lambda: drain_within(server, config.server.drain_s_max),
             limits=router_limits(),
             metrics=app.state.router.metrics,
+            tls=tls,
         )
-        get_logger("cli").info("serinus: router on %s", http_url(config.server.host, server.port))
+        get_logger("cli").info("serinus: router on %s", http_url(config.server.host, server.port, tls=tls is not None))
         server.run_here()
     return 0
 

@@ -32,7 +32,7 @@ from serinus.core.user_secret import user_secret
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, exit_words
 
 if TYPE_CHECKING:
-    from serinus.front import EngineClient, FrontSettings, HttpServer
+    from serinus.front import EngineClient, FrontSettings, HttpServer, ServerTls
     from serinus.wire.messages import Ready
 
 __all__ = ["run", "start_line"]
@@ -71,10 +71,11 @@ def run(command: Command, words: Sequence[str]) -> int:
     setup_logging(config.server.log_level, "" if child is not None else "front")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_early)
-    from serinus.front import bind
+    from serinus.front import bind, server_tls
 
+    tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock, EngineProcess(config) as engine:
-        service = _Service(config, engine, sock, clock, started, child)
+        service = _Service(config, engine, sock, clock, started, child, tls)
         return asyncio.run(service.live())
 
 
@@ -126,6 +127,7 @@ class _Service:
         clock: Clock,
         started: float,
         child: int | None,
+        tls: ServerTls | None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -135,7 +137,8 @@ class _Service:
         self._child = child
         self._code = 0
         self._phases: dict[str, float] = {}
-        self._url = http_url(config.server.host, sock.getsockname()[1])
+        self._tls = tls
+        self._url = http_url(config.server.host, sock.getsockname()[1], tls=tls is not None)
 
     async def live(self) -> int:
         """Start the engine, serve, stop the engine; the exit code."""
@@ -164,7 +167,7 @@ class _Service:
             loading = app.state.front.start_tokenizer()
             loading.add_done_callback(lambda _: self._phases.update(tokenizer=self._clock.now() - began))
         self._server: HttpServer = HttpServer(
-            app, self._sock, on_drain=lambda: self._drain(client), metrics=app.state.front.metrics
+            app, self._sock, on_drain=lambda: self._drain(client), metrics=app.state.front.metrics, tls=self._tls
         )
         watch = asyncio.create_task(self._watch(client))
         try:

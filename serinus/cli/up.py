@@ -29,7 +29,7 @@ from serinus.core.free_ports import free_ports
 from serinus.core.log import get_logger, setup_logging
 
 if TYPE_CHECKING:
-    from serinus.front import Fleet, HttpServer
+    from serinus.front import Fleet, HttpServer, ServerTls
 
 __all__ = ["Member", "members", "run"]
 
@@ -87,10 +87,11 @@ def run(command: Command, words: Sequence[str]) -> int:
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus up MODEL")
     setup_logging(config.server.log_level, "up")
-    from serinus.front import bind
+    from serinus.front import bind, server_tls
 
+    tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock:
-        return asyncio.run(_Group(config, sock, clock, started, arguments.ready_fd).live())
+        return asyncio.run(_Group(config, sock, tls, clock, started, arguments.ready_fd).live())
 
 
 def _check(member: Member) -> None:
@@ -105,8 +106,9 @@ class _Group:
     """The engines of `serinus up`, and the router."""
 
     def __init__(
-        self, config: UpConfig, sock: socket.socket, clock: Clock, started: float, ready_fd: int | None
-    ) -> None:
+        self, config: UpConfig, sock: socket.socket, tls: ServerTls | None, clock: Clock, started: float,
+        ready_fd: int | None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._ready_fd = ready_fd
         self._sock = sock
@@ -117,7 +119,8 @@ class _Group:
             _check(member)
         self._code = 0
         self._ending = False
-        self._url = http_url(config.server.host, sock.getsockname()[1])
+        self._tls = tls
+        self._url = http_url(config.server.host, sock.getsockname()[1], tls=tls is not None)
         self._readers: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set when a member became ready."""
@@ -139,6 +142,7 @@ class _Group:
             on_drain=self._drain,
             limits=router_limits(),
             metrics=app.state.router.metrics,
+            tls=self._tls,
         )
         rising = asyncio.create_task(self._rise())
         try:

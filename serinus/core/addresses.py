@@ -31,9 +31,9 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def http_url(host: str, port: int) -> str:
-    """The URL of an HTTP server: `http://host:port`."""
-    return f"http://{host_port(host, port)}"
+def http_url(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL of an HTTP server: `http://host:port`, or https with `tls`."""
+    return f"{'https' if tls else 'http'}://{host_port(host, port)}"
 
 
 def tcp_url(host: str, port: int) -> str:

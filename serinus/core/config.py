@@ -200,7 +200,14 @@ class UpConfig(EngineConfig):
         memory = self.memory if fraction is None else replace(self.memory, mem_fraction_static=fraction / engines)
         return ServeConfig(
             model=self.model,
-            server=replace(self.server, host="127.0.0.1", port=port, name=name),
+            server=replace(
+                self.server,
+                host="127.0.0.1",
+                port=port,
+                name=name,
+                ssl_certfile="",
+                ssl_keyfile="",  # the router has TLS
+            ),
             memory=memory,
             sched=self.sched,
             cache=self.cache,

@@ -80,6 +80,14 @@ class ServerSettings:
     )
     api_key: str = setting("", "clients must send it as `Authorization: Bearer KEY`; default: open")
     admin_api_key: str = setting("", "asked for flush and abort; default: the api key")
+    ssl_certfile: str = setting(
+        "", "PEM file of the server's certificate and its chain: https instead of http; read anew when it changes",
+        metavar="FILE",
+    )  # fmt: skip
+    ssl_keyfile: str = setting("", "PEM file of the key to it; default: in the same file", metavar="FILE")
+    ssl_ca_certs: str = setting(
+        "", "PEM file of certificates by which a router trusts engines at https, besides the system's", metavar="FILE"
+    )
     allowed_origins: tuple[str, ...] = setting(
         (),
         "web pages of these origins may ask this server (CORS), as in https://chat.example.com; * = any; default: none",
@@ -102,6 +110,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         check_host(self.host, "config: --host")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError(f"config: --ssl-keyfile is {self.ssl_keyfile!r}, expected --ssl-certfile as well")
         for origin in self.allowed_origins:
             scheme, _, rest = origin.partition("://")
             if origin != "*" and not (scheme in ("http", "https") and rest and not set(rest) & set("/*?# ")):

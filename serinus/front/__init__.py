@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from serinus.front.router import create_router_app
     from serinus.front.server import HttpServer, bind, router_limits
     from serinus.front.settings import FrontSettings, RouterSettings
+    from serinus.front.tls import ServerTls, client_tls, server_tls
     from serinus.front.upstream import Upstream, UpstreamBroken
 
 __all__ = [
@@ -24,12 +25,15 @@ __all__ = [
     "FrontSettings",
     "HttpServer",
     "RouterSettings",
+    "ServerTls",
     "Upstream",
     "UpstreamBroken",
     "bind",
+    "client_tls",
     "create_app",
     "create_router_app",
     "router_limits",
+    "server_tls",
 ]
 
 _HOMES = {
@@ -43,6 +47,9 @@ _HOMES = {
     "router_limits": "server",
     "FrontSettings": "settings",
     "RouterSettings": "settings",
+    "ServerTls": "tls",
+    "client_tls": "tls",
+    "server_tls": "tls",
     "Upstream": "upstream",
     "UpstreamBroken": "upstream",
 }

@@ -118,8 +118,9 @@ class Fleet:
         """Ask one engine how it is."""
         try:
             status, body = await fetch(
-                member.url, "GET", "/server_info", headers=self._headers, s_max=self._settings.poll_s_max
-            )
+                member.url, "GET", "/server_info", headers=self._headers, s_max=self._settings.poll_s_max,
+                ca_certs=self._settings.ssl_ca_certs,
+            )  # fmt: skip
             info = msgspec.json.decode(body) if status == 200 else {"error": reason_of(body)}
         except (UpstreamBroken, msgspec.DecodeError) as err:
             self.lost(member, str(err))
@@ -194,7 +195,10 @@ class Fleet:
 
         async def ask(member: FleetEngine) -> tuple[FleetEngine, int, bytes]:
             try:
-                status, answer = await fetch(member.url, method, path, headers=headers, body=body, s_max=s_max)
+                status, answer = await fetch(
+                    member.url, method, path, headers=headers, body=body, s_max=s_max,
+                    ca_certs=self._settings.ssl_ca_certs,
+                )  # fmt: skip
             except UpstreamBroken as err:
                 return member, 0, str(err).encode()
             return member, status, answer

@@ -156,7 +156,9 @@ class Router:
                 prefill.waiting_bytes -= waiting
             waiting = 0
 
-        async with Upstream(member.url, connect_s_max=self.settings.connect_s_max) as upstream:
+        async with Upstream(
+            member.url, connect_s_max=self.settings.connect_s_max, ca_certs=self.settings.ssl_ca_certs
+        ) as upstream:
             member.open.add(upstream)
             if prefill is not None:
                 prefill.waiting_bytes += waiting

@@ -25,6 +25,7 @@ from serinus.front.connection import SAID_EVERY_S, ConnectionLimits, ConnectionT
 
 if TYPE_CHECKING:
     from serinus.front.metrics import HttpMetrics
+    from serinus.front.tls import ServerTls
 
 __all__ = ["HttpServer", "bind", "engine_limits", "router_limits"]
 
@@ -85,10 +86,11 @@ class HttpServer(uvicorn.Server):
         log_level: str = "warning",
         limits: ConnectionLimits | None = None,
         metrics: HttpMetrics | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """`on_drain` is called once, when draining begins, in the loop's thread; `limits`: default engine_limits().
 
-        `metrics` count the connections.
+        `metrics` count the connections; `tls`: it speaks https.
         """
         config = uvicorn.Config(
             app,
@@ -109,6 +111,7 @@ class HttpServer(uvicorn.Server):
             metrics.watch_connections(self.connections)
         self._accept_failed_at = -SAID_EVERY_S
         self._sock = sock
+        self._tls = tls
         self._on_drain = on_drain
 
     @property
@@ -144,6 +147,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._loop_error)
+        self.config.ssl = None if self._tls is None else self._tls.context
         await super().startup(sockets)
         self._sock.listen(_BACKLOG)  # asyncio took the number that it accepts at a time
 
@@ -156,7 +160,10 @@ class HttpServer(uvicorn.Server):
             _log.error("front: cannot accept connections for now: %s", context.get("exception"))
 
     async def on_tick(self, counter: int) -> bool:
-        self.connections.sweep(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        self.connections.sweep(now)
+        if self._tls is not None:
+            self._tls.refresh(now)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
+from serinus.front.tls import client_tls
 
 __all__ = ["FrontSettings", "RouterSettings"]
 
@@ -81,9 +82,11 @@ class RouterSettings:
     """One router before decode (or unified) engines and, if any, prefill engines. Raises ConfigError."""
 
     decode_urls: tuple[str, ...]
-    """http://host:port of the engines that own requests from end to end (decode or unified), at least one."""
+    """http(s)://host:port of the engines that own requests from end to end (decode or unified), at least one."""
     prefill_urls: tuple[str, ...] = ()
-    """http://host:port of the prefill engines."""
+    """http(s)://host:port of the prefill engines."""
+    ssl_ca_certs: str = ""
+    """File of certificates by which engines at https are trusted, besides the system's."""
     api_key: str = ""
     """Asked of clients, and shown to the engines."""
     admin_api_key: str = ""
@@ -113,7 +116,9 @@ class RouterSettings:
         if not self.decode_urls:
             raise ConfigError("front: decode_urls is empty, expected the address of at least one decode engine")
         for url in (*self.decode_urls, *self.prefill_urls):
-            if not url.startswith("http://"):
-                raise ConfigError(f"front: engine address {url!r}, expected http://host:port")
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"front: engine address {url!r}, expected http://host:port or https://host:port")
+        if self.ssl_ca_certs:
+            client_tls(self.ssl_ca_certs)
         for name in ("poll_s", "poll_s_max", "hang_s_max", "connect_s_max", "body_bytes_max"):
             _check_positive(name, getattr(self, name))

@@ -14,6 +14,7 @@ import h11
 
 from serinus.core.addresses import host_port
 from serinus.core.errors import PeerGone
+from serinus.front.tls import client_tls
 
 __all__ = ["NotConnected", "Upstream", "UpstreamBroken", "fetch"]
 
@@ -36,12 +37,14 @@ class Upstream:
     Closing early tells the engine's front that the answer is not wanted any more.
     """
 
-    def __init__(self, url: str, *, connect_s_max: float) -> None:
-        """`url`: http://host:port; what follows is ignored. `connect_s_max`: seconds that connecting may take."""
+    def __init__(self, url: str, *, connect_s_max: float, ca_certs: str = "") -> None:
+        """`url`: http(s)://host:port; what follows is ignored. `connect_s_max`: seconds that connecting may take.
+        `ca_certs`: file of certificates by which https is trusted, besides the system's."""
         parts = urlsplit(url)
         self.url = url
         self._host = parts.hostname or "127.0.0.1"
-        self._port = parts.port or 80
+        self._tls = client_tls(ca_certs) if parts.scheme == "https" else None
+        self._port = parts.port or (80 if self._tls is None else 443)
         self._authority = host_port(self._host, self._port)
         self._connect_s_max = connect_s_max
         self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES_MAX)
@@ -72,7 +75,7 @@ class Upstream:
         events: list[h11.Event] = [request, h11.Data(data=body), h11.EndOfMessage()]
         try:
             async with asyncio.timeout(self._connect_s_max):
-                self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+                self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         except (OSError, TimeoutError) as err:
             raise NotConnected(f"front: {self.url} does not answer ({err or type(err).__name__})") from err
         self._writer.write(b"".join(self._connection.send(event) or b"" for event in events))
@@ -119,11 +122,11 @@ class Upstream:
 
 
 async def fetch(
-    url: str, method: str, path: str, *, headers: _Headers = (), body: bytes = b"", s_max: float
+    url: str, method: str, path: str, *, headers: _Headers = (), body: bytes = b"", s_max: float, ca_certs: str = ""
 ) -> tuple[int, bytes]:
     """Status and body of one small request. Raises UpstreamBroken, also where it takes longer than `s_max` seconds."""
     try:
-        async with asyncio.timeout(s_max), Upstream(url, connect_s_max=s_max) as upstream:
+        async with asyncio.timeout(s_max), Upstream(url, connect_s_max=s_max, ca_certs=ca_certs) as upstream:
             await upstream.send(method, path, headers, body)
             return upstream.status, await upstream.body()
     except TimeoutError as err:

@@ -13,7 +13,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from serinus.front import EngineClient, FrontSettings, HttpServer, bind, create_app
+from serinus.core.addresses import http_url
+from serinus.front import EngineClient, FrontSettings, HttpServer, ServerTls, bind, create_app
 from serinus.front.metrics import HttpMetrics
 from serinus.testing.fake_engine import FakeEngine
 
@@ -34,7 +35,7 @@ class RunningFront:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
+        return str(self.http.base_url).rstrip("/")
 
     @property
     def routes(self) -> list[Route]:
@@ -60,9 +61,10 @@ def serving(
     on_drain: Callable[[], None] | None = None,
     host: str = "127.0.0.1",
     metrics: HttpMetrics | None = None,
+    tls: ServerTls | None = None,
 ) -> Iterator[HttpServer]:
     """Serve an app on a free port in a thread until left."""
-    server = HttpServer(app, bind(host, 0), on_drain=on_drain, metrics=metrics)
+    server = HttpServer(app, bind(host, 0), on_drain=on_drain, metrics=metrics, tls=tls)
     thread = threading.Thread(target=server.run_here, name="front")
     thread.start()
     try:
@@ -75,9 +77,14 @@ def serving(
 
 @contextmanager
 def running_front(
-    settings: FrontSettings, engine: FakeEngine, *, on_stuck: Callable[[str], None] | None = None
+    settings: FrontSettings,
+    engine: FakeEngine,
+    *,
+    on_stuck: Callable[[str], None] | None = None,
+    tls: ServerTls | None = None,
 ) -> Iterator[RunningFront]:
-    """Start the engine and serve until left; fails where the front does not come up. `on_stuck`: as of create_app."""
+    """Start the engine and serve until left; fails where the front does not come up. `on_stuck`: as of create_app.
+    `tls`: on https, for clients of the test's own."""
     ready = threading.Event()
     failed: list[str] = []
 
@@ -88,8 +95,8 @@ def running_front(
     with engine:
         client = EngineClient(engine.endpoint)
         app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed, on_stuck=on_stuck)
-        with serving(app, on_drain=client.drain, metrics=app.state.front.metrics) as server:
+        with serving(app, on_drain=client.drain, metrics=app.state.front.metrics, tls=tls) as server:
             assert ready.wait(60), "testing: the front did not come up"
             assert not failed, f"testing: the front did not come up: {failed}"
-            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+            with httpx.Client(base_url=http_url("127.0.0.1", server.port, tls=tls is not None), timeout=30) as http:
                 yield RunningFront(app, engine, client, server, http)

@@ -144,7 +144,7 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         (["bench", "serve", "--num-prompts", "0"], "expected an integer, at least 1"),
         (["bench", "serve", "--request-rate", "-1"], "requests per second above 0"),
         (["bench", "serve", "--goodput", "speed:5"], "expected ttft:MS, tpot:MS or e2e:MS"),
-        (["bench", "serve", "--base-url", "https://x"], "expected http://host:port"),
+        (["bench", "serve", "--base-url", "ftp://x"], "expected http://host:port or https://host:port"),
         (["bench", "serve", "--extra-request-body", "[1]"], "expected a JSON object"),
         (["version", "--verbose"], "unknown flag --verbose"),
         (["doctor", "--fast"], "unknown flag --fast"),

@@ -62,7 +62,7 @@ def bench_parser(command: Command) -> Parser:
     parser = make_parser(command, settings=False)
     where = parser.add_argument_group("Which server")
     where.add_argument("--backend", default="serinus", choices=sorted(DIALECTS), help="how it is asked")
-    where.add_argument("--base-url", metavar="URL", help="http://host:port, in place of --host and --port")
+    where.add_argument("--base-url", metavar="URL", help="http(s)://host:port, in place of --host and --port")
     where.add_argument("--host", default="127.0.0.1", help="its address (default: 127.0.0.1)")
     where.add_argument("--port", type=_count(1), help="its port (default: 30000; 8000 for openai and vllm)")
     where.add_argument("--model", metavar="NAME", help="name of the model; default: the first it serves")

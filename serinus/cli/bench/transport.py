@@ -21,7 +21,7 @@ class Target:
     """Address and keys of the server under test."""
 
     url: str
-    """Address as http://host:port, without a path."""
+    """Address as http(s)://host:port, without a path."""
     path: str = ""
     """What goes before every path, where the server is behind a proxy."""
     api_key: str = ""
@@ -29,11 +29,11 @@ class Target:
 
     @classmethod
     def from_url(cls, url: str, api_key: str = "") -> Target:
-        """The server of a --base-url. Raises ConfigError for anything but http://host:port."""
+        """The server of a --base-url. Raises ConfigError for anything but http(s)://host:port."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"bench: --base-url is {url!r}, expected http://host:port")
-        return cls(url=f"http://{parts.netloc}", path=parts.path.rstrip("/"), api_key=api_key)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"bench: --base-url is {url!r}, expected http://host:port or https://host:port")
+        return cls(url=f"{parts.scheme}://{parts.netloc}", path=parts.path.rstrip("/"), api_key=api_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
