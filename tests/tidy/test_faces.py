@@ -91,9 +91,9 @@ def test_flags_and_variables_mean_one_thing_each(tree: type) -> None:
     assert len(flags) == len(set(flags)), f"flags that occur twice: {sorted(f for f in flags if flags.count(f) > 1)}"
 
 
-def test_there_are_fewer_than_95_settings() -> None:
+def test_there_are_fewer_than_110_settings() -> None:
     settings = [setting for tree in (ServeConfig, UpConfig, RouterConfig) for _, setting in settings_in(tree)]
-    assert len({setting.flag for setting in settings if not setting.role}) < 95  # one of a role repeats that of all
+    assert len({setting.flag for setting in settings if not setting.role}) < 110  # one of a role repeats that of all
 
 
 SETTINGS = tuple(f"serinus/core/{name}.py" for name in ("settings", "canary_settings", "config"))
