@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
 from serinus.core.addresses import http_url
 from serinus.core.config import RouterConfig
+from serinus.core.fleet_settings import RouteSettings
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.settings import ServerSettings
 from serinus.core.user_secret import user_secret
@@ -19,22 +20,23 @@ if TYPE_CHECKING:
 __all__ = ["drain_within", "router_settings", "run"]
 
 
-def router_settings(
-    server: ServerSettings, decode_urls: Sequence[str], prefill_urls: Sequence[str], poll_s: float, cluster_secret: str
-) -> RouterSettings:
+def router_settings(server: ServerSettings, route: RouteSettings) -> RouterSettings:
     """What the router app is told."""
     from serinus.front import RouterSettings
 
     return RouterSettings(
-        decode_urls=tuple(url.rstrip("/") for url in decode_urls),
-        prefill_urls=tuple(url.rstrip("/") for url in prefill_urls),
+        decode_urls=route.decode_urls,
+        prefill_urls=route.prefill_urls,
         api_key=server.api_key,
         admin_api_key=server.admin_api_key,
         allowed_origins=server.allowed_origins,
-        router_secrets=(cluster_secret, user_secret()),
+        router_secrets=(route.cluster_secret, user_secret()),
         name=server.name or "router",
         body_bytes_max=server.body_bytes_max,
-        poll_s=poll_s,
+        poll_s=route.poll_s,
+        policy=route.policy,
+        retry_max_retries=route.retry_max_retries,
+        cb_failure_threshold=route.cb_failure_threshold,
         ssl_ca_certs=server.ssl_ca_certs,
     )
 
@@ -49,9 +51,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     setup_logging(config.server.log_level, "router")
     from serinus.front import HttpServer, bind, create_router_app, router_limits, server_tls
 
-    route = config.route
-    settings = router_settings(config.server, route.decode_urls, route.prefill_urls, route.poll_s, route.cluster_secret)
-    app, tls = create_router_app(settings), server_tls(config.server)
+    app, tls = create_router_app(router_settings(config.server, config.route)), server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock:
         server: HttpServer = HttpServer(
             app,

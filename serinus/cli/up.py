@@ -25,6 +25,7 @@ from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig, UpConfig
 from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError
+from serinus.core.fleet_settings import RouteSettings
 from serinus.core.free_ports import free_ports
 from serinus.core.log import get_logger, setup_logging
 
@@ -36,6 +37,8 @@ __all__ = ["Member", "members", "run"]
 _log = get_logger("cli")
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before an engine is started again; the last one repeats."""
+_LOOK_EVERY_S = 0.5
+"""Between two looks of the router at an engine."""
 _LOOK_PAUSE_S = 0.05
 """Between two looks at an engine that has just said it is ready."""
 _STEADY_S = 60.0
@@ -131,10 +134,15 @@ class _Group:
             await self._spawn(member)
         from serinus.front import HttpServer, create_router_app, router_limits
 
-        prefill = [member.url for member in self._members if member.config.role == "prefill"]
-        decode = [member.url for member in self._members if member.config.role != "prefill"]
         config = self._config
-        app = create_router_app(router_settings(config.server, decode, prefill, 0.5, config.pd.cluster_secret))
+        route = RouteSettings(
+            decode_urls=tuple(member.url for member in self._members if member.config.role != "prefill"),
+            prefill_urls=tuple(member.url for member in self._members if member.config.role == "prefill"),
+            poll_s=_LOOK_EVERY_S,
+            cluster_secret=config.pd.cluster_secret,
+            policy=config.up.policy,
+        )
+        app = create_router_app(router_settings(config.server, route))
         self._fleet: Fleet = app.state.router.fleet
         self._server: HttpServer = HttpServer(
             app,

@@ -5,6 +5,7 @@ Stems are those users of SGLang and vLLM know, under `serinus:`; labels engine, 
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -143,6 +144,10 @@ class RouterMetrics(HttpMetrics):
         self._retries = self._counter("router_retries", "Requests sent again because an engine failed")
         self._broken = self._counter("router_broken_streams", "Streams an engine broke midway")
         self._given_up = self._counter("router_given_up_requests", "Requests under which two engines broke")
+        self._circuit = Gauge(
+            "serinus:router_circuit_open", "1 while an engine that failed often gets no requests, or one at a time",
+            (*_LABELS, "to"), registry=self.registry,
+        )  # fmt: skip
         self._up = Gauge(
             "serinus:router_engine_up", "1 while an engine answers the router", (*_LABELS, "to"), registry=self.registry
         )
@@ -162,6 +167,16 @@ class RouterMetrics(HttpMetrics):
     def given_up(self) -> None:
         """A second engine broke while it had the request, which goes to no third."""
         self._given_up.inc()
+
+    def circuit(self, to: str, *, open_: bool) -> None:
+        """Whether an engine that failed often gets no requests, or one at a time."""
+        self._circuit.labels(*self._where, to).set(1 if open_ else 0)
+
+    def engine_left(self, to: str) -> None:
+        """An engine was removed: nothing is said of it any more."""
+        for gauge in (self._up, self._circuit):
+            with contextlib.suppress(KeyError):
+                gauge.remove(*self._where, to)
 
     def engine_up(self, to: str, up: bool) -> None:
         """The last look at an engine."""

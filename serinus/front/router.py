@@ -36,6 +36,7 @@ from serinus.front.settings import RouterSettings
 from serinus.front.state import IGNORED_HEADER
 from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, proof_of
 from serinus.front.upstream import NotConnected, Upstream, UpstreamBroken
+from serinus.front.workers import list_models, one_model, renamed, workers
 
 __all__ = ["Router", "create_router_app"]
 
@@ -97,19 +98,22 @@ class Router:
             await asyncio.gather(forward, leaving, return_exceptions=True)
 
     async def _forward(self, exchange: HttpExchange, body: bytes) -> None:
+        model = self.fleet.model_of(body)
         tried: list[FleetEngine] = []
         broke: list[str] = []
         last = ""
         while True:
+            if len(tried) > self.settings.retry_max_retries:
+                raise NoEngineAlive(f"front: {len(tried)} engines failed this request, expected one to take it; {last}")
             try:
-                member = self.fleet.pick_decode(body, but=tried)
+                member = self.fleet.pick_decode(body, model=model, but=tried)
             except NoEngineAlive as err:
                 raise NoEngineAlive(f"{err}; {last}" if last else str(err)) from err
             if tried:
                 self.metrics.retried()
             tried.append(member)
             try:
-                if await self._try(exchange, member, body):
+                if await self._try(exchange, member, body, model):
                     return
                 last = f"{member.url} has no room or is going"
             except NotConnected as err:
@@ -145,9 +149,35 @@ class Router:
             headers.append((PROOF_HEADER, proof_of(prefill.pd_address, secrets)))
         return headers
 
-    async def _try(self, exchange: HttpExchange, member: FleetEngine, body: bytes) -> bool:
-        """Let one engine answer; False where it has no room and others may. Raises UpstreamBroken."""
-        prefill = self.fleet.pick_prefill()
+    async def _try(self, exchange: HttpExchange, member: FleetEngine, body: bytes, model: str) -> bool:
+        """Let one engine answer; False where it has no room and others may. Raises UpstreamBroken.
+
+        What it did counts in its circuit.
+        """
+        self.fleet.sent(member)
+        status = 0
+        try:
+            status = await self._send(exchange, member, body, model)
+        except UpstreamBroken as err:
+            self.fleet.failed(member, str(err))
+            raise
+        except BaseException:
+            self.fleet.left(member)
+            raise
+        if status == 503:
+            self.fleet.left(member)
+        elif status >= 500:
+            self.fleet.failed(member, f"it answered {status}")
+        else:
+            self.fleet.answered(member)
+        return bool(status)
+
+    async def _send(self, exchange: HttpExchange, member: FleetEngine, body: bytes, model: str) -> int:
+        """Let one engine answer; the status, or 0 where it has no room and others may. Raises UpstreamBroken."""
+        prefill = self.fleet.pick_prefill(model)
+        others = len(self.fleet.owners(model)) > 1
+        if member.alias not in ("", member.own_model):
+            body = renamed(body, member.own_model)
         waiting = len(body) if prefill is not None else 0
 
         def prefilled() -> None:
@@ -167,17 +197,19 @@ class Router:
                 path = quote(exchange.path) + (f"?{exchange.query}" if exchange.query else "")  # it came unquoted
                 method: str = exchange.scope["method"]
                 await upstream.send(method, path, self._headers(exchange, prefill), body)
-                if upstream.status == 503 and BROKE_HEADER in upstream.headers and len(self.fleet.decode) > 1:
+                if upstream.status == 503 and BROKE_HEADER in upstream.headers and others:
                     raise UpstreamBroken(f"front: {member.url} broke ({reason_of(await upstream.body())})")
-                if upstream.status == 503 and len(self.fleet.decode) > 1:
-                    return False
-                await self._answer(exchange, upstream, prefilled)
-                return True
+                if upstream.status == 503 and others:
+                    return 0
+                await self._answer(exchange, upstream, prefilled, others=others)
+                return upstream.status
             finally:
                 member.open.discard(upstream)
                 prefilled()
 
-    async def _answer(self, exchange: HttpExchange, upstream: Upstream, prefilled: Callable[[], None]) -> None:
+    async def _answer(
+        self, exchange: HttpExchange, upstream: Upstream, prefilled: Callable[[], None], *, others: bool
+    ) -> None:
         if ignored := upstream.headers.get(IGNORED_HEADER):
             exchange.headers.append((IGNORED_HEADER.encode(), ignored.encode("latin-1")))
         content_type = upstream.headers.get("content-type", "application/json")
@@ -204,17 +236,37 @@ class Router:
                 if b"data:" not in events:
                     await exchange.keep_alive(events)
                     continue
-                if _LOST in events and len(self.fleet.decode) > 1:
+                if _LOST in events and others:
                     raise UpstreamBroken(f"front: {upstream.url} broke before the first token")
                 prefilled()
             await exchange.push(events)
         await exchange.end(rest)
 
+    # ---- models and engines ----------------------------------------------------------------------------------------
+
+    async def models(self, exchange: HttpExchange) -> None:
+        """All models; of one alone its engine tells. Raises NoEngineAlive."""
+        if self.fleet.has_one_model:
+            await self.route(exchange)
+        else:
+            await list_models(self.fleet, self.settings.api_key, exchange)
+
+    async def model(self, exchange: HttpExchange) -> None:
+        """One of them. Raises NoEngineAlive, UnknownModel."""
+        if self.fleet.has_one_model:
+            await self.route(exchange)
+        else:
+            await one_model(self.fleet, self.settings.api_key, exchange)
+
+    async def workers(self, exchange: HttpExchange) -> None:
+        """The engines; they come and go by this."""
+        await workers(self.fleet, self.keys, exchange)
+
     # ---- the rest -----------------------------------------------------------------------------------------------
 
     async def health(self, exchange: HttpExchange) -> None:
         """200 while a decode engine is alive. Raises NoEngineAlive."""
-        self.fleet.pick_decode(b"")
+        self.fleet.ready()
         await exchange.text("")
 
     async def version(self, exchange: HttpExchange) -> None:
@@ -252,6 +304,8 @@ class Router:
         """Empty the prefix caches of all engines. Raises NoEngineAlive, FanOutFailed."""
         await exchange.body()
         answers = await self.fleet.ask_all("POST", "/flush_cache", key=self.keys.operator, s_max=_ALL_S_MAX)
+        for member, _, _ in answers:
+            member.life += 1
         if not answers:
             raise NoEngineAlive("front: flush_cache reached no engine, expected at least one engine to be alive")
         bad = [f"{m.url} {status}: {text.decode(errors='replace')}" for m, status, text in answers if status != 200]
@@ -320,6 +374,9 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
         "/canary/perturb": router.perturb,
         "/abort_request": router.abort_request,
         "/openapi.json": router.description,
+        "/v1/models": router.models,
+        "/v1/models/{name:path}": router.model,
+        "/workers": router.workers,
     }
 
     @asynccontextmanager

@@ -272,6 +272,17 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
+class WorkerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """/workers of a router: an engine to add."""
+
+    url: str
+    """Where the engine is: http://host:port."""
+    worker_type: str = "decode"
+    """decode (also: regular, unified), which owns requests, or prefill."""
+    model_id: str = ""
+    """The name that requests use for its model; default: the engine's own."""
+
+
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),

@@ -77,14 +77,24 @@ class FrontSettings:
         return self.served_model_name or self.model_path or "serinus"
 
 
+def split_alias(where: str) -> tuple[str, str]:
+    """Name of the model (empty = the engine's own) and URL of NAME=http://host:port. Raises ConfigError."""
+    head, found, tail = where.partition("=")
+    name, url = (head.strip(), tail.strip()) if found and "://" not in head else ("", where)
+    if not url.startswith(("http://", "https://")) or (found and "://" not in head and not name):
+        raise ConfigError(f"front: engine address {where!r}, expected http(s)://host:port or MODEL=http(s)://host:port")
+    return name, url.rstrip("/")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """One router before decode (or unified) engines and, if any, prefill engines. Raises ConfigError."""
 
     decode_urls: tuple[str, ...]
-    """http(s)://host:port of the engines that own requests from end to end (decode or unified), at least one."""
+    """http(s)://host:port of the engines that own requests from end to end (decode or unified), at least one; or
+    MODEL=http(s)://host:port, where requests call its model otherwise than the engine does."""
     prefill_urls: tuple[str, ...] = ()
-    """http(s)://host:port of the prefill engines."""
+    """Those of the prefill engines."""
     ssl_ca_certs: str = ""
     """File of certificates by which engines at https are trusted, besides the system's."""
     api_key: str = ""
@@ -107,17 +117,20 @@ class RouterSettings:
     """Seconds a connection to an engine may take."""
     body_bytes_max: int = _BODY_BYTES_MAX
     """A larger request body is refused with 413."""
-    affinity_chars: int = 0
-    """Requests whose bodies share this many leading characters of prompt prefer one decode engine; 0 = off."""
-    affinity_load_max: int = 4
-    """Affinity gives way when the preferred engine has this many requests more than the least loaded."""
+    policy: str = "cache_aware"
+    """Which decode engine gets a request: one of POLICIES."""
+    retry_max_retries: int = 5
+    """Further engines that a request may be sent to where one has no room, or cannot be reached."""
+    cb_failure_threshold: int = 5
+    """Failures in a row after which an engine gets no requests for a while; 0 = never."""
+    cb_open_s: float = 30.0
+    """How long that while is."""
 
     def __post_init__(self) -> None:
         if not self.decode_urls:
             raise ConfigError("front: decode_urls is empty, expected the address of at least one decode engine")
-        for url in (*self.decode_urls, *self.prefill_urls):
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"front: engine address {url!r}, expected http://host:port or https://host:port")
+        for where in (*self.decode_urls, *self.prefill_urls):
+            split_alias(where)
         if self.ssl_ca_certs:
             client_tls(self.ssl_ca_certs)
         for name in ("poll_s", "poll_s_max", "hang_s_max", "connect_s_max", "body_bytes_max"):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -22,13 +19,11 @@ from starlette.routing import Route
 from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import ConfigError
 from serinus.core.request import Request as TokenRequest
-from serinus.front import FrontSettings, HttpServer, RouterSettings, create_router_app
-from serinus.front.fleet import Fleet, NoEngineAlive
+from serinus.front import RouterSettings, create_router_app
+from serinus.front.fleet import Fleet
 from serinus.front.metrics import RouterMetrics
-from serinus.front.router import Router
-from serinus.front.upstream import Upstream
-from serinus.testing.fake_engine import FakeEngine, fake_continue
-from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.testing.fake_engine import fake_continue
+from serinus.testing.running_front import RunningFront, serving
 from serinus.wire.messages import Abort, Generate
 
 pytestmark = pytest.mark.slow
@@ -38,91 +33,11 @@ GREEDY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5, "temp
 EXPECTED = fake_continue([1, 2, 3], 5, vocab_size=267)
 
 
-class RunningRouter:
-    """A router, its engines' fronts and a client."""
-
-    def __init__(
-        self, server: HttpServer, router: Router, decode: list[RunningFront], prefill: list[RunningFront]
-    ) -> None:
-        self.server = server
-        self.router = router
-        self.decode = decode
-        self.prefill = prefill
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30)
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Ask /server_info until `holds`; the router looks at its engines meanwhile."""
-        end = CLOCK.now() + 60
-        while not holds():
-            assert CLOCK.now() < end, "the router never came to see it so"
-            self.http.get("/server_info")
-
-    def alive(self) -> list[bool]:
-        return [member.alive for member in self.router.fleet.members]
-
-
-@pytest.fixture
-def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., Any]:
-    """Makes a router before `decode` and `prefill` engines; keywords go to the fake decode engines."""
-
-    @contextmanager
-    def make(
-        decode: int,
-        prefill: int,
-        *,
-        pd_address: str = "tcp://{}:1",
-        keys: dict[str, Any] | None = None,
-        stall: tuple[bool, ...] = (),
-        keep_alive_s: float = 5.0,
-        **more: Any,
-    ) -> Iterator[RunningRouter]:
-        fronts: dict[str, list[RunningFront]] = {"decode": [], "prefill": []}
-        with ExitStack() as stack:
-            for role, count in (("decode", decode), ("prefill", prefill)):
-                for index in range(count):
-                    name = f"{role}-{index}"
-                    engine = FakeEngine(
-                        endpoint=new_endpoint(),
-                        engine=name,
-                        role=role,
-                        vocab_size=267,
-                        pd_address=pd_address.format(name) if role == "prefill" else "",
-                        stall=role == "decode" and index < len(stall) and stall[index],
-                        context_length=100_000,
-                        max_total_tokens=200_000,
-                    )
-                    settings = FrontSettings(
-                        model_path=str(byte_folder),
-                        served_model_name="canary",
-                        engine=name,
-                        role=role,
-                        keep_alive_s=keep_alive_s,
-                        **{"router_secrets": ("a router's",), **(keys or {})},
-                    )
-                    fronts[role].append(stack.enter_context(running_front(settings, engine)))
-            routed = RouterSettings(
-                decode_urls=tuple(front.url for front in fronts["decode"]),
-                prefill_urls=tuple(front.url for front in fronts["prefill"]),
-                poll_s=0.02,
-                poll_s_max=20.0,
-                **{"router_secrets": ("a router's",), **(keys or {})},
-                **more,
-            )
-            app = create_router_app(routed)
-            with serving(app) as server:
-                running = RunningRouter(server, app.state.router, fronts["decode"], fronts["prefill"])
-                with running.http:
-                    running.until(lambda: all(running.alive()))
-                    yield running
-
-    return make
-
-
 def requests_of(front: RunningFront) -> list[TokenRequest]:
     return [message.request for message in front.engine.received if isinstance(message, Generate)]
 
 
-def holder(running: RunningRouter) -> RunningFront:
+def holder(running: Any) -> RunningFront:
     """The front whose engine has a request: comments of a stream may leave before the request reached it."""
     running.until(lambda: any(requests_of(front) for front in running.decode))
     return next(front for front in running.decode if requests_of(front))
@@ -195,7 +110,7 @@ def test_refusals_pass_through_unchanged(route: Any) -> None:
 
 
 def test_the_least_loaded_engine_gets_the_next_request(route: Any) -> None:
-    with route(2, 0, stall=(True, True)) as running:
+    with route(2, 0, stall=(True, True), policy="least_loaded") as running:
         threads = [
             threading.Thread(
                 target=httpx.post, args=(f"{running.http.base_url}/generate",), kwargs={"json": GREEDY, "timeout": 60}
@@ -283,7 +198,7 @@ def test_engines_that_cannot_be_reached_or_have_no_room_never_had_the_request(ro
         urls = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3", full.url, free.url)
         app = create_router_app(RouterSettings(decode_urls=urls, poll_s=1000.0))
         with serving(app) as server:
-            second = RunningRouter(server, app.state.router, running.decode, [])
+            second = type(running)(server, app.state.router, running.decode, [])
             members = second.router.fleet.members
             second.until(lambda: all(member.why != "not looked at yet" for member in members))
             for member in members:
@@ -411,37 +326,6 @@ def test_keys_are_asked_at_the_router_and_shown_to_the_engines(route: Any) -> No
         assert running.http.get("/health").status_code == 200
 
 
-def fleet(**settings: Any) -> Fleet:
-    made = RouterSettings(
-        decode_urls=("http://a:1", "http://b:1", "http://c:1"), prefill_urls=("http://p:1",), **settings
-    )
-    new = Fleet(made, RouterMetrics(engine="router"), ManualClock())
-    for member in new.members:
-        member.alive = True
-    return new
-
-
-def test_prompts_that_begin_alike_prefer_one_engine_until_it_is_overloaded() -> None:
-    some = fleet(affinity_chars=40, affinity_load_max=2)
-    bodies = [b'{"n": %d, "prompt": "%s and more %d"}' % (i, b"x%d" % (i % 7) * 20, i) for i in range(70)]
-    picked = [{some.pick_decode(body).url for body in bodies[k::7]} for k in range(7)]
-    assert all(len(urls) == 1 for urls in picked)
-    assert len(set.union(*picked)) > 1
-    liked = some.pick_decode(bodies[0])
-    liked.open.update(Upstream("http://x:1", connect_s_max=1) for _ in range(3))
-    assert some.pick_decode(bodies[0]) is not liked
-
-
-def test_equally_loaded_engines_take_turns_and_dead_ones_are_left_out() -> None:
-    some = fleet()
-    assert {some.pick_decode(b"").url for _ in range(6)} == {"http://a:1", "http://b:1", "http://c:1"}
-    some.lost(some.decode[0], "it died")
-    assert {some.pick_decode(b"").url for _ in range(6)} == {"http://b:1", "http://c:1"}
-    with pytest.raises(NoEngineAlive, match="it died"):
-        some.pick_decode(b"", but=some.decode[1:])
-    assert some.pick_prefill() is None, "a prefill engine without an address was suggested"
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -449,6 +333,8 @@ def test_equally_loaded_engines_take_turns_and_dead_ones_are_left_out() -> None:
         {"decode_urls": ("a:1",)},
         {"decode_urls": ("http://a:1",), "prefill_urls": ("https://b:1",)},
         {"decode_urls": ("http://a:1",), "poll_s": 0},
+        {"decode_urls": ("=http://a:1",)},
+        {"decode_urls": ("m=a:1",)},
     ],
 )
 def test_wrong_router_settings_are_refused(settings: dict[str, Any]) -> None:
