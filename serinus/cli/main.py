@@ -70,6 +70,19 @@ COMMANDS: tuple[Command, ...] = (
         target="serinus.cli.bench.command:run",
     ),
     Command(
+        name="batch",
+        summary="answer a file of requests (OpenAI's batch form) into a file",
+        about="""Answer the requests of a file in OpenAI's batch form (custom_id, method, url, body) into another one:
+by an engine that is started for it, or by a running server. Answers are written as they come; where the output has some
+already, only the rest is asked. Lines that are no requests are named, and stand in the output with an error.
+Exit code 1 = a line is bad, an answer is an error, or the server was lost.""",
+        examples=(
+            ("serinus batch ./model -i requests.jsonl -o answers.jsonl", "an engine of its own"),
+            ("serinus batch --url http://127.0.0.1:8000 -i requests.jsonl -o answers.jsonl", "a running server"),
+        ),
+        target="serinus.cli.batch:run",
+    ),
+    Command(
         name="cache",
         summary="what a running engine has cached where",
         about="Show the pools and the prefix tree of a running engine, or of every engine behind a router.",

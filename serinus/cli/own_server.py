@@ -1,0 +1,69 @@
+"""A `serinus serve` of a command's own, on loopback and with a key of its own: started, used, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from serinus.cli.processes import stop_server
+from serinus.core.config import ServeConfig
+from serinus.core.errors import ConfigError
+from serinus.core.ids import new_token
+
+__all__ = ["OwnServer", "own_server"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnServer:
+    """Where it is, and the key that it asks for."""
+
+    url: str
+    api_key: str
+    process: asyncio.subprocess.Process
+
+    @property
+    def ending(self) -> str:
+        """That it has ended; empty while it has not."""
+        code = self.process.returncode
+        return "" if code is None else f"the engine ended with exit code {code}"
+
+
+@asynccontextmanager
+async def own_server(config: ServeConfig) -> AsyncIterator[OwnServer]:
+    """Serve a model until left. Only warnings of it are logged, where the settings do not say more than that.
+
+    Raises ConfigError: it ended before it was ready; it has said why.
+    """
+    key = new_token().hex()
+    level = "warning" if config.server.log_level == "info" else config.server.log_level
+    server = replace(config.server, host="127.0.0.1", port=0, api_key=key, admin_api_key="", log_level=level)
+    read_end, write_end = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "serinus", "serve", "--child", str(write_end)),
+        stdin=asyncio.subprocess.PIPE,
+        pass_fds=(write_end,),
+        process_group=0,  # Ctrl-C reaches this process alone
+    )
+    os.close(write_end)
+    try:
+        assert process.stdin is not None, "cli: a child without stdin"
+        order = {"parent": os.getpid(), "config": replace(config, server=server).to_json()}
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        reader = asyncio.StreamReader()
+        with os.fdopen(read_end, "rb") as pipe:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), pipe
+            )
+            report = await reader.readline()
+            transport.close()
+        if not report:
+            raise ConfigError(f"serve: exit code {await process.wait()} before it was ready, expected an engine")
+        yield OwnServer(url=json.loads(report)["url"], api_key=key, process=process)
+    finally:
+        await stop_server(process, s_max=0.0)
