@@ -79,6 +79,8 @@ class Runner:
         self._sampler: Sampler | OracleSampler = OracleSampler() if token_oracle else Sampler(kernels)
         self._grammars = grammars
         self._hook: ForwardHook = hook or NullHook()
+        self._passes = 0
+        """Forward passes so far, the same number on all ranks. Those of plans begin anew after a warm-up."""
 
     def close(self) -> None:
         """End the thread that makes masks."""
@@ -101,14 +103,20 @@ class Runner:
 
     def _run(self, plan: StepPlan) -> tuple[SeqResult, ...]:
         comm = self._comm
-        comm.begin(plan.step)
+        self._passes += 1
+        comm.begin(self._passes)
         try:
             return self._compute(plan.work)
         except (MemoryError, RuntimeError, StepAbandoned) as error:
             is_told = isinstance(error, StepAbandoned)
-            if not (is_told or (comm.can_abandon and is_out_of_memory(error))):
-                raise  # other ranks may be in the middle of this step and wait for this one: the engine ends as a whole
             own = comm.mesh.name(comm.rank) if comm.mesh.size > 1 else ""
+            if not is_told and not is_out_of_memory(error):
+                raise  # other ranks may be in the middle of this step and wait for this one: the engine ends as a whole
+            if not (is_told or comm.can_abandon):
+                raise MemoryError(
+                    f"{_out_of_memory(plan, own, error)}. Ranks that exchange over NCCL, or from machine to machine,"
+                    f" cannot leave a step together: the engine ends"
+                ) from error
             said = _out_of_memory(plan, "another rank" if is_told else own, error)
         comm.abandon(*self._model.activation(plan.token_count))  # what the pass had allocated is free again
         raise OutOfMemory(said)

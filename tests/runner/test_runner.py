@@ -16,6 +16,7 @@ from serinus.kernels import load
 from serinus.kernels.cpu.scalar import host_has
 from serinus.models import ForwardBatch, NullHook, compose_hooks, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
+from serinus.parallel.comm import SoloComm
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
@@ -231,3 +232,41 @@ def test_table_rows_are_rewritten_before_the_step_reads_them(tmp_path: Path) -> 
     engine.rewrite(seq)
     engine.step([(seq, 1)])
     assert seq.output == toy_continue(engine.model.spec, seq.prompt.tolist(), 2)
+
+
+class Counted(SoloComm):
+    """Notes the numbers of the steps that were begun."""
+
+    def __init__(self, *, can_abandon: bool = True) -> None:
+        super().__init__()
+        self.can_abandon = can_abandon
+        self.begun: list[int] = []
+
+    def begin(self, step: int) -> None:
+        self.begun.append(step)
+
+
+def with_comm(engine: DirectEngine, comm: SoloComm, hook: NullHook | None = None) -> Runner:
+    return Runner(engine.model, engine.pools, engine.tables, KERNELS, comm=comm, hook=hook)
+
+
+def test_passes_are_counted_on_though_the_steps_of_plans_begin_anew_after_a_warm_up(tmp_path: Path) -> None:
+    """A rank that has left a step waits for those that have begun the next one, by its number."""
+    engine, comm = toy(tmp_path), Counted()
+    engine.runner = with_comm(engine, comm)
+    for _ in range(2):
+        engine._step = 0
+        engine.generate([engine.start([1, 2, 3], GREEDY)], 3)
+    assert comm.begun == list(range(1, 7))
+
+
+def test_ranks_that_cannot_leave_a_step_together_end_and_say_why(tmp_path: Path) -> None:
+    class Hungry(NullHook):
+        def before_layer(self, layer_index: int) -> None:
+            torch.empty(1 << 60, dtype=torch.uint8)
+
+    engine = toy(tmp_path)
+    engine.runner = with_comm(engine, Counted(can_abandon=False), Hungry())
+    with pytest.raises(MemoryError, match="no memory for a step of 3 tokens in 1 requests") as found:
+        engine.step([(engine.start([1, 2, 3], GREEDY), 3)])
+    assert "Ranks that exchange over NCCL, or from machine to machine, cannot leave a step together" in str(found.value)
