@@ -22,6 +22,7 @@ from serinus.cli.own_server import OwnServer, own_server
 from serinus.cli.show import console
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
+from serinus.front import client_tls
 
 __all__ = ["answer_all"]
 
@@ -64,10 +65,13 @@ async def _server(
     """A client of the server that answers, and the server where it is our own. Raises ConfigError."""
     limits = httpx.Limits(max_connections=arguments.max_concurrency, max_keepalive_connections=None)
     timeout = httpx.Timeout(None, connect=_CONNECT_S_MAX)
+    verify = client_tls(config.server.ssl_ca_certs) if arguments.url.startswith("https://") else False
 
     def client_of(url: str, key: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False)
+        return httpx.AsyncClient(
+            base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False, verify=verify
+        )
 
     if not arguments.url:
         async with own_server(config) as own, client_of(own.url, own.api_key) as client:

@@ -41,7 +41,16 @@ async def own_server(config: ServeConfig) -> AsyncIterator[OwnServer]:
     """
     key = new_token().hex()
     level = "warning" if config.server.log_level == "info" else config.server.log_level
-    server = replace(config.server, host="127.0.0.1", port=0, api_key=key, admin_api_key="", log_level=level)
+    server = replace(
+        config.server,
+        host="127.0.0.1",
+        port=0,
+        api_key=key,
+        admin_api_key="",
+        log_level=level,
+        ssl_certfile="",
+        ssl_keyfile="",
+    )
     read_end, write_end = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable,

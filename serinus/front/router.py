@@ -249,14 +249,14 @@ class Router:
         if self.fleet.has_one_model:
             await self.route(exchange)
         else:
-            await list_models(self.fleet, self.settings.api_key, exchange)
+            await list_models(self.fleet, self.settings, exchange)
 
     async def model(self, exchange: HttpExchange) -> None:
         """One of them. Raises NoEngineAlive, UnknownModel."""
         if self.fleet.has_one_model:
             await self.route(exchange)
         else:
-            await one_model(self.fleet, self.settings.api_key, exchange)
+            await one_model(self.fleet, self.settings, exchange)
 
     async def workers(self, exchange: HttpExchange) -> None:
         """The engines; they come and go by this."""

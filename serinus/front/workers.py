@@ -18,7 +18,7 @@ from serinus.front.fleet import Fleet, FleetEngine
 from serinus.front.keys import Keys
 from serinus.front.parse import parse_body
 from serinus.front.schemas import WorkerBody
-from serinus.front.settings import split_alias
+from serinus.front.settings import RouterSettings, split_alias
 from serinus.front.upstream import UpstreamBroken, fetch
 
 __all__ = ["NoKey", "NoWorker", "list_models", "one_model", "renamed", "workers"]
@@ -57,16 +57,18 @@ def renamed(body: bytes, model: str) -> bytes:
     return msgspec.json.encode({**fields, "model": model})
 
 
-async def _models_of(fleet: Fleet, key: str) -> list[dict[str, Any]]:
+async def _models_of(fleet: Fleet, settings: RouterSettings) -> list[dict[str, Any]]:
     """The entries of all models of which an engine is alive. Raises NoEngineAlive."""
-    headers = [("authorization", f"Bearer {key}")] if key else []
+    headers = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
     asked: dict[str, FleetEngine] = {}
     for member in fleet.ready():
         asked.setdefault(member.model, member)
 
     async def entry(name: str, member: FleetEngine) -> list[dict[str, Any]]:
         try:
-            status, body = await fetch(member.url, "GET", "/v1/models", headers=headers, s_max=_S_MAX)
+            status, body = await fetch(
+                member.url, "GET", "/v1/models", headers=headers, s_max=_S_MAX, ca_certs=settings.ssl_ca_certs
+            )
             found = msgspec.json.decode(body).get("data", []) if status == 200 else []
         except (UpstreamBroken, msgspec.DecodeError, AttributeError):
             return []  # it died just now: the next look says so
@@ -76,15 +78,15 @@ async def _models_of(fleet: Fleet, key: str) -> list[dict[str, Any]]:
     return [each for entries in told for each in entries]
 
 
-async def list_models(fleet: Fleet, key: str, exchange: HttpExchange) -> None:
+async def list_models(fleet: Fleet, settings: RouterSettings, exchange: HttpExchange) -> None:
     """OpenAI's list of models: those of all engines. Raises NoEngineAlive."""
-    await exchange.json({"object": "list", "data": await _models_of(fleet, key)})
+    await exchange.json({"object": "list", "data": await _models_of(fleet, settings)})
 
 
-async def one_model(fleet: Fleet, key: str, exchange: HttpExchange) -> None:
+async def one_model(fleet: Fleet, settings: RouterSettings, exchange: HttpExchange) -> None:
     """One of them. Raises NoEngineAlive, UnknownModel."""
     name: str = exchange.scope["path_params"]["name"]
-    entries = await _models_of(fleet, key)
+    entries = await _models_of(fleet, settings)
     for each in entries:
         if each.get("id") == name:
             await exchange.json(each)
@@ -142,7 +144,7 @@ def _added(fleet: Fleet, body: WorkerBody) -> FleetEngine:
     try:
         alias, url = split_alias(body.url)
     except ConfigError:
-        raise BadRequest("url", body.url, "http://host:port") from None
+        raise BadRequest("url", body.url, "http://host:port or https://host:port") from None
     if len(fleet.members) >= _ENGINES_MAX and fleet.find(url) is None:
         raise BadRequest("url", body.url, f"at most {_ENGINES_MAX} engines")
     name = body.model_id or alias
