@@ -9,6 +9,8 @@ Used by the HTTP front and by the offline `LLM`. Torch-free; the libraries behin
 
 from __future__ import annotations
 
+from serinus.text.answer import Answer, AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, ToolCall, answer_of
+from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
@@ -19,16 +21,25 @@ from serinus.text.stops import StopTexts
 from serinus.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
+    "Answer",
+    "AnswerDelta",
+    "AnswerParser",
+    "AnswerStyle",
     "ChatTemplate",
+    "DeltaKind",
     "Detokenizer",
     "GenerationConfig",
     "GrammarFailed",
     "GrammarState",
     "GrammarVocabulary",
     "OutputProcessor",
+    "PlainAnswer",
     "StopTexts",
     "TextPiece",
     "Tokenizer",
+    "ToolCall",
+    "answer_of",
+    "answer_style",
     "byte_of_char",
     "checked_messages",
     "load_generation_config",
