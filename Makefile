@@ -28,7 +28,7 @@ proof: $(STAMP)
 
 extras: $(STAMP)
 	@$(BIN)/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || { echo "make extras: this machine has no libibverbs.so.1, which the backend mooncake needs: apt-get install libibverbs1"; exit 1; }
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,nixl,mooncake]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,nixl,mooncake,clients]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/extras $(TEST_FLAGS)
 
 check: $(STAMP)

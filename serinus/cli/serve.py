@@ -73,6 +73,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         signal.signal(number, _leave_early)
     from serinus.front import bind, server_tls
 
+    front_settings(config)  # a wrong one is refused before anything starts
     tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock, EngineProcess(config) as engine:
         service = _Service(config, engine, sock, clock, started, child, tls)
@@ -96,6 +97,8 @@ def front_settings(config: ServeConfig) -> FrontSettings:
         revision=config.model.revision,
         served_model_name=config.model.served_model_name,
         chat_template=config.model.chat_template,
+        tool_call_parser=config.model.tool_call_parser,
+        reasoning_parser=config.model.reasoning_parser,
         skip_tokenizer_init=config.model.skip_tokenizer_init,
         lazy_tokenizer=config.pd.mode == "prefill",
         api_key=config.server.api_key,

@@ -58,6 +58,14 @@ class ModelSettings:
     )
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     chat_template: str = setting("", "a Jinja file (or text) in place of the tokenizer's own template")
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: hermes, llama3_json, ... (docs/TOOLS.md); auto = as its template shows",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "how the model marks its thoughts: qwen3, deepseek_r1, ... (docs/TOOLS.md); auto = as its template shows",
+    )
     skip_tokenizer_init: bool = setting(False, "no tokenizer: token ids in, token ids out")
     generation_config: str = setting(
         "auto",

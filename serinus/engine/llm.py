@@ -199,7 +199,7 @@ class LLM:
         tokenizer, template = self.tokenizer, self.tokenizer.template
         texts = [
             template.render(
-                checked_messages(chat),
+                checked_messages(chat, template.source),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 extra=chat_template_kwargs,

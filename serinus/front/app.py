@@ -21,8 +21,10 @@ from serinus.front.chat import chat_completions
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
 from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
+from serinus.front.messages import messages
 from serinus.front.native import generate
 from serinus.front.perturb import perturb
+from serinus.front.responses import embeddings, responses
 from serinus.front.routes import routes_of
 from serinus.front.settings import FrontSettings
 from serinus.front.state import IGNORED_HEADER, Front
@@ -33,6 +35,9 @@ __all__ = ["create_app", "cross_origin", "error_handlers"]
 _OF_FRONT = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/embeddings": embeddings,
     "/v1/models": info.models,
     "/v1/models/{name:path}": info.model,
     "/generate": generate,

@@ -12,8 +12,8 @@ from serinus.core.errors import BadRequest, PeerError, RequestError
 from serinus.core.ids import new_rid
 from serinus.core.sampling import SamplingParams
 from serinus.core.version import package_version
-from serinus.front.chat import render_chat
 from serinus.front.client import EngineDown
+from serinus.front.conversation import render_chat
 from serinus.front.exchange import HttpExchange
 from serinus.front.exposition import answer_scrape
 from serinus.front.openapi import openapi

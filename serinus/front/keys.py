@@ -37,7 +37,7 @@ def check_key(exchange: HttpExchange, keys: tuple[str, ...]) -> None:
     if not keys:
         return
     scheme, _, value = exchange.header("authorization").partition(" ")
-    given = value.strip() if scheme.lower() == "bearer" else ""
+    given = value.strip() if scheme.lower() == "bearer" else exchange.header("x-api-key")  # Anthropic's clients
     matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
     if not any(matches):
         raise Unauthorized("authorization: got no key or a wrong one, expected `Authorization: Bearer KEY`")

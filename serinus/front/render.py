@@ -47,8 +47,9 @@ async def stream(
     *,
     keep_alive_s: float,
     comment: bytes = KEEP_ALIVE,
+    done: bytes = _DONE,
 ) -> None:
-    """Answer with server-sent events: what `rendered` makes of the news, the usage under `usage_head` if any, [DONE].
+    """Answer with server-sent events: what `rendered` makes of the news, the usage under `usage_head` if any, `done`.
 
     The stream opens with the first news, so that what is refused before it gets a status of its own; or with the first
     `comment`, where there is no news for `keep_alive_s`.
@@ -63,7 +64,7 @@ async def stream(
         if chunks := rendered(events):
             await exchange.push(chunks)
     last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": _usage_of(call)})
-    await exchange.end(last + _DONE)
+    await exchange.end(last + done)
 
 
 class ChoiceRenderer(ABC):
@@ -100,6 +101,10 @@ class ChoiceRenderer(ABC):
     def content(self, sequence: SequenceState) -> dict[str, Any]:
         """What a choice of the whole answer has besides its log-probabilities and its end."""
 
+    def finish_reason(self, sequence: SequenceState, finish: FinishReason) -> str:
+        """What OpenAI calls the end of this answer."""
+        return finish.value
+
     @abstractmethod
     def logprobs(self, sequence: SequenceState, *, first: bool) -> dict[str, Any] | None:
         """Of everything not shown yet; `first`: nothing was."""
@@ -119,7 +124,9 @@ class ChoiceRenderer(ABC):
 
     def _choice(self, event_: Event, content: bytes, logprobs: dict[str, Any] | None) -> bytes:
         """OpenAI's event for news of one answer; by hand, as most of it never changes. `content`: with its key."""
-        finish = b'"' + event_.finish.value.encode() + b'"' if event_.finish else b"null"
+        finish = b"null"
+        if event_.finish:
+            finish = b'"' + self.finish_reason(event_.sequence, event_.finish).encode() + b'"'
         with_meta = self._with_meta and event_.finish is not None
         receipt = None if event_.finish is None or (usage := event_.sequence.usage) is None else usage.kv_integrity
         return b"".join(
@@ -167,7 +174,7 @@ class ChoiceRenderer(ABC):
                 "index": sequence.index,
                 **self.content(sequence),
                 "logprobs": self.logprobs(sequence, first=True),
-                "finish_reason": sequence.finish.value if sequence.finish else None,
+                "finish_reason": self.finish_reason(sequence, sequence.finish) if sequence.finish else None,
             }
             if self._with_meta:
                 choice["meta_info"] = self._meta(sequence)

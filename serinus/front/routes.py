@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from serinus.core.errors import SerinusError
 from serinus.core.log import fields, get_logger
+from serinus.front.agent_schemas import EmbeddingsBody, MessagesBody, ResponsesBody
 from serinus.front.exchange import ClientGone, HttpExchange
 from serinus.front.keys import Keys, check_key
 from serinus.front.metrics import HttpMetrics
@@ -66,6 +67,19 @@ ENDPOINTS = (
     ),
     EndpointSpec(
         path="/v1/chat/completions", summary="Answer a chat (OpenAI)", methods=_POST, body=ChatBody, streams=True
+    ),
+    EndpointSpec(
+        path="/v1/responses",
+        summary="Answer a chat, for agents (OpenAI); nothing is stored",
+        methods=_POST,
+        body=ResponsesBody,
+        streams=True,
+    ),
+    EndpointSpec(
+        path="/v1/messages", summary="Answer a chat (Anthropic)", methods=_POST, body=MessagesBody, streams=True
+    ),
+    EndpointSpec(
+        path="/v1/embeddings", summary="Refused: no embedding model is served", methods=_POST, body=EmbeddingsBody
     ),
     EndpointSpec(path="/v1/models", summary="The models served (OpenAI)"),
     EndpointSpec(path="/v1/models/{name:path}", summary="One model (OpenAI)"),

@@ -188,8 +188,16 @@ class ChatBody(OpenAiBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """False = one call in an answer at most."""
+    separate_reasoning: bool | None = None
+    """False = thoughts stay in the content."""
+    include_reasoning: bool | None = None
+    """False = thoughts are not shown."""
+    thinking_token_budget: Any = None
+    thinking_budget: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -284,7 +292,6 @@ class WorkerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "suffix": ("",),
@@ -297,7 +304,8 @@ _SAME_AS = {"best_of": "n"}
 _INSTEAD: dict[str, str] = {
     "best_of": "n or nothing (not supported; use n)",
     "suffix": "nothing (not supported: these models only continue a text)",
-    "tools": "nothing (tool calls are not supported)",
+    "functions": "nothing (use tools)",
+    "function_call": "nothing (use tool_choice)",
     "chat_template": "nothing (the server's --chat-template is used)",
     "modalities": "['text'] or nothing (text only)",
 }

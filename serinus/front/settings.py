@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
 from serinus.front.tls import client_tls
+from serinus.text import answer_style
 
 __all__ = ["FrontSettings", "RouterSettings"]
 
@@ -31,6 +32,10 @@ class FrontSettings:
     """The name requests use; empty = model_path."""
     chat_template: str = ""
     """A Jinja template, or the path of one; empty = the tokenizer's own."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls; auto = as its chat template shows, none = they are not looked for."""
+    reasoning_parser: str = "auto"
+    """How it marks its thoughts; auto and none as before."""
     skip_tokenizer_init: bool = False
     """No tokenizer at all: ids in, ids out."""
     lazy_tokenizer: bool = False
@@ -68,6 +73,7 @@ class FrontSettings:
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "n_max", "health_generate_s_max", "call_s_max", "keep_alive_s"):
             _check_positive(name, getattr(self, name))
+        answer_style("", tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         if self.role not in ("unified", "prefill", "decode"):
             raise ConfigError(f"front: role is {self.role!r}, expected unified, prefill or decode")
 

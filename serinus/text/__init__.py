@@ -9,7 +9,7 @@ Used by the HTTP front and by the offline `LLM`. Torch-free; the libraries behin
 
 from __future__ import annotations
 
-from serinus.text.answer import Answer, AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, ToolCall, answer_of
+from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, ToolCall, WholeAnswer, answer_of
 from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
@@ -21,7 +21,6 @@ from serinus.text.stops import StopTexts
 from serinus.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "Answer",
     "AnswerDelta",
     "AnswerParser",
     "AnswerStyle",
@@ -38,6 +37,7 @@ __all__ = [
     "TextPiece",
     "Tokenizer",
     "ToolCall",
+    "WholeAnswer",
     "answer_of",
     "answer_style",
     "byte_of_char",

@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-__all__ = ["Answer", "AnswerDelta", "AnswerParser", "DeltaKind", "PlainAnswer", "ToolCall", "answer_of", "held_back"]
+__all__ = [
+    "AnswerDelta",
+    "AnswerParser",
+    "DeltaKind",
+    "PlainAnswer",
+    "ToolCall",
+    "WholeAnswer",
+    "answer_of",
+    "first_of",
+    "held_back",
+    "parsed",
+]
 
 
 class DeltaKind(Enum):
@@ -53,7 +64,7 @@ class AnswerParser(Protocol):
 
 
 class PlainAnswer:
-    """All is content."""
+    """A parser by which all text is content."""
 
     def feed(self, text: str) -> list[AnswerDelta]:
         return [AnswerDelta(DeltaKind.CONTENT, text)] if text else []
@@ -64,27 +75,27 @@ class PlainAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One whole call."""
+    """One call of a whole answer."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """The JSON of an object."""
     index: int
     """The index of its deltas."""
 
 
 @dataclass(slots=True)
-class Answer:
-    """A whole answer."""
+class WholeAnswer:
+    """An answer that has ended, its deltas joined."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
 
-def answer_of(deltas: Iterable[AnswerDelta]) -> Answer:
+def answer_of(deltas: Iterable[AnswerDelta]) -> WholeAnswer:
     """The answer that deltas make up. A call whose arguments are no JSON object is no call: its text is content."""
-    answer, content, reasoning = Answer(), list[str](), list[str]()
+    answer, content, reasoning = WholeAnswer(), list[str](), list[str]()
     name, arguments = "", list[str]()
     for delta in deltas:
         if delta.kind is DeltaKind.CONTENT:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from serinus.core.errors import ConfigError
 from serinus.text.answer import AnswerParser, PlainAnswer
-from serinus.text.harmony import HARMONY_HINT, HarmonyParser
+from serinus.text.harmony import HARMONY_HINT, HARMONY_MARKS, HarmonyParser
 from serinus.text.reasoning import REASONING_FORMATS, ReasoningFormat, ThinkParser, reasoning_format_of
 from serinus.text.tool_bodies import Tools
 from serinus.text.tool_formats import FORCED_CALLS, HARMONY_NAMES, TOOL_FORMATS, ToolFormat, tool_format_of
@@ -32,14 +32,19 @@ class AnswerStyle:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether thoughts are."""
+        """Whether thoughts are found in them."""
         return self.reasoning is not None or self.harmony_reasoning
 
-    def shows_special(self, *, tools: bool, reasoning: bool) -> bool:
-        """Whether the text must show special tokens for what is to be read."""
-        in_tools = tools and (self.harmony_tools or (self.tools is not None and self.tools.special))
-        in_thoughts = self.harmony_reasoning or (self.reasoning is not None and self.reasoning.special)
-        return in_tools or (reasoning and in_thoughts)
+    def marks(self, *, tools: bool, reasoning: bool) -> frozenset[str]:
+        """What tools or reasoning are known by: where any is a special token, the text must show special tokens."""
+        marks: set[str] = set()
+        if tools and self.tools is not None:
+            marks.update(self.tools.marks)
+        if reasoning and self.reasoning is not None:
+            marks.update((self.reasoning.begin, self.reasoning.end))
+        if (tools and self.harmony_tools) or (reasoning and self.harmony_reasoning):
+            marks.update(HARMONY_MARKS)
+        return frozenset(marks)
 
     def parser(self, *, prompt: str, tools: Tools | None, reasoning: bool, forced: bool = False) -> AnswerParser | None:
         """A parser for one answer to this prompt; None = all of it is content.
@@ -57,11 +62,8 @@ class AnswerStyle:
         return ThinkParser(self.reasoning, inner or PlainAnswer(), is_open=self.reasoning.is_open(prompt))
 
 
-def _by_name(formats: tuple[ToolFormat, ...] | tuple[ReasoningFormat, ...]) -> Mapping[str, int]:
-    return {name: index for index, each in enumerate(formats) for name in (each.name, *each.aliases)}
-
-
-_TOOLS, _REASONING = _by_name(TOOL_FORMATS), _by_name(REASONING_FORMATS)
+_TOOLS = {name: each for each in TOOL_FORMATS for name in (each.name, *each.aliases)}
+_REASONING = {name: each for each in REASONING_FORMATS for name in (each.name, *each.aliases)}
 
 
 def tool_parser_names() -> list[str]:
@@ -74,6 +76,7 @@ def reasoning_parser_names() -> list[str]:
     return ["auto", "none", *sorted({*_REASONING, "openai_gptoss", *HARMONY_NAMES})]
 
 
+@lru_cache(maxsize=64)
 def answer_style(template: str, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> AnswerStyle:
     """The forms that the names say, auto = as the chat template shows. Raises ConfigError: no such name."""
     for setting, name, names in (
@@ -83,13 +86,14 @@ def answer_style(template: str, *, tool_call_parser: str = "auto", reasoning_par
         if name not in names:
             raise ConfigError(f"text: {setting} is {name!r}, expected one of {', '.join(names)}")
     is_harmony = HARMONY_HINT in template
-    tools, reasoning = None, None
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
     if tool_call_parser in _TOOLS:
-        tools = TOOL_FORMATS[_TOOLS[tool_call_parser]]
+        tools = _TOOLS[tool_call_parser]
     elif tool_call_parser == "auto" and not is_harmony:
         tools = tool_format_of(template)
     if reasoning_parser in _REASONING:
-        reasoning = REASONING_FORMATS[_REASONING[reasoning_parser]]
+        reasoning = _REASONING[reasoning_parser]
     elif reasoning_parser == "auto" and not is_harmony:
         reasoning = reasoning_format_of(template)
     harmony = {*HARMONY_NAMES, "openai_gptoss", *(("auto",) if is_harmony else ())}

@@ -13,13 +13,14 @@ import re
 from serinus.text.answer import AnswerDelta, DeltaKind, first_of, held_back
 from serinus.text.tool_bodies import Tools
 
-__all__ = ["HARMONY_HINT", "HarmonyParser"]
+__all__ = ["HARMONY_HINT", "HARMONY_MARKS", "HarmonyParser"]
 
 HARMONY_HINT = "<|channel|>"
 """A chat template with this text asks for it."""
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _HEADS = ("<|channel|>", "<|start|>")
+HARMONY_MARKS = frozenset((_MESSAGE, *_ENDS, *_HEADS))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _HEAD_CHARS_MAX = 1024
@@ -28,7 +29,7 @@ _HEAD_CHARS_MAX = 1024
 class HarmonyParser:
     """One answer. `analysis` is reasoning, a message to a function that may be called is a call, the rest is content.
 
-    A header without an end is content, to the letter; so is a message to somebody who is not known, with its header.
+    A header without an end is content; so is a message to any other recipient, with its header.
     """
 
     def __init__(self, tools: Tools) -> None:

@@ -21,11 +21,9 @@ class ReasoningFormat:
     end: str = "</think>"
     always: bool = False
     """The answer begins with thoughts even where neither it nor the prompt opens them (unless the prompt ends them)."""
-    special: bool = False
-    """Whether the marks are special tokens, which the text must then show."""
 
     def is_open(self, prompt: str) -> bool:
-        """Whether the answer to this prompt begins with thoughts, whose opening mark the template has written."""
+        """Whether the answer to this prompt begins with thoughts: the template has written their opening mark."""
         tail = prompt[-256:].rstrip()
         return tail.endswith(self.begin) or (self.always and not tail.endswith(self.end))
 
@@ -33,7 +31,7 @@ class ReasoningFormat:
 REASONING_FORMATS = (
     ReasoningFormat(name="qwen3", aliases=("glm45", "hermes", "think")),
     ReasoningFormat(name="deepseek_r1", aliases=("deepseek-r1", "qwen3-thinking"), always=True),
-    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", special=True),
+    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]"),
 )
 
 
@@ -114,7 +112,7 @@ class ThinkParser:
             out.append(AnswerDelta(DeltaKind.REASONING, shown))
 
     def _gap(self, out: list[AnswerDelta]) -> bool:
-        """Behind the thoughts."""
+        """Between the thoughts and the answer: space."""
         rest = self._text.lstrip()
         if rest:
             out += self._inner.feed(rest)

@@ -76,6 +76,8 @@ class Tokenizer:
         self.texts = dict(texts)
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         """Ids left out of the text with skip_special_tokens."""
+        self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        """Special tokens: the text of each, and its id."""
         self.vocab_size = backend.get_vocab_size()
         self.template = ChatTemplate(template, special_tokens=texts, clock=clock or WallClock()) if template else None
         self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}

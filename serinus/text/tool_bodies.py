@@ -237,7 +237,7 @@ class PairForm:
     value_begin: str = ""
     value_end: str
     end: str
-    """Ends the call."""
+    """Stands at the end of the call."""
 
 
 class PairsBody(CallBody):

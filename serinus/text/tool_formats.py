@@ -32,8 +32,11 @@ class ToolFormat:
     """What stands in a call."""
     closers: tuple[str, ...] = ()
     """What may follow a call and belongs to it."""
-    special: bool = False
-    """Whether its marks are special tokens, which the text must then show."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that may be tokens of their own."""
+        return (*self.begins, *self.closers, *self.hints)
 
 
 _GLM = PairForm(
@@ -66,7 +69,6 @@ TOOL_FORMATS = (
         begins=("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>"),
         body=partial(HeaderBody, pattern=_DEEPSEEK),
         closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        special=True,
     ),
     ToolFormat(
         name="mistral",
@@ -75,7 +77,6 @@ TOOL_FORMATS = (
         follows="{",
         body=partial(EitherBody, pattern=_MISTRAL),
         closers=(",", "]"),
-        special=True,
     ),
     ToolFormat(
         name="glm45", aliases=("glm", "glm47"), hints=("<arg_key>",), begins=("<tool_call>",),
@@ -98,7 +99,6 @@ TOOL_FORMATS = (
         follows="{",
         body=ObjectBody,
         closers=(";",),
-        special=True,
     ),
 )  # fmt: skip
 """Most particular hints first."""

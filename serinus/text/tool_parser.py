@@ -15,13 +15,13 @@ class _Phase(Enum):
     OUTSIDE = "outside"
     """In the text between calls."""
     INSIDE = "inside"
-    """In a call."""
+    """In the body of a call."""
     CLOSING = "closing"
     """Behind a call, where marks that belong to it may follow."""
 
 
 class ToolParser:
-    """One answer. What looks like a call and is none (a wrong form, an unknown function) is content, to the letter.
+    """One answer. What looks like a call and is none (a wrong form, an unknown function) is content, as it was written.
 
     Space around calls is dropped.
     """

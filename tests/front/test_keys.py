@@ -35,6 +35,8 @@ ASK = {"prompt": "x", "max_tokens": 1}
         ("", "a", "", 200, 401),
         ("", "a", "Bearer a", 200, 200),
         ("ключ", "", "Bearer ÿ", 401, 401),
+        ("k", "", "x-api-key k", 200, 200),
+        ("k", "", "x-api-key wrong", 401, 401),
     ],
 )
 def test_keys_open_what_they_should(
@@ -47,7 +49,8 @@ def test_keys_open_what_they_should(
     admin_status: int,
 ) -> None:
     settings = FrontSettings(model_path=str(byte_folder), api_key=api_key, admin_api_key=admin_key)
-    headers = httpx.Headers([("authorization", shown)] if shown else [], encoding="latin-1")
+    name = "x-api-key" if shown.startswith("x-api-key") else "authorization"
+    headers = httpx.Headers([(name, shown.removeprefix("x-api-key "))] if shown else [], encoding="latin-1")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         for path in ("/health", "/metrics", "/openapi.json"):
             assert front.http.get(path).status_code == 200

@@ -1,4 +1,4 @@
-"""Parsers of answers: however a text is cut into pieces, the result is that of the whole, and no letter is lost."""
+"""Parsers of answers: however a text is cut into pieces, the result is that of the whole, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_each_family_of_calls_is_read_from_the_whole_and_from_single_characters(
 
 
 @pytest.mark.parametrize(("name", "text"), BROKEN)
-def test_a_broken_call_is_text_to_the_letter(name: str, text: str) -> None:
+def test_a_broken_call_is_text_as_it_was_written(name: str, text: str) -> None:
     for pieces in ([text], list(text)):
         answer = answer_of(run(parser_of(name), pieces))
         assert not answer.calls
@@ -190,6 +190,7 @@ def test_any_split_of_any_text_gives_the_result_of_the_whole(
     text: str, places: list[int], name: str, thinks: str, is_open: bool
 ) -> None:
     prompt = "<think>\n" if is_open else ""
+    thinks = "none" if name == "forced" else thinks
 
     def fresh() -> AnswerParser:
         if name == "forced":
@@ -256,6 +257,13 @@ def test_the_template_shows_which_parser_fits(template: str, tools: str | None, 
     assert not style.harmony_tools
     assert answer_style("<|channel|>").harmony_tools
     assert not answer_style(template, tool_call_parser="none").reads_tools
+
+
+def test_marks_are_those_of_what_is_read() -> None:
+    style = answer_style("[TOOL_CALLS] <think>")
+    assert style.marks(tools=False, reasoning=True) == {"<think>", "</think>"}
+    assert "[TOOL_CALLS]" in style.marks(tools=True, reasoning=False)
+    assert "<|message|>" in answer_style("<|channel|>").marks(tools=False, reasoning=True)
 
 
 def test_an_unknown_parser_is_refused_with_the_names_there_are() -> None:

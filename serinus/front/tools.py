@@ -1,0 +1,112 @@
+"""`tools` and `tool_choice` of a chat, checked: which functions may be called, and which must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serinus.core.errors import BadRequest
+from serinus.front.schemas import ChatBody
+
+__all__ = ["ToolUse", "tool_use"]
+
+_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What one chat may call."""
+
+    tools: list[dict[str, Any]]
+    """As the client gave them, for the chat template."""
+    schemas: Mapping[str, dict[str, Any]]
+    """JSON schemas of the parameters, by function."""
+    must: tuple[str, ...] = ()
+    """The answer must be calls of these; () = it may be a text too."""
+    calls_max: int | None = None
+    """Calls that one answer may have; None = any number."""
+
+    @property
+    def forced_schema(self) -> dict[str, Any]:
+        """The JSON schema of an answer that must be calls (text.FORCED_CALLS)."""
+        calls, schemas = [], {}
+        for index, name in enumerate(self.must):
+            schemas[f"f{index}"] = _moved(self.schemas[name] or {"type": "object"}, f"#/$defs/f{index}")
+            parameters = {"$ref": f"#/$defs/f{index}"}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": parameters},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
+        bounds = {"minItems": 1} if self.calls_max is None else {"minItems": 1, "maxItems": self.calls_max}
+        items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        return {"type": "array", "items": items, **bounds, "$defs": schemas}
+
+
+def _moved(value: Any, place: str) -> Any:
+    """A schema that stands at `place` now: what it refers to in itself is found there."""
+    if isinstance(value, list):
+        return [_moved(each, place) for each in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _moved(each, place) for key, each in value.items()}
+    reference = value.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def tool_use(body: ChatBody) -> ToolUse | None:
+    """What this chat may call; None = nothing (no tools, or `tool_choice` none). Raises BadRequest."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(body.tools or ()):
+        name, schema = _function(f"tools[{index}]", tool)
+        if name in schemas:
+            raise BadRequest(f"tools[{index}].function.name", name, "a name that no tool before it has")
+        schemas[name] = schema
+    choice = _choice(body.tool_choice, schemas)
+    if not schemas or choice == "none":
+        return None
+    must = () if choice == "auto" else tuple(schemas) if choice == "required" else (choice.removeprefix("="),)
+    calls_max = 1 if body.parallel_tool_calls is False or choice.startswith("=") else None
+    return ToolUse(tools=list(body.tools or ()), schemas=schemas, must=must, calls_max=calls_max)
+
+
+def _function(where: str, tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if tool.get("type") != "function":
+        raise BadRequest(f"{where}.type", tool.get("type"), "'function' (this server runs no tools of its own)")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise BadRequest(f"{where}.function", function, "an object with name, description and parameters")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadRequest(f"{where}.function.name", name, "1 to 128 of a-z, A-Z, 0-9, underscore, dash and dot")
+    schema = function.get("parameters")
+    if schema is not None and not isinstance(schema, dict):
+        raise BadRequest(f"{where}.function.parameters", schema, "a JSON schema, which is an object")
+    return name, schema or {}
+
+
+def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> str:
+    """none, auto, required, or = and the name of a function. Raises BadRequest."""
+    expected = "none, auto, required or {'type': 'function', 'function': {'name': one of tools}}"
+    if choice is None:
+        return "auto"
+    if choice in ("none", "auto"):
+        return str(choice)
+    if not schemas:
+        raise BadRequest("tool_choice", choice, "none or auto where there are no tools")
+    if choice == "required":
+        return "required"
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise BadRequest("tool_choice", choice, expected)
+    name = function.get("name")
+    if not isinstance(name, str) or name not in schemas:
+        raise BadRequest("tool_choice.function.name", name, f"one of {', '.join(schemas)}")
+    return f"={name}"

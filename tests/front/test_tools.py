@@ -1,0 +1,231 @@
+"""Tools and reasoning in chats over HTTP: what the model is shown, and what of its answer is a call."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from serinus.testing.running_front import RunningFront
+from serinus.testing.scripted_front import Script, scripted_front
+from serinus.text import Tokenizer
+from serinus.wire.messages import Generate
+
+USER = {"role": "user", "content": "hello"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALLS = """Let me look.
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Rome"}}
+</tool_call>
+<tool_call>
+{"name": "now", "arguments": {}}
+</tool_call>"""
+BROKEN = 'Well: <tool_call>{"name": "now", "arguments": {oops}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def scripted(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningFront, Script]]:
+    with scripted_front(byte_folder, f"ipc://{tmp_path_factory.mktemp('tools')}/engine") as both:
+        yield both
+
+
+def ask(scripted: tuple[RunningFront, Script], says: str, **body: Any) -> dict[str, Any]:
+    """The only choice of an answer."""
+    front, script = scripted
+    script.text = says
+    response = front.post("/v1/chat/completions", {"messages": [USER], **body})
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def streamed(scripted: tuple[RunningFront, Script], says: str, **body: Any) -> list[dict[str, Any]]:
+    front, script = scripted
+    script.text = says
+    return [event["choices"][0] for event in front.events("/v1/chat/completions", {"messages": [USER], **body})]
+
+
+def prompt_of(front: RunningFront, tokenizer: Tokenizer) -> str:
+    message = front.engine.of(Generate)[-1]
+    assert isinstance(message, Generate)
+    return tokenizer.decode(message.request.prompt.tolist(), skip_special_tokens=False)
+
+
+def refused(scripted: tuple[RunningFront, Script], **body: Any) -> tuple[str, str]:
+    response = scripted[0].post("/v1/chat/completions", {"messages": [USER], **body})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"]
+
+
+def test_calls_come_with_ids_and_the_reason_says_so(scripted: tuple[RunningFront, Script]) -> None:
+    choice = ask(scripted, CALLS, tools=[WEATHER, NOW])
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Let me look."
+    assert [(call["type"], call["function"]) for call in message["tool_calls"]] == [
+        ("function", {"name": "get_weather", "arguments": '{"city": "Rome"}'}),
+        ("function", {"name": "now", "arguments": "{}"}),
+    ]
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("call_") for each in ids)
+
+
+def test_a_stream_has_each_call_begun_by_its_name_then_pieces_of_its_arguments(
+    scripted: tuple[RunningFront, Script],
+) -> None:
+    choices = streamed(scripted, CALLS, tools=[WEATHER, NOW])
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    begun = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]) for call in begun] == [
+        (0, "function", {"name": "get_weather", "arguments": ""}),
+        (1, "function", {"name": "now", "arguments": ""}),
+    ]
+    pieces = [call["function"]["arguments"] for call in calls if "id" not in call and call["index"] == 0]
+    assert len(pieces) > 5
+    assert "".join(pieces) == '{"city": "Rome"}'
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "Let me look."
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+
+
+def test_a_broken_call_is_content_and_the_answer_ends_with_stop(scripted: tuple[RunningFront, Script]) -> None:
+    choice = ask(scripted, BROKEN, tools=[NOW])
+    assert (choice["message"]["content"], choice["finish_reason"]) == (BROKEN, "stop")
+    assert "tool_calls" not in choice["message"]
+    unknown = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
+    choices = streamed(scripted, unknown, tools=[NOW])
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == unknown
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_tools_that_may_not_be_called_are_not_shown(
+    scripted: tuple[RunningFront, Script], tokenizer: Tokenizer
+) -> None:
+    choice = ask(scripted, CALLS, tools=[WEATHER, NOW], tool_choice="none")
+    assert prompt_of(scripted[0], tokenizer) == "<|user|>hello<eos><|assistant|>"
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop")
+
+
+def test_without_parallel_calls_only_the_first_is_one(scripted: tuple[RunningFront, Script]) -> None:
+    choice = ask(scripted, CALLS, tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    choices = streamed(scripted, CALLS, tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert {call["index"] for choice in choices for call in choice["delta"].get("tool_calls", [])} == {0}
+
+
+def test_a_call_cut_by_the_limit_is_no_call(scripted: tuple[RunningFront, Script]) -> None:
+    choice = ask(scripted, CALLS, tools=[WEATHER, NOW], max_tokens=60)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith('Let me look.\n<tool_call>\n{"name": "get_weather"')
+
+
+def test_the_model_is_shown_tools_calls_and_what_they_gave(
+    scripted: tuple[RunningFront, Script], tokenizer: Tokenizer
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"tz": "é"}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "12:00"}]},
+    ]
+    choice = ask(scripted, "Noon.", messages=messages, tools=[NOW])
+    assert choice["message"] == {"role": "assistant", "content": "Noon.", "refusal": None}
+    assert prompt_of(scripted[0], tokenizer) == (
+        f"<|tool|>{json.dumps(NOW)}<|user|>hello<eos><|assistant|>"
+        '<tool_call>{"name": "now", "arguments": {"tz": "é"}}</tool_call><eos><|tool|>(call_1)12:00<eos><|assistant|>'
+    )
+
+
+def test_thoughts_are_apart_from_the_content(scripted: tuple[RunningFront, Script]) -> None:
+    text = "<think>\nhm, hm\n</think>\n\nYes."
+    message = ask(scripted, text)["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "hm, hm")
+    deltas = [choice["delta"] for choice in streamed(scripted, text)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm, hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    message = ask(scripted, text, include_reasoning=False)["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
+    assert ask(scripted, text, separate_reasoning=False)["message"]["content"] == text
+
+
+def test_a_template_that_opens_the_thoughts_is_noticed(
+    scripted: tuple[RunningFront, Script], tokenizer: Tokenizer
+) -> None:
+    text = f"hm\n</think>\n\n{CALLS}"
+    choice = ask(scripted, text, tools=[WEATHER, NOW], chat_template_kwargs={"enable_thinking": True})
+    assert prompt_of(scripted[0], tokenizer).endswith("<|assistant|><think>\n")
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "Let me look.")
+    assert len(choice["message"]["tool_calls"]) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [NOW, NOW]}, "tools[1].function.name"),
+        ({"tools": ["now"]}, "tools[0]"),
+        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "fly"}}},
+         "tool_choice.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}, {"role": "assistant", "tool_calls": ["x"]}]},
+         "messages[1].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [{"role": "tool", "tool_call_id": 3, "content": "x"}]}, "messages[0].tool_call_id"),
+    ],
+)  # fmt: skip
+def test_a_wrong_tool_is_refused_by_field(
+    scripted: tuple[RunningFront, Script], change: dict[str, Any], field: str
+) -> None:
+    assert refused(scripted, **change)[0] == field
+
+
+def test_the_clients_own_helper_reads_a_stream_of_calls(scripted: tuple[RunningFront, Script]) -> None:
+    front, script = scripted
+    script.text = CALLS
+    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+    with client.chat.completions.stream(
+        model="canary",
+        messages=[{"role": "user", "content": "x"}],
+        tools=[WEATHER, NOW],  # type: ignore[list-item]
+    ) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert [(event.name, event.arguments) for event in done] == [("get_weather", '{"city": "Rome"}'), ("now", "{}")]
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.choices[0].message.tool_calls is not None
+    assert len(final.choices[0].message.tool_calls) == 2
+
+
+@pytest.mark.slow
+def test_marks_that_are_special_tokens_are_seen(byte_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(byte_folder, tmp_path / "special")
+    described = json.loads((folder / "tokenizer.json").read_text())
+    for token in described["added_tokens"]:
+        token["special"] = token["special"] or token["content"] == "<think>"
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    with scripted_front(folder, f"ipc://{tmp_path}/engine") as scripted:
+        message = ask(scripted, "<think>hm</think>Yes.")["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Yes.", "hm")
