@@ -48,7 +48,7 @@ class GrammarCheck:
             try:
                 await self._compile(grammar, tokenizer, ready)
             except TimeoutError:
-                expected = f"a {grammar.kind} that compiles in {self._compile_s_max:.0f} s"
+                expected = f"a {grammar.kind} that compiles in {self._compile_s_max:g} s"
                 raise BadRequest(field, grammar.text, expected) from None
             except BadRequest as error:
                 raise BadRequest(field + error.field.removeprefix("grammar"), error.value, error.expected) from error

@@ -34,6 +34,8 @@ def library_source(grammar: Grammar, special_ids: Mapping[str, int]) -> str:
         if not isinstance(schema, (dict, bool)):
             raise BadRequest("grammar", schema, "a JSON Schema: an object, true or false")
         options = None if isinstance(schema, dict) and "x-guidance" in schema else _OPTIONS
+        if options is not None and '"discriminator"' in text:  # its branches exclude each other, as in OpenAPI
+            options = {**options, "coerce_one_of": True}
         return str(matcher.grammar_from_json_schema(_as_object(text, schema), options))
     if kind == "regex":
         return str(matcher.grammar_from_regex(text))

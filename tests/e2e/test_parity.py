@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import jsonschema
 import pytest
 
 from serinus.testing.servers import Server
@@ -91,3 +94,34 @@ def test_the_router_shows_both_engines_and_their_metrics(pair: Server) -> None:
     }
     assert metric(pair.url, "max_total_num_tokens", engine="prefill-0", role="prefill") == 4096
     assert metric(pair.url, "max_total_num_tokens", engine="decode-0", role="decode") == 4096
+
+
+SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["red", "blue"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_under_a_schema_are_valid_and_the_same_in_a_stream_and_from_a_prefill_engine(
+    unified: Server, pair: Server
+) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    message = {"role": "user", "content": "Tell me of a thing, by its name and its kind, please."}
+    body = {"messages": [message], "seed": 3, "temperature": 0.9, "response_format": asked, "max_tokens": 150}
+    until(lambda: handed_over(pair.url, [9] * 99), "prompts are handed over")
+    texts = []
+    for url in (unified.url, pair.url):
+        answer = HTTP.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        texts.append(answer["message"]["content"])
+        streamed = HTTP.post(f"{url}/v1/chat/completions", json={**body, "stream": True}).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        texts.append("".join(event["choices"][0]["delta"].get("content") or "" for event in events))
+        wrong = {**asked, "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}
+        refused = HTTP.post(f"{url}/v1/chat/completions", json={**body, "response_format": wrong})
+        assert (refused.status_code, "#/properties/a/not" in refused.text) == (400, True)
+    assert len(set(texts)) == 1, texts
+    jsonschema.validate(json.loads(texts[0]), SCHEMA)

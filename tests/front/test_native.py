@@ -160,7 +160,7 @@ def test_a_priority_reaches_the_engine_from_every_endpoint(
         ({"text": "x", "sampling_params": {"max_new_tokens": 256}}, "max_new_tokens"),
         ({"text": "x", "sampling_params": {"temperature": -1}}, "temperature"),
         ({"text": "x", "sampling_params": {"top_p": 0}}, "top_p"),
-        ({"text": "x", "sampling_params": {"regex": "a+"}}, "regex"),
+        ({"text": "x", "sampling_params": {"regex": "a("}}, "sampling_params.regex"),
         ({"text": "x", "sampling_params": {"n": 129}}, "n"),
         ({"text": ["x"] * 5, "sampling_params": {"n": 100}}, "n"),
         ({"text": "x", "sampling_params": [{}, {}]}, "sampling_params"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,3 +168,25 @@ def test_a_state_refuses_a_token_that_it_does_not_allow(vocabulary: GrammarVocab
     with pytest.raises(GrammarFailed, match="token 98 at place 0"):
         state.follow([98])
     assert json.dumps(state.tokens) == "[]"
+
+
+def test_the_page_lists_the_keywords_that_are_refused(vocabulary: GrammarVocabulary) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "STRUCTURED.md").read_text(encoding="utf-8")
+    listed = page.partition("these are refused:")[2].partition("; formats other")[0].replace("\n", " ")
+    refused = [name.strip(" `") for name in listed.split(",")]
+    assert len(refused) == 16
+    values = {"uniqueItems": True, "minContains": 1, "maxContains": 1, "$dynamicRef": "#a", "$recursiveRef": "#"}
+    for name in refused:
+        with pytest.raises(BadRequest, match=re.escape(f"#/{name}")):
+            vocabulary.begin(Grammar.of("json_schema", {name: values.get(name, {})}))
+    formats = page.partition("formats other than ")[2].partition("; references")[0].replace("\n", " ")
+    for name in re.split(r", | and |than ", formats):
+        vocabulary.begin(Grammar.of("json_schema", {"type": "string", "format": name.strip()}))
+
+
+def test_tagged_unions_of_pydantic_are_taken(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    branches = [{"properties": {"t": {"const": name}}, "required": ["t"]} for name in ("a", "b")]
+    tagged = Grammar.of("json_schema", {"oneOf": branches, "discriminator": {"propertyName": "t"}})
+    assert taken(vocabulary, tokenizer, tagged, '{"t": "b"}') == '{"t": "b"}+.'
+    with pytest.raises(BadRequest, match="oneOf constraints are not supported"):
+        vocabulary.begin(Grammar.of("json_schema", {"oneOf": branches}))

@@ -1,0 +1,135 @@
+"""Structured output at the front: what a field of OpenAI, vLLM or SGLang becomes, and what the engine never sees."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from serinus.core.errors import BadRequest
+from serinus.core.grammar import Grammar
+from serinus.core.sampling import SamplingParams
+from serinus.front import FrontSettings
+from serinus.front.grammar_check import GrammarCheck
+from serinus.front.grammars import asked_grammar
+from serinus.front.schemas import ChatBody, NativeSampling
+from serinus.testing.fake_engine import FakeEngine
+from serinus.testing.running_front import RunningFront, running_front
+from serinus.text import Tokenizer
+from serinus.wire.messages import Ready
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"type":"string"}}}'
+READY = Ready(
+    engine="e", incarnation=1, role="unified", vocab_size=267, context_length=64, max_total_tokens=64, page_size=4
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
+            Grammar("json_schema", TEXT),
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+         Grammar("structural_tag", '{"type":"structural_tag","format":{"type":"any_text"}}')),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
+        ({"guided_json": TEXT}, Grammar("json_schema", TEXT)),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a", "ü"]}, Grammar("choice", '["a","ü"]')),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"structured_outputs": {"json": {"properties": {"a": {}}}, "disable_additional_properties": True}},
+         Grammar("json_schema", '{"properties":{"a":{}},"additionalProperties":false}')),
+        ({"structured_outputs": {"json": True, "disable_any_whitespace": True}},
+         Grammar("json_schema", '{"allOf":[true],"x-guidance":{"whitespace_flexible":false}}')),
+        ({"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+         Grammar("json_schema", '{"type":"object","x-guidance":{"whitespace_pattern":" ?"}}')),
+        ({"json_schema": TEXT}, Grammar("json_schema", TEXT)),
+        ({"regex": "a"}, Grammar("regex", "a")),
+        ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"structural_tag": '{"format": {}}'}, Grammar("structural_tag", '{"format":{}}')),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_each_servers_fields_mean_a_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    import msgspec
+
+    body = msgspec.convert({"messages": [], **fields}, ChatBody)
+    asked = asked_grammar(body)
+    assert (asked and asked.grammar) == grammar
+
+
+def test_native_parameters_have_a_grammar_too() -> None:
+    asked = asked_grammar(NativeSampling(regex="a"))
+    assert asked is not None
+    assert (asked.field, asked.grammar) == ("regex", Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/v1/chat/completions",
+         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}},
+         "response_format.json_schema.schema", "#/properties/a/not"),
+        ("/v1/completions", {"guided_regex": "(["}, "guided_regex", "unclosed character class"),
+        ("/v1/completions", {"structured_outputs": {"structural_tag": {"format": {"type": "or", "elements": []}}}},
+         "structured_outputs.structural_tag.format.elements", "at least one"),
+        ("/generate", {"sampling_params": {"json_schema": '{"type": "x"}'}}, "sampling_params.json_schema", "#/type"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_does_not_compile_is_refused_by_field_and_place(
+    front: RunningFront, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {}
+    prompt = prompt or ({"text": "x"} if path == "/generate" else {"prompt": "x"})
+    response = front.post(path, {**prompt, **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert said in response.json()["error"]["message"]
+
+
+def test_a_grammar_reaches_the_engine(front: RunningFront) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "guided_choice": ["yes", "no"], "n": 2}
+    assert front.post("/v1/completions", body).status_code == 200
+
+
+def test_a_server_without_a_tokenizer_says_so(new_endpoint: Callable[[], str], byte_folder: Path) -> None:
+    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=64)
+    with running_front(FrontSettings(model_path=str(byte_folder), skip_tokenizer_init=True), engine) as bare:
+        response = bare.post("/generate", {"input_ids": [1], "sampling_params": {"regex": "a"}})
+        assert response.status_code == 400
+        assert "runs without a tokenizer" in response.json()["error"]["message"]
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(tokenizer: Tokenizer) -> None:
+    slow = threading.Event()
+
+    class Slow:
+        """A vocabulary whose grammars never compile."""
+
+        def begin(self, grammar: Grammar) -> None:
+            slow.wait(20)
+
+    async def story() -> None:
+        async def given() -> Tokenizer:
+            return tokenizer
+
+        check = GrammarCheck(given, compile_s_max=0.05)
+        params = [SamplingParams(grammar=Grammar("regex", "a"))]
+        await check.check(params, ["regex"], READY)
+        vocabulary: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        vocabulary.set_result(Slow())
+        check._vocabulary = cast(Any, vocabulary)
+        with pytest.raises(BadRequest, match=r"regex: got 'b', expected a regex that compiles in 0\.05 s"):
+            await check.check([SamplingParams(grammar=Grammar("regex", "b"))], ["regex"], READY)
+        slow.set()
+        check.stop()
+
+    asyncio.run(story())
