@@ -25,6 +25,7 @@ REASONS: dict[str, str] = {
     "front/": "HTTP",
     "text/": "text before and behind token ids, for HTTP",
     "cli/": "commands of a terminal",
+    "core/grammar.py": "grammars, which its requests do not have",
     "core/metrics.py": "the series of a scrape; the simulation counts in a dictionary",
     "core/shown.py": "refusals, of requests that HTTP has not checked",
     "engine/kv_events.py": "events for subscribers of a socket",
