@@ -128,7 +128,7 @@ def _make(out: Console, folder: Path) -> None:
     )
     out.print(
         f"made {folder}/ in {clock.now() - began:.1f} s: Qwen3 in small, 8 layers of 512, bfloat16, random weights"
-        " (it will babble, but it babbles through every room of the house)",
+        " (its answers make no sense, but they take the whole way)",
         highlight=False,
     )
 
