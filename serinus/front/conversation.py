@@ -17,6 +17,7 @@ from serinus.front.grammars import grammar_field
 from serinus.front.sampling import check_chars, from_chat
 from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
+from serinus.front.thinking import thinking_budget, thoughts_first
 from serinus.front.tools import ToolUse, tool_use
 from serinus.text import (
     AnswerDelta,
@@ -127,6 +128,8 @@ class Conversation:
     style: AnswerStyle
     use: ToolUse | None
     body: ChatBody
+    thinks: bool
+    """Whether the answer may begin with thoughts that are to be told apart."""
 
     def reader(self, sequence: SequenceState) -> AnswerReader | None:
         """What reads this answer; None = all of it is content."""
@@ -134,7 +137,7 @@ class Conversation:
         parser = self.style.parser(
             prompt=sequence.ask.text or "",
             tools=None if use is None else use.schemas,
-            reasoning=body.separate_reasoning is not False,
+            reasoning=self.thinks,
             forced=use is not None and bool(use.must),
         )
         if parser is None:
@@ -164,7 +167,8 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         if use.must:
             if params.grammar is not None:
                 raise BadRequest("tool_choice", body.tool_choice, f"none or auto beside {grammar_name}")
-            params, grammar_name = replace(params, grammar=Grammar.of("json_schema", use.forced_schema)), "tool_choice"
+            params = replace(params, grammar=Grammar.of("json_schema", use.forced_schema))
+            grammar_name = "tool_choice"
         if "tools" not in source:
             raise BadRequest("tools", list(use.schemas), "none: the chat template of this model shows no tools to it")
         if not use.must and not style.reads_tools:
@@ -183,6 +187,8 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         continue_final_message=bool(body.continue_final_message),
         extra=extra,
     )
+    then, budget = params.grammar, thinking_budget(body, style, tokenizer)
+    params = replace(params, grammar=thoughts_first(style, text, then, budget, tokenizer))
     special = bool(body.add_special_tokens)  # templates write their own
     asks = await front.asks(
         field,
@@ -192,4 +198,5 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         add_special_tokens=special,
         grammar_fields=[grammar_name],
     )
-    return Conversation(asks=asks, style=style, use=use, body=body)
+    thinks = body.separate_reasoning is not False and (then is None or params.grammar is not then)
+    return Conversation(asks=asks, style=style, use=use, body=body, thinks=thinks)

@@ -43,9 +43,8 @@ def _chat(body: MessagesBody) -> ChatBody:
     if thinking:
         if thinking.get("type") not in ("enabled", "adaptive", "disabled"):
             raise BadRequest("thinking.type", thinking.get("type"), "enabled, adaptive or disabled")
-        if thinking.get("budget_tokens") is not None:
-            expected = "nothing: a budget of thoughts is not supported; max_tokens bounds the whole answer"
-            raise BadRequest("thinking.budget_tokens", thinking["budget_tokens"], expected)
+        if type(thinking.get("budget_tokens", 0)) is not int:
+            raise BadRequest("thinking.budget_tokens", thinking["budget_tokens"], "a number of tokens")
         kwargs.setdefault("enable_thinking", thinking["type"] != "disabled")
     system = [] if body.system is None else [{"role": "system", "content": _plain("system", body.system)}]
     for index, message in enumerate(body.messages):
@@ -60,6 +59,7 @@ def _chat(body: MessagesBody) -> ChatBody:
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         chat_template_kwargs=kwargs,
         include_reasoning=body.include_reasoning,
+        thinking_token_budget=thinking.get("budget_tokens"),
     )
 
 

@@ -196,8 +196,10 @@ class ChatBody(OpenAiBody, kw_only=True):
     """False = thoughts stay in the content."""
     include_reasoning: bool | None = None
     """False = thoughts are not shown."""
-    thinking_token_budget: Any = None
-    thinking_budget: Any = None
+    thinking_token_budget: int | None = None
+    """Tokens that thoughts may have; then their end is forced."""
+    thinking_budget: int | None = None
+    """Another name of it (Qwen)."""
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

@@ -52,8 +52,12 @@ def scripted_front(
     given = replace(given, model_path=str(tokenizer_folder), served_model_name="canary")
     script = Script(load_tokenizer(str(tokenizer_folder)))
     engine = FakeEngine(
-        endpoint=endpoint, vocab_size=267, context_length=4096, max_total_tokens=8192, token=script.token,
+        endpoint=endpoint,
+        vocab_size=script.tokenizer.vocab_size,
+        context_length=4096,
+        max_total_tokens=8192,
+        token=script.token,
         eos_ids=(script.end,),
-    )  # fmt: skip
+    )
     with running_front(given, engine) as running:
         yield running, script

@@ -51,11 +51,10 @@ class AnswerStyle:
 
         `tools`: may be called, None = none may; `forced`: a grammar makes a list of calls (FORCED_CALLS) of the answer.
         """
-        if forced:
-            return ToolParser(FORCED_CALLS, tools or {})
-        if (tools is not None and self.harmony_tools) or (reasoning and self.harmony_reasoning):
+        is_harmony = (tools is not None and self.harmony_tools) or (reasoning and self.harmony_reasoning)
+        if is_harmony and not forced:
             return HarmonyParser(tools or {})
-        form = self.tools if tools is not None else None
+        form = FORCED_CALLS if forced else self.tools if tools is not None else None
         inner = ToolParser(form, tools or {}) if form is not None else None
         if not reasoning or self.reasoning is None:
             return inner

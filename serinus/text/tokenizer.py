@@ -148,6 +148,10 @@ class Tokenizer:
         self._bytes[token_id] = raw
         return raw
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with just this text, where it is one."""
+        return self._backend.token_to_id(text)
+
     def token_text(self, token_id: int) -> str:
         """One token as people see it in a list of log-probabilities."""
         if self.byte_level:

@@ -260,7 +260,7 @@ def test_results_of_tools_go_back_to_the_model(scripted: tuple[RunningFront, Scr
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [ANTHROPIC_WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "2000"}}, "thinking.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
     ],
 )

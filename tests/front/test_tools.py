@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 
+from serinus.core.grammar import Grammar
 from serinus.testing.running_front import RunningFront
 from serinus.testing.scripted_front import Script, scripted_front
-from serinus.text import Tokenizer
+from serinus.text import GrammarVocabulary, Tokenizer
+from serinus.text.grammar_source import library_source
 from serinus.wire.messages import Generate
 
 USER = {"role": "user", "content": "hello"}
@@ -219,13 +222,117 @@ def test_the_clients_own_helper_reads_a_stream_of_calls(scripted: tuple[RunningF
     assert len(final.choices[0].message.tool_calls) == 2
 
 
-@pytest.mark.slow
-def test_marks_that_are_special_tokens_are_seen(byte_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(byte_folder, tmp_path / "special")
+@pytest.fixture(scope="module")
+def thinker(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningFront, Script]]:
+    """A model whose marks of thoughts are special tokens."""
+    folder = shutil.copytree(byte_folder, tmp_path_factory.mktemp("thinker") / "special")
     described = json.loads((folder / "tokenizer.json").read_text())
-    for token in described["added_tokens"]:
-        token["special"] = token["special"] or token["content"] == "<think>"
+    mark = next(token for token in described["added_tokens"] if token["content"] == "<think>")
+    mark["special"] = True
+    end = {**mark, "id": max(token["id"] for token in described["added_tokens"]) + 1, "content": "</think>"}
+    described["added_tokens"].append(end)
     (folder / "tokenizer.json").write_text(json.dumps(described))
-    with scripted_front(folder, f"ipc://{tmp_path}/engine") as scripted:
-        message = ask(scripted, "<think>hm</think>Yes.")["message"]
-        assert (message["content"], message["reasoning_content"]) == ("Yes.", "hm")
+    with scripted_front(folder, f"ipc://{folder}/engine") as both:
+        yield both
+
+
+def grammar_of(front: RunningFront) -> Grammar | None:
+    message = front.engine.of(Generate)[-1]
+    assert isinstance(message, Generate)
+    return message.request.sampling.grammar
+
+
+def takes(script: Script, grammar: Grammar | None, text: str) -> str:
+    """How much of a text a grammar allows."""
+    assert grammar is not None
+    vocabulary = GrammarVocabulary(script.tokenizer, width=script.tokenizer.vocab_size, eos_ids=(script.end,))
+    source = library_source(grammar, script.tokenizer.special_texts)
+    matcher = llguidance.LLMatcher(vocabulary._library, source, log_level=0)
+    ids = script.tokenizer.encode(text, add_special_tokens=False)
+    count = matcher.try_consume_tokens(ids)
+    return script.tokenizer.decode(ids[:count], skip_special_tokens=False)
+
+
+def test_marks_that_are_special_tokens_are_seen(thinker: tuple[RunningFront, Script]) -> None:
+    message = ask(thinker, "<think>hm</think>Yes.")["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "hm")
+    assert grammar_of(thinker[0]) is None
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_budget_of_thoughts_forces_their_end(thinker: tuple[RunningFront, Script], is_open: bool) -> None:
+    front, script = thinker
+    begin = "" if is_open else "<think>"
+    body = {"thinking_token_budget": 3, "chat_template_kwargs": {"enable_thinking": is_open}}
+    message = ask(thinker, f"{begin}hm</think>Yes.", **body)["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "hm")
+    grammar = grammar_of(front)
+    assert takes(script, grammar, f"{begin}xyz</think>Yes, <tool_call>") == f"{begin}xyz</think>Yes, <tool_call>"
+    assert takes(script, grammar, f"{begin}xyzq</think>Yes.") == f"{begin}xyz"
+    if not is_open:
+        assert takes(script, grammar, "Plain words, as many as there are.") == "Plain words, as many as there are."
+    ask(thinker, f"{begin}</think>Yes.", thinking_budget=0, chat_template_kwargs={"enable_thinking": is_open})
+    assert takes(script, grammar_of(front), f"{begin}x") == begin
+    assert refused(thinker, thinking_token_budget=-1)[0] == "thinking_token_budget"
+    assert refused(thinker, thinking_token_budget=5, regex="a+")[0] == "thinking_token_budget"
+
+
+def test_a_model_without_marks_as_tokens_has_no_budget(scripted: tuple[RunningFront, Script]) -> None:
+    field, said = refused(scripted, thinking_budget=5)
+    assert field == "thinking_budget"
+    assert "two tokens" in said
+
+
+FORCED = '[{"name": "now", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "Rome"}}]'
+
+
+def test_required_calls_are_enforced_by_a_grammar(scripted: tuple[RunningFront, Script]) -> None:
+    front, script = scripted
+    for stream in (False, True):
+        if stream:
+            choices = streamed(scripted, FORCED, tools=[WEATHER, NOW], tool_choice="required")
+            calls = [call for choice in choices for call in choice["delta"].get("tool_calls", []) if "id" in call]
+            assert choices[-1]["finish_reason"] == "tool_calls"
+        else:
+            choice = ask(scripted, FORCED, tools=[WEATHER, NOW], tool_choice="required")
+            calls = choice["message"]["tool_calls"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+            assert json.loads(calls[1]["function"]["arguments"]) == {"city": "Rome"}
+        assert [call["function"]["name"] for call in calls] == ["now", "get_weather"]
+    grammar = grammar_of(front)
+    assert takes(script, grammar, FORCED) == FORCED
+    assert takes(script, grammar, "Rome") == ""
+    assert takes(script, grammar, "[]") == "["
+    assert takes(script, grammar, '[{"name": "fly"').endswith('"name": "')
+
+
+def test_a_named_function_is_called_once(scripted: tuple[RunningFront, Script]) -> None:
+    front, script = scripted
+    one = '[{"name": "now", "parameters": {}}]'
+    named = {"type": "function", "function": {"name": "now"}}
+    choice = ask(scripted, one, tools=[WEATHER, NOW], tool_choice=named)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    assert takes(script, grammar_of(front), one) == one
+    assert takes(script, grammar_of(front), FORCED) == '[{"name": "now", "parameters": {}}'
+    assert takes(script, grammar_of(front), '[{"name": "get').endswith('"name": "')
+
+
+def test_thoughts_that_the_template_opens_come_before_required_calls(thinker: tuple[RunningFront, Script]) -> None:
+    front, script = thinker
+    body = {"tools": [WEATHER, NOW], "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}
+    choice = ask(thinker, f"hm</think>\n{FORCED}", **body)
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert len(choice["message"]["tool_calls"]) == 2
+    assert takes(script, grammar_of(front), f"hm</think>\n{FORCED}") == f"hm</think>\n{FORCED}"
+    assert takes(script, grammar_of(front), "hm</think>Rome") == "hm</think>"
+
+
+def test_schemas_of_parameters_keep_what_they_refer_to(scripted: tuple[RunningFront, Script]) -> None:
+    front, script = scripted
+    inner = {"type": "object", "properties": {"at": {"$ref": "#/$defs/At"}}, "required": ["at"],
+             "$defs": {"At": {"enum": ["noon"]}}}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "meet", "parameters": inner}}
+    good = '[{"name": "meet", "parameters": {"at": "noon"}}]'
+    ask(scripted, good, tools=[NOW, tool], tool_choice="required")
+    assert takes(script, grammar_of(front), good) == good
+    assert takes(script, grammar_of(front), good.replace("noon", "one")).endswith('"at": "')
