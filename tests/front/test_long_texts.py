@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serinus.core.clock import WallClock
 from serinus.core.errors import BadRequest
 from serinus.front import EngineClient, FrontSettings, state
-from serinus.front.chat import render_chat
+from serinus.front.conversation import render_chat
 from serinus.front.exchange import HttpExchange
 from serinus.front.parse import parse_body
 from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
