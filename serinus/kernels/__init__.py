@@ -7,7 +7,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
-from serinus.kernels.contracts import LayerDigest, RowSampling, Tiling, TopTokens, Watch, WrittenRows
+from serinus.kernels.contracts import Gate, LayerDigest, RowSampling, Tiling, TopTokens, Watch, WrittenRows
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.ref.canary import digest_values
@@ -18,6 +18,7 @@ __all__ = [
     "COLUMNS",
     "RING_FIELDS",
     "AttentionBatch",
+    "Gate",
     "GatheredRows",
     "Kernels",
     "LayerDigest",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from serinus.core.history import TokenHistory
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.packed import PackedFactors
+from serinus.kernels.packed import PackedFactors, PackedLinear
 
 __all__ = [
     "CanaryOps",
+    "Gate",
     "HashedPages",
     "LayerDigest",
     "LayersKv",
     "MakeWatch",
     "MovePages",
+    "NormLinear",
     "PagedAttention",
     "RowSampling",
     "Tiling",
@@ -36,6 +38,19 @@ __all__ = [
 
 LayersKv = Sequence[tuple[Tensor, Tensor]]
 """(k, v) pools [S, H, D] of the layers of one part."""
+
+
+Gate = Literal["silu", "gelu"]
+"""The activation of a gated MLP."""
+
+
+class NormLinear(Protocol):
+    """The signature of norm_linear."""
+
+    def __call__(
+        self, x_TI: Tensor | None, residual_TI: Tensor, weight_I: Tensor, eps: float, packed: PackedLinear,
+        gate: Gate | None = None, /,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class MovePages(Protocol):

@@ -25,6 +25,7 @@ from serinus.kernels.contracts import (
     HashedPages,
     MakeWatch,
     MovePages,
+    NormLinear,
     PagedAttention,
     RowSampling,
     TopTokens,
@@ -49,6 +50,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "watched_attention": "watched_attention",
         "pack_linear": "linear",
         "linear": "linear",
+        "norm_linear": "norm_linear",
         "gather_pages": "pages",
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
@@ -70,6 +72,8 @@ FILES: Mapping[str, str] = MappingProxyType(
 
 _WATCHED = frozenset(("watched_attention", "pack_factors"))
 """Ops that stand in for `paged_attention`, and so are of the same column, except where one is asked for by name."""
+_MADE_OF_OPS = ("norm_linear",)
+"""Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
 """Device type -> the column made for it."""
 
@@ -104,6 +108,8 @@ class Kernels:
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
     """(x_TI, packed) -> out_TO"""
+    norm_linear: NormLinear
+    """(x_TI or None, residual_TI, weight_I, eps, packed, gate=None) -> out_TO; residual += x in place"""
     gather_pages: MovePages
     """(layers_kv, pages_G, page_size, out_RY, rows_G=None)"""
     scatter_pages: MovePages
@@ -173,6 +179,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     if found["paged_attention"][1] == "ref" and not _WATCHED.intersection(own):
         found |= {op: _find(op, "ref") for op in _WATCHED}
     ops = {op: make for op, (make, _) in found.items()}
+    ops |= {op: ops[op](ops) for op in _MADE_OF_OPS}
     columns = {op: name for op, (_, name) in found.items()}
     lacking = [op for op in own if columns[op] != column]
     if lacking:
@@ -214,8 +221,9 @@ def _find(op: str, column: str) -> tuple[Any, str]:
         module = _module(name, FILES[op])
         if hasattr(module, f"new_{op}"):
             return getattr(module, f"new_{op}")(), name
-        if hasattr(module, op):
-            return getattr(module, op), name
+        own = f"make_{op}" if op in _MADE_OF_OPS else op
+        if hasattr(module, own):
+            return getattr(module, own), name
     raise AssertionError(f"kernels: op {op} is not in ref/{FILES[op]}.py")
 
 

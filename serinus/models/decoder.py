@@ -20,7 +20,7 @@ import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Kernels, PackedLinear, WrittenRows
+from serinus.kernels import AttentionBatch, Gate, Kernels, PackedLinear, WrittenRows
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.rope import rope_tables
@@ -112,7 +112,7 @@ class Decoder:
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
         scale = spec.embedding_scale  # rounded to the model's dtype, as in training
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
-        self._gate = kernels.gelu_mul if spec.gelu else kernels.silu_mul
+        self._gate: Gate = "gelu" if spec.gelu else "silu"
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage: the residual stream, [T, E]."""
@@ -140,12 +140,13 @@ class Decoder:
         hook.before(batch)
         kernels, eps, cap, total = self._kernels, self.spec.norm_eps, self.spec.attention_softcap, self._comm.all_reduce
         residual_TE = self._embed(batch.tokens_T) if inflow is None else inflow
-        x_TE = kernels.rms_norm(residual_TE, self._layers[0].input_norm_E, eps)
+        x_TE: torch.Tensor | None = None  # what the last block added, not in the residual yet
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
             k_SHD, v_SHD = kv[i]
-            q_TND = self._project(layer, x_TE, batch, k_SHD, v_SHD, hook.writes(i))
+            qkv_TX = kernels.norm_linear(x_TE, residual_TE, layer.input_norm_E, eps, layer.qkv)
+            q_TND = self._rotate(layer, qkv_TX, batch, k_SHD, v_SHD, hook.writes(i))
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
                 # All KV is written: above the last attention only the wanted rows matter.
@@ -163,13 +164,11 @@ class Decoder:
             x_TE = total(kernels.linear(mixed_TND.view(len(mixed_TND), -1), layer.output))
             if layer.attention_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
-            x_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.mlp_norm_E, eps)
-            x_TE = total(kernels.linear(self._gate(kernels.linear(x_TE, layer.gate_up)), layer.down))
+            gated_TF = kernels.norm_linear(x_TE, residual_TE, layer.mlp_norm_E, eps, layer.gate_up, self._gate)
+            x_TE = total(kernels.linear(gated_TF, layer.down))
             if layer.output_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.output_norm_E, eps)
-            if i < last:
-                x_TE = kernels.add_rms_norm(x_TE, residual_TE, self._layers[i + 1].input_norm_E, eps)
-            else:
+            if i == last:
                 residual_TE += x_TE
         hook.after(batch)
         return residual_TE
@@ -183,8 +182,9 @@ class Decoder:
         """
         if self._head is None or self._norm_E is None:
             raise InvariantError(f"models: logits on {self.shard.name}, expected that of the last stage alone")
-        x_BE = self._kernels.rms_norm(hidden_BE, self._norm_E, self.spec.norm_eps)
-        logits_BV = self._comm.gather_last(self._kernels.linear(x_BE, self._head))
+        logits_BV = self._comm.gather_last(
+            self._kernels.norm_linear(None, hidden_BE, self._norm_E, self.spec.norm_eps, self._head)
+        )
         if logits_BV is None:
             return None
         if logits_BV.shape[1] != self.spec.vocab_size:
@@ -204,13 +204,12 @@ class Decoder:
             self._comm.all_reduce(hidden_TE.masked_fill_(foreign_T[:, None], 0.0))
         return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
 
-    def _project(
-        self, layer: _Layer, x_TE: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor,
+    def _rotate(
+        self, layer: _Layer, qkv_TX: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor,
         written: WrittenRows | None,
     ) -> torch.Tensor:  # fmt: skip
         """Queries [T, N, D] of this rank, rotated; keys and values go to the pool, their digests to `written`."""
         spec = self.spec
-        qkv_TX = self._kernels.linear(x_TE, layer.qkv)
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
         self._kernels.qk_rope_store(
             qkv_TX,

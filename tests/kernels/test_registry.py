@@ -20,7 +20,8 @@ def test_every_op_of_the_contract_is_in_the_reference_and_nothing_else_is() -> N
     fields = set(Kernels.__dataclass_fields__) - {"device", "columns", "warmer"}
     assert fields == set(FILES)
     for op, file in FILES.items():
-        assert op in importlib.import_module(f"serinus.kernels.ref.{file}").__all__, f"ref/{file}.py lists no {op}"
+        listed = importlib.import_module(f"serinus.kernels.ref.{file}").__all__
+        assert op in listed or f"make_{op}" in listed, f"ref/{file}.py lists no {op}"
 
 
 def test_a_cpu_has_its_own_column_for_every_op_that_its_engine_calls(cpu: Kernels, ref: Kernels) -> None:

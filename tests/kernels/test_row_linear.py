@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from serinus.kernels import Kernels
+from serinus.kernels import Gate, Kernels
 from serinus.kernels.cpu.row_linear import find_blocks, find_part
 from serinus.kernels.cpu.scalar import host_has
 from serinus.kernels.packed import PackedLinear, RowBlocks
+from tests.kernels.conftest import assert_close
 
 BF16 = torch.bfloat16
 SHAPES = [(64, 64), (128, 64), (64, 192), (192, 576), (320, 1024), (256, 1088), (128, 3072), (64, 4864), (1152, 128)]
@@ -174,3 +175,49 @@ def test_rows_that_lie_apart_in_memory_and_no_rows_at_all(cpu: Kernels) -> None:
     packed = cpu.pack_linear(weight, bias)
     assert torch.equal(cpu.linear(x[::3][:5], packed), cpu.linear(x[::3][:5].contiguous(), packed))
     assert cpu.linear(x[:0], packed).shape == (0, 64)
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("out", "width"), [(128, 64), (256, 1088), (1152, 128), (100, 70)])
+def test_norm_linear_and_gate_at_once_give_the_bits_of_one_after_the_other(
+    cpu: Kernels, out: int, width: int, wide: bool, gate: Gate | None
+) -> None:
+    x, weight, bias = make(out, width, has_bias=True)
+    packed = cpu.pack_linear(weight, bias)
+    norm = torch.rand(width) + 0.5 if wide else (torch.rand(width) + 0.5).to(BF16)
+    added = torch.randn(len(x), width).to(BF16)
+    for rows in ROWS:
+        for addend in (None, added[:rows]):
+            ours, theirs = x[:rows].clone(), x[:rows].clone()
+            if addend is None:
+                normed = cpu.rms_norm(theirs, norm, 1e-6)
+            else:
+                normed = cpu.add_rms_norm(addend, theirs, norm, 1e-6)
+            expected = cpu.linear(normed, packed)
+            if gate is not None:
+                expected = (cpu.silu_mul if gate == "silu" else cpu.gelu_mul)(expected)
+            assert torch.equal(cpu.norm_linear(addend, ours, norm, 1e-6, packed, gate), expected), rows
+            assert torch.equal(ours, theirs)
+
+
+def test_norm_and_linear_at_once_refuse_what_each_refuses(either: Kernels) -> None:
+    x, weight, _ = make(128, 64, has_bias=False)
+    packed = either.pack_linear(weight, None)
+    norm = torch.ones(64, dtype=BF16)
+    with pytest.raises(ValueError, match="norm weight"):
+        either.norm_linear(None, x[:2], norm[:32], 1e-6, packed)
+    with pytest.raises(ValueError, match="residual"):
+        either.norm_linear(x[:2], x[:3].clone(), norm, 1e-6, packed)
+
+
+def test_norm_and_linear_at_once_are_what_the_reference_says(ref: Kernels, cpu: Kernels) -> None:
+    x, weight, bias = make(256, 128, has_bias=True)
+    norm = torch.rand(128).to(BF16) + 0.5
+    found, stream = [], []
+    for kernels in (ref, cpu):
+        residual = x[:5].clone()
+        found.append(kernels.norm_linear(x[5:10], residual, norm, 1e-6, kernels.pack_linear(weight, bias), "silu"))
+        stream.append(residual)
+    assert torch.equal(*stream)
+    assert_close(found[1], found[0], ulps=2.0, bf16_atol=2e-2)

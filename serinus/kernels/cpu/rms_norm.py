@@ -11,11 +11,12 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_norm, check_residual
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
+from serinus.kernels.cpu.row_steps import norm_row
+from serinus.kernels.cpu.scalar import FAST, at, carray, fetch_add, inlined
 
 __all__ = ["add_rms_norm", "rms_norm", "warm"]
 
-_Arguments = fields("ticket x residual weight out rows width step", "eps")
+_Arguments = fields("ticket x residual weight out rows width step wide", "eps")
 _SERIAL_ELEMENTS = 1 << 16
 """Below this many elements the start of a second thread costs more than it saves."""
 
@@ -39,68 +40,65 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 
 def warm(dtype: torch.dtype) -> None:
     """Compile, or load from the disk."""
-    for has_residual in (False, True):
-        _body(dtype == torch.bfloat16, has_residual, False, VERSION)
+    _body(dtype == torch.bfloat16, VERSION)
 
 
 def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps: float) -> None:
     check_norm(x, weight_E)
     width = x.shape[-1]
-    wide = weight_E.dtype != x.dtype
-    body = _body(x.dtype == torch.bfloat16, residual is not None, wide, VERSION)
     count = x.numel()
     threads = 1 if count < _SERIAL_ELEMENTS else thread_count()
     rows = count // width
     step = max(1, rows // (threads * 4))
     residual_at = 0 if residual is None else residual.data_ptr()
-    arguments = _Arguments(0, x.data_ptr(), residual_at, weight_E.data_ptr(), out.data_ptr(), rows, width, step, eps)
-    body(arguments, threads)
+    arguments = _Arguments(
+        0, x.data_ptr(), residual_at, weight_E.data_ptr(), out.data_ptr(), rows, width, step,
+        weight_E.dtype != x.dtype, eps,
+    )  # fmt: skip
+    _body(x.dtype == torch.bfloat16, VERSION)(arguments, threads)
 
 
 @cache
-def _body(bf16: bool, has_residual: bool, wide: bool, version: int) -> Body:
-    """`wide`: the weight is fp32, and the product is rounded once."""
-
+def _body(bf16: bool, version: int) -> Body:
     def norm_rows(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 9, np.int64)
-        rows, width, step = a[5], a[6], a[7]
-        eps = np.float32(carray(args, 9, np.float64)[8])
-        item_bytes = 2 if bf16 else 4
-        item = np.uint16 if bf16 else np.float32
-        weight = carray(at(a[3]), width, np.float32 if wide else item)
+        a = carray(args, 10, np.int64)
+        rows, width, step, wide = a[5], a[6], a[7], a[8]
+        eps = np.float32(carray(args, 10, np.float64)[9])
+        row_bytes = width * (2 if bf16 else 4)
         kept = np.empty(width, np.float32)
         while True:
             first = fetch_add(a.ctypes.data, step)
             if first >= rows:
                 break
             for row in range(first, min(first + step, rows)):
-                x = carray(at(a[1] + row * width * item_bytes), width, item)
-                out = carray(at(a[4] + row * width * item_bytes), width, item)
-                residual = carray(at(a[2] + row * width * item_bytes), width, item)
-                total = np.float32(0)
-                for i in range(width):
-                    if bf16:
-                        value = widen(x[i])
-                        if has_residual:
-                            rounded = narrow(value + widen(residual[i]))
-                            residual[i] = rounded
-                            value = widen(rounded)
-                    else:
-                        value = x[i]
-                        if has_residual:
-                            value += residual[i]
-                            residual[i] = value
-                    kept[i] = value
-                    total += value * value
-                scale = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
-                for i in range(width):
-                    if wide:
-                        out[i] = narrow(kept[i] * scale * weight[i])
-                    elif bf16:
-                        out[i] = narrow(widen(narrow(kept[i] * scale)) * widen(weight[i]))
-                    else:
-                        out[i] = kept[i] * scale * weight[i]
+                x_at, out_at = a[1] + row * row_bytes, a[4] + row * row_bytes
+                residual_at = a[2] + row * row_bytes if a[2] != 0 else 0
+                if bf16:
+                    norm_row(x_at, residual_at, a[3], wide != 0, out_at, kept, eps)
+                else:
+                    _norm_row_fp32(x_at, residual_at, a[3], out_at, kept, eps)
 
     return compile_body(norm_rows)
+
+
+@inlined(fastmath=FAST)
+def _norm_row_fp32(x_at: Any, residual_at: Any, weight_at: Any, out_at: Any, kept: Any, eps: Any) -> None:
+    """row_steps.norm_row, of fp32 rows."""
+    width = len(kept)
+    x, out = carray(at(x_at), width, np.float32), carray(at(out_at), width, np.float32)
+    weight = carray(at(weight_at), width, np.float32)
+    total = np.float32(0)
+    for i in range(width):
+        kept[i] = x[i]
+    if residual_at != 0:
+        residual = carray(at(residual_at), width, np.float32)
+        for i in range(width):
+            kept[i] += residual[i]
+            residual[i] = kept[i]
+    for i in range(width):
+        total += kept[i] * kept[i]
+    scale = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
+    for i in range(width):
+        out[i] = kept[i] * scale * weight[i]

@@ -10,6 +10,11 @@ Measured on 2 Zen 4 cores of a shared machine, oneDNN and this in turn over weig
 1.5, T=4 1.0 to 1.25, T=8 1.25 to 1.6, T=16 1.15 to 1.35 (370 GFLOP/s where many rows reach 448), T=32 1.04 to 1.15,
 T=64 the same.
 
+A norm before the product and a gated activation behind it can be done in the same start of the threads: alone, each
+takes 30 us of a decode step's layer, of which it computes for 5; the rest is its start, from caches that the weights
+have emptied. The threads share out the rows to be normed and wait for each other; a block of the gate and the block
+of what it lets through are multiplied one after the other.
+
 Same bits. oneDNN sums the inputs of an output in order, pair by pair, in parts that start from zero (1024 inputs here,
 512 where I <= 1024) and are then added in order; so does this kernel, hence a row's result does not depend on which of
 the two computed it. (oneDNN itself breaks that for one row where I > 1024: its parts are then of 512.)
@@ -30,6 +35,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from serinus.kernels.contracts import Gate
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.llvm import (
     FLOATS,
@@ -45,23 +51,39 @@ from serinus.kernels.cpu.llvm import (
     splat,
     store,
 )
-from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, host_has, intrinsic, narrow, widen
+from serinus.kernels.cpu.row_steps import gate_row, norm_row
+from serinus.kernels.cpu.scalar import (
+    FAST,
+    at,
+    await_count,
+    carray,
+    cgutils,
+    fetch_add,
+    host_has,
+    inlined,
+    intrinsic,
+    narrow,
+    publish,
+    widen,
+)
 from serinus.kernels.packed import PackedLinear, RowBlocks
 
-__all__ = ["ROWS_MAX", "find_blocks", "find_part", "multiply_rows", "warm"]
+__all__ = ["GATED_BLOCK", "ROWS_MAX", "find_blocks", "find_part", "multiply_normed_rows", "multiply_rows", "warm"]
 
 ROWS_MAX = 32
 """Rows up to which this kernel was the faster one, or as fast, on every shape tried; at 64 nothing is left of it."""
 
 _BLOCK = 64
 """Outputs of a block; also what oneDNN pads I to."""
+GATED_BLOCK = 2 * _BLOCK
+"""Outputs that a gated linear takes together: a block of the gate and one of what it lets through."""
 _CHUNK = 64
 """Input pairs that serve all rows before the next: 16 KiB of weight, half of the first cache."""
 _GROUP = 4
 """Rows in registers at a time: 16 sums, 4 vectors of weight, 1 of input."""
 _RUN_MAX = 16
-"""Blocks claimed at once: long runs please the memory, short ones balance the threads. Measured on 2 threads, 16 rows,
-1024 x 4096: 8 are 3 %, 16 are 5 % faster than 8 of which the first chunk is not fetched ahead."""
+"""Blocks claimed at once, at most: long runs please the memory, short ones balance the threads. So runs begin long and
+get shorter: 2 % faster than all of 16, on 2 threads and 16 rows of 1024 x 6144."""
 _LOCALITY = 2
 """LLVM's word for the second cache, where the next chunk goes: the first one is full of this chunk and the rows."""
 _SERIAL_PRODUCTS = 1 << 16
@@ -69,8 +91,14 @@ _SERIAL_PRODUCTS = 1 << 16
 _PROBE_ROWS = (2, 16, 64, 512)
 """Row counts at which the parts of oneDNN's sums are measured."""
 
-_Arguments = fields("ticket x weight bias out rows pairs blocks run part")
-_FIELDS = 10
+_GELU = 2
+_GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu": _GELU}
+_Arguments = fields(
+    "ticket x weight bias out rows pairs blocks threads part gate norm_ticket normed residual norm_weight wide source",
+    "eps",
+)
+_FIELDS = len(_Arguments._fields_)
+_NORM_TICKET, _NORMED = 11, 12
 
 
 def find_blocks(weight_OI: Tensor, packed: Tensor) -> RowBlocks | None:
@@ -144,18 +172,43 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks) -> Tens
         ValueError: x is not bf16 of width I.
     Cost: O * I * 2 bytes read once; 5 us of Python.
     """
+    return _run(x_TI.contiguous(), packed, blocks, packed.out_size, 0, (0, 0, 0, 0, 0, 0, 0.0))
+
+
+def multiply_normed_rows(
+    x_TI: Tensor | None, residual_TI: Tensor, weight_I: Tensor, eps: float, packed: PackedLinear, blocks: RowBlocks,
+    gate: Gate | None,
+) -> Tensor:  # fmt: skip
+    """`norm_linear` for few rows, in one start of the threads: they share out the rows for the norm, then the blocks.
+    The bits are those of the norm, the linear and the gate one after the other.
+
+    Raises ValueError as `multiply_rows` does.
+    """
+    source_TI = (residual_TI if x_TI is None else x_TI).contiguous()
+    norm = (
+        0, 0, 0 if x_TI is None else residual_TI.data_ptr(), weight_I.data_ptr(), weight_I.dtype == torch.float32,
+        source_TI.data_ptr(), eps,
+    )  # fmt: skip
+    out_size = packed.out_size if gate is None else packed.out_size // 2
+    return _run(torch.empty_like(source_TI), packed, blocks, out_size, _GATES[gate], norm)
+
+
+_Norm = tuple[int, int, int, int, int, int, float]
+"""Rows begun and done, then what `norm_linear` has besides a linear; all 0: no norm."""
+
+
+def _run(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks, out_size: int, gate: int, norm: _Norm) -> Tensor:
+    """`x_TI`: the input, or where it is normed first the place for that."""
     if x_TI.dtype != torch.bfloat16 or x_TI.shape[-1] != packed.in_size:
         raise ValueError(
             f"kernels: linear got {x_TI.dtype} of shape {tuple(x_TI.shape)}, expected bf16 [T, {packed.in_size}]"
         )
-    x_TI = x_TI.contiguous()
-    out_TO = x_TI.new_empty((*x_TI.shape[:-1], packed.out_size))
+    out_TO = x_TI.new_empty((*x_TI.shape[:-1], out_size))
     rows = x_TI.numel() // packed.in_size
-    count = packed.out_size // _BLOCK
     threads = 1 if rows * packed.in_size * packed.out_size < _SERIAL_PRODUCTS else thread_count()
     arguments = _Arguments(
         0, x_TI.data_ptr(), blocks.address, 0 if packed.bias_O is None else packed.bias_O.data_ptr(), out_TO.data_ptr(),
-        rows, packed.in_size // 2, count, max(1, min(_RUN_MAX, count // (threads * 2))), blocks.part,
+        rows, packed.in_size // 2, out_size // _BLOCK, threads, blocks.part, gate, *norm,
     )  # fmt: skip
     _body(VERSION)(arguments, threads)
     return out_TO
@@ -174,7 +227,7 @@ def _add_products(
     """sums += x weight for ROWS rows and one block of outputs, pair after pair.
 
     x: rows of `pairs` bf16 pairs, `x_stride` bytes apart. weight: [pairs, 64] bf16 pairs. sums: fp32 [ROWS, 64].
-    With pair p the four cache lines from `fetch` + p * `fetch_step` are called for.
+    With pair p the cache lines from `fetch` + p * `fetch_step` are called for, up to those of the next pair, at most 4.
     """
     count = ROWS.literal_value
     columns = range(_BLOCK // LANES)
@@ -189,7 +242,11 @@ def _add_products(
         with cgutils.for_range(builder, pair_count, intp=I64) as loop:
             ahead = builder.add(fetch_at, builder.mul(fetch_by, loop.index))
             for j in columns:
-                prefetch(builder, shifted(builder, ahead, j * 64), _LOCALITY)
+                if not j:
+                    prefetch(builder, ahead, _LOCALITY)
+                    continue
+                with builder.if_then(builder.icmp_signed(">", fetch_by, I64(j * 64))):
+                    prefetch(builder, shifted(builder, ahead, j * 64), _LOCALITY)
             here = builder.add(weight_at, builder.mul(loop.index, I64(_BLOCK * 4)))
             weights = [builder.bitcast(load(builder, shifted(builder, here, j * 64), WORDS), PAIRS) for j in columns]
             for i in range(count):
@@ -204,63 +261,123 @@ def _add_products(
     return types.void(x, x_stride, weight, sums, pairs, fetch, fetch_step, ROWS), codegen
 
 
+@inlined(fastmath=FAST)
+def _multiply_block(
+    block_at: Any, next_at: Any, x_at: Any, rows: Any, pairs: Any, part: Any, sums: Any, total: Any
+) -> None:
+    """total = x weight, fp32 [rows, 64] as `sums` is, for one block of outputs; the first chunk of the block at
+    `next_at` is fetched meanwhile."""
+    groups = (rows + _GROUP - 1) // _GROUP
+    row_bytes = pairs * 4
+    fetch_step = _BLOCK * 4 // max(1, groups)
+    for begin in range(0, pairs, part):
+        end = min(begin + part, pairs)
+        sums[:] = np.float32(0)
+        for chunk in range(begin, end, _CHUNK):
+            count = min(_CHUNK, end - chunk)
+            chunk_at = block_at + chunk * _BLOCK * 4
+            fetch = chunk_at + _CHUNK * _BLOCK * 4 if chunk + _CHUNK < pairs else next_at
+            row = 0
+            for group in range(groups):
+                taken = (rows - row + groups - group - 1) // (groups - group)
+                x = x_at + row * row_bytes + chunk * 4
+                s = sums.ctypes.data + row * _BLOCK * 4
+                if taken == 4:
+                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 4)
+                elif taken == 3:
+                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 3)
+                elif taken == 2:
+                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 2)
+                else:
+                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 1)
+                row += taken
+                fetch += count * fetch_step
+        if begin == 0:
+            total[:] = sums
+        else:
+            for i in range(len(total)):
+                total[i] += sums[i]
+
+
+@inlined(fastmath=FAST)
+def _round_row(sums: Any, bias_at: Any, out: Any) -> None:
+    """64 outputs of a row as bf16; bias_at: 0, or where those of the bias are."""
+    if bias_at != 0:
+        bias = carray(at(bias_at), _BLOCK, np.uint16)
+        for i in range(_BLOCK):
+            out[i] = narrow(sums[i] + widen(bias[i]))
+    else:
+        for i in range(_BLOCK):
+            out[i] = narrow(sums[i])
+
+
+@inlined(fastmath=FAST)
+def _norm_rows(a: Any, eps: Any) -> None:
+    """The norm of all rows, which the threads share out; it is there when this returns."""
+    rows, width = a[5], a[6] * 2
+    kept = np.empty(width, np.float32)
+    row = fetch_add(a.ctypes.data + 8 * _NORM_TICKET, 1)
+    while row < rows:
+        offset = row * width * 2
+        residual_at = a[13] + offset if a[13] != 0 else 0
+        norm_row(a[16] + offset, residual_at, a[14], a[15] != 0, a[1] + offset, kept, eps)
+        publish(a.ctypes.data + 8 * _NORMED, 1)
+        row = fetch_add(a.ctypes.data + 8 * _NORM_TICKET, 1)
+    await_count(a.ctypes.data + 8 * _NORMED, rows)
+
+
+@inlined(fastmath=set())
+def _claim(a: Any, turn: Any, first: Any) -> Any:
+    """The next run of blocks that no thread has: its number, its first block and its length. `turn`, `first`: of an
+    earlier run. Each is as long as all threads' shares of what is left allow, so that they end together."""
+    blocks, threads = a[7], a[8]
+    mine = fetch_add(a.ctypes.data, 1)
+    while True:
+        count = max(1, min(_RUN_MAX, (blocks - first) // (2 * threads)))
+        if turn == mine:
+            return turn, first, count
+        turn += 1
+        first += count
+
+
 @cache
 def _body(version: int) -> Body:
     def multiply_blocks(args: Any) -> None:
         if version < 0:
             return
         a = carray(args, _FIELDS, np.int64)
-        rows, pairs, blocks, run, part = a[5], a[6], a[7], a[8], a[9]
-        groups = (rows + _GROUP - 1) // _GROUP
-        size = rows * _BLOCK
-        sums = np.empty(size, np.float32)
-        total = np.empty(size, np.float32)
-        row_bytes = pairs * 4
-        fetch_step = _BLOCK * 4 // max(1, groups)
+        rows, pairs, blocks, part, gate = a[5], a[6], a[7], a[9], a[10]
+        sums = np.empty(rows * _BLOCK, np.float32)
+        total = np.empty(rows * _BLOCK, np.float32)
+        halves = np.empty((2, rows * _BLOCK), np.uint16)
         block_bytes = pairs * _BLOCK * 4
-        claimed = fetch_add(a.ctypes.data, run)
+        half_count = 2 if gate else 1
+        if a[16] != 0:
+            _norm_rows(a, np.float32(carray(args, _FIELDS, np.float64)[_FIELDS - 1]))
+        turn, claimed, count = _claim(a, 0, 0)
         while claimed < blocks:
-            first_block, end_block = claimed, min(claimed + run, blocks)
-            claimed = fetch_add(a.ctypes.data, run)  # before it is needed: its first chunk is fetched with our last one
+            first_block, end_block = claimed, claimed + count
+            turn, claimed, count = _claim(a, turn, claimed)  # so early: its first chunk is fetched with our last one
             for block in range(first_block, end_block):
-                block_at = a[2] + block * block_bytes
-                next_at = a[2] + (block + 1 if block + 1 < end_block else min(claimed, blocks - 1)) * block_bytes
-                for begin in range(0, pairs, part):
-                    end = min(begin + part, pairs)
-                    sums[:] = np.float32(0)
-                    for chunk in range(begin, end, _CHUNK):
-                        count = min(_CHUNK, end - chunk)
-                        chunk_at = block_at + chunk * _BLOCK * 4
-                        fetch = chunk_at + _CHUNK * _BLOCK * 4 if chunk + _CHUNK < pairs else next_at
-                        row = 0
-                        for group in range(groups):
-                            taken = (rows - row + groups - group - 1) // (groups - group)
-                            x = a[1] + row * row_bytes + chunk * 4
-                            s = sums.ctypes.data + row * _BLOCK * 4
-                            if taken == 4:
-                                _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 4)
-                            elif taken == 3:
-                                _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 3)
-                            elif taken == 2:
-                                _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 2)
-                            else:
-                                _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 1)
-                            row += taken
-                            fetch += count * fetch_step
-                    if begin == 0:
-                        total[:] = sums
-                    else:
-                        for i in range(size):
-                            total[i] += sums[i]
-                for row in range(rows):
-                    out = carray(at(a[4] + (row * blocks + block) * _BLOCK * 2), _BLOCK, np.uint16)
-                    done = total[row * _BLOCK : row * _BLOCK + _BLOCK]
-                    if a[3] != 0:
-                        bias = carray(at(a[3] + block * _BLOCK * 2), _BLOCK, np.uint16)
-                        for i in range(_BLOCK):
-                            out[i] = narrow(done[i] + widen(bias[i]))
-                    else:
-                        for i in range(_BLOCK):
-                            out[i] = narrow(done[i])
+                following = block + 1 if block + 1 < end_block else min(claimed, blocks - 1)
+                for half in range(half_count):  # a gate, then what it lets through
+                    here = block + half * blocks
+                    then = here + blocks if half + 1 < half_count else following
+                    _multiply_block(
+                        a[2] + here * block_bytes, a[2] + then * block_bytes, a[1], rows, pairs, part, sums, total
+                    )
+                    bias_at = a[3] + here * _BLOCK * 2 if a[3] != 0 else 0
+                    for row in range(rows):
+                        done = total[row * _BLOCK : row * _BLOCK + _BLOCK]
+                        if gate:
+                            _round_row(done, bias_at, halves[half, row * _BLOCK : row * _BLOCK + _BLOCK])
+                        else:
+                            out_at = a[4] + (row * blocks + block) * _BLOCK * 2
+                            _round_row(done, bias_at, carray(at(out_at), _BLOCK, np.uint16))
+                if gate:
+                    for row in range(rows):
+                        some = slice(row * _BLOCK, row * _BLOCK + _BLOCK)
+                        out_at = a[4] + (row * blocks + block) * _BLOCK * 2
+                        gate_row(halves[0, some], halves[1, some], out_at, gate == _GELU)
 
     return compile_body(multiply_blocks)

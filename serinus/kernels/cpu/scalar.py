@@ -22,6 +22,7 @@ __all__ = [
     "MIX_1",
     "MIX_2",
     "at",
+    "await_count",
     "cap_score",
     "carray",
     "cgutils",
@@ -34,6 +35,7 @@ __all__ = [
     "log",
     "mix",
     "narrow",
+    "publish",
     "splitmix",
     "widen",
 ]
@@ -99,6 +101,40 @@ def fetch_add(typingctx: Any, address: Any, step: Any) -> Any:
         return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def publish(typingctx: Any, address: Any, step: Any) -> Any:
+    """Add to the int64 at an address; a thread that has seen the sum (`await_count`) sees all that
+    this one wrote before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.atomic_rmw("add", pointer, args[1], "release")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def await_count(typingctx: Any, address: Any, count: Any) -> Any:
+    """Spin until the int64 at an address has reached a number. What is waited for must be under way on some thread: no
+    thread may be asked to begin it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        waiting, done = builder.append_basic_block("waiting"), builder.append_basic_block("done")
+        builder.branch(waiting)
+        builder.position_at_end(waiting)
+        pause = ir.FunctionType(ir.VoidType(), [])
+        if host_has("sse2"):
+            builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
+        seen = builder.load_atomic(pointer, "acquire", 8)
+        builder.cbranch(builder.icmp_signed("<", seen, args[1]), waiting, done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_gate
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.scalar import LOG2_E, at, carray, exp2, fetch_add, narrow, widen
+from serinus.kernels.cpu.row_steps import gate_row, gate_value
+from serinus.kernels.cpu.scalar import at, carray, fetch_add
 
 __all__ = ["gate", "silu_mul", "warm"]
 
@@ -48,10 +48,6 @@ def warm(dtype: torch.dtype) -> None:
 
 @cache
 def _body(bf16: bool, gelu: bool, version: int) -> Body:
-    # Both are gate times a sigmoid: silu(x) = x s(x), and gelu(x) = x s(2 sqrt(2 / pi) (x + 0.044715 x^3)).
-    slope = np.float32(-LOG2_E * (2.0 * math.sqrt(2.0 / math.pi) if gelu else 1.0))
-    cubic = np.float32(0.044715)
-
     def gate_rows(args: Any) -> None:
         if version < 0:
             return
@@ -66,14 +62,12 @@ def _body(bf16: bool, gelu: bool, version: int) -> Body:
             for row in range(first, min(first + step, rows)):
                 gates = carray(at(a[1] + row * width * 2 * item_bytes), width, item)
                 ups = carray(at(a[1] + (row * 2 + 1) * width * item_bytes), width, item)
-                out = carray(at(a[2] + row * width * item_bytes), width, item)
-                for i in range(width):
-                    if bf16:
-                        x, up = widen(gates[i]), widen(ups[i])
-                    else:
-                        x, up = gates[i], ups[i]
-                    bent = x + cubic * x * x * x if gelu else x
-                    value = x / (np.float32(1) + exp2(bent * slope)) * up
-                    out[i] = narrow(value) if bf16 else value
+                out_at = a[2] + row * width * item_bytes
+                if bf16:
+                    gate_row(gates, ups, out_at, gelu)
+                else:
+                    out = carray(at(out_at), width, item)
+                    for i in range(width):
+                        out[i] = gate_value(gates[i], ups[i], gelu)
 
     return compile_body(gate_rows)

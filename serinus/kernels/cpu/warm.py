@@ -29,7 +29,7 @@ def warm(
 ) -> None:
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
     shapes; where `watched`, of the latter only attention that digests what it reads, windows and caps as said. What
-    else only some models need (windows, caps, GELU, fp32 norms) is compiled at first use."""
+    else only some models need (windows, caps, the GELU of many rows) is compiled at first use."""
     for kernel in (pages, hashed_pages, mask_logits, sampling, canary, canary_bind):
         kernel.warm()
     for head_size, group in shapes:
