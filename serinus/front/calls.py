@@ -110,9 +110,9 @@ class SequenceState:
         return self.output.finish
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Event:
-    """What one delta brought to one answer."""
+    """What one delta brought to one answer. Not frozen for its cost alone: one a token; nothing changes one."""
 
     sequence: SequenceState
     """The answer that grew."""

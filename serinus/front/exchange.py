@@ -201,8 +201,14 @@ class HttpExchange:
         if self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD":  # then the body is sent in chunks
             self._write_chunk = self.scope.get("state", {}).get(CHUNK_WRITER)
 
+    def pushed(self, events: bytes) -> bool:
+        """Send events that are framed already (`data: ...` and a blank line each) where that needs no waiting; False:
+        they are left to `push`."""
+        self.answered = True
+        return self._write_chunk is not None and self._write_chunk(events)
+
     async def push(self, events: bytes) -> None:
-        """Send events that are framed already (`data: ...` and a blank line each)."""
+        """Send events, when the client has taken what came before."""
         self.answered = True
         await self.keep_alive(events)
 

@@ -61,7 +61,8 @@ async def stream(
     if chunks:
         await exchange.push(chunks)
     async for events in news:
-        if chunks := rendered(events):
+        chunks = rendered(events)
+        if chunks and not exchange.pushed(chunks):
             await exchange.push(chunks)
     last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": _usage_of(call)})
     await exchange.end(last + done)
@@ -124,6 +125,9 @@ class ChoiceRenderer(ABC):
 
     def _choice(self, event_: Event, content: bytes, logprobs: dict[str, Any] | None) -> bytes:
         """OpenAI's event for news of one answer; by hand, as most of it never changes. `content`: with its key."""
+        if event_.finish is None and logprobs is None:
+            start, tail = self._prefix + str(event_.sequence.index).encode(), self._tail(event_.sequence)
+            return b'%b%b,"logprobs":null,"finish_reason":null}]%b' % (start, content, tail)
         finish = b"null"
         if event_.finish:
             finish = b'"' + self.finish_reason(event_.sequence, event_.finish).encode() + b'"'

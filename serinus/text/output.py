@@ -17,9 +17,9 @@ from serinus.text.tokenizer import Tokenizer
 __all__ = ["OutputProcessor", "TextPiece"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TextPiece:
-    """What one delta added to the answer."""
+    """What one delta added to the answer. Not frozen for its cost alone: one a token; nothing changes one."""
 
     text: str
     """New text; may be empty while a character or a possible stop text is incomplete."""
