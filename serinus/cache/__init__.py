@@ -9,6 +9,7 @@ TierController   copies between device and host, write policies, storage (tiers.
 from __future__ import annotations
 
 from serinus.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from serinus.cache.kept_copies import CheckedCopies
 from serinus.cache.ledger import LEGAL_MOVES, PageCounts, PageLedger, Pages, PageState
 from serinus.cache.node import Lease, Tier
 from serinus.cache.policy import WRITE_POLICIES, WritePolicy
@@ -20,6 +21,7 @@ from serinus.cache.results import (
     CacheStats,
     Condemned,
     Eviction,
+    HostCopy,
     Insertion,
     Loaded,
     LoadPlan,
@@ -43,8 +45,10 @@ __all__ = [
     "CacheGeometry",
     "CacheNews",
     "CacheStats",
+    "CheckedCopies",
     "Condemned",
     "Eviction",
+    "HostCopy",
     "Insertion",
     "KvEvent",
     "Lease",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from serinus.cache.coverage import cover
 from serinus.cache.events import EventLog, KvEvent
+from serinus.cache.kept_copies import CheckedCopies
 from serinus.cache.keys import PageKeys
 from serinus.cache.ledger import STATE_MASK, PageLedger, Pages, PageState
 from serinus.cache.matching import Matcher
@@ -310,9 +311,7 @@ class PrefixCache:
 
     def release(self, lease: Lease) -> None:
         """Give a lease back, once, without a request: for a match whose pages were not taken (no room, no need).
-
-        Raises InvariantError the second time.
-        """
+        Raises InvariantError the second time."""
         self._check_committed()
         if not lease.live:
             raise InvariantError(f"cache: L5 {lease} is released again, expected once")
@@ -365,9 +364,7 @@ class PrefixCache:
 
     def prefetch(self, rid: str, ns: str, tokens: NDArray[np.int32]) -> bool:
         """Ask the storage for what device and host lack of `tokens`; False = nothing to ask, no storage, or too many.
-
-        `poll` carries it on. Ends with `finish` or `release_aborted_request`.
-        """
+        `poll` carries it on. Ends with `finish` or `release_aborted_request`."""
         self._check_committed()
         if self.tiers.prefetches is None or not self.enable_prefix:
             return False
@@ -393,17 +390,19 @@ class PrefixCache:
         if self.tiers.prefetches is not None:
             self.tiers.prefetches.forget(rid)
 
-    def condemn(self, part: Part, pages: Pages, *, counts: bool = True) -> Condemned:
+    def condemn(
+        self, part: Part, pages: Pages, *, counts: bool = True, checked: CheckedCopies | None = None
+    ) -> Condemned:
         """These device pages hold wrong KV: they are not handed out before `release_quarantined`, and never again where
         it is their second failure (`counts`: it is their own).
 
-        Cached ones: no request finds their nodes from there on, or anything below, on any tier; a request with a lease
-        on them keeps it, but publishes nothing behind it (`lease.sound_end`). A request's own: its `finish` publishes
-        nothing from the first of them on. Free ones are left alone.
+        Cached ones: no request finds their nodes from there on, or anything below, on any tier but for sound copies
+        (`checked`); a request with a lease on them publishes nothing behind it (`lease.sound_end`). A request's own:
+        its `finish` publishes nothing from the first of them on. Free ones are left alone.
         """
         self._check_committed()
         loading = [node for node in self.tiers.table.nodes() if node.loading]
-        return self.tiers.quarantine.condemn(part, pages, loading, counts=counts)
+        return self.tiers.quarantine.condemn(part, pages, loading, counts=counts, checked=checked)
 
     def release_quarantined(self, part: Part, pages: Pages) -> None:
         """Quarantined pages may be handed out again, once nothing owns them. Harmless for others."""
@@ -418,8 +417,8 @@ class PrefixCache:
     def reset(self) -> int:
         """Drop everything on device and host and say how many device FULL pages that were. Waits for backups.
 
-        Quarantined pages are released (retired ones are not). Storage goes on removing its pages of them.
-        Raises CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
+        Quarantined pages are released (retired ones are not). Storage goes on removing its pages of them. Raises
+        CapacityError, with nothing changed, unless the cache is idle; the message says what is busy.
         """
         self._check_committed()
         if busy := self.busy():

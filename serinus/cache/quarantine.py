@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from serinus.cache.kept_copies import CheckedCopies, HostCopies
 from serinus.cache.keys import HASH_BYTES
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, Pages, PageState
 from serinus.cache.node import NO_PAGES, TOKEN_BYTES, Lease, Node, Tier
@@ -53,6 +54,7 @@ class PageQuarantine:
     def __init__(self, pools: PagePools) -> None:
         self._pools = pools
         self._tree = pools.tree
+        self.copies = HostCopies(pools)
         self._records: list[CutOff] = []
         self.cut_off: list[Node] = []
         """Topmost nodes that left the tree while leases stand on them."""
@@ -149,11 +151,15 @@ class PageQuarantine:
 
     # Pages with wrong KV
 
-    def condemn(self, part: Part, pages: Pages, loading: Iterable[Node], *, counts: bool) -> Condemned:
+    def condemn(
+        self, part: Part, pages: Pages, loading: Iterable[Node], *, counts: bool, checked: CheckedCopies | None = None
+    ) -> Condemned:
         """These device pages hold wrong KV: nothing of them is found any more, nor what was computed behind them.
 
         loading: nodes that a copy fills; the ledger lists their pages under the copy. counts: it is a failure of these
-        pages, and the second one retires them.
+        pages, and the second one retires them. checked: what was found of the copies of all that on the host: sound
+        ones stay, and of what the storage has nothing is removed but what continues a wrong one; None = nothing of it
+        is trusted on any tier.
         """
         pool = self._pools.device[part]
         states = pool.ledger.owner_P[pages] & STATE_MASK
@@ -164,7 +170,7 @@ class PageQuarantine:
             self.banned[part][page] = None
             self.failures[part, page] = self.failures.get((part, page), 0) + counts
         below: list[Node] = []
-        salt, prefix = "", b""
+        salt, prefix, kept = "", b"", 0
         gone: dict[Part, list[Pages]] = {part: [bad]}
         size = self._tree.page_size
         for node in sorted({*self._pools.nodes_of(pool, bad), *loading}, key=lambda node: node.start):
@@ -176,10 +182,12 @@ class PageQuarantine:
                 self._pools.split(node, position)
             if not below:
                 salt, prefix = _prefix_of(node, size)
-            below += self._condemn_below(node, gone)
+            copies = self.copies.take(node, checked)
+            below += self._condemn_below(node, gone, checked)
+            kept += self.copies.hang(copies)
         self.release()
         self._bound(part)
-        return _condemned(below, gone, salt, prefix)
+        return _condemned(below, gone, salt, prefix, kept)
 
     def condemn_prefix(self, salt: str, tokens: bytes, position: int, arrived_from: str) -> Condemned:
         """The KV of `tokens` (int32, from position 0 on) is wrong from `position` on, with all that was computed behind
@@ -222,13 +230,15 @@ class PageQuarantine:
         traces = pool.ledger.traces_of(pool.of(node)) if engine and len(pool.of(node)) else []
         return not engine or not len(pool.of(node)) or any(each.arrived and each.engine == engine for each in traces)
 
-    def _condemn_below(self, top: Node, gone: dict[Part, list[Pages]]) -> list[Node]:
+    def _condemn_below(
+        self, top: Node, gone: dict[Part, list[Pages]], checked: CheckedCopies | None = None
+    ) -> list[Node]:
         """Cut `top` off for its wrong KV, and add the device pages of all that goes with it to `gone`."""
+        self.keys |= self.copies.unsound_keys(top, checked)
         pending = [top]
         while pending:
             node = pending.pop()
             pending.extend(node.children.values())
-            self.keys |= self._pools.keys.split(self._pools.keys.of(node))
             for pool in self._pools.device.values():
                 gone.setdefault(pool.part, []).append(pool.of(node))
         return self.cut(top, tell=False)
@@ -299,12 +309,13 @@ class PageQuarantine:
         return np.array([page in banned for page in pages.tolist()], np.bool_) if banned else np.zeros(len(pages), bool)
 
 
-def _condemned(below: list[Node], gone: dict[Part, list[Pages]], salt: str, prefix: bytes) -> Condemned:
+def _condemned(below: list[Node], gone: dict[Part, list[Pages]], salt: str, prefix: bytes, kept: int = 0) -> Condemned:
     return Condemned(
-        tokens=sum(node.end - node.start for node in below),
+        tokens=sum(node.end - node.start for node in below) - kept,
         pages={part: np.unique(np.concatenate(found)) for part, found in gone.items()},
         salt=salt,
         prefix=prefix,
+        kept=kept,
     )
 
 

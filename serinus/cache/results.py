@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import PageCounts, Pages
-from serinus.cache.node import NO_PAGES, WHOLE, Lease, Tier
+from serinus.cache.node import NO_PAGES, WHOLE, Lease, Node, Tier
 from serinus.core.errors import ConfigError
+from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CacheStats",
     "Condemned",
     "Eviction",
+    "HostCopy",
     "InsertedPart",
     "Insertion",
     "LoadPlan",
@@ -297,6 +299,19 @@ class Condemned:
     """The namespace of what was cached..."""
     prefix: bytes = b""
     """...and its tokens from position 0 through the first condemned page, int32; empty where nothing was cached."""
+    kept: int = 0
+    """Tokens whose copies on the host were found sound and stay cached there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """What the host has of one node."""
+
+    node: Node
+    spans: tuple[PageSpan, ...]
+    """Its host pages, by part, FULL first."""
+    origin: PageOrigin
+    """What they are the KV of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

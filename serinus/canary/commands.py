@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from serinus.canary.perturb import Injection, PerturbPlan
 from serinus.canary.violation import Violation
+from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "CanaryAnswer",
     "CanaryCommand",
     "CheckCount",
+    "CheckHost",
     "CheckRows",
     "Finding",
     "HostFindings",
+    "HostPages",
     "PlantFaults",
     "RingOverflow",
     "RowPages",
@@ -95,6 +98,24 @@ class CheckRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostPages:
+    """Consecutive pages of the host tier."""
+
+    part: Part
+    pages: NDArray[np.int32]
+    origin: PageOrigin
+    """What they are the KV of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckHost:
+    """Verify these pages of the host tier now (host_check.py); answered with how many of each are sound."""
+
+    number: int
+    copies: tuple[HostPages, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TellCounts:
     """Answer how much was checked so far."""
 
@@ -118,12 +139,13 @@ class PlantFaults:
     plan: PerturbPlan
 
 
-CanaryCommand = StartCanary | SweepSlots | CheckRows | TellCounts | CachedPages | PlantFaults
+CanaryCommand = StartCanary | SweepSlots | CheckRows | CheckHost | TellCounts | CachedPages | PlantFaults
 """Any command that CanaryRank.obey takes."""
 CANARY_COMMANDS: Final[tuple[type, ...]] = (
     StartCanary,
     SweepSlots,
     CheckRows,
+    CheckHost,
     TellCounts,
     CachedPages,
     PlantFaults,
@@ -153,7 +175,7 @@ class HostFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryAnswer:
-    """A rank's answer to CheckRows or TellCounts."""
+    """A rank's answer to CheckRows, CheckHost or TellCounts."""
 
     number: int
     """Number of the command that is answered."""
@@ -169,6 +191,8 @@ class CanaryAnswer:
     """Slots that were verified so far."""
     checks: tuple[CheckCount, ...] = ()
     """The same check by check, the sweep included."""
+    sound: tuple[int, ...] = ()
+    """To CheckHost: of each of its copies, how many leading pages are sound."""
     total: int = 0
     """Violations so far, those whose details were lost to the ring's overflow included."""
 

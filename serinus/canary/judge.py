@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.cache import Condemned, PageState, PrefixCache, Tier
+from serinus.cache import CheckedCopies, Condemned, PageState, PrefixCache, Tier
 from serinus.canary.violation import Violation, reason_names
 from serinus.core.errors import KvViolation
 from serinus.core.parts import OwnPages, Part
@@ -73,13 +73,15 @@ class Judge:
         cache: PrefixCache,
         requests: Requests,
         verify: Callable[[Mapping[str, OwnPages]], Sequence[Violation]],
+        copies: Callable[[Part, int], CheckedCopies | None],
         condemned: Callable[[Violation, Condemned], None],
     ) -> None:
         """`verify`: has all ranks verify these pages of requests (by id) as their tokens say; returns what they found.
-        `condemned`: is told of each page that is condemned, with what goes with it."""
+        `copies`: the same for what the host has of a page and of what is behind it. `condemned`: is told of each page
+        that is condemned, with what goes with it."""
         self._cache = cache
         self._requests = requests
-        self._verify = verify
+        self._verify, self._copies = verify, copies
         self._condemned = condemned
         self._operations: dict[int, dict[Part, int]] = {}
         """By step, the operations of the ledgers when it began; the latest steps."""
@@ -116,7 +118,8 @@ class Judge:
         touched = dict.fromkeys([violation.rid] if violation.rid else [])
         for part, page in guilty:
             touched |= dict.fromkeys(self._requests.users_of(part, page))
-            self._condemned(violation, self._cache.condemn(part, np.array([page], np.int32), counts=counts))
+            checked, pages = self._copies(part, page), np.array([page], np.int32)
+            self._condemned(violation, self._cache.condemn(part, pages, counts=counts, checked=checked))
         if not touched and not violation.owner:
             raise KvViolation(f"canary: {reason_of(violation)}, and nobody owns the page")
         for rid in touched:

@@ -21,9 +21,11 @@ import numpy as np
 from serinus.cache import Condemned, PrefixCache, Tier
 from serinus.canary.commands import (
     CanaryAnswer,
+    CheckHost,
     CheckRows,
     Finding,
     HostFindings,
+    HostPages,
     RingOverflow,
     RowPages,
     StartCanary,
@@ -31,6 +33,7 @@ from serinus.canary.commands import (
     TellCounts,
     by_check,
 )
+from serinus.canary.copies import CopyCheck
 from serinus.canary.faults import LeadFaults
 from serinus.canary.incidents import IncidentLog
 from serinus.canary.judge import Judge, Requests, Verdict, reason_of
@@ -108,7 +111,8 @@ class CanaryLead:
         self.health = PageHealth(cache, settings.kv_canary_retire_max)
         """Which pages failed, and whether they are too many."""
         self._recalls = Recalls(cache, requests)
-        self._judgement = Judge(cache, requests, self._verify, self._was_condemned)
+        copies = CopyCheck(settings, cache, self._verify_copies)
+        self._judgement = Judge(cache, requests, self._verify, copies.verified, self._was_condemned)
         self._running: set[str] = set()
         """Requests of the last plan..."""
         self._seen_at = clock.now()
@@ -234,19 +238,13 @@ class CanaryLead:
             "incidents_total": self.incidents.total,
             "incidents": [incident.as_json() for incident in self.incidents],
             "told": [
-                {
-                    "by": each.engine,
-                    "xid": each.xid,
-                    "rid": each.rid,
-                    "part": each.part,
-                    "position": each.position,
-                    "reason": each.reason,
-                }
+                {"by": each.engine, "xid": each.xid, "rid": each.rid, "part": each.part, "position": each.position,
+                 "reason": each.reason}
                 for each in self._heard.values()
             ],
             "injected_total": self._injected.total(),
             "injected": [injection.as_json() for injection in self.injections],
-        }
+        }  # fmt: skip
         if self._line.size > 1:
             view["ranks"] = [
                 {"rank": self._names[rank], "slots_due": each.slots_due, "slots_checked": each.slots_checked,
@@ -286,10 +284,8 @@ class CanaryLead:
     def _last_verified(self) -> dict[str, float]:
         """Seconds since cached pages of the device were verified last: of the oldest, and the median."""
         ages = self._cache.ages()
-        return {
-            "oldest": float(ages.max()) if len(ages) else 0.0,
-            "median": float(np.median(ages)) if len(ages) else 0.0,
-        }  # fmt: skip
+        both = (float(ages.max()), float(np.median(ages))) if len(ages) else (0.0, 0.0)
+        return {"oldest": both[0], "median": both[1]}
 
     def _due_by_time(self) -> dict[Part, int]:
         """Slots that a sweep should verify now, by part, so that a pass over each takes no longer than is asked for."""
@@ -338,6 +334,10 @@ class CanaryLead:
         """Have all ranks verify these pages of requests; what they found there is filed."""
         pages = tuple(RowPages(rid=rid, spans=own.spans, tokens=own.tokens, row=own.row) for rid, own in rows.items())
         return self._filed(_findings(self._ask(CheckRows(number=self._number(), rows=pages, is_arrival=is_arrival))))
+
+    def _verify_copies(self, copies: tuple[HostPages, ...]) -> list[CanaryAnswer]:
+        """Have all ranks verify these pages of the host tier."""
+        return [answer for _, answer in self._ask(CheckHost(number=self._number(), copies=copies))]
 
     def _overflowed(self, rank: int, overflow: RingOverflow) -> None:
         """Anything that the check looked at may be wrong: its pages are condemned, its requests must not go on."""
@@ -421,9 +421,9 @@ class CanaryLead:
         self.health.note(violation)
         self._untold += self._recalls.told(violation, condemned)
         _log.error(
-            "kv_canary condemned: part=%s page=%d position=%d tokens=%d pages=%d",
+            "kv_canary condemned: part=%s page=%d position=%d tokens=%d pages=%d kept_on_host=%d",
             violation.part.name, violation.page, violation.position, condemned.tokens,
-            sum(map(len, condemned.pages.values())),
+            sum(map(len, condemned.pages.values())), condemned.kept,
         )  # fmt: skip
 
     def _tell(self, violation: Violation, trace: PageTrace) -> None:
@@ -460,7 +460,7 @@ class CanaryLead:
         self._numbers += 1
         return self._numbers
 
-    def _ask(self, command: CheckRows | TellCounts) -> list[tuple[int, CanaryAnswer]]:
+    def _ask(self, command: CheckRows | CheckHost | TellCounts) -> list[tuple[int, CanaryAnswer]]:
         """What every rank answers, by rank. Waits until all have obeyed what was commanded before."""
         heard = self._answers[command.number] = {}
         self._line.command(command)

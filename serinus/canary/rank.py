@@ -25,6 +25,7 @@ from serinus.canary.commands import (
     CanaryAnswer,
     CanaryCommand,
     CheckCount,
+    CheckHost,
     CheckRows,
     Finding,
     PlantFaults,
@@ -178,8 +179,8 @@ class CanaryRank:
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
-        """Do what the leader commands; the answer, if there is one, is complete. Only CheckRows and TellCounts wait for
-        the device."""
+        """Do what the leader commands; the answer, if there is one, is complete. CheckRows and TellCounts wait for the
+        device, CheckHost reads the host tier."""
         match command:
             case StartCanary():
                 self._is_started = True
@@ -187,6 +188,8 @@ class CanaryRank:
                 self._sweep(command)
             case CheckRows():
                 return (self._answer(command.number, self._check_rows(command)),)
+            case CheckHost():
+                return (replace(self._answer(command.number, ()), sound=self._check_host(command)),)
             case TellCounts():
                 return (self._answer(command.number, self._take()),)
             case CachedPages() if self.perturber is not None:
@@ -290,6 +293,14 @@ class CanaryRank:
             for ring in (lanes.arriving, lanes.ending)
             for found in self._read(lanes, ring)
         ]
+
+    def _check_host(self, command: CheckHost) -> tuple[int, ...]:
+        """Cost: one read of these pages."""
+        check, counts = self.host_check, []
+        for each in command.copies:
+            sound = check is not None and check(each.part, each.pages, each.origin, 0)
+            counts.append(int(np.append(sound, False).argmin()))
+        return tuple(counts)
 
     def _check_span(
         self, lanes: PartLanes, span: PageSpan, row: RowPages, chains: NDArray[np.int64], name: int, ring: Ring

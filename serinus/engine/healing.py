@@ -65,7 +65,7 @@ class Healer:
             case Healing.RUNNING:
                 result, why_not = self._within_bounds(rid, reason, now)
                 if not why_not:
-                    scheduler.heal(rid, reason)
+                    scheduler.heal(rid, reason, now)
         self._metrics.add("kv_canary_heals", 1, result)
         _log.warning("kv_canary heal: req=%s result=%s reason=%s", rid, result, reason.replace(" ", "_"))
         return why_not

@@ -91,7 +91,7 @@ class Admission:
             return False
         if not self._allocator.prefetch_over(state):
             policy = self._settings.prefetch_policy
-            late = now - state.request.arrival >= self._settings.prefetch_s_max
+            late = now - state.asked_at >= self._settings.prefetch_s_max
             if policy == "wait_complete" or (policy == "timeout" and not late):
                 return True
             self._allocator.prefetch_cut(state)

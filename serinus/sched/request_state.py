@@ -146,7 +146,9 @@ class ReqState:
     prefetching: bool = False
     """The storage is asked for its prefix, and admission has not looked at the result."""
     prefetched: bool = False
-    """The storage was asked for its prefix."""
+    """The storage was asked for its prefix..."""
+    asked_at: float = 0.0
+    """...and since when it may wait for that: its arrival, or its last heal."""
     cold: bool = False
     """It must run without a cached prefix: with one there was no room even when no other request ran."""
     held: int = 0
@@ -213,6 +215,7 @@ class ReqState:
     def __post_init__(self) -> None:
         prompt = self.request.prompt
         self.prompt_len = self.known = self.right = self.left = len(prompt)
+        self.asked_at = self.request.arrival
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
         self._begin_rows()

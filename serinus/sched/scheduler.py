@@ -199,11 +199,12 @@ class Scheduler:
         """How often a request was healed; 0 = never, or unknown."""
         return len(self._states[rid].heals) if rid in self._states else 0
 
-    def heal(self, rid: str, reason: str) -> None:
+    def heal(self, rid: str, reason: str, now: float) -> None:
         """A running request read wrong KV (`reason`: what was found): it goes back to the last token that is known to
-        be right and is computed again at the place of its age, on other pages. Steps under way drop what they compute
-        for it. Tokens that have left are computed again too: equal ones are not given out twice, the first other one
-        ends the request with an error that names it (TokenDelta.wrong_token).
+        be right and is computed again at the place of its age, on other pages, from what any tier has of it that is
+        sound; the storage is asked once more. Steps under way drop what they compute for it. Tokens that have left are
+        computed again too: equal ones are not given out twice, the first other one ends the request with an error that
+        names it (TokenDelta.wrong_token).
 
         Raises KeyError where it is unknown, InvariantError where it does not run. Cost: that of a retraction.
         """
@@ -212,6 +213,9 @@ class Scheduler:
             raise InvariantError(f"sched: request {rid} is healed as {state.phase.name}, expected a running one")
         state.heals.append(reason)
         self._requests.go_back(state)
+        state.asked_at = now
+        if self.settings.prefetch_policy != "none":
+            self._allocator.prefetch(state)
         for step in self._open:
             step.forget(state)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from serinus.cache import PageState, Tier
+from serinus.cache import CheckedCopies, Condemned, PageState, Tier
+from serinus.cache.kept_copies import HostCopies
 from serinus.cache.keys import HASH_BYTES, PageKeys
 from serinus.cache.node import FULL
 from serinus.cache.publish import Publisher
@@ -58,14 +60,34 @@ class Storm:
         pages = np.flatnonzero((states == PageState.TREE) | (states == PageState.REQUEST)).astype(np.int32)
         if len(pages):
             page = pages[[self.rng.randrange(len(pages))]]
-            gone = self.shop.cache.condemn(Part.FULL, page)
+            checked = self.checked(int(page[0])) if self.rng.random() < 0.5 else None
+            wrong = [node.host[FULL][found[FULL] :] for node, found in (checked or {}).items()]
+            gone = self.shop.cache.condemn(Part.FULL, page, checked=checked)
             assert page[0] in gone.pages.get(Part.FULL, page), "it was condemned, and is named again"
             self.wrong |= {int(page[0]), *gone.pages.get(Part.FULL, page).tolist()}
-            if gone.prefix and self.rng.random() < 0.5:
+            if checked:
+                self.found_again(gone, checked, np.concatenate(wrong))
+            if gone.prefix and checked is None and self.rng.random() < 0.5:
                 self.store()
                 self.store()
                 key = NAMES.chain(NAMES.seed(b""), gone.prefix)[-HASH_BYTES:]
                 assert (Part.FULL, key) not in self.shop.storage.stored, "what was condemned is stored still"
+
+    def checked(self, page: int) -> CheckedCopies:
+        """Of what the host has of a page and of all behind it, some is sound; those pages hold what they did."""
+        found = self.shop.cache.tiers.quarantine.copies.behind(Part.FULL, page, self.rng.choice([4, 8, 99]))
+        return {each.node: {FULL: self.rng.randrange(len(each.spans[0].pages) + 1)} for each in found}
+
+    def found_again(self, gone: Condemned, checked: CheckedCopies, wrong: NDArray[np.int32]) -> None:
+        """What was sound is matched on the host, as far as it reaches without a gap; nothing else is."""
+        states = self.shop.cache.ledgers[Tier.HOST, Part.FULL].owner_P[wrong] & _STATE
+        assert (states == PageState.FREE).all(), "a copy that was found wrong is not given up"
+        tokens = np.frombuffer(gone.prefix, np.int32)
+        first = next(iter(checked.values()))[FULL]
+        probe = self.shop.cache.probe("", tokens)
+        assert probe.device < len(tokens), "the condemned page is still on the device"
+        assert (probe.total == len(tokens)) == (first > 0), "a sound copy is found, a wrong one is not"
+        assert (gone.kept > 0) == (first > 0)
 
     def move(self) -> None:
         self.shop.settle()
@@ -129,10 +151,20 @@ def test_condemned_pages_are_gone_in_any_order_of_events() -> None:
         run(seed)
 
 
-def _no_cut(self: PageQuarantine, top: Any, gone: Any) -> list[Any]:
+def _no_cut(self: PageQuarantine, top: Any, gone: Any, checked: Any) -> list[Any]:
     gone.setdefault(Part.FULL, []).append(top.device[FULL])
     return []
 
+
+def _take_all(self: HostCopies, top: Any, checked: Any) -> list[Any]:
+    return _TAKE(self, top, {node: {FULL: len(node.host[FULL])} for node in checked or ()})
+
+
+def _keep_wrong(self: HostCopies, pool: Any, node: Any, found: Any) -> Any:
+    return self._pools.unlink(pool, node)
+
+
+_TAKE = HostCopies.take
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "condemned pages are not cut from the tree": (PageQuarantine, "_condemn_below", _no_cut),
@@ -140,9 +172,12 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "condemned pages are free when they are given back": (
         PageQuarantine, "_is_banned", lambda self, part, pages: np.zeros(len(pages), bool),
     ),
-    "nothing is removed from the storage": (PageQuarantine, "_condemn_below", lambda self, top, gone: (
+    "nothing is removed from the storage": (PageQuarantine, "_condemn_below", lambda self, top, gone, checked: (
         gone.setdefault(Part.FULL, []).append(top.device[FULL]), self.cut(top, tell=False))[1]),
     "a request with a lease on it publishes behind it": (PageQuarantine, "_mark_users", lambda self, top, tell: None),
+    "a copy that was found wrong is kept": (HostCopies, "_part_of", _keep_wrong),
+    "copies are kept behind a wrong one": (HostCopies, "take", _take_all),
+    "files behind a wrong copy are trusted": (HostCopies, "unsound_keys", lambda self, top, checked: set()),
     "the whole row is published whatever is condemned": (
         Publisher, "_sound_count", lambda self, spans, count: count,
     ),

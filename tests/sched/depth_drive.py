@@ -146,7 +146,7 @@ class Drive:
             kind = scheduler.healing_of(rid)
             self.happened[f"heal: {kind.name}"] += 1
             if kind is Healing.RUNNING:
-                scheduler.heal(rid, "found in a test")
+                scheduler.heal(rid, "found in a test", 0.0)
 
     def abort(self) -> None:
         """The client of one of them goes."""
