@@ -37,6 +37,11 @@ def must_say(injection: Injection, *, same_position: bool) -> tuple[Reason, tupl
     return Reason.VERIFY_REAL_KV_HASH, ("SWEEP",) if mode.found_by == "SWEEP" else ("TAIL",)
 
 
+def _is_of_host(violation: Violation) -> bool:
+    """Whether it is of a host page: the copy of one that failed on the device is looked at, and has the same damage."""
+    return violation.tag.startswith("HOST_")
+
+
 def matched(
     planted: Sequence[Planted], reports: Iterable[Report], finder: str, page_size: int, ranks: Sequence[str] = ("",)
 ) -> Matches:
@@ -107,7 +112,8 @@ class Matches:
             return True
         mine = self.by_fault[index]
         return not mine or any(
-            each.rid == violation.rid and abs(each.position - violation.position) <= 1 for _, each in mine
+            (each.rid == violation.rid or _is_of_host(violation)) and abs(each.position - violation.position) <= 1
+            for _, each in mine
         )  # fmt: skip
 
     def _explains(self, planted: Planted, side: str, violation: Violation, *, exact: bool) -> bool:
@@ -124,11 +130,13 @@ class Matches:
         place = injection.place
         assert place is not None, f"testing: {injection.line()} has no place"
         check, half, _ = violation.tag.split("_")
+        if check == "HOST" and injection.mode != "tier_bytes":
+            return False
         if not place.lane and (
             check == "HEAD" or half != place.half or violation.reasons != Reason.VERIFY_REAL_KV_HASH
         ):
             return False
-        if place.lane and check != place.lane.split("_")[0]:
+        if place.lane and check != place.lane.split("_")[0] and not _is_of_host(violation):
             return False
         if injection.mode in _ELSEWHERE:
             return self._at_offset(injection, violation, exact=exact)
