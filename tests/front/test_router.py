@@ -331,7 +331,7 @@ def test_keys_are_asked_at_the_router_and_shown_to_the_engines(route: Any) -> No
     [
         {"decode_urls": ()},
         {"decode_urls": ("a:1",)},
-        {"decode_urls": ("http://a:1",), "prefill_urls": ("https://b:1",)},
+        {"decode_urls": ("http://a:1",), "prefill_urls": ("ftp://b:1",)},
         {"decode_urls": ("http://a:1",), "poll_s": 0},
         {"decode_urls": ("=http://a:1",)},
         {"decode_urls": ("m=a:1",)},
