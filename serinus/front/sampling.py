@@ -58,7 +58,7 @@ def _positive(name: str, value: int | None) -> int | None:
 
 def _prompt_only(params: SamplingParams) -> SamplingParams:
     """The same for no token at all: the engine makes one (Ask.prompt_only drops it), and ends for no other reason."""
-    return replace(params, max_new_tokens=1, min_new_tokens=1, ignore_eos=True, stop_token_ids=())
+    return replace(params, max_new_tokens=1, min_new_tokens=1, ignore_eos=True, stop_token_ids=(), grammar=None)
 
 
 _TRANSLATED = {"max_new_tokens", "max_tokens", "min_new_tokens", "logit_bias"}

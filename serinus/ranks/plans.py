@@ -251,6 +251,8 @@ def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
     specs = {}
     for index, place in enumerate(places):
         params, stop_ids = known[sets[index]]
+        if (params.grammar is None) != (place not in outputs):
+            raise FrameError("body", f"sequence {place} of a plan: a grammar needs its output, and nothing else does")
         specs[place] = SampleSpec(
             params=params,
             seed=seeds[index],

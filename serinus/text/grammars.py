@@ -26,8 +26,10 @@ _COMPILED_MAX = 64
 """Grammars that are kept compiled; the one that was wanted least lately goes."""
 _REASON_CHARS = 300
 _SYMBOLS_MAX = 200_000
-"""Symbols of a grammar at most, which takes the library well below a second; its other limits, of the work for one mask
-and of the states that a grammar may reach, are as it has them."""
+"""Symbols of a grammar at most, which takes the library well below a second; its limits of the work for one mask are as
+it has them."""
+_STATES_MAX = 50_000
+"""States that the texts of one grammar may reach at most: 1 or 2 KB each."""
 _PROBE = 'Probe {"a b": [1, -2.5], "c": true}'
 
 
@@ -92,7 +94,9 @@ class GrammarVocabulary:
 
         source = library_source(grammar, self.special_ids)
         try:
-            limits = llguidance.LLParserLimits(max_grammar_size=_SYMBOLS_MAX, verbose_errors=False)
+            limits = llguidance.LLParserLimits(
+                max_grammar_size=_SYMBOLS_MAX, max_lexer_states=_STATES_MAX, verbose_errors=False
+            )
             matcher = llguidance.LLMatcher(self._library, source, log_level=0, limits=limits)
             wrong = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # as above

@@ -15,6 +15,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from serinus.core.errors import FrameError
+from serinus.core.grammar import Grammar
 from serinus.core.history import TokenHistory
 from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
 from serinus.core.parts import Part
@@ -32,7 +33,7 @@ from serinus.ranks.codec import (
     encode_header,
     pack_commands,
 )
-from serinus.ranks.plans import pack_plan
+from serinus.ranks.plans import pack_plan, pack_result, unpack_result
 from serinus.ranks.tiers import CancelPages, CopyPages, QueryPages, ReadPages, WritePages
 from serinus.wire import Parts, encode
 from serinus.wire.arrays import to_extension
@@ -83,6 +84,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 repetition_penalty=st.floats(0.5, 2),
                 logit_bias=st.dictionaries(ids(), st.floats(-5, 5), max_size=2),
                 logprobs=st.none() | st.integers(0, 5),
+                grammar=st.sampled_from([None, Grammar("json_object"), Grammar("regex", "a+")]),
             ),
             min_size=1,
             max_size=3,
@@ -94,13 +96,16 @@ def plans(draw: st.DrawFn) -> StepPlan:
         sample = None
         if draw(st.booleans()):
             looks = draw(st.booleans())
+            chosen = draw(st.sampled_from(params))
+            output = np.array(draw(st.lists(ids(), max_size=4)), np.int32)
             sample = SampleSpec(
-                params=draw(st.sampled_from(params)),
+                params=chosen,
                 seed=draw(st.integers(0, (1 << 64) - 1)),
                 position=draw(ids()),
                 generated=draw(ids()),
                 stop_ids=draw(st.tuples(ids(), ids()) | st.just(())),
                 history=history(draw(st.lists(ids(), max_size=4))) if looks else None,
+                output=None if chosen.grammar is None else output,
             )
         asks = draw(st.none() | st.integers(0, 5))
         work.append(
@@ -302,6 +307,21 @@ def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any], 
     columns = msgspec.structs.replace(pack_plan(StepPlan(step=1, work=work)), **change)
     with pytest.raises(FrameError, match=reason):
         decode_header(_forged("RunStep", columns))
+
+
+def test_a_grammar_without_the_tokens_that_it_follows_is_refused() -> None:
+    sample = SampleSpec(params=SamplingParams(grammar=Grammar("json_object")), seed=1, position=1, generated=0)
+    work = SeqWork(
+        rid="a", row=1, start=0, tokens=np.array([7], np.int32), slots={Part.FULL: np.array([1])}, sample=sample
+    )
+    with pytest.raises(FrameError, match="a grammar needs its output"):
+        decode_header(_forged("RunStep", pack_plan(StepPlan(step=1, work=(work,)))))
+
+
+def test_a_result_says_what_a_grammar_ended_and_what_it_could_not_follow() -> None:
+    seqs = (SeqResult(token=5), SeqResult(token=7, ends=True), SeqResult(failure="grammar: no"), SeqResult(token=0))
+    result = StepResult(step=3, seqs=seqs)
+    assert unpack_result(pack_result(result)) == result
 
 
 def _forged(name: str, columns: object) -> Any:

@@ -171,16 +171,16 @@ def test_a_state_refuses_a_token_that_it_does_not_allow(vocabulary: GrammarVocab
 
 
 def test_the_page_lists_the_keywords_that_are_refused(vocabulary: GrammarVocabulary) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "STRUCTURED.md").read_text(encoding="utf-8")
-    listed = page.partition("these are refused:")[2].partition("; formats other")[0].replace("\n", " ")
+    page = (Path(__file__).parents[2] / "docs" / "STRUCTURED.md").read_text(encoding="utf-8").replace("\n", " ")
+    listed = page.partition("these are refused:")[2].partition("; formats other")[0]
     refused = [name.strip(" `") for name in listed.split(",")]
     assert len(refused) == 16
     values = {"uniqueItems": True, "minContains": 1, "maxContains": 1, "$dynamicRef": "#a", "$recursiveRef": "#"}
     for name in refused:
         with pytest.raises(BadRequest, match=re.escape(f"#/{name}")):
             vocabulary.begin(Grammar.of("json_schema", {name: values.get(name, {})}))
-    formats = page.partition("formats other than ")[2].partition("; references")[0].replace("\n", " ")
-    for name in re.split(r", | and |than ", formats):
+    formats = page.partition("formats other than ")[2].partition("; references")[0]
+    for name in re.split(r", | and ", formats):
         vocabulary.begin(Grammar.of("json_schema", {"type": "string", "format": name.strip()}))
 
 
