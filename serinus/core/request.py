@@ -85,9 +85,8 @@ class KvIntegrity:
     coverage: Name
     """How decode steps are checked: full, or rotating:N."""
     slots_due: int
-    """Slots that had to be verified for it, over all of its steps and parts; a slot counts each time."""
-    slots_checked: int
-    """Slots that were verified."""
+    """Slots that had to be verified for it, over all of its steps and parts; a slot counts each time. All of them were:
+    an engine whose ranks check fewer slots than were due ends, and the step's tokens never leave."""
     horizon: int
     """KV of this many tokens, from the first of the prompt on, is verified: of all but the last token of an answer."""
     sources: Annotated[Mapping[str, int], Meta(max_length=16)]

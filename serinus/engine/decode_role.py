@@ -131,6 +131,10 @@ class DecodeRole:
         event = CancelHandoff(rid=rid, code=code, reason=reason or "aborted by the client")
         self._act(self.port.handle(event, now), now)
 
+    def can_ask_again(self, rid: str) -> bool:
+        address = self._scheduler.heals.address_of(rid)
+        return bool(address) and not self.port.machine.refusal(address)[0]
+
     def tell(self, finding: HandoffFinding, now: float) -> None:
         self._act(self.port.handle(finding, now), now)
 
@@ -192,9 +196,15 @@ class DecodeRole:
     def _landed(self, result: Landed, now: float) -> None:
         self._trace(result.traces)
         arrived = self._arrived
-        wrong = "" if arrived is None else arrived(result.rid, self._scheduler.pages_of(result.rid))
+        wrong = "" if arrived is None else arrived(result.rid, self._scheduler.prompt_pages(result.rid))
         if wrong:
-            self._failed(Recompute(rid=result.rid, xid=result.xid, code="kv_canary", reason=wrong, had_grant=True), now)
+            failed = Recompute(rid=result.rid, xid=result.xid, code="kv_canary", reason=wrong, had_grant=True)
+            if self.can_ask_again(result.rid):
+                self._count(failed, now)
+                self._metrics.add("kv_canary_heals", 1, "asked_again")
+                self._scheduler.heals.ask_again(result.rid, wrong)
+            else:
+                self._failed(failed, now)
             return
         delta = self._scheduler.landed(
             result.rid,
@@ -225,14 +235,17 @@ class DecodeRole:
         if result.copy_seconds > 0:
             metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)
 
-    def _failed(self, result: Recompute, now: float) -> None:
+    def _count(self, result: Recompute, now: float) -> None:
         name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
         self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
             _log.warning(
                 "handoff %s of request %s failed (%s): %s", result.xid or "-", result.rid, result.code, result.reason
             )
-        if not self._fails:
+
+    def _failed(self, result: Recompute, now: float) -> None:
+        self._count(result, now)
+        if not self._fails or self._scheduler.heals.count(result.rid):
             self._go_local(result.rid, result.code)
             return
         delta = self._scheduler.abort(result.rid, result.reason)

@@ -47,14 +47,14 @@ class Healer:
         self._settings = settings
         self._scheduler, self._handoffs, self._metrics = scheduler, handoffs, metrics
         self._budget = TokenBudget(settings.kv_canary_heal_tokens_per_second)
-        for result in ("recomputed", "handed_back", "heals_max", "budget", "stream_wrong"):
+        for result in ("recomputed", "asked_again", "handed_back", "heals_max", "budget", "stream_wrong"):
             metrics.add("kv_canary_heals", 0, result)
 
     def heal(self, rid: str, reason: str, now: float) -> str:
         """A request read wrong KV (`reason`: what was found). Returns why it must end instead; empty = it is computed
         again, or there is nothing to do."""
         scheduler, result, why_not = self._scheduler, "recomputed", ""
-        match scheduler.healing_of(rid):
+        match scheduler.heals.kind_of(rid):
             case Healing.NOTHING:
                 return ""
             case Healing.PEER:
@@ -65,14 +65,16 @@ class Healer:
             case Healing.RUNNING:
                 result, why_not = self._within_bounds(rid, reason, now)
                 if not why_not:
-                    scheduler.heal(rid, reason, now)
+                    asks = self._handoffs.can_ask_again(rid)
+                    result = "asked_again" if asks else result
+                    scheduler.heals.heal(rid, reason, now, asks=asks)
         self._metrics.add("kv_canary_heals", 1, result)
         _log.warning("kv_canary heal: req=%s result=%s reason=%s", rid, result, reason.replace(" ", "_"))
         return why_not
 
     def _within_bounds(self, rid: str, reason: str, now: float) -> tuple[str, str]:
         """The result of a heal, and where it is beyond the bounds why."""
-        settings, heals = self._settings, self._scheduler.heals_of(rid)
+        settings, heals = self._settings, self._scheduler.heals.count(rid)
         if heals >= settings.kv_canary_heals_max:
             return "heals_max", f"{reason}; healed {heals} times, --kv-canary-heals-max is {heals}"
         if not self._budget.allows(self._scheduler.totals.healed_tokens, now):

@@ -99,6 +99,9 @@ class PrefillRole:
             event = EndPrefill(xid=rid, code=code, reason=reason or "aborted by an operator")
             self._act(self.port.handle(event, now), now)
 
+    def can_ask_again(self, rid: str) -> bool:
+        return False
+
     def tell(self, finding: HandoffFinding, now: float) -> None:
         self._act(self.port.handle(finding, now), now)
 

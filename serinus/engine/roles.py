@@ -49,6 +49,11 @@ class Handoffs(Protocol):
         `code`, `reason`: what its peer is told: aborted, or kv_canary with the violation in words."""
         ...
 
+    def can_ask_again(self, rid: str) -> bool:
+        """Whether the prefill engine that computed a request's prompt can be asked for it once more, as the KV of that
+        became wrong here."""
+        ...
+
     def tell(self, finding: HandoffFinding, now: float) -> None:
         """The canary found wrong KV on a page that a handoff moved: say so to the other engine."""
         ...
@@ -104,6 +109,9 @@ class NoHandoffs:
 
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         """No peer writes its pages."""
+
+    def can_ask_again(self, rid: str) -> bool:
+        return False
 
     def tell(self, finding: HandoffFinding, now: float) -> None:
         assert not finding, f"engine: {finding}, expected none in a unified engine"

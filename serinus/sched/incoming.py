@@ -11,6 +11,7 @@ from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
+from serinus.sched.stats import Totals
 
 __all__ = ["Incoming"]
 
@@ -68,7 +69,7 @@ class Incoming:
             return False
         if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
             return True
-        if state.prompt_len - self._allocator.cached(state) < self._settings.min_remote_tokens:
+        if state.prompt_len - self._allocator.cached(state) < max(1, self._settings.min_remote_tokens):
             go_local(state, "short")
             self._short.append(state.rid)
             return True
@@ -106,30 +107,39 @@ class Incoming:
         if state.started is None:
             state.started = now
         state.cached_tokens = {tier: count for tier, count in state.found.items() if count}
-        spans = self._allocator.spans(state, state.held // self._allocator.page_size, state.full.end)
+        end = self._allocator.pages_for(state.prompt_len)  # more where it is asked for again, for what it knows already
+        spans = self._allocator.spans(state, state.held // self._allocator.page_size, end)
         return Reservation(rid=state.rid, request=state.request, held=state.held, spans=spans)
 
-    def load_failed(self, state: ReqState) -> None:
-        """The load of its prefix from the host failed before a prefill engine was told: it waits for pages again."""
+    def in_transfer(self, rid: str) -> ReqState:
+        """A request that has pages for its prompt. Raises KeyError where it has none."""
+        return self._batch.transfer[rid]
+
+    def wait_again(self, state: ReqState) -> None:
+        """The load of its prefix from the host failed before a prefill engine was told, or what that one sent is wrong:
+        it waits for pages again."""
         del self._batch.transfer[state.rid]
         self._allocator.release(state)
         state.move(Phase.PREALLOC)
         self.prealloc.push(state)
 
-    def take_over(self, state: ReqState) -> None:
-        """The pages of a request are filled: publish them, give the request a row, and let it decode."""
+    def take_over(self, state: ReqState, totals: Totals) -> None:
+        """The pages of a request are filled: publish them, give the request a row, and let it decode; one that knows
+        some of its answer, as it was healed, computes that first."""
         del self._batch.transfer[state.rid]
         state.computed = state.verified = state.planned = state.prompt_len
         state.is_new = True
         state.handoff_tokens = state.landed = state.prompt_len - state.held
         checked = [row for row in state.rows if row.part in state.verify_windows]
         state.checked.slots += sum(state.prompt_len - row.first * state.page_size for row in checked)
-        state.handoff_pages = state.full.end - state.held // self._allocator.page_size
+        state.handoff_pages = self._allocator.pages_for(state.prompt_len) - state.held // self._allocator.page_size
+        totals.healed_tokens += state.repaired()
         self._allocator.take_row(state)
         self._allocator.publish(state)
-        self._allocator.advance(state, state.known)
-        state.move(Phase.DECODE)
-        self._batch.decoding.append(state)
+        self._allocator.advance(state, state.prompt_len)
+        goes_on = state.known > state.prompt_len
+        state.move(Phase.PREFILL if goes_on else Phase.DECODE)
+        (self._batch.prefilling if goes_on else self._batch.decoding).append(state)
 
     def withdraw(self, state: ReqState) -> None:
         """Take a request out of its queue and free its pages; the caller decides its next state."""

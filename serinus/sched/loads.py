@@ -32,7 +32,7 @@ def begin_again(
     waiting = []
     for state in [state for state in states if id(state.lease) in bad and not state.sure]:
         if state.phase is Phase.TRANSFER:
-            incoming.load_failed(state)
+            incoming.wait_again(state)
             continue
         if state.phase is not Phase.PREFILL:
             raise InvariantError(

@@ -75,7 +75,6 @@ def receipt(
     return KvIntegrity(
         coverage="full" if stride == 1 else f"rotating:{stride}",
         slots_due=slots,
-        slots_checked=slots,  # a step with a slot that was due and not checked is never committed
         horizon=horizon,
         sources=found | {"computed": max(0, horizon - sum(found.values()))},
         heals=len(heals),

@@ -51,15 +51,15 @@ class RequestQueues:
         state.started = None
         self.waiting.push(state)
 
-    def go_back(self, state: ReqState) -> None:
+    def go_back(self, state: ReqState, *, asks: bool) -> None:
         """A running one read wrong KV: it forgets what may have come of that, publishes nothing of what it has, and is
-        computed again when its turn comes by its age."""
+        computed again when its turn comes by its age. `asks`: its prompt is wanted from elsewhere once more."""
         self._batch.remove(state)
         state.lost = state.computed
         state.rewind()
         self._allocator.release(state, trusted=False)
-        state.move(Phase.WAITING)
-        self.waiting.push(state)
+        state.move(Phase.PREALLOC if asks else Phase.WAITING)
+        (self._incoming.prealloc if asks else self.waiting).push(state)
 
     def begin_again(self, leases: Sequence[Lease]) -> list[ReqState]:
         """The KV of these leases never came from the host: their requests begin once more, or end where they were

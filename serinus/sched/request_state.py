@@ -61,13 +61,14 @@ class Phase(Enum):
 NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.INFLIGHT, Phase.ENDED}),
     Phase.PREFILL: frozenset({Phase.DECODE, Phase.WAITING, Phase.INFLIGHT, Phase.ENDED}),
-    Phase.DECODE: frozenset({Phase.WAITING, Phase.ENDED}),
+    Phase.DECODE: frozenset({Phase.WAITING, Phase.PREALLOC, Phase.ENDED}),
     Phase.PREALLOC: frozenset({Phase.TRANSFER, Phase.WAITING, Phase.ENDED}),
-    Phase.TRANSFER: frozenset({Phase.DECODE, Phase.PREALLOC, Phase.WAITING, Phase.ENDED}),
+    Phase.TRANSFER: frozenset({Phase.DECODE, Phase.PREFILL, Phase.PREALLOC, Phase.WAITING, Phase.ENDED}),
     Phase.INFLIGHT: frozenset({Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
-"""The legal changes. A retracted or recomputed request goes back to WAITING; one that ends while chunks of it are still
+"""The legal changes. A retracted or recomputed request goes back to WAITING, one whose prompt is
+asked for again to PREALLOC; one that ends while chunks of it are still
 being read goes to INFLIGHT; nothing leaves ENDED."""
 
 
@@ -151,6 +152,8 @@ class ReqState:
     """...and since when it may wait for that: its arrival, or its last heal."""
     cold: bool = False
     """It must run without a cached prefix: with one there was no room even when no other request ran."""
+    asked_again: bool = False
+    """Decode side: what a prefill engine sent was or became wrong, and it was asked for that once more."""
     held: int = 0
     """Decode side: prompt tokens found in the own cache when the pages were reserved."""
 
@@ -332,6 +335,16 @@ class ReqState:
         token more than the last time, some 10 ns a token otherwise."""
         return 0 if self.chain is None else self.chain.at(self.tokens, count)
 
+    def repaired(self) -> int:
+        """It runs again after a heal: note where the KV that it gave up comes from. Returns how many tokens are
+        computed again; 0 where there was no heal since it ran last."""
+        if not self.lost:
+            return 0
+        again = max(0, min(self.lost, self.known) - self.computed)
+        self.checked.repaired.update({**self.found, "peer": self.landed, "computed": again})
+        self.lost = 0
+        return again
+
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name
         the old ones."""
@@ -344,12 +357,10 @@ class ReqState:
         self.found = {}
         self.awaited, self.granted = frozenset(), False
 
-    def own_pages(self, count: int | None = None) -> OwnPages:
-        """Its tokens, all or the first `count` of them, which steps have computed, and the pages it has now."""
+    def own_pages(self, count: int) -> OwnPages:
+        """The first `count` of its tokens, and the pages that it has now for their KV."""
         spans = [row.span() for row in self.rows]
         copies = (PageSpan(part=span.part, first=span.first, pages=span.pages.copy()) for span in spans)
-        if count is None:
-            return OwnPages(tokens=self.tokens[: self.known], spans=tuple(copies))
         return OwnPages(tokens=self.tokens[:count], spans=tuple(copies), row=self.row)
 
     def sample_spec(self) -> SampleSpec:

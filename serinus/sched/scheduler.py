@@ -5,13 +5,14 @@ in order, so a freed page may be allocated again at once: its last user reads it
 
 The rules: request_queues.py (which request is where), step_planner.py (the next step), step_commit.py (its result),
 queues.py (order), admission.py (room), batch.py (the batch), page_allocator.py (rows and pages), endings.py (when a
-request ends), incoming.py and outgoing.py (the two sides of a handoff).
+request ends), incoming.py and outgoing.py (the two sides of a handoff), healing.py (wrong KV).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +28,13 @@ from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
 from serinus.sched.endings import check_handoff, check_request, is_last, stop_ids_of, token_limit
+from serinus.sched.healing import Heals
 from serinus.sched.incoming import Incoming
 from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_queues import RequestQueues
-from serinus.sched.request_state import Healing, Phase, ReqState
+from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals, sched_stats
 from serinus.sched.step_commit import StepCommit
@@ -69,6 +71,8 @@ class Scheduler:
         windows = allocator.windows.items()
         self._verify_windows = {part: window for part, window in windows if part in settings.verify_parts}
         self._open: deque[OpenStep] = deque()
+        self.heals = Heals(settings, allocator, self._incoming, self._requests, self._open)
+        """For requests that read wrong KV."""
         self._committed_at = 0.0
         self._arrivals = 0
         self.in_flight = 0
@@ -179,49 +183,9 @@ class Scheduler:
         deltas = (self.abort(rid, reason) for rid in list(self._states))
         return tuple(delta for delta in deltas if delta is not None)
 
-    def healing_of(self, rid: str) -> Healing:
-        """What is to be done about a request that read wrong KV in the step that is committed next."""
-        state = self._states.get(rid)
-        if state is None or state.aborting or state.phase in (Phase.WAITING, Phase.PREALLOC):
-            return Healing.NOTHING
-        if state.handoff is not None:
-            return Healing.PEER
-        if state.phase is Phase.TRANSFER:
-            return Healing.TRANSFER
-        step = self._open[0] if self._open else None
-        if step is not None and any(
-            w.rid == rid and s is None for w, s in zip(step.plan.work, step.states, strict=True)
-        ):
-            return Healing.NOTHING
-        return Healing.RUNNING
-
-    def heals_of(self, rid: str) -> int:
-        """How often a request was healed; 0 = never, or unknown."""
-        return len(self._states[rid].heals) if rid in self._states else 0
-
-    def heal(self, rid: str, reason: str, now: float) -> None:
-        """A running request read wrong KV (`reason`: what was found): it goes back to the last token that is known to
-        be right and is computed again at the place of its age, on other pages, from what any tier has of it that is
-        sound; the storage is asked once more. Steps under way drop what they compute for it. Tokens that have left are
-        computed again too: equal ones are not given out twice, the first other one ends the request with an error that
-        names it (TokenDelta.wrong_token).
-
-        Raises KeyError where it is unknown, InvariantError where it does not run. Cost: that of a retraction.
-        """
-        state = self._states[rid]
-        if not state.running or state.aborting:
-            raise InvariantError(f"sched: request {rid} is healed as {state.phase.name}, expected a running one")
-        state.heals.append(reason)
-        self._requests.go_back(state)
-        state.asked_at = now
-        if self.settings.prefetch_policy != "none":
-            self._allocator.prefetch(state)
-        for step in self._open:
-            step.forget(state)
-
     def take_unverified(self) -> dict[str, OwnPages]:
         """Requests that would have been retracted by the latest plan, had all of their KV been verified: the tokens
-        that it is of, and their pages. `vouch` or `heal` is to be called for each, before the next plan."""
+        that it is of, and their pages. `vouch` or `heals.heal` is to be called for each, before the next plan."""
         unverified, self._batch.unverified = self._batch.unverified, {}
         return {rid: each.own_pages(each.computed) for rid, each in unverified.items()}
 
@@ -385,8 +349,10 @@ class Scheduler:
         state.handoff_seconds = handoff_seconds
         for tier, count in (cached_tokens or {}).items():
             state.cached_tokens[tier] = state.cached_tokens.get(tier, 0) + count
-        self._incoming.take_over(state)
+        self._incoming.take_over(state, self._totals)
         self._begin_again()
+        if state.known > state.prompt_len:  # asked for again: this token is known to be right already
+            return None
         return self._step_commit.take_token(state, token, logprobs, now, ends=ends)
 
     def recompute(self, rid: str, reason: str) -> bool:
@@ -482,14 +448,15 @@ class Scheduler:
         state = self._states.get(rid)
         return rid if state is None or state.handoff is None else state.handoff.rid or rid
 
-    def pages_of(self, rid: str) -> OwnPages | None:
-        """A request's tokens and pages; None = unknown."""
-        return self._states[rid].own_pages() if rid in self._states else None
+    def prompt_pages(self, rid: str) -> OwnPages | None:
+        """A request's prompt and its pages, as a handoff fills them; None = unknown."""
+        state = self._states.get(rid)
+        return None if state is None else state.own_pages(state.prompt_len)
 
     def computed_pages(self, rid: str) -> OwnPages | None:
-        """The same, its tokens as far as their KV is computed by steps that were committed."""
-        own = self.pages_of(rid)
-        return None if own is None else OwnPages(tokens=own.tokens[: self._states[rid].computed], spans=own.spans)
+        """Its tokens as far as their KV is computed by steps that were committed, and its pages; None = unknown."""
+        state = self._states.get(rid)
+        return None if state is None else replace(state.own_pages(state.computed), row=0)
 
     def sanity_check(self) -> None:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""

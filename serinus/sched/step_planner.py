@@ -178,11 +178,7 @@ class StepPlanner:
         if state.started is None:
             state.started = now
             state.cached_tokens = beyond(state.found, state.handoff.held if state.handoff is not None else 0)
-        if state.lost:
-            again = max(0, min(state.lost, state.known) - state.computed)
-            self._totals.healed_tokens += again
-            state.checked.repaired.update({**state.found, "computed": again})
-            state.lost = 0
+        self._totals.healed_tokens += state.repaired()
         chunk = self._batch.chunk_work(state, self._share(state, budget, shortest))
         assert chunk is not None, f"sched: request {state.rid} has no chunk of {budget} tokens from {state.computed}"
         return chunk

@@ -315,7 +315,7 @@ class SimEngine:
     def _check_landed(self, reservation: Reservation) -> None:
         """I6, before the request runs: its pages hold the KV of its prompt, the part it had here itself included."""
         rid, prompt = reservation.rid, reservation.prompt
-        own = self.scheduler.pages_of(rid)
+        own = self.scheduler.prompt_pages(rid)
         assert own is not None, f"sim: {rid} has landed in {self.name}, which does not know it"
         size = self.shape.page_size
         for span in own.spans:

@@ -68,7 +68,8 @@ class WatchedScheduler(Scheduler):
 
     def fillable_pages(self, part: Part) -> set[int]:
         """Pages of a part that a peer may write now."""
-        spans = (span for each in self.reserved.values() for span in each.spans if span.part is part)
+        filled = [each for rid, each in self.reserved.items() if rid in self._batch.transfer]
+        spans = (span for each in filled for span in each.spans if span.part is part)
         return {page for span in spans for page in span.pages.tolist()}
 
 

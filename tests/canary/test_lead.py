@@ -90,7 +90,7 @@ def engine() -> TinyEngine:
 
 
 def page_of(engine: TinyEngine, rid: str) -> int:
-    own = engine.scheduler.pages_of(rid)
+    own = engine.scheduler.prompt_pages(rid)
     assert own is not None
     return int(own.spans[0].pages[0])
 
@@ -186,7 +186,7 @@ def test_a_stamp_condemns_the_page_where_it_is_wrong_and_touches_all_its_users(b
     line, page = line_to(), page_of(both, "runs")
     lead = lead_over(line, both)
     line.ranks[0].found = (violation("runs", page, Reason.VERIFY_TOKEN),)
-    own = both.scheduler.pages_of("runs")
+    own = both.scheduler.prompt_pages("runs")
     assert own is not None
     found = replace(violation("runs", int(own.spans[0].pages[1]), Reason.VERIFY_CHAIN_HASH), position=4)
     assert [verdict.rid for verdict in lead.judge([(0, found)])] == ["runs"]
@@ -199,7 +199,7 @@ def test_a_sweep_condemns_what_it_finds_and_the_page_before_where_that_may_be_at
     engine: TinyEngine, reason: Reason
 ) -> None:
     lead = lead_over(line_to(), engine)
-    own = engine.scheduler.pages_of("runs")
+    own = engine.scheduler.prompt_pages("runs")
     assert own is not None
     first, second = own.spans[0].pages[:2].tolist()
     engine.run()

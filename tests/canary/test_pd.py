@@ -122,7 +122,8 @@ def test_in_mode_heal_a_decode_engine_computes_what_it_damaged_again(
     rids = pair.send_parallel_short_requests(3, distinct_prompts=True)
     pair.run()
     assert pair.injections("decode")
-    assert pair.built("decode").metrics.get("kv_canary_heals", "recomputed") >= 1
+    metrics = pair.built("decode").metrics
+    assert metrics.get("kv_canary_heals", "recomputed") + metrics.get("kv_canary_heals", "asked_again") >= 1
     for rid in rids:
         assert pair.tokens(rid) == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 8)
     pair.close()

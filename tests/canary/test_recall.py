@@ -74,7 +74,8 @@ def test_what_prefill_finds_wrong_is_condemned_behind_it_at_the_decode_engine_th
     damage(pair, "prefill", rid, 1)
     pair.send_parallel_short_requests(1, distinct_prompts=True)
     pair.run()
-    assert cached(pair, "prefill", rid) == 4
+    asked = pair.built("decode").metrics.get("kv_canary_heals", "asked_again")
+    assert (cached(pair, "prefill", rid), asked) == ((4, 0) if mode == "raise" else (16, 1)), "asked, it computes anew"
     end = pair.pair.deltas["long"][-1]
     if mode == "raise":
         assert (end.finish, end.error_status) == (FinishReason.ERROR, 500)
@@ -85,3 +86,35 @@ def test_what_prefill_finds_wrong_is_condemned_behind_it_at_the_decode_engine_th
     pair.send(pair.prompts[rid], rid="third")
     pair.run()
     assert pair.tokens("third") == checks(pair, rid)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "two slices": {"tp_size": 2},
+    "two stages": {"pp_size": 2},
+    "larger pages at prefill": {"prefill_settings": {"page_size": 8}},
+    "larger pages at decode": {"decode_settings": {"page_size": 8}},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_recall_reaches_an_engine_of_any_shape_in_whole_pages_of_its_own(toy: Path, shape: str) -> None:
+    """Position 9 is wrong at decode: the prefill engine keeps what it has before its own page of that position."""
+    pair = CanaryPDFixture(toy, kv_canary="heal", max_total_tokens=800, **SHAPES[shape])
+    sizes = {side: pair.built(side).cache.page_size for side in ("prefill", "decode")}
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=24)
+    pair.run()
+    assert cached(pair, "prefill", rid) == 24
+    cache = pair.built("decode").cache
+    match = cache.match_prefix("", np.array(pair.prompts[rid], np.int32), 24)
+    cache.release(match.lease)
+    size = sizes["decode"]
+    with torch.inference_mode():
+        pair.built("decode").pools[Part.FULL].layers[0][0][size * int(match.pages[9 // size]) + 9 % size] += 1
+    pair.send([*pair.prompts[rid], 3, 5, 7], rid="again")
+    pair.run_until(lambda: len(pair.lead("prefill").view()["told"]) > 0, turns_max=500)
+    start = 9 // size * size // sizes["prefill"] * sizes["prefill"]
+    assert cached(pair, "prefill", rid) == start
+    pair.run()
+    assert pair.tokens("again") == toy_continue(pair.pair.decode.built.spec, [*pair.prompts[rid], 3, 5, 7], 8)
+    assert not pair.lead("decode").view()["told"], "it is not told back"
+    pair.close()

@@ -45,7 +45,7 @@ class Handoffs(NoHandoffs):
         self.drains += 1
 
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
-        own = self.scheduler.pages_of(rid)
+        own = self.scheduler.prompt_pages(rid)
         self.told.append((rid, own is not None and any(len(span.pages) for span in own.spans)))
 
 

@@ -138,15 +138,15 @@ class Drive:
                 users = scheduler.users_of(part, page)
                 touched += users
                 self.engine.cache.condemn(part, np.array([page], np.int32))
-                if all(scheduler.healing_of(rid) is not Healing.NOTHING for rid in users):
+                if all(scheduler.heals.kind_of(rid) is not Healing.NOTHING for rid in users):
                     del self.damaged[part, page]  # else one that has begun again on it meanwhile
         if self.rng.random() < 0.1:
             touched.append(self.rng.choice(plan.work).rid)
         for rid in touched:
-            kind = scheduler.healing_of(rid)
+            kind = scheduler.heals.kind_of(rid)
             self.happened[f"heal: {kind.name}"] += 1
             if kind is Healing.RUNNING:
-                scheduler.heal(rid, "found in a test", 0.0)
+                scheduler.heals.heal(rid, "found in a test", 0.0)
 
     def abort(self) -> None:
         """The client of one of them goes."""
