@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from model import checkpoint_221m
 from report import bandwidth, emit
 from torch import Tensor
 
 from serinus.canary import CanaryRank, CheckSettings
+from serinus.canary.commands import CheckRows, RowPages
 from serinus.core.clock import WallClock
+from serinus.core.parts import PageSpan, Part
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.core.stamps import digest_coefficients
@@ -84,6 +88,23 @@ def decode_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, f
             if step >= STRIDE - 1:
                 best[mode][step % STRIDE] = min(best[mode][step % STRIDE], spent)
     return {mode: sum(phases) / STRIDE for mode, phases in best.items()}
+
+
+def end_seconds(engine: DirectEngine, rounds: int) -> float:
+    """The check of all KV of one request at the end of its answer, CHUNK tokens: the median."""
+    assert engine.canary is not None
+    seq = start(engine, CHUNK + 1, 0, 999)
+    engine.step([(seq, CHUNK)])
+    span = PageSpan(part=Part.FULL, first=0, pages=(seq.slots[:CHUNK:PAGE] // PAGE).astype(np.int32))
+    row = RowPages(rid="end", spans=(span,), tokens=seq.prompt[:CHUNK], row=seq.row)
+    spent = []
+    for number in range(10 * rounds):
+        begin = CLOCK.now()
+        (answer,) = engine.canary.obey(CheckRows(number=number, rows=(row,)))
+        spent.append(CLOCK.now() - begin)
+        assert not answer.violations, "a violation, expected none"
+    engine.finish(seq)
+    return statistics.median(spent)
 
 
 def prefill_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, float]:
@@ -164,6 +185,7 @@ def main() -> None:
     engines = {mode: engine_of(model, kernels, mode, (args.rounds + 1) * STRIDE) for mode in MODES}
     decode = decode_seconds(engines, args.rounds)
     prefill = prefill_seconds(engines, args.rounds)
+    end = end_seconds(engines["all_rotating"], args.rounds)
     assert not any(engine.violations for engine in engines.values()), "a violation, expected none"
     modes = {
         mode: {
@@ -184,6 +206,7 @@ def main() -> None:
         decode_step_ms=round(decode["none"] * 1e3, 2),
         prefill_chunk_ms=round(prefill["none"] * 1e3, 1),
         modes=modes,
+        end_of_answer={"tokens": CHUNK, "ms": round(end * 1e3, 2), "of_prefill": round(end / prefill["none"], 4)},
         digest=shapes["1024x12"][f"threads_{args.threads}"],
         shapes=shapes,
         goal_gb_s=GOAL_GB_S,
