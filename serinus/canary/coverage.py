@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.core.plan import SeqWork
-
 __all__ = ["DuePages", "bound_of", "due_pages", "pieces", "reads_of"]
 
 Counts = NDArray[np.int64]
@@ -64,11 +62,13 @@ def reads_of(
     return np.array([range(first_name, first_name + len(starts)), rows, low, starts, strides], np.int64)
 
 
-def bound_of(work: Sequence[SeqWork], *, first_name: int) -> Counts:
-    """Names (from `first_name` on), rows, last positions read and expected chain hashes, [4, B], of the sequences that
-    read anything: the stamp of that slot must be of this request. A part with a window reads the same position last."""
-    bound = [(first_name + i, w.row, w.start - 1, w.chain) for i, w in enumerate(work) if w.start]
-    return np.array(bound, np.int64).reshape(-1, 4).T.copy()
+def bound_of(reads_5B: Counts, starts: Sequence[int], chains: Sequence[int]) -> Counts:
+    """Names, rows, first and last positions read and expected chain hashes, [5, B], of sequences that read anything:
+    the stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
+    bound_5B = np.empty_like(reads_5B)
+    bound_5B[:3], bound_5B[3], bound_5B[4] = reads_5B[:3], starts, chains
+    bound_5B[3] -= 1
+    return bound_5B if all(starts) else np.ascontiguousarray(bound_5B[:, bound_5B[3] >= 0])
 
 
 def pieces(due: DuePages, entries_max: int) -> Iterator[tuple[Counts, int]]:

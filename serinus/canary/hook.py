@@ -55,8 +55,8 @@ class StepChecks:
     """What each of them reads: reads_5B of `canary_due`."""
     due: dict[Part, DuePages] = field(default_factory=dict)
     """What of it is verified in this step."""
-    bound_4B: NDArray[np.int64]
-    """The last slots that sequences read, as `Watch.expand` takes them; of every part."""
+    bound: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
+    """What sequences read from where to where, bound_5B of `Watch.expand`."""
     stored: dict[Part, int] = field(default_factory=dict)
     """Rows that the step stores, which are read back after it."""
     write_check: WriteCheck | None = None
@@ -88,15 +88,15 @@ class CanaryHook:
         self._batch: ForwardBatch | None = None
         self._is_watching = self._has_begun = False
         of_layer = sorted((i, part, at) for part, lanes in parts.items() for at, i in enumerate(lanes.layer_ids))
-        self._of_layer = [(part, at) for _, part, at in of_layer]
-        """Part of each layer of this rank, and its number within that part."""
+        self._of_layer = [(parts[part], at) for _, part, at in of_layer]
+        """The part of each layer of this rank, and its number within that part."""
 
     def arm(self, checks: StepChecks) -> None:
         """Say what the next forward pass verifies, which is due from now on. A pass without checks (a warm-up) is not
         touched."""
         self._checks, self._has_begun = checks, False
         for part, pages in checks.due.items():
-            self._parts[part].running.due += pages.slot_count + checks.bound_4B.shape[1]
+            self._parts[part].running.due += pages.slot_count + checks.bound[part].shape[1]
         for part, count in checks.stored.items():
             self._parts[part].stored.due += count
 
@@ -113,7 +113,7 @@ class CanaryHook:
                 lanes.watch.drop_digests()  # the attention that was broken off may have made some of its own
                 lanes.watch.verify(StampLane.TAIL_K)
             elif part in checks.due:
-                lanes.running.due -= checks.due[part].slot_count + checks.bound_4B.shape[1]
+                lanes.running.due -= checks.due[part].slot_count + checks.bound[part].shape[1]
 
     def before(self, batch: ForwardBatch) -> None:
         """Remember the batch; stamps may still be loading."""
@@ -131,15 +131,15 @@ class CanaryHook:
         """Where a layer's digests of what it stores are added up."""
         if not self._is_watching:
             return None
-        part, at = self._of_layer[layer_index]
-        return self._parts[part].watch.writes(at)
+        lanes, at = self._of_layer[layer_index]
+        return lanes.watch.writes(at)
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
         """What attention digests as it reads; what it does not read of what is due is digested after the layers."""
         if not self._is_watching:
             return None
-        part, at = self._of_layer[layer_index]
-        return self._parts[part].watch.reads(at, attention)
+        lanes, at = self._of_layer[layer_index]
+        return lanes.watch.reads(at, attention)
 
     def after(self, batch: ForwardBatch) -> None:
         """After the last layer: TAIL is verified, with the KV itself where that is digested, then written with the
@@ -161,7 +161,7 @@ class CanaryHook:
         starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B
         for part, lanes in self._parts.items():
             watch = lanes.watch
-            watch.expand(pieces(checks.due[part], self._entries_max), checks.bound_4B)
+            watch.expand(pieces(checks.due[part], self._entries_max), checks.bound[part])
             watch.verify(StampLane.HEAD_K)
             first = checks.first_sequence
             watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B, first)

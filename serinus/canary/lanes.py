@@ -35,6 +35,9 @@ class PartLanes:
     stamps_LS4: Tensor
     table_RC: Tensor
     """req_to_token of the part, int32."""
+    written: RequestTable
+    """The same as the leader wrote it, kept beside from the same plans: rows are held against it, nothing is found by
+    it."""
     coefficients_L22W: Tensor | None
     """Of the digest; None where no KV is digested."""
     running: Ring
@@ -89,9 +92,11 @@ def lanes_of(
         coefficients = torch.from_numpy(factors).to(spec.device)
     running = Ring(spec.device, settings.ring_rows)
     stored = Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V))
+    rows, context = table.table.shape
+    written = RequestTable(rows, context, spec.device)
     watch = kernels.canary_watch(
-        kernels, table.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors, stored.tensors,
-        settings.page_size,
+        kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,
+        stored.tensors, settings.page_size,
     )  # fmt: skip
     return PartLanes(
         part=part,
@@ -100,6 +105,7 @@ def lanes_of(
         head_ids=head_ids,
         stamps_LS4=pool.stamps_LS4,
         table_RC=table.table,
+        written=written,
         coefficients_L22W=coefficients,
         running=running,
         arriving=Ring(spec.device, settings.ring_rows),

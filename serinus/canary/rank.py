@@ -129,6 +129,10 @@ class CanaryRank:
 
     def begin(self, plan: StepPlan) -> None:
         """Decide what this step verifies, and arm the hook with it."""
+        if plan.table_writes:
+            with torch.inference_mode():
+                for part, lanes in self.parts.items():
+                    lanes.written.apply([write for write in plan.table_writes if write.part is part])
         if not self._is_started:
             return
         self.steps += 1
@@ -137,20 +141,18 @@ class CanaryRank:
         rids = tuple([each.rid for each in work])
         self._base, self._rids = base, rids
         settings, reading = self.settings, self._reading(work)
-        bound_4B = bound_of(reading, first_name=base)
-        checks = StepChecks(
-            step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids, bound_4B=bound_4B
-        )
+        checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
         rows, starts = [each.row for each in reading], [each.start for each in reading]
-        wholes = [each.whole for each in reading]
+        wholes, chains = [each.whole for each in reading], [each.chain for each in reading]
         for part, lanes in self.parts.items():
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
                 rows, starts, wholes, first_name=base, stride=settings.stride, window=window
             )
             checks.due[part] = due_pages(self._kernels.canary_due, reads, settings.page_size, window)
-            if lanes.coefficients_L22W is not None:
-                checks.stored[part] = sum([int(np.count_nonzero(each.slots[part])) for each in work])
+            checks.bound[part] = bound_of(reads, starts, chains)
+            if lanes.coefficients_L22W is not None and work:
+                checks.stored[part] = int(np.count_nonzero(np.concatenate([each.slots[part] for each in work])))
         self.hook.arm(checks)
 
     def returned(self, result: StepResult | None) -> StepResult | None:

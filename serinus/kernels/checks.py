@@ -8,6 +8,7 @@ Shapes: as in the op's file of `ref/`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "check_digest",
     "check_gate",
     "check_hashed",
+    "check_layer_digest",
     "check_logits",
     "check_mask",
     "check_norm",
@@ -130,17 +132,23 @@ def check_qk_rope_store(
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("kernels: qk_rope_store got a strided tensor, expected contiguous ones")
     if written is not None:
-        factors, sums = written.coefficients_22W, written.sums_T2
-        check_digest([(k_pool_SHD, v_pool_SHD)], factors[None])
-        if (
-            sums.shape != (tokens, 2)
-            or sums.dtype != torch.int64
-            or not (sums.is_contiguous() and factors.is_contiguous())
-        ):
-            raise ValueError(
-                f"kernels: sums {sums.dtype} {tuple(sums.shape)} of {tokens} rows that are stored, expected int64 "
-                f"({tokens}, 2), contiguous as the coefficients"
-            )
+        _check_written(k_pool_SHD, tokens, written)
+
+
+def _check_written(k_pool_SHD: Tensor, tokens: int, written: WrittenRows) -> None:
+    """Once for each shape: a watch hands out the same for as long as batches are alike."""
+    shape = tokens, k_pool_SHD.shape
+    if shape in written.kept:
+        return
+    factors, sums = written.coefficients_22W, written.sums_T2
+    _check_coefficients(k_pool_SHD, factors, (2, 2))
+    is_whole = sums.is_contiguous() and factors.is_contiguous()
+    if sums.shape != (tokens, 2) or sums.dtype != torch.int64 or not is_whole:
+        raise ValueError(
+            f"kernels: sums {sums.dtype} {tuple(sums.shape)} of {tokens} rows that are stored, expected int64 "
+            f"({tokens}, 2), contiguous as the coefficients"
+        )
+    written.kept[shape] = ()
 
 
 def check_paged_attention(
@@ -197,9 +205,16 @@ def check_watched_attention(
 ) -> None:
     """Raise ValueError: as check_paged_attention, or the digest is of others."""
     check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch)
-    if digest is None:
-        return
+    if digest is not None:
+        check_layer_digest(k_pool_SHD, batch, digest)
+
+
+def check_layer_digest(k_pool_SHD: Tensor, batch: AttentionBatch, digest: LayerDigest) -> None:
+    """Raise ValueError: it is of another batch, or of other rows than those of the pool. Once for each shape."""
     due, sums, count = digest.due_7B, digest.sums_P22E, batch.sequence_count
+    shape = count, k_pool_SHD.shape
+    if shape in digest.kept:
+        return
     shapes = (7, count), (7, 2 * count)
     if tuple(due.shape) not in shapes or due.dtype != torch.int64 or not due.is_contiguous():
         raise ValueError(f"kernels: due {due.dtype} {tuple(due.shape)}, expected int64 (7, {count}), contiguous")
@@ -209,7 +224,8 @@ def check_watched_attention(
             f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int32 "
             "[P, 2, 2, E], contiguous, and at least 1"
         )
-    check_digest([(k_pool_SHD, v_pool_SHD)], digest.factors.plain_22W[None])
+    _check_coefficients(k_pool_SHD, digest.factors.plain_22W, (2, 2))
+    digest.kept[shape] = ()
 
 
 def check_pages(
@@ -285,13 +301,17 @@ def check_logits(logits_BV: Tensor, *counts: int, chosen: Sequence[int] = ()) ->
 
 def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:
     """Raise ValueError where the coefficients are not those of these pools."""
-    pool = layers_kv[0][0]
-    whole = pool[0].numel() * pool.element_size() // 2
-    found = tuple(coefficients_L22W.shape)
-    expected = (len(layers_kv), 2, 2, whole)
-    widths = (whole, *range(1, 1 + min(whole, PARTIAL_LANES)))  # partial: of head 0, which may be less than 16 bytes
-    if found[:3] != expected[:3] or found[3] not in widths or coefficients_L22W.dtype != torch.int32:
-        raise ValueError(f"kernels: digest coefficients {coefficients_L22W.dtype} {found}, expected int32 {expected}")
+    _check_coefficients(layers_kv[0][0], coefficients_L22W, (len(layers_kv), 2, 2))
+
+
+def _check_coefficients(pool: Tensor, coefficients: Tensor, shape: tuple[int, ...]) -> None:
+    """`shape`: expected of them, less W. Asked for each layer of a step: no tensor is made."""
+    whole = math.prod(pool.shape[1:]) * pool.element_size() // 2
+    found = tuple(coefficients.shape)
+    # partial: of head 0, which may be less than 16 bytes
+    is_wide = found[-1] == whole or 1 <= found[-1] <= min(whole, PARTIAL_LANES)
+    if found[:-1] != shape or not is_wide or coefficients.dtype != torch.int32:
+        raise ValueError(f"kernels: digest coefficients {coefficients.dtype} {found}, expected int32 {(*shape, whole)}")
 
 
 def _check_inside(what: str, ids_G: Tensor, count: int) -> None:

@@ -7,7 +7,7 @@ R, C = rows and columns of req_to_token, G = pages, Y = bytes of one page, B = s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -53,6 +53,10 @@ class NormLinear(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
 
+Kept = dict[tuple[object, ...], tuple[int, ...]]
+"""What kernels keep with arguments that come again: that they were checked for a shape, and words made of them."""
+
+
 class MovePages(Protocol):
     """The signature of gather_pages and scatter_pages."""
 
@@ -96,13 +100,16 @@ class LayerDigest:
     """As `canary_plan` takes it; one column for every sequence of the batch, in its order, of positions before its
     first query (low = high: none), or two sets of such columns one after the other, which name no position twice."""
     sums_P22E: Tensor
-    """int32 [P, half, sum, E], of the slots that `canary_plan` names; zeros before the first layer, each adds its own
-    modulo 2**32. P >= 1: a kernel that cuts the heads over threads uses all P, others the first; the digest is the sum
-    over P. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is not defined."""
+    """int32 [P, half, sum, E], of the slots that `canary_plan` names (E: so many at least); zeros before the first
+    layer, each adds its own modulo 2**32. P >= 1: a kernel that cuts the heads over threads uses all P, others the
+    first; the digest is the sum over P. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is
+    not defined."""
     page_size: int
     """Positions of a page."""
     canary_digest: Callable[..., Tensor] | None = None
     """What digests rows that were gathered; None: that of the column."""
+    kept: Kept = field(default_factory=dict, compare=False)
+    """A watch hands out the same digest in many passes: what is checked and made of it once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +121,8 @@ class WrittenRows:
     sums_T2: Tensor
     """int64 [T, 2], digests of K and V of the step's tokens as `canary_digest` gives them, contiguous: zeros before the
     first layer, each adds its own."""
+    kept: Kept = field(default_factory=dict, compare=False)
+    """As that of `LayerDigest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,10 +238,12 @@ class Watch(Protocol):
     entry_count: int
     """Slots expanded for this pass."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries; and of each
-        sequence that reads anything its name, its row, the last position that it reads and the chain hash of its tokens
-        up to there (`canary_bind`). Those of the pass before are forgotten."""
+        sequence that reads anything its name, its row, the first and the last position that it reads and the chain
+        hash of its tokens up to there (`canary_bind`). All entries of its row between these two must be those that the
+        leader wrote, whatever is due: the first that is not is noted in place of the last slot. Those of the pass
+        before are forgotten."""
         ...
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
@@ -242,8 +253,8 @@ class Watch(Protocol):
         ...
 
     def look_again(self) -> None:
-        """Look up in the rows again which slots this pass has read: an entry that changed meanwhile led attention to
-        another slot, and the stamp there says so. What is to be digested is, by the slots looked up before."""
+        """Look up again what rows name, and hold it against what the leader wrote: an entry that changed meanwhile led
+        attention to another slot. All others name what was verified before the pass."""
         ...
 
     def drop_digests(self) -> None:
@@ -281,6 +292,7 @@ class MakeWatch(Protocol):
         self,
         ops: CanaryOps,
         table_RC: Tensor,
+        written_RC: Tensor,
         stamps_LS4: Tensor,
         layers_kv: LayersKv,
         coefficients_L22W: Tensor | None,

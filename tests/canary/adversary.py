@@ -39,8 +39,8 @@ from .adversary_worlds import WORLDS, World
 
 __all__ = ["BLIND", "Cell", "run", "table"]
 
-_UNDONE = "With `rotating:N`, bytes and row entries that change and change back between two turns of their page."
-BLIND = {("mover: twice", "rotating:16"): _UNDONE, ("table entry", "rotating:16"): _UNDONE}
+_UNDONE = "With `rotating:N`, bytes that change and change back between two turns of their page."
+BLIND = {("mover: twice", "rotating:16"): _UNDONE}
 """Sites and coverage under which faults may end in wrong answers; what docs/CANARY.md, "What it cannot see", says."""
 SETTINGS = [(mode, coverage) for mode in ("raise", "heal") for coverage in ("full", "rotating:16")]
 _ENDS_WELL = (FinishReason.LENGTH, FinishReason.STOP)

@@ -29,10 +29,10 @@ SHAPES = {"full": {}, "swa": {"window": 10}, "both": {"window": 10, "layer_types
 
 def watched(
     path: Path, shape: str, *, perturber: Perturber | None = None, token_oracle: bool = False, hook: Any = None,
-    **settings: Any,
+    column: str = "cpu", **settings: Any,
 ) -> DirectEngine:  # fmt: skip
-    """A toy model of that shape under a canary of these settings."""
-    kernels = load("cpu")
+    """A toy model of that shape under a canary of these settings, by the kernels of that column."""
+    kernels = load("cpu", column)
     folder = make_toy(path, tokenizer=False, context=128, **SHAPES[shape])
     model = load_model(load_spec(folder), folder, torch.bfloat16, kernels)
     spec = model.spec

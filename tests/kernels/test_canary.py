@@ -72,10 +72,11 @@ def test_the_hash_behind_a_sequence_is_that_of_its_tokens_and_names_a_stranger(e
     either.canary_bind(stamps, 2, last, torch.full((5,), 3), chains, names, ring, count, checked)
     assert checked.tolist() == [0, 0, 5, 5]
     told = sorted(ring[: int(count)].tolist(), key=lambda row: (row[0], row[11]))
+    chain, both = Reason.VERIFY_CHAIN_HASH, Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION
     assert [(row[0], row[1], row[2], row[11]) for row in told] == [
-        (lane, Reason.VERIFY_CHAIN_HASH, slot, name)
+        (lane, reasons, slot, name)
         for lane in (2, 3)
-        for slot, name in ((1, 1), (0, 2), (0, 3), (0, 4))
+        for slot, name, reasons in ((1, 1, chain), (0, 2, both), (0, 3, both), (0, 4, both))
     ]
     assert told[0][3:11] == [3, 3, 3, 3, by_hand[3], by_hand[2], 0, 0]
 

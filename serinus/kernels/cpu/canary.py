@@ -47,9 +47,10 @@ Plan = fields("ticket table due out sequence_count entry_count columns page_size
 """Entries of rows from `slot_count` on, or below 0, are 0: damage, and no address."""
 Verify = fields(
     "ticket stamps slot_count lane slots positions previous tokens digests names ring ring_rows violations"
-    " checked count step sums cuts"
+    " checked count step sums cuts sums_stride"
 )
-"""`sums`: sums_P22E of `watched_attention`, of P `cuts`; they are added to the digests."""
+"""`sums`: sums_P22E of `watched_attention`, of P `cuts`, with room for `sums_stride` entries; they are added to the
+digests."""
 Write = fields(
     "ticket stamps slot_count lane slots positions tokens starts rows table columns digests sequence_count total"
 )
@@ -125,7 +126,7 @@ def canary_verify(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, inputs[0].data_ptr(), inputs[1].data_ptr(),
         inputs[2].data_ptr(), 0 if tokens is None else tokens.data_ptr(), 0 if digests is None else digests.data_ptr(),
         inputs[3].data_ptr(), ring_QF.data_ptr(), len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), count,
-        VERIFY_STEP, 0, 0,
+        VERIFY_STEP, 0, 0, 0,
     )  # fmt: skip
     run_verify(arguments)
 
@@ -318,7 +319,7 @@ def _verify_body(version: int) -> Body:
     def verify(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 18, np.int64)
+        a = carray(args, 19, np.int64)
         slot_count, lane, count, step = a[2], a[3], a[14], a[15]
         slots = carray(at(a[4]), count, np.int64)
         positions = carray(at(a[5]), count, np.int64)
@@ -363,8 +364,8 @@ def _verify_body(version: int) -> Body:
                     if a[8] != 0:
                         found = carray(at(a[8]), count * 2, np.int64)[e * 2 + half]
                     for cut in range(a[17]):
-                        sums = carray(at(a[16] + (cut * 4 + half * 2) * count * 4), count * 2, np.uint32)
-                        found = add_packed(found, np.int64(sums[e]) | np.int64(sums[count + e]) << np.int64(32))
+                        sums = carray(at(a[16] + (cut * 4 + half * 2) * a[18] * 4), a[18] * 2, np.uint32)
+                        found = add_packed(found, np.int64(sums[e]) | np.int64(sums[a[18] + e]) << np.int64(32))
                     reasons = _differing(
                         token, position, stored_hash, stored_digest, wanted, positions[e], expected_hash, found
                     )

@@ -21,7 +21,7 @@ __all__ = ["Bind", "canary_bind", "chain_hashes", "run_bind", "warm"]
 
 Bind = fields("ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count")
 Chain = fields("ticket tokens out count position chain")
-_CHAIN_HASH = int(Reason.VERIFY_CHAIN_HASH)
+_CHAIN_HASH, _POSITION = int(Reason.VERIFY_CHAIN_HASH), int(Reason.VERIFY_POSITION)
 
 
 def canary_bind(
@@ -85,7 +85,7 @@ def _bind_body(version: int) -> Body:
                 if behind != chains[b]:
                     base = fetch_add(a[10], 1) % a[9] * RING_FIELDS
                     ring[base] = lane + half
-                    ring[base + 1] = _CHAIN_HASH
+                    ring[base + 1] = _CHAIN_HASH + (_POSITION if position != positions[b] else 0)
                     ring[base + 2] = slot
                     ring[base + 3] = positions[b]
                     ring[base + 4] = position

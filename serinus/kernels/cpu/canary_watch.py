@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,80 +20,68 @@ from serinus.kernels.canary import UNKNOWN, StampLane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
-from serinus.kernels.cpu import canary_bind
+from serinus.kernels.cpu import canary_bind, canary_lookup
 from serinus.kernels.cpu.body import thread_count
 from serinus.kernels.cpu.paged_attention import cuts_of
 from serinus.kernels.cpu.watched_attention import pack_factors
-from serinus.kernels.due import match_columns
 from serinus.kernels.packed import PackedFactors
 
 __all__ = ["canary_watch"]
 
 _WORD = 8
+_ROOM = 64
+"""Entries for which there is room beyond those that are asked for."""
+_KEPT = 64
+_NO_COLUMNS = np.empty((7, 0), np.int64)
 _Span = tuple[int, int]
 """Entries: the first, how many."""
 
 
 def canary_watch(
-    ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv, coefficients_L22W: Tensor | None,
-    ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor], page_size: int,
+    ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
+    coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor],
+    page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part; see the reference. `ops` is not used: this watch calls the kernels of its column.
 
     Raises:
         ValueError: the coefficients are not those of these pools, or strided.
     """
-    return _CpuWatch(table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
-    """What is digested how, of the layers that one attention batch reads."""
-
-    batch: AttentionBatch
-    due_7D: Tensor
-    """As `LayerDigest` has it."""
-    has_watched: bool
-    rest: tuple[_Span, ...]
-    """What attention does not digest."""
+    return _CpuWatch(table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
 
 
 class _CpuWatch:
     """The argument structures of the kernels, filled once; of each pass only what differs is written into them."""
 
     def __init__(
-        self, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
+        self, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
         coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor],
         stored: tuple[Tensor, Tensor, Tensor], page_size: int,
     ) -> None:  # fmt: skip
-        self._holds = (table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored)
+        self._holds = (table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored)
         self._pools = _Pools(layers_kv, coefficients_L22W) if coefficients_L22W is not None else None
-        self._page_size, self._row_count = page_size, len(table_RC)
+        self._page_size = page_size
         plan = (table_RC.data_ptr(), table_RC.shape[1])
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
-        self._slot_count = stamps_LS4.shape[1]
-        self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, self._slot_count)
+        self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, stamps[1])
         self._verify, self._read_back = (
-            kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0)
+            kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0)
             for of in (ring, stored)
         )
         self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
+        self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
+        self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
-        self._table = table_RC.numpy()
-        self._to_bind = np.empty((4, 0), np.int64)
-        self._bound_4B = np.empty((4, 0), np.int64)
-        """Slots, positions, hashes and names of `canary_bind`."""
-        self._words = np.empty(0, np.int64)
-        self._columns_7C = np.empty((7, 0), np.int64)
-        self._written_T2 = torch.empty((0, 2), dtype=torch.int64)
-        self._found_T2 = np.empty((0, 2), np.int64)
+        self._given: tuple[NDArray[np.int64], ...] = ()
+        """The plan of this pass, as long as its addresses are in use."""
+        self._bound, self._words, self._stored, self._unknown = _Words(), _Words(), _Words(), _Words(UNKNOWN)
+        self._written: tuple[WrittenRows, ...] = ()
+        """By layer; the sums are zeros at the beginning of a pass."""
         self._batch: list[Tensor] = []
-        self._named: tuple[NDArray[np.int64], ...] = ()
+        self._reads = None if self._pools is None else _Reads(self._pools, len(table_RC), page_size)
         self.entry_count = 0
-        self._reading: _Reading | None = None
-        """Of the batch that was asked about last."""
-        self._sums_P22E: Tensor | None = None
-        """What attention digests; None: nothing in this pass."""
+        self._rest: tuple[_Span, ...] = ()
+        """What the attention that was asked about last does not digest."""
         self._all: tuple[_Span, ...] = ()
         """All entries of this pass."""
         self._left: list[tuple[int, int, tuple[_Span, ...]]] = []
@@ -104,68 +91,57 @@ class _CpuWatch:
         self._has_digests = False
         """Whether sums lie behind the entries."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """The pieces are put together again: what they would save is kept from pass to pass anyway."""
-        columns, begin = [], 0
-        for piece, count in due:
-            columns.append(piece if not begin else piece + np.array([[0]] * 6 + [[begin]]))
-            begin += count
-        self.entry_count = count = begin
-        self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
+        columns, count = [], 0
+        for piece, entries in due:
+            columns.append(piece if not count else piece + np.array([[0]] * 6 + [[count]]))
+            count += entries
+        due_7C = columns[0] if len(columns) == 1 else np.concatenate(columns or [_NO_COLUMNS], axis=1)
+        due_7C, bound_5B = np.ascontiguousarray(due_7C), np.ascontiguousarray(bound_5B)
+        self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
-        self._take_bound(bound_4B)
+        look, bind, bound = self._look, self._bind, bound_5B.shape[1]
+        look.bound, look.count, look.out = bound_5B.ctypes.data, bound, self._bound.room(4 * bound)
+        bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
+        bind.count = bound
+        self._look_up()
         if not count:
             return
         # Slots, positions, previous slots, names, then two sums each.
-        if len(self._words) < 6 * count:
-            self._words = np.empty(12 * count, np.int64)
-        base, plan, verify = self._words.ctypes.data, self._plan, self._verify
-        plan.ticket, plan.due, plan.out = 0, self._columns_7C.ctypes.data, base
-        plan.sequence_count, plan.entry_count = self._columns_7C.shape[1], count
+        base, plan, verify = self._words.room(6 * count), self._plan, self._verify
+        plan.ticket, plan.due, plan.out = 0, due_7C.ctypes.data, base
+        plan.sequence_count, plan.entry_count = due_7C.shape[1], count
         kernels.run_plan(plan)
         verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
         verify.count = count
 
-    def _take_bound(self, bound_4B: NDArray[np.int64]) -> None:
-        """The slots are those that rows name now."""
-        self._to_bind = bound_4B
-        names, rows, positions, chains = bound_4B
-        arguments = self._bind
-        arguments.count = len(names)
-        if not len(names):
-            return
-        self._bound_4B = np.stack((self._table[rows, positions], positions, chains, names))
-        base, step = self._bound_4B.ctypes.data, len(names) * _WORD
-        arguments.slots, arguments.positions, arguments.chains, arguments.names = (base + i * step for i in range(4))
+    def _look_up(self) -> None:
+        if self._look.count:
+            canary_lookup.run_look(self._look)
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
-        pools = self._pools
-        if pools is None or not self.entry_count:
+        reads = self._reads
+        if reads is None or not self.entry_count:
             return None
-        reading = self._reading
-        if reading is None or reading.batch is not batch:
-            reading = self._reading = self._read_by(batch, pools)
-        self._leave(layer, self._all)
-        self._leave(layer + 1, reading.rest)
-        if not reading.has_watched or self._sums_P22E is None:
-            return None
-        return LayerDigest(
-            factors=pools.packed[layer], due_7B=reading.due_7D, sums_P22E=self._sums_P22E, page_size=self._page_size,
-            canary_digest=kernels.canary_digest,
-        )  # fmt: skip
+        if reads.batch is not batch:
+            rest = reads.take(batch, self._given[0], self.entry_count)
+            self._rest = self._all if rest is None else rest
+        if self._taken == layer and not self._rest:
+            self._taken = layer + 1
+        else:
+            self._leave(layer, self._all)
+            self._leave(layer + 1, self._rest)
+        return reads.digests[layer] if reads.digests else None
 
     def drop_digests(self) -> None:
-        self._reading, self._sums_P22E, self._left, self._taken, self._has_digests = None, None, [], 0, False
+        self._rest, self._left, self._taken, self._has_digests = (), [], 0, False
         self._all = ((0, self.entry_count),) if self.entry_count else ()
+        if self._reads is not None:
+            self._reads.drop()
 
     def look_again(self) -> None:
-        if self._pools is not None:
-            self._leave(self._pools.layer_count, self._all)
-            self._digest_left()
-        self._take_bound(self._to_bind)
-        if self.entry_count:
-            self._plan.ticket = 0
-            kernels.run_plan(self._plan)
+        self._look_up()
 
     def verify(self, lane: int) -> None:
         if self._bind.count:
@@ -175,13 +151,14 @@ class _CpuWatch:
             return
         arguments, pools = self._verify, self._pools
         arguments.ticket, arguments.lane, arguments.digests, arguments.cuts = 0, lane, 0, 0
-        if lane >= StampLane.TAIL_K and pools is not None:
+        if lane >= StampLane.TAIL_K and pools is not None and self._reads is not None:
             self._leave(pools.layer_count, self._all)
-            self._digest_left()
+            self._digest_left(pools)
             if self._has_digests:
                 arguments.digests = self._digests_at
-            if self._sums_P22E is not None:
-                arguments.sums, arguments.cuts = self._sums_P22E.data_ptr(), len(self._sums_P22E)
+            sums = self._reads.sums_P22E if self._reads.has_sums else None
+            if sums is not None:
+                arguments.sums, arguments.cuts, arguments.sums_stride = sums.data_ptr(), len(sums), sums.shape[-1]
         kernels.run_verify(arguments)
 
     def stand(
@@ -189,29 +166,27 @@ class _CpuWatch:
         first_name: int,
     ) -> None:  # fmt: skip
         inputs = [t.contiguous() for t in (slots_T, positions_T, tokens_T, q_starts_B1, rows_B)]
-        arguments = self._write
+        arguments, find, pools = self._write, self._find, self._pools
         arguments.slots, arguments.positions, arguments.tokens, arguments.starts, arguments.rows = (
             tensor.data_ptr() for tensor in inputs
         )
         arguments.sequence_count, arguments.total = len(rows_B), len(slots_T)
         self._batch = inputs  # as long as their addresses are in use
-        if self._pools is None:
+        if pools is None:
             return
-        back, count = self._read_back, len(slots_T)
-        names_T = np.repeat(
-            np.arange(first_name, first_name + len(rows_B)), inputs[3].numpy()[1:] - inputs[3].numpy()[:-1]
-        )
-        self._named = names_T, np.full(count, UNKNOWN, np.int64), np.empty(count, np.int64)
-        self._written_T2 = torch.zeros((count, 2), dtype=torch.int64)
-        back.positions, back.tokens = arguments.positions, arguments.tokens
-        back.names, back.previous, back.slots = (each.ctypes.data for each in self._named)
-        back.count = count
+        count = len(slots_T)
+        find.slots, find.positions, find.starts, find.rows = (
+            arguments.slots, arguments.positions, arguments.starts, arguments.rows,
+        )  # fmt: skip
+        find.count, find.first_name = len(rows_B), first_name
+        if self._written and len(self._written[0].sums_T2) == count:
+            self._written[0].sums_T2.zero_()
+            return
+        sums_T2 = torch.zeros((count, 2), dtype=torch.int64)
+        self._written = tuple([WrittenRows(coefficients_22W=each, sums_T2=sums_T2) for each in pools.coefficients_L22W])
 
     def writes(self, layer: int) -> WrittenRows | None:
-        pools = self._pools
-        if pools is None:
-            return None
-        return WrittenRows(coefficients_22W=pools.coefficients_L22W[layer], sums_T2=self._written_T2)
+        return self._written[layer] if self._pools is not None else None
 
     def write(self, lane: int) -> None:
         arguments, pools = self._write, self._pools
@@ -219,42 +194,20 @@ class _CpuWatch:
         if lane < StampLane.TAIL_K or pools is None:
             kernels.run_write(arguments)
             return
-        arguments.digests = self._written_T2.data_ptr()
+        arguments.digests = self._written[0].sums_T2.data_ptr()
         kernels.run_write(arguments)
-        back, count = self._read_back, arguments.total
-        if len(self._found_T2) < count:
-            self._found_T2 = np.empty((2 * count, 2), np.int64)
-        back.ticket, back.lane, back.digests = 0, lane, self._found_T2.ctypes.data
-        self._find_written()
+        back, find, count = self._read_back, self._find, arguments.total
+        # Names, slots, then two digests each.
+        base, back.previous = self._stored.room(4 * count), self._unknown.room(count)
+        find.names, find.found = base, base + count * _WORD
+        canary_lookup.run_find(find)
+        back.ticket, back.lane, back.positions, back.tokens = 0, lane, arguments.positions, arguments.tokens
+        back.names, back.slots, back.digests = (base + i * count * _WORD for i in range(3))
+        back.count = count
         pools.digest(back.slots, back.digests, count, 0, pools.layer_count, adds=False)
         kernels.run_verify(back)
 
-    def _find_written(self) -> None:
-        """Where the rows say that the new tokens are: attention has read them there. 0 where that is no slot."""
-        slots, positions, _, starts, rows = (each.numpy() for each in self._batch)
-        found = self._table[np.repeat(rows, np.diff(starts)), positions]
-        self._named[2][:] = np.where((slots == 0) | (found < 0) | (found >= self._slot_count), 0, found)
-
-    # ---- what is digested how -----------------------------------------------------------------------------------
-
-    def _read_by(self, batch: AttentionBatch, pools: _Pools) -> _Reading:
-        columns = self._columns_7C
-        due_7D, left_C = match_columns(columns, batch.rows_B.numpy(), self._row_count)
-        has_watched = not left_C.all()
-        if has_watched and self._sums_P22E is None:
-            # Threads that share a sequence add to slices of their own.
-            is_shared = int(batch.q_starts_B1[-1]) > batch.sequence_count
-            is_shared = is_shared or cuts_of(batch.context_B.tolist(), pools.kv_heads) > 1
-            shape = (thread_count() if is_shared else 1, 2, 2, self.entry_count)
-            self._sums_P22E = torch.zeros(shape, dtype=torch.int32)
-        ends = np.append(columns[6, 1:], self.entry_count)
-        rest = tuple([(begin, end - begin) for begin, end in np.stack((columns[6], ends), 1)[left_C].tolist()])
-        return _Reading(
-            batch=batch,
-            due_7D=torch.from_numpy(due_7D),
-            has_watched=has_watched,
-            rest=rest if has_watched else self._all,
-        )
+    # ---- what is digested by a pass of its own --------------------------------------------------------------------
 
     def _leave(self, end: int, spans: tuple[_Span, ...]) -> None:
         """Of the layers up to `end` that are not settled, these entries are to be digested by a pass of their own."""
@@ -266,30 +219,123 @@ class _CpuWatch:
                 self._left.append((first, end, spans))
             self._taken = end
 
-    def _digest_left(self) -> None:
+    def _digest_left(self, pools: _Pools) -> None:
         """Digest what was left; sums are added to those of other layers."""
         left, self._left = self._left, []
-        pools = self._pools
-        if not left or pools is None:
+        if not left:
             return
         count = self.entry_count
         if not self._has_digests:
-            self._words[4 * count : 6 * count] = 0
+            self._words.array[4 * count : 6 * count] = 0
             self._has_digests = True
         for first, end, spans in left:
             for begin, entries in spans:
-                slots_at = self._words.ctypes.data + begin * _WORD
+                slots_at = self._words.address + begin * _WORD
                 pools.digest(slots_at, self._digests_at + begin * 2 * _WORD, entries, first, end, adds=True)
 
     @property
     def _digests_at(self) -> int:
-        return self._words.ctypes.data + 4 * _WORD * self.entry_count
+        return self._words.address + 4 * _WORD * self.entry_count
 
 
 def _addresses(ring: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int, int]:
     """Of a ring, as `Verify` has them."""
     rows_QF, count_1, checked_L = ring
     return rows_QF.data_ptr(), len(rows_QF), count_1.data_ptr(), checked_L.data_ptr()
+
+
+class _Words:
+    """int64 words that stay where they are from pass to pass, and grow."""
+
+    def __init__(self, value: int = 0) -> None:
+        """`value`: of words that are new."""
+        self._value = value
+        self.array: NDArray[np.int64] = np.empty(0, np.int64)
+        self.address = self.array.ctypes.data
+
+    def room(self, count: int) -> int:
+        """The address of so many words."""
+        if len(self.array) < count:
+            self.array = np.full(2 * count, self._value, np.int64)
+            self.address = self.array.ctypes.data
+        return self.address
+
+
+class _Reads:
+    """What attention digests of the slots that a pass verifies. All is kept from pass to pass and only filled anew: in
+    decoding one pass is like the next."""
+
+    def __init__(self, pools: _Pools, row_count: int, page_size: int) -> None:
+        self._pools, self._page_size = pools, page_size
+        self._places = np.full(2 * row_count, -1, np.int64)
+        self._match = canary_lookup.Match(0, 0, 0, 0, 0, 0, 0, row_count, self._places.ctypes.data, 0, 0, 0, 0, 0, 0)
+        self._due, self._left = _Words(), _Words()
+        self._made: dict[int, tuple[LayerDigest, ...]] = {}
+        """By columns of what is due; of these sums and that memory."""
+        self.sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
+        self.has_sums = False
+        """Whether attention adds to these sums in this pass."""
+        self.batch: AttentionBatch | None = None
+        """That of which `digests` are."""
+        self.digests: tuple[LayerDigest, ...] = ()
+        """By layer; empty where nothing that is due is of this batch."""
+
+    def drop(self) -> None:
+        """A pass begins."""
+        self.batch, self.digests, self.has_sums = None, (), False
+
+    def take(self, batch: AttentionBatch, due_7C: NDArray[np.int64], entry_count: int) -> tuple[_Span, ...] | None:
+        """Attention is about to read for these queries. Returns the entries that it does not; None = all."""
+        match, sequences, columns = self._match, batch.sequence_count, due_7C.shape[1]
+        inputs = [t.contiguous() for t in (batch.rows_B, batch.q_starts_B1, batch.context_B)]
+        match.due, match.count, match.sequences = due_7C.ctypes.data, columns, sequences
+        match.rows, match.starts, match.contexts = (tensor.data_ptr() for tensor in inputs)
+        at = self._due.address
+        match.out, match.left = self._due.room(14 * sequences), self._left.room(columns)
+        if self._due.address != at:
+            self._made.clear()
+        canary_lookup.run_match(match)
+        self.batch, self.digests = batch, ()
+        left_C = self._left.array[:columns]
+        if left_C.all():
+            return None
+        if not self.has_sums:
+            self._begin(batch, entry_count)
+        self.digests = self._digests_of(match.sets * sequences)
+        if not left_C.any():
+            return ()
+        ends = np.append(due_7C[6, 1:], entry_count)
+        left = np.stack((due_7C[6], ends), 1)[left_C != 0]
+        return tuple([(begin, end - begin) for begin, end in left.tolist()])
+
+    def _begin(self, batch: AttentionBatch, entry_count: int) -> None:
+        """Zeros to add to. Threads that share a sequence have slices of their own."""
+        match, threads = self._match, thread_count()
+        is_shared = match.queries > batch.sequence_count
+        if not is_shared and 4 * threads * match.longest > match.sum:  # else the work is even enough for whole rows
+            is_shared = cuts_of(batch.context_B.tolist(), self._pools.kv_heads) > 1
+        cuts, room = threads if is_shared else 1, self.sums_P22E.shape[-1]
+        self.has_sums = True
+        if len(self.sums_P22E) == cuts and entry_count <= room <= 4 * entry_count + _ROOM:
+            self.sums_P22E.zero_()
+            return
+        self.sums_P22E = torch.zeros((cuts, 2, 2, entry_count + entry_count // 4 + _ROOM), dtype=torch.int32)
+        self._made.clear()
+
+    def _digests_of(self, width: int) -> tuple[LayerDigest, ...]:
+        made = self._made.get(width)
+        if made is None:
+            if len(self._made) >= _KEPT:
+                self._made.clear()
+            due_7D = torch.from_numpy(self._due.array[: 7 * width].reshape(7, width))
+            made = self._made[width] = tuple([
+                LayerDigest(
+                    factors=factors, due_7B=due_7D, sums_P22E=self.sums_P22E, page_size=self._page_size,
+                    canary_digest=kernels.canary_digest,
+                )
+                for factors in self._pools.packed
+            ])  # fmt: skip
+        return made
 
 
 class _Pools:

@@ -246,9 +246,11 @@ def _decode(
         if layout.is_shared:
             threads = min(threads, len(digest.sums_P22E))
         body = _pick_body(*shape, softcap is not None, how)
-        arguments = _Watched(
-            *given, *watch_integers(digest, how, window or table_RC.shape[1], len(layout.lows_B)), *scales
-        )
+        key = how, window or table_RC.shape[1], len(layout.lows_B)
+        watch = digest.kept.get(key)
+        if watch is None:
+            watch = digest.kept[key] = watch_integers(digest, *key)
+        arguments = _Watched(*given, *watch, *scales)
     body(arguments, threads)
     _check_slots(arguments.bad, slot_count)
 

@@ -9,6 +9,7 @@ import torch
 from serinus.kernels.cpu import (
     canary,
     canary_bind,
+    canary_lookup,
     hashed_pages,
     linear,
     mask_logits,
@@ -30,7 +31,7 @@ def warm(
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
     shapes; where `watched`, of the latter only attention that digests what it reads, windows and caps as said. What
     else only some models need (windows, caps, the GELU of many rows) is compiled at first use."""
-    for kernel in (pages, hashed_pages, mask_logits, sampling, canary, canary_bind):
+    for kernel in (pages, hashed_pages, mask_logits, sampling, canary, canary_bind, canary_lookup):
         kernel.warm()
     for head_size, group in shapes:
         if watched:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.checks import check_pack_factors, check_watched_attention
+from serinus.kernels.checks import check_layer_digest, check_pack_factors
 from serinus.kernels.contracts import LayerDigest, Tiling, WatchedAttention
 from serinus.kernels.cpu import paged_attention
 from serinus.kernels.cpu.digest import BLOCK
@@ -73,7 +73,8 @@ class _WatchedAttention:
         Cost: one read of the KV.
         """
         inputs = q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch
-        check_watched_attention(*inputs, digest)
+        if digest is not None:
+            check_layer_digest(k_pool_SHD, batch, digest)
         return self._attend(*inputs, scale, window, softcap, digest)
 
 

@@ -29,12 +29,12 @@ def canary_bind(
 ) -> None:
     """Hold the last slot that each sequence reads against the request itself: the hash behind it, in lanes `lane` (K)
     and `lane` + 1 (V), must be that of the request's own tokens. What differs is noted in the ring: VERIFY_CHAIN_HASH,
-    with these two as stored and expected hash.
+    with these two as stored and expected hash, and VERIFY_POSITION where the stamp has another position.
 
     Args:
         stamps_LS4, ring_QF, count_1, checked_L: as canary_verify takes them; each sequence counts as one entry.
         slots_B: whatever the row says, slot 0 included: nothing is skipped. One outside of the pool is slot 0.
-        positions_B: only noted. chains_B: chain hashes of the requests' tokens up to and with these positions.
+        positions_B: of these slots. chains_B: chain hashes of the requests' tokens up to and with these positions.
         sequences_B: only noted in the ring.
     Cost: 64 bytes read a sequence; no host wait.
     """
@@ -43,11 +43,12 @@ def canary_bind(
         stored_B4 = stamps_LS4[lane + half, slots_B]
         token_B, position_B, hash_B, digest_B = stored_B4.unbind(1)
         behind_B = mix(hash_B, token_B, position_B)
+        reasons_B = int(Reason.VERIFY_CHAIN_HASH) + (position_B != positions_B) * int(Reason.VERIFY_POSITION)
         checked_L[lane + half] += len(slots_B)
         bad_V = torch.nonzero(behind_B != chains_B).flatten()
         fields = (
-            torch.full_like(slots_B, lane + half), torch.full_like(slots_B, int(Reason.VERIFY_CHAIN_HASH)), slots_B,
-            positions_B, position_B, token_B, token_B, behind_B, chains_B, digest_B, digest_B, sequences_B,
+            torch.full_like(slots_B, lane + half), reasons_B, slots_B, positions_B, position_B, token_B, token_B,
+            behind_B, chains_B, digest_B, digest_B, sequences_B,
         )  # fmt: skip
         note(torch.stack(fields, dim=1)[bad_V], ring_QF, count_1)
 

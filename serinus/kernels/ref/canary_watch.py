@@ -21,16 +21,22 @@ from serinus.kernels.packed import PackedFactors
 
 __all__ = ["canary_watch"]
 
+_COMPARED = 8192
+"""Entries of a row that are compared at a time."""
+
 
 def canary_watch(
-    ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv, coefficients_L22W: Tensor | None,
-    ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor], page_size: int,
+    ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
+    coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor],
+    page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part.
 
     Args:
         ops: the ops that it calls; their column is that of the device of the tensors.
         table_RC: req_to_token of the part, int32.
+        written_RC: the same as the leader wrote it, kept beside: no kernel finds KV by it, what rows name is held
+            against it.
         stamps_LS4: its stamps, int64.
         layers_kv: its pools, in the order of the coefficients.
         coefficients_L22W: of `digest_coefficients`; None = no KV is digested.
@@ -39,23 +45,24 @@ def canary_watch(
     Raises:
         ValueError: the coefficients are not those of these pools (here or at the first digest).
     """
-    return _OpsWatch(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
+    return _OpsWatch(ops, table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
 
 
 class _OpsWatch:
     """A call of an op for each piece of the plan."""
 
     def __init__(
-        self, ops: CanaryOps, table_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
+        self, ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
         coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor],
         stored: tuple[Tensor, Tensor, Tensor], page_size: int,
     ) -> None:  # fmt: skip
-        self._ops, self._table_RC, self._stamps_LS4 = ops, table_RC, stamps_LS4
+        self._ops, self._table_RC, self._written_RC, self._stamps_LS4 = ops, table_RC, written_RC, stamps_LS4
         self._layers_kv, self._coefficients_L22W, self._ring, self._stored, self._page_size = (
             layers_kv, coefficients_L22W, ring, stored, page_size,
         )  # fmt: skip
-        self._due: list[tuple[Tensor, int]] = []
-        self._to_bind = torch.zeros((4, 0), dtype=torch.int64)
+        self._to_bind = torch.zeros((5, 0), dtype=torch.int64)
+        self._width = 0
+        """Positions that are compared of each row that is read."""
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._columns_7C = np.empty((7, 0), np.int64)
         self._sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
@@ -73,28 +80,39 @@ class _OpsWatch:
         self._names_T = self._written_T2 = torch.zeros(0)
         self.entry_count = 0
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_4B: NDArray[np.int64]) -> None:
-        device = self._table_RC.device
-        self.entry_count, self._due, columns = 0, [], []
+    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
+        device, table_RC = self._table_RC.device, self._table_RC
+        self.entry_count, self._pieces, columns = 0, [], []
         for piece, count in due:
-            self._due.append((torch.from_numpy(piece).to(device), count))
+            due_7B = torch.from_numpy(piece).to(device)
+            self._pieces.append(self._ops.canary_plan(table_RC, due_7B, count, page_size=self._page_size))
             columns.append(piece + np.array([[0]] * 6 + [[self.entry_count]]))
             self.entry_count += count
-        self._to_bind = torch.from_numpy(bound_4B).to(device)
+        self._to_bind = torch.from_numpy(bound_5B).to(device)
+        self._width = 1 + int((bound_5B[3] - bound_5B[2]).max(initial=0))
         self._look_up()
         self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
         self.drop_digests()
 
     def _look_up(self) -> None:
-        """The slots that rows name now."""
-        table_RC, plan = self._table_RC, self._ops.canary_plan
-        self._pieces = [plan(table_RC, due_7B, count, page_size=self._page_size) for due_7B, count in self._due]
-        names_B, rows_B, positions_B, chains_B = self._to_bind
-        self._bound = (table_RC[rows_B, positions_B].long(), positions_B, chains_B, names_B) if len(names_B) else None
+        """The last slots that sequences read, and all that they read beside what the leader wrote: the first entry that
+        differs is looked up instead, with a hash that no slot has."""
+        names_B, rows_B, low_B, last_B, chains_B = self._to_bind
+        if not len(names_B):
+            self._bound = None
+            return
+        positions_B, is_bad_B = last_B, torch.zeros_like(last_B, dtype=torch.bool)
+        for begin in reversed(range(0, self._width, _COMPARED)):  # of all that differ the first one stays
+            at_BW = low_B[:, None] + torch.arange(begin, min(begin + _COMPARED, self._width), device=low_B.device)
+            at_BW = torch.minimum(at_BW, last_B[:, None])
+            differs_BW = self._table_RC[rows_B[:, None], at_BW] != self._written_RC[rows_B[:, None], at_BW]
+            differs_B = differs_BW.any(1)
+            first_B = at_BW.gather(1, differs_BW.int().argmax(1, keepdim=True))[:, 0]
+            positions_B, is_bad_B = torch.where(differs_B, first_B, positions_B), is_bad_B | differs_B
+        slots_B = self._table_RC[rows_B, positions_B].long()
+        self._bound = slots_B, positions_B, torch.where(is_bad_B, ~chains_B, chains_B), names_B
 
     def look_again(self) -> None:
-        if self._factors and self.entry_count:
-            self._digest_to(len(self._layers_kv))
         self._look_up()
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:

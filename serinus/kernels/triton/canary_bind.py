@@ -42,7 +42,7 @@ def canary_bind(
 
 
 _jit: Any = triton.jit
-_CHAIN_HASH = tl.constexpr(int(Reason.VERIFY_CHAIN_HASH))
+_CHAIN_HASH, _POSITION = tl.constexpr(int(Reason.VERIFY_CHAIN_HASH)), tl.constexpr(int(Reason.VERIFY_POSITION))
 
 
 @_jit
@@ -69,9 +69,10 @@ def _bind(
         first = tl.atomic_add(violations, bad_count)
         at = ring + (first + tl.cumsum(bad.to(tl.int64), 0) - 1) % ring_rows * FIELDS
         tl.store(at, slot * 0 + lane + half, mask=bad)
-        tl.store(at + 1, slot * 0 + _CHAIN_HASH, mask=bad)
+        read = tl.load(positions + b, mask=bad, other=0)
+        tl.store(at + 1, _CHAIN_HASH + (position != read).to(tl.int64) * _POSITION, mask=bad)
         tl.store(at + 2, slot, mask=bad)
-        tl.store(at + 3, tl.load(positions + b, mask=bad, other=0), mask=bad)
+        tl.store(at + 3, read, mask=bad)
         tl.store(at + 4, position, mask=bad)
         tl.store(at + 5, token, mask=bad)
         tl.store(at + 6, token, mask=bad)
