@@ -14,6 +14,7 @@ OTHERS = (
     "Values: NaN",
     "A byte that changes, on a CPU",
     "A row of this very step",
+    "With `rotating:N`, a row entry of a page whose turn it is not",
 )
 """What the page lists that no damage to KV, stamps, rows, files or copies brings about here: it stays, and is found."""
 
