@@ -281,7 +281,7 @@ class _Reads:
         """By layer; empty where nothing that is due is of this batch."""
 
     def drop(self) -> None:
-        """A pass begins."""
+        """A pass begins: nothing of it is digested yet."""
         self.batch, self.digests, self.has_sums = None, (), False
 
     def take(self, batch: AttentionBatch, due_7C: NDArray[np.int64], entry_count: int) -> tuple[_Span, ...] | None:
