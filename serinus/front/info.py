@@ -226,7 +226,7 @@ async def _pass_on(front: Front, exchange: HttpExchange, what: str, limit: int =
 
 async def description(front: Front, exchange: HttpExchange) -> None:
     """The OpenAPI description of the endpoints."""
-    await exchange.json(openapi(package_version()))
+    await exchange.json(openapi(package_version(), of_router=False))
 
 
 async def abort_request(front: Front, exchange: HttpExchange) -> None:

@@ -59,9 +59,10 @@ def _operation(spec: EndpointSpec, method: str) -> dict[str, Any]:
 
 
 @cache
-def openapi(version: str) -> dict[str, Any]:
-    """The description of every endpoint. Cost: some milliseconds, once."""
-    bodies = [spec.body for spec in ENDPOINTS if spec.body is not None]
+def openapi(version: str, *, of_router: bool) -> dict[str, Any]:
+    """The description of every endpoint of a router, or of an engine. Cost: some milliseconds, once."""
+    specs = [spec for spec in ENDPOINTS if of_router or not spec.router_only]
+    bodies = [spec.body for spec in specs if spec.body is not None]
     _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for component in components.values():
         properties = component.get("properties", {})
@@ -69,7 +70,7 @@ def openapi(version: str) -> dict[str, Any]:
             del properties[field]  # declared only to be refused by name
     paths = {
         spec.path.replace(":path", ""): {method.lower(): _operation(spec, method) for method in spec.methods}
-        for spec in ENDPOINTS
+        for spec in specs
     }
     return {
         "openapi": "3.1.0",

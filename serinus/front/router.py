@@ -353,7 +353,7 @@ class Router:
 
     async def description(self, exchange: HttpExchange) -> None:
         """The description of the endpoints."""
-        await exchange.json(openapi(package_version()))
+        await exchange.json(openapi(package_version(), of_router=True))
 
 
 def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -> Starlette:

@@ -42,7 +42,7 @@ def test_an_order_of_faults_reaches_the_engine_whole_and_its_refusal_the_client(
         ({"perturb": "all"}, "perturb", "object"),
         ({"perturb": {}, "role": "router"}, "role", "decode, or none"),
         ({"count": 1}, "perturb", "perturb"),
-        ({"perturb": {}, "second": 1}, "body", "second"),
+        ({"perturb": {}, "second": 1}, "second", "second"),
     ],
 )
 def test_an_order_of_faults_that_makes_no_sense_is_refused(

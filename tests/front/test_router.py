@@ -294,7 +294,7 @@ def test_orders_reach_every_engine(route: Any) -> None:
         info = running.http.get("/get_server_info").json()
         assert [engine["kind"] for engine in info["engines"]] == ["decode", "prefill"]
         assert info["served_model_name"] == "canary"
-        assert "/generate" in running.http.get("/openapi.json").json()["paths"]
+        assert {"/generate", "/workers"} <= set(running.http.get("/openapi.json").json()["paths"])
 
 
 @pytest.mark.parametrize(
