@@ -76,7 +76,7 @@ def main() -> None:
         reads = [zeros, [*range(1, REQUESTS + 1)], zeros, [CONTEXT] * REQUESTS, [stride] * REQUESTS]
         columns, entries, _ = canary_due(torch.tensor(reads).numpy(), PAGE)
         due = torch.from_numpy(columns).cuda()
-        return lambda: ops.canary_plan(table, due, entries, page_size=PAGE)
+        return lambda: ops.canary_plan(table, due, entries, page_size=PAGE, slot_count=1 << 31)
 
     entries, few_entries = plan(1)(), plan(16)()
     values["plan_us"] = round(replay_us(plan(1)), 1)

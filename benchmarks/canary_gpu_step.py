@@ -77,7 +77,7 @@ class Case:
 
     def stamp_all(self, data: str) -> None:
         """As if every token had been written under this mode."""
-        slots, positions, _, _ = self.ops.canary_plan(*self.whole(), page_size=PAGE)
+        slots, positions, _, _ = self.ops.canary_plan(*self.whole(), page_size=PAGE, slot_count=self.stamps.shape[1])
         digests = None if data == "none" else self.ops.canary_digest(self.kv, slots, self.factors[data])
         starts = torch.arange(REQUESTS + 1, device="cuda") * CONTEXT
         tokens = positions % 32000
@@ -119,7 +119,7 @@ def step(
         plan = None
         sums = new_sums(entries) if is_fused else None
         if mode is not None:
-            plan = case.ops.canary_plan(case.table, due, entries, page_size=PAGE)
+            plan = case.ops.canary_plan(case.table, due, entries, page_size=PAGE, slot_count=case.stamps.shape[1])
             around(0, plan, None)
         for layer in range(LAYERS):
             attend(case, layer, choices[is_fused], None if sums is None else (due, sums))

@@ -189,7 +189,8 @@ class CanaryHook:
         ring.due += len(slots_T)
         index_T = torch.bucketize(torch.arange(len(slots_T), device=device), starts_B1[1:], right=True)
         self._kernels.canary_verify(
-            lanes.stamps_LS4, StampLane.HEAD_K, slots_T, torch.from_numpy(expected.positions_T).to(device),
+            lanes.stamps_LS4, StampLane.HEAD_K, slots_T,
+            torch.where(slots_T == 0, -1, torch.from_numpy(expected.positions_T).to(device)),
             torch.full_like(slots_T, -1), torch.from_numpy(expected.tokens_T).to(device), None,
             index_T + first_sequence, *ring.tensors,
         )  # fmt: skip

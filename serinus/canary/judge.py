@@ -116,7 +116,7 @@ class Judge:
         self, violation: Violation, guilty: Iterable[Place], verdicts: dict[str, Verdict], *, counts: bool = True
     ) -> None:
         touched = dict.fromkeys([violation.rid] if violation.rid else [])
-        for part, page in guilty:
+        for part, page in [place for place in guilty if place[1]]:  # page 0 is where rows name no slot at all
             touched |= dict.fromkeys(self._requests.users_of(part, page))
             checked, pages = self._copies(part, page), np.array([page], np.int32)
             self._condemned(violation, self._cache.condemn(part, pages, counts=counts, checked=checked))

@@ -307,7 +307,7 @@ class CanaryRank:
     def _check_span(
         self, lanes: PartLanes, span: PageSpan, row: RowPages, chains: NDArray[np.int64], name: int, ring: Ring
     ) -> None:
-        """The slots that the row names here, where there is one: those that its steps have read."""
+        """The slots that the row names here, where there is a row: those that its steps have read. 0 = none at all."""
         page_size, tokens = self.settings.page_size, row.tokens
         slots = (span.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
         positions = np.arange(span.first * page_size, span.end * page_size)
@@ -315,7 +315,7 @@ class CanaryRank:
         slots, positions = slots[live], positions[live]
         if row.row and len(slots):
             named = lanes.table_RC[row.row, int(positions[0]) : int(positions[-1]) + 1].cpu().numpy().astype(np.int64)
-            slots = np.where(named > 0, named, slots)
+            slots = np.where((named > 0) & (named < lanes.stamps_LS4.shape[1]), named, 0)
         previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
         names = np.full(len(slots), name)
         own = tokens[positions].astype(np.int64)

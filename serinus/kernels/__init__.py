@@ -5,7 +5,7 @@ name hold the same op with the same signature; a column may lack an op, then `re
 nothing is chosen per call. Kernels take tensors and sizes, never objects of upper rooms.
 """
 
-from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
 from serinus.kernels.contracts import Gate, LayerDigest, RowSampling, Tiling, TopTokens, Watch, WrittenRows
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
@@ -36,5 +36,6 @@ __all__ = [
     "packed_sums",
     "populate",
     "prefer_huge_pages",
+    "slots_in",
     "warm",
 ]

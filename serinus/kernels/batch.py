@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["AttentionBatch"]
+__all__ = ["AttentionBatch", "slots_in"]
+
+
+def slots_in(slots: Tensor, slot_count: int) -> Tensor:
+    """int64 slots; 0 for each that is none of the pool's."""
+    slots = slots.long()
+    return torch.where((slots < 0) | (slots >= slot_count), 0, slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,9 @@ class AttentionBatch:
     """B + 1 offsets into the step's tokens: ascending, from 0 to T; every sequence has at least one token."""
     context_B: Tensor
     """Tokens of each sequence after this step; at least its number of tokens in this step."""
+    is_watched: bool = False
+    """A canary looks the rows up again after the pass: an entry that names no slot of the pool, which attention refuses
+    otherwise, is read as slot 0 then."""
 
     @property
     def sequence_count(self) -> int:

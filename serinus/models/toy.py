@@ -27,7 +27,7 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import GatheredRows, LayerDigest, digest_values
+from serinus.kernels import GatheredRows, LayerDigest, digest_values, slots_in
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -128,7 +128,7 @@ class ToyModel:
             hook.before_layer(layer)
             part = parts[layer]
             if part not in reaches:
-                reaches[part] = self._reach(batch, tables[part], part)
+                reaches[part] = self._reach(batch, tables[part], part, len(pair[0]))
             rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
             reach = reaches[part]
             read_2CJ = [rows_SJ[reach.slots_C] for rows_SJ in rows_2SJ]
@@ -165,7 +165,7 @@ class ToyModel:
         noise_BV[:, : spec.reserved_ids] = 0.0
         return noise_BV
 
-    def _reach(self, batch: ForwardBatch, table_RC: torch.Tensor, part: Part) -> _Reach:
+    def _reach(self, batch: ForwardBatch, table_RC: torch.Tensor, part: Part, slot_count: int) -> _Reach:
         counts_B = batch.attention.q_starts_B1.diff()
         context_B = batch.attention.context_B
         window = self.spec.window if part is Part.SWA and self.spec.window is not None else int(table_RC.shape[1]) + 1
@@ -176,8 +176,9 @@ class ToyModel:
         position_C = torch.arange(len(sequence_C), device=read_B.device) + (first_B - begins_B)[sequence_C]
         owner_T = torch.arange(len(counts_B), device=counts_B.device).repeat_interleave(counts_B)
         base_T = (begins_B - first_B)[owner_T]
+        slots_C = table_RC[batch.attention.rows_B[sequence_C], position_C]
         return _Reach(
-            slots_C=table_RC[batch.attention.rows_B[sequence_C], position_C].long(),
+            slots_C=slots_in(slots_C, slot_count) if batch.attention.is_watched else slots_C.long(),
             position_C=position_C,
             first_B=first_B,
             begins_B=begins_B,
@@ -217,7 +218,7 @@ class ToyModel:
         ):  # fmt: skip
             low = rows.low(b)
             if low < first:
-                slots = table_RC[row, low:first].long()
+                slots = slots_in(table_RC[row, low:first], len(pair[0]))
                 rows.add(b, low, *(lane[slots] for lane in pair))
             count = end - counts[b] - first
             if count:

@@ -188,8 +188,9 @@ def assemble(
     if rank == mesh.result_rank and not oracle and not config.model.skip_tokenizer_init:
         grammars = GrammarMasks(partial(_grammar_vocabulary, config, spec), width=spec.vocab_size, kept=rows_of(config))
     runner = Runner(
-        model, pools, tables, kernels, hook=compose_hooks(hooks), token_oracle=oracle, comm=comm, grammars=grammars
-    )
+        model, pools, tables, kernels, hook=compose_hooks(hooks), is_watched=canary is not None, token_oracle=oracle,
+        comm=comm, grammars=grammars,
+    )  # fmt: skip
     return RankParts(
         config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=full.dtype,
         device=full.device, kernels=kernels, pools=pools, tables=tables, namespace=namespace, tiers=tiers,

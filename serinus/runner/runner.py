@@ -43,6 +43,7 @@ class Runner:
         kernels: Kernels,
         *,
         hook: ForwardHook | None = None,
+        is_watched: bool = False,
         token_oracle: bool = False,
         comm: Comm | None = None,
         grammars: GrammarMasks | None = None,
@@ -79,6 +80,7 @@ class Runner:
         self._sampler: Sampler | OracleSampler = OracleSampler() if token_oracle else Sampler(kernels)
         self._grammars = grammars
         self._hook: ForwardHook = hook or NullHook()
+        self._is_watched = is_watched
         self._passes = 0
         """Forward passes so far, the same number on all ranks. Those of plans begin anew after a warm-up."""
 
@@ -166,7 +168,10 @@ class Runner:
         slots = np.concatenate([w.slots[Part.FULL] for w in work])
         positions = np.arange(len(tokens), dtype=np.int64) + np.repeat(firsts - offsets[:-1], counts)
         attention = AttentionBatch(
-            rows_B=self._put(rows), q_starts_B1=self._put(offsets), context_B=self._put(firsts + counts)
+            rows_B=self._put(rows),
+            q_starts_B1=self._put(offsets),
+            context_B=self._put(firsts + counts),
+            is_watched=self._is_watched,
         )
         wanted = wanted_attention = None
         if len(tokens) > len(work) and not any(_asks(w) for w in work):
@@ -176,6 +181,7 @@ class Runner:
                 rows_B=self._put(rows[chosen]),
                 q_starts_B1=self._put(np.arange(len(chosen) + 1, dtype=np.int64)),
                 context_B=self._put((firsts + counts)[chosen]),
+                is_watched=self._is_watched,
             )
         batch = ForwardBatch(
             tokens_T=self._put(tokens),

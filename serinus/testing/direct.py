@@ -110,7 +110,13 @@ class DirectEngine:
         hooks = [] if hook is None else [hook]
         hooks += [] if self.canary is None else [self.canary.hook]
         self.runner: Runs = Runner(
-            model, self.pools, self.tables, kernels, hook=compose_hooks(hooks), token_oracle=token_oracle
+            model,
+            self.pools,
+            self.tables,
+            kernels,
+            hook=compose_hooks(hooks),
+            is_watched=canary is not None,
+            token_oracle=token_oracle,
         )
         rng = Rng(seed)
         self._pages: dict[Part, list[int]] = {}

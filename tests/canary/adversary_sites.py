@@ -44,8 +44,7 @@ class Targets:
     """By pool: its memory as [pages, bytes] of each lane."""
     pools: list[Any] = field(default_factory=list)
     """Objects with functions that copy."""
-    tables: list[tuple[NDArray[np.int32], int]] = field(default_factory=list)
-    """With the number of slots that there are."""
+    tables: list[NDArray[np.int32]] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     segments: list[Path] = field(default_factory=list)
 
@@ -131,16 +130,18 @@ def _burst(targets: Targets, rng: Rng) -> Act | None:
 
 @site("table entry", moments=("running",))
 def _tables(targets: Targets, rng: Rng) -> Act | None:
-    """An entry names another slot of the pool, by one bit."""
-    table, slots = rng.choice(targets.tables)
+    """A bit of an entry: it names another slot, no slot at all, or something far outside of the pool."""
+    table = rng.choice(targets.tables)
 
     def strike() -> None:
         used = np.argwhere(table)
         if not len(used):
             return
         row, at = used[rng.randrange(len(used))]
-        flipped = [int(table[row, at]) ^ 1 << bit for bit in range(20)]
-        table[row, at] = rng.choice([slot for slot in flipped if 0 < slot < slots])
+        bit = rng.randrange(9) if rng.random() < 0.7 else rng.randrange(32)
+        table.view(np.uint32)[row, at] ^= np.uint32(1 << bit)
+        if rng.random() < 0.1:
+            table[row, at] = 0
 
     return Act(strike)
 

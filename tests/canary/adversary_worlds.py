@@ -116,7 +116,7 @@ class _Base:
         for built in self._engines:
             built.cache.reset()
         found = self.targets()
-        for area in (*found.kv, *found.stamps, *found.host, *(table for table, _ in found.tables)):
+        for area in (*found.kv, *found.stamps, *found.host, *found.tables):
             area[:] = 0
 
     def targets(self) -> Targets:
@@ -134,7 +134,7 @@ class _Base:
                 pages = pool.spec.page_count
                 found.pages.append([lane.reshape(pages, -1) for lane in (*lanes, *stamps)])
                 found.pools.append(pool)
-                found.tables.append((watched[part].table_RC.numpy(), pool.spec.slot_count))
+                found.tables.append(watched[part].table_RC.numpy())
             if built.tiers is not None:
                 found.host += [pool.data_PY for pool in built.tiers.host.values() if pool.page_bytes]
         return found

@@ -119,12 +119,22 @@ def test_a_row_that_names_another_slot_breaks_the_chain(tmp_path: Path, shape: s
     assert {v.rid for v in engine.violations} == {f"row{seqs[0].row}"}
 
 
-def test_a_row_entry_that_became_padding_leaves_a_due_slot_unchecked_and_stops_the_engine(tmp_path: Path) -> None:
-    engine = watched(tmp_path, "full")
+@pytest.mark.parametrize("column", ["ref", "cpu"])
+@pytest.mark.parametrize("wild", [0, -7, "end", 1 << 30])
+@pytest.mark.parametrize("back", [2, 1])
+def test_a_row_entry_that_names_no_slot_is_a_violation_of_its_request_alone(
+    tmp_path: Path, column: str, wild: int | str, back: int
+) -> None:
+    """`back`: 1 is the last slot that is read."""
+    engine = watched(tmp_path, "full", column=column)
     seqs = started(engine, PROMPTS)
-    engine.table.table[seqs[0].row, 2] = 0
-    with pytest.raises(InvariantError, match="does not sing"):
-        decode(engine, seqs, 1)
+    wrong = seqs[0].done - back
+    engine.table.table[seqs[0].row, wrong] = engine.pool.spec.slot_count if wild == "end" else wild
+    decode(engine, seqs, 1)
+    assert {v.rid for v in engine.violations} == {f"row{seqs[0].row}"}
+    at_fault = [v for v in engine.violations if v.position == wrong]
+    assert {v.slot for v in at_fault} == {0}
+    assert {v.tag for v in at_fault} == {f"{when}_{half}_FULL" for when in ("HEAD", "TAIL") for half in "KV"}
 
 
 def test_the_sweep_finds_what_sleeps_in_the_cache(tmp_path: Path) -> None:

@@ -184,24 +184,56 @@ def test_what_attention_of_the_last_sliding_layer_does_not_read_is_no_false_alar
         assert engine.violations == []
 
 
-class Breaker(Moth):
-    """A hook that lets attention of layer 1 meet a slot that is not there: it ends in the middle."""
+class WildRow(Moth):
+    """A hook that lets attention of layer 1 meet an entry that names no slot; `undone`: it is right again after it."""
+
+    undone = False
 
     def before_layer(self, layer_index: int) -> None:
-        if layer_index == 1 and self.damage is not None:
-            assert self.engine is not None
-            _, _, row, position = self.damage
-            self.engine.tables[self.engine.model.spec.layer_parts[1]].table[row, position] = 1 << 20
+        if layer_index not in (1, 2) or self.damage is None:
+            return
+        assert self.engine is not None
+        _, _, row, position = self.damage
+        table = self.engine.tables[self.engine.model.spec.layer_parts[1]].table
+        if layer_index == 1:
+            self.was = int(table[row, position])
+            table[row, position] = 1 << 20
+        elif self.undone:
+            table[row, position] = self.was
 
 
-def test_a_pass_that_broke_off_in_attention_accuses_no_sound_page(model: Model) -> None:
+@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("query", [1, 30])
+def test_an_entry_that_names_no_slot_while_attention_reads_it_is_a_violation(
+    model: Model, undone: bool, query: int
+) -> None:
+    moth = WildRow()
+    moth.undone = undone
+    engine = engine_of(model, "cpu", moth)
+    seqs = [start(engine, 60, seed) for seed in range(3)]
+    for seq in seqs:
+        engine.step([(seq, 30)])
+    moth.damage = (1, 0, seqs[1].row, seqs[1].done - 2)
+    engine.step([(seq, query) for seq in seqs])
+    assert {violation.rid for violation in engine.violations} == {f"row{seqs[1].row}"}
+
+
+class Breaker(Moth):
+    """A hook that breaks a pass off, when attention of two layers has digested what it read."""
+
+    def before_layer(self, layer_index: int) -> None:
+        if layer_index == 2 and self.damage is not None:
+            raise ValueError("a pass that broke off")
+
+
+def test_a_pass_that_broke_off_accuses_no_sound_page(model: Model) -> None:
     moth = Breaker()
     engine = engine_of(model, "cpu", moth)
     seqs = [start(engine, 30, seed) for seed in range(3)]
     for seq in seqs:
         engine.step([(seq, 100)])
     moth.damage = (1, 0, seqs[1].row, seqs[1].done - 2)
-    with pytest.raises(ValueError, match="holds a slot out of"):
+    with pytest.raises(ValueError, match="broke off"):
         engine.step([(seq, 1) for seq in seqs])
     assert engine.canary is not None
     engine.canary.abandoned()

@@ -32,6 +32,8 @@ class CanaryCase:
     starts: Tensor
     damage: list[tuple[int, int, int]]
     """(lane, slot, field) that are changed between writing and verifying."""
+    wild: list[tuple[int, int, int]]
+    """(row, position, slot): entries of the table that come to name no slot of a page, or none at all."""
     low: Tensor
     stride: int
     strangers: list[int]
@@ -64,6 +66,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
     total = sum(lengths)
     flat = torch.cat(slots)
     damage = [(rng.randrange(4), int(flat[rng.randrange(total)]), rng.randrange(4)) for _ in range(rng.randint(0, 3))]
+    wild = [row for row in range(1, len(lengths) + 1) if rng.random() < 0.2]
     return CanaryCase(
         kv=[(pair[0], pair[1]) for pair in kv],
         coefficients=torch.from_numpy(coefficients).to(device),
@@ -74,6 +77,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
         tokens=torch.randint(0, 1 << 20, (total,), generator=generator).to(device),
         starts=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]).to(device),
         damage=damage,
+        wild=[(row, rng.randrange(lengths[row - 1]), rng.choice((0, -1, -99, slot_count, 1 << 30))) for row in wild],
         low=torch.tensor([rng.randrange(n) if rng.random() < 0.4 else 0 for n in lengths]).to(device),
         stride=rng.choice((1, 2, 3)),
         strangers=[int(rng.random() < 0.2) for _ in lengths],
@@ -90,7 +94,10 @@ def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     written = stamps.clone()
     for lane, slot, field in case.damage:
         stamps[lane, slot, field] ^= 1 << 7
-    plan = _plan(ops, case)
+    table = case.table.clone()
+    for row, position, slot in case.wild:
+        table[row, position] = slot
+    plan = _plan(ops, case, table)
     ring = torch.zeros((64, RING_FIELDS), dtype=torch.int64, device=device)
     count = torch.zeros(1, dtype=torch.int64, device=device)
     checked = torch.zeros(4, dtype=torch.int64, device=device)
@@ -99,7 +106,7 @@ def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     ops.canary_verify(stamps, 0, *plan[:3], None, None, plan[3], ring, count, checked)
     ops.canary_verify(stamps, 2, *plan[:3], expected, found, plan[3], ring, count, checked)
     rows, lengths = torch.arange(1, len(case.lengths) + 1), torch.tensor(case.lengths)
-    last = case.table[rows.to(device), (lengths - 1).to(device)].long()
+    last = table[rows.to(device), (lengths - 1).to(device)].long()
     ends = [ops.chain_hashes(each.numpy(), 0, ANCHOR)[-1] for each in case.tokens.int().cpu().split(case.lengths)]
     chains = torch.tensor(ends, device=device) ^ torch.tensor(case.strangers, device=device)
     for lane in (0, 2):
@@ -132,7 +139,7 @@ def _stamp(ops: Kernels, case: CanaryCase, stamps: Tensor, digests: Tensor) -> N
         ops.canary_write(stamps, 2, *inputs, digests[picked])
 
 
-def _plan(ops: Kernels, case: CanaryCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plan(ops: Kernels, case: CanaryCase, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device = case.device
     low = case.low.tolist()
     first = [value // PAGE for value in low]
@@ -141,5 +148,7 @@ def _plan(ops: Kernels, case: CanaryCase) -> tuple[Tensor, Tensor, Tensor, Tenso
     strides = [case.stride] * len(low)
     names, rows = range(70, 70 + len(low)), range(1, len(low) + 1)
     due = torch.tensor([[*names], [*rows], low, case.lengths, first, strides, offsets[:-1]], device=device)
-    plan: tuple[Tensor, Tensor, Tensor, Tensor] = ops.canary_plan(case.table, due, offsets[-1], page_size=PAGE)
+    plan: tuple[Tensor, Tensor, Tensor, Tensor] = ops.canary_plan(
+        table, due, offsets[-1], page_size=PAGE, slot_count=len(case.kv[0][0])
+    )
     return plan

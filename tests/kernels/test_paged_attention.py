@@ -274,3 +274,19 @@ def test_a_slot_outside_of_the_pool_is_refused(cpu: Kernels, sequence: int) -> N
     paged.table[paged.batch.rows_B[sequence], 3] = paged.k_pool.shape[0]
     with pytest.raises((ValueError, IndexError), match="out of"):
         run(cpu, paged)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(16, torch.float32), (64, torch.bfloat16)])
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_a_slot_outside_of_the_pool_is_read_as_slot_0_where_a_canary_looks_rows_up_again(
+    either: Kernels, sequence: int, size: int, dtype: torch.dtype
+) -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_size": size, "page_size": 4, "dtype": dtype}
+    paged = make_paged(seed=8, sequences=[(1, 6), (12, 20)], **shape)
+    paged.k_pool[0], paged.v_pool[0] = 0.5, 0.25
+    row, batch = paged.batch.rows_B[sequence], dataclasses.replace(paged.batch, is_watched=True)
+    paged.table[row, 3] = 0
+    expected = run(either, paged)
+    for wild in (-1, paged.k_pool.shape[0], 1 << 30):
+        paged.table[row, 3] = wild
+        assert torch.equal(run(either, dataclasses.replace(paged, batch=batch)), expected)

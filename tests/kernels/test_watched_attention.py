@@ -136,7 +136,8 @@ def expected_sums(ref: Kernels, inputs: tuple[Any, ...], digest: LayerDigest) ->
         count = int((column[3] - column[2] // digest.page_size * digest.page_size).clamp_min(0)) + digest.page_size
         alone = column.clone()
         alone[6] = 0
-        slots = ref.canary_plan(inputs[3], alone[:, None].contiguous(), count, page_size=digest.page_size)[0]
+        sizes = {"page_size": digest.page_size, "slot_count": len(inputs[1])}
+        slots = ref.canary_plan(inputs[3], alone[:, None].contiguous(), count, **sizes)[0]
         live = slots.nonzero().flatten()
         if int(column[3]) > int(column[2]) and len(live):
             found = ref.canary_digest([inputs[1:3]], slots[live], digest.factors.plain_22W[None])

@@ -74,7 +74,7 @@ def watched_attention(seed: int, device: str) -> str:
         q_starts_B1=torch.arange(batch + 1, device=device),
         context_B=torch.tensor(contexts, device=device),
     )
-    slots = ref.canary_plan(table, due, entries, page_size=page)[0]
+    slots = ref.canary_plan(table, due, entries, page_size=page, slot_count=slot_count)[0]
     whole, stood_in = (torch.zeros((1, 2, 2, entries), dtype=torch.int32, device=device) for _ in range(2))
     wrong = ""
     for layer, (k, v) in enumerate(kv):

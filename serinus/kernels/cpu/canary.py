@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, differing
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, Reason, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
@@ -44,7 +44,7 @@ Digest = fields("ticket pools slots coefficients out count layers lanes slot_byt
 Due = fields("ticket reads out count page_size live entry_count slot_count")
 """The last three are answers."""
 Plan = fields("ticket table due out sequence_count entry_count columns page_size slot_count")
-"""Entries of rows from `slot_count` on, or below 0, are 0: damage, and no address."""
+"""Entries of rows from `slot_count` on, or below 0, are slot 0: damage, and no address."""
 Verify = fields(
     "ticket stamps slot_count lane slots positions previous tokens digests names ring ring_rows violations"
     " checked count step sums cuts sums_stride"
@@ -62,6 +62,7 @@ VERIFY_STEP = 2048
 """Entries that a thread verifies at a time."""
 _PLAN_ALONE = 4 * VERIFY_STEP
 _ANCHOR = np.uint64(ANCHOR)
+_POSITION = int(Reason.VERIFY_POSITION)
 
 
 def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
@@ -91,14 +92,14 @@ def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
 
 
 def canary_plan(
-    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int
+    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int, slot_count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots, positions, previous slots and names of what to verify, [E] each."""
     out_4E = torch.empty((4, entry_count), dtype=torch.int64)
     due_7B = due_7B.contiguous()
     arguments = Plan(
         0, table_RC.data_ptr(), due_7B.data_ptr(), out_4E.data_ptr(), due_7B.shape[1], entry_count, table_RC.shape[1],
-        page_size, 1 << 31,
+        page_size, slot_count,
     )  # fmt: skip
     run_plan(arguments)
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
@@ -297,12 +298,13 @@ def _plan_body(version: int) -> Body:
             for e in range(begin, end):
                 inside = e - begin
                 position = (first_page + inside // page_size * stride) * page_size + inside % page_size
-                out[total + e] = position
                 out[3 * total + e] = due[b]
                 if position < low or position >= high:
                     out[e] = 0
+                    out[total + e] = -1
                     out[2 * total + e] = 0
                     continue
+                out[total + e] = position
                 out[e] = row[position] if 0 <= row[position] < slot_count else 0
                 if position == 0:
                     out[2 * total + e] = 0
@@ -337,7 +339,7 @@ def _verify_body(version: int) -> Body:
                 checked = 0
                 for e in range(first, end):
                     slot = slots[e]
-                    if slot == 0:
+                    if positions[e] < 0:
                         continue
                     checked += 1
                     token, position = stamps[slot * 4], stamps[slot * 4 + 1]
@@ -369,6 +371,8 @@ def _verify_body(version: int) -> Body:
                     reasons = _differing(
                         token, position, stored_hash, stored_digest, wanted, positions[e], expected_hash, found
                     )
+                    if slot == 0:
+                        reasons |= _POSITION
                     if reasons != 0:
                         base = fetch_add(a[12], 1) % a[11] * RING_FIELDS
                         ring[base] = lane + half

@@ -20,8 +20,9 @@ __all__ = ["Find", "Look", "Match", "run_find", "run_look", "run_match", "warm"]
 Look = fields("ticket table written columns bound count out")
 """`written`: the rows as the leader wrote them, like `table`. `bound`: as `Watch.expand` takes it. `out`: [4, B],
 slots, positions, hashes and names as `canary_bind` takes them."""
-Find = fields("ticket table columns slot_count rows starts positions slots count first_name names found")
-"""`names`, `found`: [T] each, the sequence of each token that is stored, and the slot that its row names."""
+Find = fields("ticket table columns slot_count rows starts positions slots count first_name names found placed")
+"""`names`, `found`, `placed`: [T] each, the sequence of each token that is stored, the slot that its row names, and its
+position; -1 for padding, which has no slot to be stored in."""
 Match = fields("ticket due count rows starts contexts sequences row_count places out left sets queries longest sum")
 """`due`: [7, count], the columns of a plan. `places`: [2, row_count], -1 everywhere, and so again afterwards. `out`:
 room for [7, 2 * sequences], the columns in the order of the batch, in `sets` sets. `left`: [count], 1 where a column
@@ -82,7 +83,7 @@ def _find_body(version: int) -> Body:
     def find(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 12, np.int64)
+        a = carray(args, 13, np.int64)
         columns, slot_count, count = a[2], a[3], a[8]
         rows = carray(at(a[4]), count, np.int64)
         starts = carray(at(a[5]), count + 1, np.int64)
@@ -91,12 +92,14 @@ def _find_body(version: int) -> Body:
         slots = carray(at(a[7]), total, np.int64)
         names = carray(at(a[10]), total, np.int64)
         found = carray(at(a[11]), total, np.int64)
+        placed = carray(at(a[12]), total, np.int64)
         for b in range(count):
             row = carray(at(a[1] + rows[b] * columns * 4), columns, np.int32)
             for t in range(starts[b], starts[b + 1]):
                 slot = np.int64(row[positions[t]])
                 names[t] = a[9] + b
-                found[t] = slot if slots[t] != 0 and 0 <= slot < slot_count else 0
+                found[t] = slot if 0 <= slot < slot_count else 0
+                placed[t] = positions[t] if slots[t] != 0 else -1
 
     return compile_body(find)
 

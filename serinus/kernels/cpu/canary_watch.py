@@ -70,7 +70,7 @@ class _CpuWatch:
         )
         self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
         self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
-        self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0)
+        self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
         self._given: tuple[NDArray[np.int64], ...] = ()
         """The plan of this pass, as long as its addresses are in use."""
@@ -197,12 +197,12 @@ class _CpuWatch:
         arguments.digests = self._written[0].sums_T2.data_ptr()
         kernels.run_write(arguments)
         back, find, count = self._read_back, self._find, arguments.total
-        # Names, slots, then two digests each.
-        base, back.previous = self._stored.room(4 * count), self._unknown.room(count)
-        find.names, find.found = base, base + count * _WORD
+        # Names, slots, positions, then two digests each.
+        base, back.previous = self._stored.room(5 * count), self._unknown.room(count)
+        find.names, find.found, find.placed = (base + i * count * _WORD for i in range(3))
         canary_lookup.run_find(find)
-        back.ticket, back.lane, back.positions, back.tokens = 0, lane, arguments.positions, arguments.tokens
-        back.names, back.slots, back.digests = (base + i * count * _WORD for i in range(3))
+        back.ticket, back.lane, back.tokens = 0, lane, arguments.tokens
+        back.names, back.slots, back.positions, back.digests = (base + i * count * _WORD for i in range(4))
         back.count = count
         pools.digest(back.slots, back.digests, count, 0, pools.layer_count, adds=False)
         kernels.run_verify(back)

@@ -117,7 +117,7 @@ def attend_chunks(
     """Fill the rows of `out_TND` that belong to the chunks; `units_UF` were made with this window, for a batch of so
     many sequences.
 
-    Returns 0, or 1 + a row with a wrong slot in its table.
+    Returns 0, or 1 + a row with an entry that is no slot, which was read as slot 0.
     """
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
@@ -144,16 +144,12 @@ def warm(head_size: int, group: int, windowed: bool, capped: bool, watched: int)
 
 @inlined(fastmath=FAST)
 def _pack(
-    k_at: Any, v_at: Any, table: Any, first: Any, count: Any, row_bytes: Any, slot_count: Any, keys: Any, values: Any,
-    size: Any,
-) -> Any:  # fmt: skip
-    """Pack a block of at most 64 keys and values, zero beyond `count`; returns whether all slots are in the pool."""
+    k_at: Any, v_at: Any, rows: Any, count: Any, keys: Any, values: Any, size: Any,
+) -> None:  # fmt: skip
+    """Pack a block of at most 64 keys and values, zero beyond `count`; `rows`: of `_find_rows`."""
     half = size // 2
     for p in range(count):
-        slot = np.int64(table[first + p])
-        if slot < 0 or slot >= slot_count:
-            return False
-        words = carray(at(k_at + slot * row_bytes), half, np.uint32)
+        words = carray(at(k_at + rows[p]), half, np.uint32)
         for i in range(half):
             keys[i * _KEYS + p] = words[i]
     for i in range(half):
@@ -162,8 +158,8 @@ def _pack(
     for pair in range(_KEYS // 2):
         p = pair * 2
         packed = values[pair * size : pair * size + size]
-        low = carray(at(v_at + np.int64(table[first + min(p, count - 1)]) * row_bytes), size, np.uint16)
-        high = carray(at(v_at + np.int64(table[first + min(p + 1, count - 1)]) * row_bytes), size, np.uint16)
+        low = carray(at(v_at + rows[p]), size, np.uint16)
+        high = carray(at(v_at + rows[p + 1]), size, np.uint16)
         if p + 1 < count:
             for i in range(size):
                 packed[i] = np.uint32(low[i]) | (np.uint32(high[i]) << np.uint32(16))
@@ -173,7 +169,6 @@ def _pack(
         else:
             for i in range(size):
                 packed[i] = np.uint32(0)
-    return True
 
 
 @inlined(fastmath=set())
@@ -192,10 +187,16 @@ def _weigh(
 
 
 @inlined(fastmath=set())
-def _find_rows(rows: Any, table: Any, start: Any, count: Any, row_bytes: Any) -> None:
-    """rows[p] = the offset of position start + p; behind `count`, that of the last."""
+def _find_rows(rows: Any, table: Any, start: Any, count: Any, row_bytes: Any, slot_count: Any) -> Any:
+    """rows[p] = the offset of position start + p; behind `count`, that of the last. A slot out of the pool counts as
+    slot 0. Returns whether there is none."""
+    is_whole = True
     for p in range(_KEYS):
-        rows[p] = np.int64(table[start + min(p, count - 1)]) * row_bytes
+        slot = np.int64(table[start + min(p, count - 1)])
+        if slot < 0 or slot >= slot_count:
+            is_whole, slot = False, np.int64(0)
+        rows[p] = slot * row_bytes
+    return is_whole
 
 
 @inlined(fastmath=FAST)
@@ -286,25 +287,13 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
             head_at = head * size * 2
             for b in range(blocks):
                 packed = slice(b * block_words, b * block_words + block_words)
-                if not _pack(
-                    a[2] + head_at,
-                    a[3] + head_at,
-                    table,
-                    low + b * _KEYS,
-                    min(_KEYS, end - low - b * _KEYS),
-                    row_bytes,
-                    a[11],
-                    keys[packed],
-                    values[packed],
-                    size,
-                ):
+                start = low + b * _KEYS
+                here = min(_KEYS, end - start)
+                if not _find_rows(rows_at, table, start, here, row_bytes, a[11]):
                     a[12] = row + 1
-                    return
+                _pack(a[2] + head_at, a[3] + head_at, rows_at, here, keys[packed], values[packed], size)
                 if watched:
-                    start = low + b * _KEYS
-                    here = min(_KEYS, end - start)
                     find_entries(entries, due, w[6], w[7], units[u, 8], start, here, w[5])
-                    _find_rows(rows_at, table, start, here, row_bytes)
                     _weigh(weights, units[u, 9], units[u, 10], past, count, tile_tokens, a[13], start)
                     for kv in range(2):
                         pool, own = a[2 + kv], sums + kv * w[4] * 8

@@ -122,8 +122,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                 for p in range(_BLOCK + _GROUP):  # those past the block are prefetched: its successor starts there
                     slot = np.int64(table[min(start + p, context - 1)])
                     if slot < 0 or slot >= a[11]:
-                        a[12] = row + 1
-                        return
+                        a[12], slot = row + 1, np.int64(0)
                     rows[p] = slot * row_bytes
                 if watched:
                     find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.checks import check_paged_attention
 from serinus.kernels.contracts import LayerDigest, PagedAttention
 from serinus.kernels.cpu import chunk_attention
@@ -114,15 +114,18 @@ class LaidAttention:
         inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC
         if digest is not None and window is not None:
             _digest_unseen(*inputs[1:], batch, layout, digest)
+        bad = 0
         if len(layout.units_UF):
-            _decode(*inputs, layout, scale, window, softcap, out_TND, digest)
+            bad = _decode(*inputs, layout, scale, window, softcap, out_TND, digest)
         if len(layout.chunk_units_UF):
             units, sequences = layout.chunk_units_UF, batch.sequence_count
-            bad = attend_chunks(*inputs, units, scale, window, softcap, out_TND, digest, sequences)
-            _check_slots(bad, k_pool_SHD.shape[0])
+            bad = attend_chunks(*inputs, units, scale, window, softcap, out_TND, digest, sequences) or bad
+        if bad and not batch.is_watched:
+            slot_count = k_pool_SHD.shape[0]
+            raise ValueError(f"kernels: row {bad - 1} of req_to_token holds a slot out of 0 .. {slot_count - 1}")
         gathered = None if digest is None else GatheredRows(digest, batch.sequence_count)
         for chunk in layout.chunks:
-            _prefill(*inputs, chunk, scale, window, softcap, out_TND, gathered)
+            _prefill(*inputs, batch.is_watched, chunk, scale, window, softcap, out_TND, gathered)
         return out_TND
 
 
@@ -221,14 +224,15 @@ def _digest_unseen(
     gathered, rows = GatheredRows(digest, sequences), batch.rows_B.tolist()
     for b in np.unique(np.flatnonzero(unseen_D) % sequences).tolist():
         low = gathered.low(b)
-        slots_L = table_RC[rows[b], low : int(layout.lows_B[b])]
+        slots_L = slots_in(table_RC[rows[b], low : int(layout.lows_B[b])], len(k_pool_SHD))
         gathered.add(b, low, k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L))
 
 
 def _decode(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, layout: _Layout, scale: float,
     window: int | None, softcap: float | None, out: Tensor, digest: LayerDigest | None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """Returns 1 + a row with an entry that is no slot, which was read as slot 0; 0 = there is none."""
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
     units = layout.units_UF
@@ -252,17 +256,12 @@ def _decode(
             watch = digest.kept[key] = watch_integers(digest, *key)
         arguments = _Watched(*given, *watch, *scales)
     body(arguments, threads)
-    _check_slots(arguments.bad, slot_count)
-
-
-def _check_slots(bad: int, slot_count: int) -> None:
-    if bad:
-        raise ValueError(f"kernels: row {bad - 1} of req_to_token holds a slot out of 0 .. {slot_count - 1}")
+    return int(arguments.bad)
 
 
 def _prefill(
-    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, chunk: Chunk, scale: float,
-    window: int | None, softcap: float | None, out_TND: Tensor, gathered: GatheredRows | None,
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, is_watched: bool, chunk: Chunk,
+    scale: float, window: int | None, softcap: float | None, out_TND: Tensor, gathered: GatheredRows | None,
 ) -> None:  # fmt: skip
     """One chunk through torch: its flash kernel, or where scores are capped plain products. Its KV is gathered once,
     and what is digested of it is what was gathered.
@@ -275,6 +274,8 @@ def _prefill(
     group, past = heads // kv_heads, chunk.context - chunk.count
     begin = 0 if window is None else max(0, past - window + 1)
     slots_L = table_RC[chunk.row, begin : chunk.context]
+    if is_watched:
+        slots_L = slots_in(slots_L, len(k_pool_SHD))
     k_LHD, v_LHD = k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L)
     if gathered is not None:
         gathered.add(chunk.sequence, begin, k_LHD, v_LHD)
@@ -361,6 +362,7 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
         score = np.empty(heads * _BLOCK, np.float32)
         top = np.empty(heads, np.float32)
         mass = np.empty(heads, np.float32)
+        rows = np.empty(_BLOCK, np.int64)
         entries = np.empty(_BLOCK, np.int64)
         portions = np.empty(_BLOCK, np.int32)
         if watched:
@@ -387,9 +389,9 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
                 for p in range(count):
                     slot = np.int64(table[start + p])
                     if slot < 0 or slot >= a[11]:
-                        a[12] = row + 1
-                        return
-                    key = a[2] + slot * row_bytes
+                        a[12], slot = row + 1, np.int64(0)
+                    rows[p] = slot * row_bytes
+                    key = a[2] + rows[p]
                     for h in range(head, head_end):
                         to = score.ctypes.data + (h * (group * _BLOCK) + p) * 4
                         dots(
@@ -414,12 +416,10 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
                     if start > units[u, 5] and shrink != np.float32(1):
                         for i in range(n * size, n * size + size):
                             total[i] *= shrink
-                last = start + count - 1
+                last = count - 1
                 for p in range(0, padded, 4):
-                    v0 = a[3] + np.int64(table[start + p]) * row_bytes
-                    v1 = a[3] + np.int64(table[min(start + p + 1, last)]) * row_bytes
-                    v2 = a[3] + np.int64(table[min(start + p + 2, last)]) * row_bytes
-                    v3 = a[3] + np.int64(table[min(start + p + 3, last)]) * row_bytes
+                    v0, v1 = a[3] + rows[p], a[3] + rows[min(p + 1, last)]
+                    v2, v3 = a[3] + rows[min(p + 2, last)], a[3] + rows[min(p + 3, last)]
                     for h in range(head, head_end):
                         o = h * (size * item_bytes)
                         weights = score.ctypes.data + (h * (group * _BLOCK) + p) * 4
@@ -432,7 +432,7 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
                             if entries[r] >= 0:
                                 add_row(
                                     sums + a[17] * 8, a[17], entries[r], portions[r],
-                                    a[3] + np.int64(table[start + r]) * row_bytes, a[13] + a[21] * 8, a[21],
+                                    a[3] + rows[r], a[13] + a[21] * 8, a[21],
                                     head * head_lanes, head_end * head_lanes,
                                 )  # fmt: skip
             for n in range(head * group, head_end * group):

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, UNKNOWN, differing
+from serinus.kernels.batch import slots_in
+from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import WrittenRows
 
@@ -115,7 +116,7 @@ def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
 
 
 def canary_plan(
-    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int
+    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int, slot_count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What to verify: of each sequence the pages that are due, within [low, high).
 
@@ -124,8 +125,9 @@ def canary_plan(
         due_7B: int64, a column a sequence: its name (only handed on), row, low and high (positions that may be read),
             page index to begin at, stride in pages, where its entries begin (ascending by whole pages from 0).
         entry_count: E, known to the host, so that no call waits for the device.
-    Returns: slots_E (0 where the position is outside [low, high): not verified), positions_E, previous_E (slot of the
-        position before; 0 at position 0; UNKNOWN at `low` otherwise), names_E. All int64.
+        slot_count: S; entries of the table outside of it are slot 0: damage, and no address.
+    Returns: slots_E, positions_E (-1 outside [low, high): not verified), previous_E (slot of the position before; 0 at
+        position 0; UNKNOWN at `low` otherwise), names_E. All int64.
     Cost: one read of the table's entries.
     """
     names_B, rows_B, low_B, high_B, first_page_B, stride_B, offsets_B = due_7B
@@ -138,11 +140,11 @@ def canary_plan(
     due_E = (positions_E >= low_E) & (positions_E < high_B[index_E])
     read_E = torch.where(due_E, positions_E, 0)
     rows_E = rows_B[index_E]
-    slots_E = torch.where(due_E, table_RC[rows_E, read_E].long(), 0)
-    previous_E = table_RC[rows_E, (read_E - 1).clamp_min(0)].long()
+    slots_E = torch.where(due_E, slots_in(table_RC[rows_E, read_E], slot_count), 0)
+    previous_E = slots_in(table_RC[rows_E, (read_E - 1).clamp_min(0)], slot_count)
     previous_E = torch.where(positions_E == low_E, UNKNOWN, previous_E)
     previous_E = torch.where(positions_E == 0, 0, previous_E)
-    return slots_E, positions_E, torch.where(due_E, previous_E, 0), names_B[index_E]
+    return slots_E, torch.where(due_E, positions_E, -1), torch.where(due_E, previous_E, 0), names_B[index_E]
 
 
 def canary_verify(
@@ -162,16 +164,16 @@ def canary_verify(
 
     Args:
         stamps_LS4: int64 stamps of one part.
-        slots_E: slot 0 is skipped. positions_E: expected. previous_E: slot of the position before, 0 = chain head,
-            UNKNOWN = its hash must be that of the other lane. tokens_E: expected; where UNKNOWN (None = everywhere) the
-            token must be that of the other lane.
+        positions_E: expected; an entry below 0 is skipped. slots_E: slot 0 holds nothing: VERIFY_POSITION.
+        previous_E: slot of the position before, 0 = chain head, UNKNOWN = its hash must be that of the other lane.
+        tokens_E: expected; where UNKNOWN (None = everywhere) the token must be that of the other lane.
         digests_E2: found now, of K and V; None = these stamps have none: it must be 0.
         sequences_E: the sequence of each entry; only noted in the ring.
         ring_QF: int64 [Q, RING_FIELDS]; violation number n goes to row n % Q: overflow drops detail, never the count.
         count_1: int64, all violations ever. checked_L: int64, entries looked at ever, by lane.
     Cost: 64 bytes read an entry and lane; no host wait. In which order violations of one call stand is not defined.
     """
-    live_E = slots_E != 0
+    live_E = positions_E >= 0
     slots_E, positions_E, previous_E = slots_E[live_E], positions_E[live_E], previous_E[live_E]
     sequences_E = sequences_E[live_E]
     tokens_E = None if tokens_E is None else tokens_E[live_E]
@@ -188,6 +190,7 @@ def canary_verify(
         reasons_E = differing(  # type: ignore[no-untyped-call]
             token_E, position_E, hash_E, digest_E, wanted_E, positions_E, hashes_E, found_E
         )
+        reasons_E = torch.where(slots_E == 0, reasons_E | int(Reason.VERIFY_POSITION), reasons_E)
         checked_L[lane + half] += len(slots_E)
         bad_V = torch.nonzero(reasons_E).flatten()
         fields = (
@@ -227,7 +230,8 @@ def canary_write(
     Cost: 64 bytes written a token; one after the other within a sequence.
     """
     starts_B = positions_T[q_starts_B1[:-1]]
-    previous_B = torch.where(starts_B > 0, table_RC[rows_B, (starts_B - 1).clamp_min(0)].long(), 0)
+    before_B = slots_in(table_RC[rows_B, (starts_B - 1).clamp_min(0)], stamps_LS4.shape[1])
+    previous_B = torch.where(starts_B > 0, before_B, 0)
     for half in range(2):
         lane_S4 = stamps_LS4[lane + half]
         before_B4 = lane_S4[previous_B]

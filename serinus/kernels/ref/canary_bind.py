@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core import stamps
+from serinus.kernels.batch import slots_in
 from serinus.kernels.canary import ANCHOR, Reason
 from serinus.kernels.ref.canary import mix, note
 
@@ -38,7 +39,7 @@ def canary_bind(
         sequences_B: only noted in the ring.
     Cost: 64 bytes read a sequence; no host wait.
     """
-    slots_B = torch.where((slots_B < 0) | (slots_B >= stamps_LS4.shape[1]), 0, slots_B)
+    slots_B = slots_in(slots_B, stamps_LS4.shape[1])
     for half in range(2):
         stored_B4 = stamps_LS4[lane + half, slots_B]
         token_B, position_B, hash_B, digest_B = stored_B4.unbind(1)

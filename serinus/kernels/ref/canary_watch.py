@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.canary import UNKNOWN, StampLane, packed_sums
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
 from serinus.kernels.due import match_columns
@@ -83,9 +83,10 @@ class _OpsWatch:
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         device, table_RC = self._table_RC.device, self._table_RC
         self.entry_count, self._pieces, columns = 0, [], []
+        sizes = {"page_size": self._page_size, "slot_count": self._stamps_LS4.shape[1]}
         for piece, count in due:
             due_7B = torch.from_numpy(piece).to(device)
-            self._pieces.append(self._ops.canary_plan(table_RC, due_7B, count, page_size=self._page_size))
+            self._pieces.append(self._ops.canary_plan(table_RC, due_7B, count, **sizes))
             columns.append(piece + np.array([[0]] * 6 + [[self.entry_count]]))
             self.entry_count += count
         self._to_bind = torch.from_numpy(bound_5B).to(device)
@@ -174,7 +175,8 @@ class _OpsWatch:
         slots_T, positions_T, tokens_T = self._batch[:3]
         rows_T = self._batch[-1].repeat_interleave(self._batch[3].diff())
         # Where the rows say that they are: attention has read them there.
-        slots_T = torch.where(slots_T == 0, 0, self._table_RC[rows_T, positions_T].long())
+        positions_T = torch.where(slots_T == 0, -1, positions_T)  # padding
+        slots_T = slots_in(self._table_RC[rows_T, positions_T.clamp_min(0)], self._stamps_LS4.shape[1])
         found_T2 = self._ops.canary_digest(self._layers_kv, slots_T, self._coefficients_L22W)
         unknown_T = torch.full_like(slots_T, UNKNOWN)
         self._ops.canary_verify(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.checks import check_paged_attention
 
 __all__ = ["attend", "paged_attention"]
@@ -73,6 +73,8 @@ def attend(
         low = 0 if window is None else max(0, first - window + 1)
         from_low = low if gathered is None else min(low, gathered.low(b))
         slots_L = req_to_token_RC[row, from_low : contexts[b]].long()
+        if batch.is_watched:
+            slots_L = slots_in(slots_L, len(k_pool_SHD))
         k_LHD, v_LHD = k_pool_SHD[slots_L], v_pool_SHD[slots_L]
         if gathered is not None:
             gathered.add(b, from_low, k_LHD, v_LHD)

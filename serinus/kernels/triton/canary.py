@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, differing
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing
 from serinus.kernels.checks import check_digest
 
 __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix"]
@@ -62,14 +62,14 @@ def _addresses(pools: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def canary_plan(
-    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int
+    table_RC: Tensor, due_7B: Tensor, entry_count: int, *, page_size: int, slot_count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots, positions, previous slots and names of what to verify, [E] each."""
     out_4E = torch.empty((4, entry_count), dtype=torch.int64, device=due_7B.device)
     if entry_count:
         _plan[(due_7B.shape[1], _PLAN_SPLITS)](
             table_RC, table_RC.stride(0), due_7B.contiguous(), due_7B.shape[1], out_4E, entry_count, page_size,
-            SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
+            slot_count, SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
         )  # fmt: skip
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
 
@@ -127,6 +127,7 @@ def canary_write(
 
 _jit: Any = triton.jit
 _ANCHOR = tl.constexpr(ANCHOR)
+_POSITION = tl.constexpr(int(Reason.VERIFY_POSITION))
 _differing = differing if triton.knobs.runtime.interpret else _jit(differing)
 """The interpreter calls a function as it is."""
 
@@ -185,7 +186,7 @@ def _digest(
 
 @_jit
 def _plan(
-    table, columns, due, count, out, total, page_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    table, columns, due, count, out, total, page_size, slot_count, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     name, row = tl.load(due + b), table + tl.load(due + count + b) * columns
@@ -200,11 +201,13 @@ def _plan(
         position = (first_page + inside // page_size * stride) * page_size + inside % page_size
         wanted = live & (position >= low) & (position < high)
         slot = tl.load(row + position, mask=wanted, other=0).to(tl.int64)
+        slot = tl.where((slot < 0) | (slot >= slot_count), 0, slot)
         chained = wanted & (position > low)
         previous = tl.load(row + position - 1, mask=chained, other=0).to(tl.int64)
+        previous = tl.where((previous < 0) | (previous >= slot_count), 0, previous)
         previous = tl.where(wanted & (position == low) & (position != 0), -1, previous)
         tl.store(out + e, slot, mask=live)
-        tl.store(out + total + e, position, mask=live)
+        tl.store(out + total + e, tl.where(wanted, position, -1), mask=live)
         tl.store(out + 2 * total + e, previous, mask=live)
         tl.store(out + 3 * total + e, position * 0 + name, mask=live)
 
@@ -217,14 +220,14 @@ def _verify(
     half = tl.program_id(1)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + e, mask=e < count, other=0)
-    live = slot != 0
+    expected_position = tl.load(positions + e, mask=e < count, other=-1)
+    live = expected_position >= 0
     base = stamps + (lane + half).to(tl.int64) * slot_count * 4
     token = tl.load(base + slot * 4, mask=live, other=0)
     position = tl.load(base + slot * 4 + 1, mask=live, other=0)
     stored_hash = tl.load(base + slot * 4 + 2, mask=live, other=0)
     stored_digest = tl.load(base + slot * 4 + 3, mask=live, other=0)
     twin = stamps + (lane + 1 - half).to(tl.int64) * slot_count * 4 + slot * 4
-    expected_position = tl.load(positions + e, mask=live, other=0)
     before = tl.load(previous + e, mask=live, other=0)
     known = live & (before > 0)
     chained = mix(
@@ -242,6 +245,7 @@ def _verify(
     if HAS_DIGESTS:
         found = tl.load(digests + e * 2 + half, mask=live, other=0)
     reasons = _differing(token, position, stored_hash, stored_digest, wanted, expected_position, expected_hash, found)
+    reasons = tl.where(slot == 0, reasons | _POSITION, reasons)
     bad = live & (reasons != 0)
     tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
     bad_count = tl.sum(bad.to(tl.int64), 0)
@@ -290,6 +294,7 @@ def _write(
     tl.debug_barrier()
     start = tl.load(positions + begin, mask=begin < end, other=0)
     previous = tl.load(table + tl.load(rows + b) * columns + start - 1, mask=start > 0, other=0).to(tl.int64)
+    previous = tl.where((previous < 0) | (previous >= slot_count), 0, previous)
     before = base + previous * 4
     chain = mix(
         tl.load(before + 2).to(tl.uint64, bitcast=True),
