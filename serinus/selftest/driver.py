@@ -34,12 +34,13 @@ class EngineDriver:
         self._messages.append(FrontMessage(front=_FRONT, message=request))
 
     def add(
-        self, rid: str, prompt: Sequence[int], count: int = 8, *, seed: int = 7, prefill: str = "", **sampling: Any
-    ) -> None:
+        self, rid: str, prompt: Sequence[int], count: int = 8, *, seed: int = 7, prefill: str = "",
+        stream: bool = False, **sampling: Any,
+    ) -> None:  # fmt: skip
         """A client's request, greedy unless told otherwise. `prefill`: address of an engine that may compute it."""
         params = SamplingParams(**{"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling})
         ids = np.asarray(prompt, np.int32)
-        self.send(Request(rid=rid, prompt=ids, sampling=params, seed=seed, prefill_address=prefill))
+        self.send(Request(rid=rid, prompt=ids, sampling=params, seed=seed, prefill_address=prefill, stream=stream))
 
     def abort(self, rid: str, *, matched: bool = False) -> None:
         """Give a client's abort to the next turn. `matched`: its front found a stop text."""

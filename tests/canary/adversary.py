@@ -1,6 +1,6 @@
 """An adversary that knows nothing of the canary: it has raw memory, files and the functions that copy, and chance.
 
-    python -m tests.canary.adversary --faults 3000 --seed 1
+    python -m tests.canary.adversary --faults 3000 --seed 1 [--mode heal --coverage full] [--world pair] [--site "kv bit"]
 
 A real engine (a toy checkpoint, of which every wrong KV byte makes wrong tokens) with host tier and files, and a pair
 that hands over through shared memory, answer prompts that share prefixes. One fault a round, at a random moment, from
@@ -8,16 +8,24 @@ another thread (from another process in the shared segment): a bit, 64 bytes, pa
 with their stamps, entries of row tables, files, copies of the wrong page, late, twice or left out. It does not use what
 canary, perturb or self-test choose their victims by. Right answers are computed apart (testing/oracle.py).
 
-It prints site x moment x setting. `unread`: nothing was told and every answer is right (the place was not read again,
-or a copy was made good). `wrong`: answers that ended well and are wrong: each fails the run, unless docs/CANARY.md
-lists its site and setting (`BLIND`). `streamed`: wrong tokens of answers that ended in an error.
-`stopped`: the engine ended itself. `steps`: from the fault to the first violation, median and maximum.
+Half of the prompts are streamed. After a fault every prompt is asked again, so that what is still there is read: from
+the device, from the host, from the files. The engines are one with tiers, a pair, one of two slices and one of two
+stages; a site of its own changes weights while the files stay (adversary_weights.py).
+
+It prints site x moment x setting, and what became of the faults: `told`: a violation. `refused`: pages that came in
+files or through shared memory were not believed, and computed anew. `unread`: neither, and every answer is right: what
+was damaged was overwritten, freed or used up before anything read it (the toy's every byte makes its token).
+`wrong`: answers that ended well and are wrong, and in mode `confirmed` wrong tokens of streams: each fails the run,
+unless docs/CANARY.md lists its site and setting (`BLIND`): read and not found. `streamed`: answers that ended in an
+error and had wrong tokens before it. `stopped`: the engine ended itself: fails the run too. `steps`: from the fault to
+the first violation, median and maximum.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import statistics
 import sys
 import tempfile
@@ -29,7 +37,6 @@ from pathlib import Path
 
 from serinus.core.request import FinishReason
 from serinus.core.rng import Rng
-from serinus.models import ModelSpec
 from serinus.ranks.tier_parts import pause
 from serinus.selftest import make_canary_toy
 from serinus.testing.oracle import toy_continue
@@ -42,10 +49,12 @@ __all__ = ["BLIND", "Cell", "run", "table"]
 _UNDONE = "With `rotating:N`, bytes that change and change back between two turns of their page."
 BLIND = {("mover: twice", "rotating:16"): _UNDONE}
 """Sites and coverage under which faults may end in wrong answers; what docs/CANARY.md, "What it cannot see", says."""
-SETTINGS = [(mode, coverage) for mode in ("raise", "heal") for coverage in ("full", "rotating:16")]
+SETTINGS = [(mode, coverage) for mode in ("raise", "heal", "confirmed") for coverage in ("full", "rotating:16")]
+"""`confirmed`: heal, with `--kv-canary-stream confirmed`."""
 _ENDS_WELL = (FinishReason.LENGTH, FinishReason.STOP)
 _ROUNDS_OF_A_WORLD = 40
 _NEW_TOKENS = 10
+_TOKENS_AGAIN = 2
 _TURNS_MAX = 4000
 
 
@@ -60,6 +69,7 @@ class Cell:
     coverage: str
     faults: int = 0
     told: int = 0
+    refused: int = 0
     unread: int = 0
     wrong: int = 0
     streamed: int = 0
@@ -71,23 +81,24 @@ class Cell:
 
     @property
     def is_blind(self) -> bool:
-        """Wrong answers that no list allows."""
-        return self.wrong > 0 and (self.site, self.coverage) not in BLIND
+        """Wrong answers that no list allows, or an engine that ended."""
+        return self.stopped > 0 or (self.wrong > 0 and (self.site, self.coverage) not in BLIND)
 
     def line(self) -> str:
         """One row of the matrix."""
         steps = f"{statistics.median(self.steps):.0f}/{max(self.steps)}" if self.steps else "-"
         counts = (
-            self.faults, self.told, self.unread, self.healed, self.failed, self.streamed, self.stopped, self.wrong,
+            self.faults, self.told, self.refused, self.unread, self.healed, self.failed, self.streamed, self.stopped,
+            self.wrong,
         )  # fmt: skip
-        name = f"{self.world:6} {self.site:15} {self.moment:8} {self.mode:6} {self.coverage:12}"
+        name = f"{self.world:6} {self.site:15} {self.moment:8} {self.mode:9} {self.coverage:12}"
         return name + "".join(f"{count:9}" for count in counts) + f"{steps:>9}" + ("  BLIND" if self.is_blind else "")
 
 
 def table(cells: Sequence[Cell]) -> str:
     """The matrix, in words."""
-    heads = ("faults", "told", "unread", "healed", "failed", "streamed", "stopped", "wrong", "steps")
-    lines = [f"{'world':6} {'site':15} {'moment':8} {'mode':6} {'coverage':12}" + "".join(f"{h:>9}" for h in heads)]
+    heads = ("faults", "told", "refused", "unread", "healed", "failed", "streamed", "stopped", "wrong", "steps")
+    lines = [f"{'world':6} {'site':15} {'moment':8} {'mode':9} {'coverage':12}" + "".join(f"{h:>9}" for h in heads)]
     lines += [cell.line() for cell in cells if cell.faults]
     for cell in cells:
         lines += [f"  {cell.world} {cell.site} {cell.moment} {cell.mode} {cell.coverage}: {t}" for t in cell.examples]
@@ -97,7 +108,9 @@ def table(cells: Sequence[Cell]) -> str:
 @dataclass(slots=True)
 class _Asked:
     rid: str
+    prompt: list[int]
     right: list[int]
+    stream: bool
 
 
 class _Round:
@@ -117,14 +130,14 @@ class _Round:
         if act is None:
             return
         cell.faults += 1
-        if cell.moment == "asleep" or rng.random() < 0.5:
-            world.shelve(rng)
-        before, step = world.told, world.steps
-        stopped = self._under_fire(act)
+        world.shelve(self.site.depth)
+        before, refused, step = world.told, world.refused, world.steps
+        with _Opened(act.files) as opened:
+            stopped = self._under_fire(act)
         told = world.told - before
         if told:
             cell.steps.append(max(0, world.told_first(before) - (act.step if act.step >= 0 else step)))
-        self._count(bool(told), stopped)
+        self._count(bool(told), opened.count > 0 or world.refused > refused, stopped)
 
     def _under_fire(self, act: Act) -> str:
         """Why the engine ended itself; empty = it did not."""
@@ -136,10 +149,12 @@ class _Round:
         try:
             if self.cell.moment == "asleep":
                 thread.join()
-            for _ in range(3):
+            if self.cell.moment != "asleep":
                 self._phase(3)
-                if rng.random() < 0.5:
-                    world.shelve(rng)
+            for depth in (0, 1, 2) if world.has_tiers else (0, 0):  # what is cached is read where it is
+                if depth > self.site.depth or depth == 0:
+                    world.shelve(depth)
+                    self._ask_again()
             world.settle()
         except AssertionError:
             raise
@@ -157,32 +172,46 @@ class _Round:
 
     def _phase(self, count: int) -> None:
         """Some prompts at once, to the end."""
-        begun = time.monotonic()
-        for _ in range(count):
-            prompt = [*self.rng.choice(self.shared), *self._tokens(self.rng.randrange(1, 6))]
-            rid = self.world.ask(prompt, _NEW_TOKENS)
-            self.asked.append(_Asked(rid, _right(self.world.spec, prompt)))
+        rng = self.rng
+        self._ask([[*rng.choice(self.shared), *self._tokens(rng.randrange(1, 6))] for _ in range(count)], _NEW_TOKENS)
+
+    def _ask_again(self) -> None:
+        """Every prompt so far, once."""
+        prompts = {tuple(each.prompt): each.prompt for each in self.asked}
+        self._ask(list(prompts.values()), _TOKENS_AGAIN)
+
+    def _ask(self, prompts: Sequence[list[int]], count: int) -> None:
+        begun, world = time.monotonic(), self.world
+        for prompt in prompts:
+            stream = self.rng.random() < 0.5
+            rid = world.ask(prompt, count, stream=stream)
+            self.asked.append(_Asked(rid, prompt, toy_continue(world.spec, prompt, count), stream))
         for _ in range(_TURNS_MAX):
-            if all(self.world.finish(each.rid) is not None for each in self.asked) and self.world.idle:
+            if all(world.finish(each.rid) is not None for each in self.asked) and world.idle:
                 break
-            self.world.turn()
+            world.turn()
         else:
             raise AssertionError(f"{self.cell.line()}: neither answered nor ended after {_TURNS_MAX} turns")
-        self.world.took(time.monotonic() - begun)
+        world.took(time.monotonic() - begun)
 
-    def _count(self, told: bool, stopped: str) -> None:
+    def _count(self, told: bool, refused: bool, stopped: str) -> None:
         cell, world = self.cell, self.world
         ends = [(each, world.tokens(each.rid), world.finish(each.rid)) for each in self.asked]
         wrong = [each for each, got, end in ends if end in _ENDS_WELL and got != each.right]
         failed = sum(end is FinishReason.ERROR for _, _, end in ends)
-        streamed = sum(got != each.right[: len(got)] for each, got, end in ends if end not in _ENDS_WELL)
+        early = [each for each, got, end in ends if end not in _ENDS_WELL and got != each.right[: len(got)]]
+        if cell.mode == "confirmed":
+            wrong, early = wrong + early, []
+        # What is not streamed is shown when it ends well.
+        streamed = sum(each.stream for each in early)
         cell.wrong += len(wrong)
         cell.failed += failed
         cell.streamed += streamed
         cell.stopped += bool(stopped)
         cell.told += bool(told or failed or stopped)
         cell.healed += bool(told and not (wrong or failed or stopped))
-        cell.unread += not (told or wrong or failed or stopped)
+        cell.refused += refused and not told
+        cell.unread += not (told or refused or wrong or failed or stopped)
         if stopped and len(cell.examples) < 2:
             cell.examples.append(f"stopped: {stopped}")
         if wrong and len(cell.examples) < 2:
@@ -192,8 +221,33 @@ class _Round:
         return [self.rng.randrange(5, self.world.spec.vocab_size) for _ in range(count)]
 
 
-def _right(spec: ModelSpec, prompt: list[int]) -> list[int]:
-    return toy_continue(spec, prompt, _NEW_TOKENS)
+class _Opened:
+    """Counts how often some files are opened by this process."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.count = 0
+        self._names = {path.name for path in files}
+
+    def __enter__(self) -> _Opened:
+        if not _watching:
+            sys.addaudithook(_hear)  # it cannot be taken away again
+        _watching[:] = [self]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._names = set()
+
+    def hear(self, path: object) -> None:
+        if self._names and isinstance(path, str | bytes | os.PathLike):
+            self.count += os.path.basename(os.fsdecode(path)) in self._names
+
+
+_watching: list[_Opened] = []
+
+
+def _hear(event: str, args: tuple[object, ...]) -> None:
+    if event == "open":
+        _watching[0].hear(args[0])
 
 
 def run(
@@ -244,12 +298,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", choices=tuple(WORLDS), action="append")
     parser.add_argument("--site", choices=tuple(SITES), action="append")
+    parser.add_argument("--mode", choices=sorted({mode for mode, _ in SETTINGS}), action="append")
+    parser.add_argument("--coverage", choices=sorted({coverage for _, coverage in SETTINGS}), action="append")
     options = parser.parse_args()
+    settings = [
+        (mode, coverage) for mode, coverage in SETTINGS
+        if mode in (options.mode or mode) and coverage in (options.coverage or coverage)
+    ]  # fmt: skip
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as home:
         cells = run(
             options.faults, options.seed, Path(home), worlds=options.world or tuple(WORLDS),
-            sites=options.site or tuple(SITES), say=lambda line: print(line, flush=True),
+            sites=options.site or tuple(SITES), settings=settings, say=lambda line: print(line, flush=True),
         )  # fmt: skip
     print(table(cells))
     blind = [cell for cell in cells if cell.is_blind]

@@ -21,6 +21,7 @@ __all__ = ["SITES", "Act", "Site", "Targets"]
 
 Bytes = NDArray[np.uint8]
 _BURST = 64
+_OF_TIERS = ("tiers", "tp2", "pp2")
 _MOVERS = ("copy_in", "copy_stamps_in", "copy_out", "hashed_pages", "read_pages", "write_pages")
 _FLIP = """
 import mmap, os, sys, time
@@ -58,6 +59,8 @@ class Act:
     """Once its requests are answered: stop what goes on."""
     step: int = -1
     """Of the engine, when it struck."""
+    files: tuple[Path, ...] = ()
+    """Those that are damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +69,10 @@ class Site:
 
     draw: Callable[[Targets, Rng], Act | None]
     """None: there is nothing of it now."""
-    worlds: tuple[str, ...] = ("tiers", "pair")
+    worlds: tuple[str, ...] = ("tiers", "pair", "tp2", "pp2")
     moments: tuple[str, ...] = ("asleep", "running")
+    depth: int = 0
+    """Where what is cached is to be when the fault comes: 0 = on the device, 1 = on the host, 2 = in files."""
 
 
 SITES: dict[str, Site] = {}
@@ -107,7 +112,7 @@ def _stamps(targets: Targets, rng: Rng) -> Act | None:
     return _bit(targets.stamps, rng)
 
 
-@site("host bit", worlds=("tiers",))
+@site("host bit", worlds=_OF_TIERS, depth=1)
 def _host(targets: Targets, rng: Rng) -> Act | None:
     return _bit(targets.host, rng)
 
@@ -146,61 +151,51 @@ def _tables(targets: Targets, rng: Rng) -> Act | None:
     return Act(strike)
 
 
-def _two_pages(targets: Targets, rng: Rng) -> tuple[list[Bytes], int, int] | None:
+def _two_pages(targets: Targets, rng: Rng, strike: Callable[[Bytes, int, int, Bytes], None]) -> Act | None:
+    """`strike` is given, of each lane of a pool, its pages, two of them by number, and the first as it is now."""
     lanes = rng.choice(targets.pages)
     used = np.flatnonzero(np.logical_or.reduce([lane.any(axis=1) for lane in lanes]))
     if len(used) < 2:
         return None
     one, other = rng.sample(used.tolist(), 2)
-    return lanes, one, other
+    kept = [lane[one].copy() for lane in lanes]
+
+    def all_lanes() -> None:
+        for lane, then in zip(lanes, kept, strict=True):
+            strike(lane, one, other, then)
+
+    return Act(all_lanes)
 
 
 @site("pages swapped")
 def _exchange(targets: Targets, rng: Rng) -> Act | None:
-    drawn = _two_pages(targets, rng)
-    if drawn is None:
-        return None
-    lanes, one, other = drawn
+    def strike(lane: Bytes, one: int, other: int, then: Bytes) -> None:
+        lane[[one, other]] = lane[[other, one]]
 
-    def strike() -> None:
-        for lane in lanes:
-            lane[[one, other]] = lane[[other, one]]
-
-    return Act(strike)
+    return _two_pages(targets, rng, strike)
 
 
 @site("page shifted")
 def _shift(targets: Targets, rng: Rng) -> Act | None:
     """A page, stamps and all, lies over another one too."""
-    drawn = _two_pages(targets, rng)
-    if drawn is None:
-        return None
-    lanes, one, other = drawn
 
-    def strike() -> None:
-        for lane in lanes:
-            lane[other] = lane[one]
+    def strike(lane: Bytes, one: int, other: int, then: Bytes) -> None:
+        lane[other] = lane[one]
 
-    return Act(strike)
+    return _two_pages(targets, rng, strike)
 
 
 @site("page replayed", moments=("running",))
 def _replay(targets: Targets, rng: Rng) -> Act | None:
     """A page is as it was when the fault was drawn."""
-    drawn = _two_pages(targets, rng)
-    if drawn is None:
-        return None
-    lanes, one, _ = drawn
-    kept = [lane[one].copy() for lane in lanes]
 
-    def strike() -> None:
-        for lane, then in zip(lanes, kept, strict=True):
-            lane[one] = then
+    def strike(lane: Bytes, one: int, other: int, then: Bytes) -> None:
+        lane[one] = then
 
-    return Act(strike)
+    return _two_pages(targets, rng, strike)
 
 
-@site("host swapped", worlds=("tiers",))
+@site("host swapped", worlds=_OF_TIERS, depth=1)
 def _host_exchange(targets: Targets, rng: Rng) -> Act | None:
     area = rng.choice(targets.host)
     used = np.flatnonzero(area.any(axis=1)).tolist()
@@ -214,7 +209,7 @@ def _host_exchange(targets: Targets, rng: Rng) -> Act | None:
     return Act(strike)
 
 
-@site("file bit", worlds=("tiers",))
+@site("file bit", worlds=_OF_TIERS, depth=2)
 def _file(targets: Targets, rng: Rng) -> Act | None:
     if not targets.files:
         return None
@@ -229,10 +224,10 @@ def _file(targets: Targets, rng: Rng) -> Act | None:
         except (FileNotFoundError, IndexError):  # it is gone, or empty, by now
             return
 
-    return Act(strike)
+    return Act(strike, files=(path,))
 
 
-@site("files swapped", worlds=("tiers",))
+@site("files swapped", worlds=_OF_TIERS, depth=2)
 def _files(targets: Targets, rng: Rng) -> Act | None:
     if len(targets.files) < 2:
         return None
@@ -246,7 +241,7 @@ def _files(targets: Targets, rng: Rng) -> Act | None:
         except FileNotFoundError:
             return
 
-    return Act(strike)
+    return Act(strike, files=(one, other))
 
 
 @site("segment bit", worlds=("pair",), moments=("running",))
@@ -313,7 +308,7 @@ def _moving(targets: Targets, rng: Rng, wrong: Callable[[_Move], Any], end: Call
     return Act(mover.begin, ended)
 
 
-@site("mover: wrong page", moments=("running",))
+@site("mover: wrong page", moments=("running",), depth=1)
 def _mover_wrong(targets: Targets, rng: Rng) -> Act | None:
     """One page in four is taken for the one beside it, wherever it is copied."""
     lost = rng.randrange(4)
@@ -328,7 +323,7 @@ def _mover_wrong(targets: Targets, rng: Rng) -> Act | None:
     return _moving(targets, rng, wrong)
 
 
-@site("mover: not", moments=("running",))
+@site("mover: not", moments=("running",), depth=1)
 def _mover_not(targets: Targets, rng: Rng) -> Act | None:
     """One page in four does not come, where pages come into a pool, and is said to have come."""
     lost = rng.randrange(4)
@@ -344,13 +339,13 @@ def _mover_not(targets: Targets, rng: Rng) -> Act | None:
     return _moving(targets, rng, wrong)
 
 
-@site("mover: late", moments=("running",))
+@site("mover: late", moments=("running",), depth=1)
 def _mover_late(targets: Targets, rng: Rng) -> Act | None:
     """What comes into a pool comes some milliseconds after it was said to have come."""
     return _later(targets, rng, first=False)
 
 
-@site("mover: twice", moments=("running",))
+@site("mover: twice", moments=("running",), depth=1)
 def _mover_twice(targets: Targets, rng: Rng) -> Act | None:
     """What comes into a pool comes again some milliseconds later."""
     return _later(targets, rng, first=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,14 +15,16 @@ from numpy.typing import NDArray
 
 from serinus.cache import Tier
 from serinus.canary import CanaryLead, Violation
-from serinus.core.clock import ManualClock
+from serinus.core.clock import Clock, ManualClock, WallClock
 from serinus.core.config import ServeConfig, from_names
+from serinus.core.private_folder import PrivateFolder
 from serinus.core.request import FinishReason
-from serinus.core.rng import Rng
 from serinus.engine import build_engine
 from serinus.engine.build import Built
 from serinus.models import ModelSpec
 from serinus.pd import ShmBackend
+from serinus.pool import DevicePool, HostPool, RequestTable
+from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.ranks.tier_parts import pause
 from serinus.selftest import EngineDriver, EnginePair
 
@@ -45,8 +50,9 @@ class World(Protocol):
     phase_s: float
     """Seconds that some requests take, about."""
     spec: ModelSpec
+    has_tiers: bool
 
-    def ask(self, prompt: list[int], count: int) -> str: ...
+    def ask(self, prompt: list[int], count: int, *, stream: bool) -> str: ...
     def turn(self) -> None: ...
     @property
     def idle(self) -> bool: ...
@@ -54,8 +60,8 @@ class World(Protocol):
     def tokens(self, rid: str) -> list[int]: ...
     def took(self, seconds: float) -> None: ...
     def targets(self) -> Targets: ...
-    def shelve(self, rng: Rng) -> None:
-        """What is cached may go down to the host, or to the files."""
+    def shelve(self, depth: int) -> None:
+        """What is cached goes down to the host (1), or to the files (2)."""
         ...
 
     def settle(self) -> None:
@@ -78,12 +84,18 @@ class World(Protocol):
         """The step that found violation number `after`."""
         ...
 
+    @property
+    def refused(self) -> int:
+        """Prompts whose pages were not believed when they came, and were computed here."""
+        ...
+
 
 class _Base:
-    def __init__(self, engines: list[Built]) -> None:
-        self._engines = engines
+    def __init__(self, engines: list[Built], memory: _Memory) -> None:
+        self._engines, self._memory = engines, memory
         self.phase_s = 0.03
         self.spec = engines[0].spec
+        self.has_tiers = engines[0].tiers is not None
         self._found: list[int] = []
         self._asked = 0
         for lead in self._leads():
@@ -108,36 +120,70 @@ class _Base:
     def told_first(self, after: int) -> int:
         return self._found[after]
 
+    @property
+    def refused(self) -> int:
+        series = [built.metrics.by_labels("num_recomputed_requests") for built in self._engines]
+        return int(sum(sum(each.values()) for each in series))
+
     def took(self, seconds: float) -> None:
         self.phase_s = 0.8 * self.phase_s + 0.2 * min(seconds, 1.0)
 
     def rest(self) -> None:
         """The memory is then as it was in the beginning: what the next fault hits was written for its own round."""
+        self.settle()
         for built in self._engines:
             built.cache.reset()
         found = self.targets()
         for area in (*found.kv, *found.stamps, *found.host, *found.tables):
             area[:] = 0
 
+    def settle(self) -> None:
+        """See World."""
+
     def targets(self) -> Targets:
         """Raw memory, whatever it is for."""
-        found = Targets()
-        for built in self._engines:
-            watched = {} if built.canary is None else built.canary.parts
-            for part, pool in built.pools.items():
-                lanes = [_raw(half) for pair in pool.layers for half in pair]
-                if not lanes:
-                    continue
-                found.kv += lanes
-                stamps = [] if pool.stamps_LS4 is None else [_raw(lane) for lane in pool.stamps_LS4]
-                found.stamps += stamps
-                pages = pool.spec.page_count
-                found.pages.append([lane.reshape(pages, -1) for lane in (*lanes, *stamps)])
-                found.pools.append(pool)
-                found.tables.append(watched[part].table_RC.numpy())
-            if built.tiers is not None:
-                found.host += [pool.data_PY for pool in built.tiers.host.values() if pool.page_bytes]
+        return self._memory.targets()
+
+
+class _Memory:
+    """The pools and tables that came into this process while `found` was filled, of all ranks of all engines."""
+
+    def __init__(self) -> None:
+        self._others = {id(each) for each in _of_process()}
+        self._pools: list[DevicePool] = []
+        self._host: list[HostPool] = []
+        self._tables: list[RequestTable] = []
+
+    def take(self) -> None:
+        """The engines are built."""
+        for each in _of_process():
+            if id(each) in self._others:
+                continue
+            if isinstance(each, DevicePool):
+                self._pools.append(each)
+            elif isinstance(each, HostPool):
+                self._host.append(each)
+            else:
+                self._tables.append(each)
+
+    def targets(self) -> Targets:
+        found = Targets(host=[pool.data_PY for pool in self._host if pool.page_bytes])
+        for pool in self._pools:
+            lanes = [_raw(half) for pair in pool.layers for half in pair]
+            if not lanes:
+                continue
+            found.kv += lanes
+            stamps = [] if pool.stamps_LS4 is None else [_raw(lane) for lane in pool.stamps_LS4]
+            found.stamps += stamps
+            pages = pool.spec.page_count
+            found.pages.append([lane.reshape(pages, -1) for lane in (*lanes, *stamps)])
+            found.pools.append(pool)
+        found.tables = [table.table.numpy() for table in self._tables]
         return found
+
+
+def _of_process() -> list[DevicePool | HostPool | RequestTable]:
+    return [each for each in gc.get_objects() if type(each) in (DevicePool, HostPool, RequestTable)]
 
 
 def _raw(tensor: Any) -> NDArray[np.uint8]:
@@ -146,24 +192,34 @@ def _raw(tensor: Any) -> NDArray[np.uint8]:
 
 
 class Tiered(_Base):
-    """One engine with a host tier and files."""
+    """One engine with a host tier and files, of one rank or several."""
 
-    def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str) -> None:
-        names = {**_SETTINGS, **_TIERS, "model_path": str(checkpoint), "hicache_storage_dir": str(files),
-                 "kv_canary": mode, "kv_canary_coverage": coverage}  # fmt: skip
+    def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str, **ranks: int) -> None:
+        names = {**_SETTINGS, **_TIERS, **_mode(mode), **ranks, "model_path": str(checkpoint),
+                 "hicache_storage_dir": str(files), "kv_canary_coverage": coverage}  # fmt: skip
+        config, memory = from_names(ServeConfig, names), _Memory()
         self._files = files
-        self._clock = ManualClock()
-        self._built = build_engine(from_names(ServeConfig, names), self._clock)
+        self._clock: Clock = WallClock() if ranks else ManualClock()
+        with ExitStack() as undo:
+            starter = None
+            if ranks:
+                starter = ThreadRanks(config, undo.enter_context(PrivateFolder()), self._clock)
+                undo.callback(starter.close)
+            self._built = build_engine(config, self._clock, starter)
+            undo.callback(self._built.close)
+            self._ends = undo.pop_all()
+        memory.take()
         self._driver = EngineDriver(self._built)
-        super().__init__([self._built])
+        super().__init__([self._built], memory)
 
-    def ask(self, prompt: list[int], count: int) -> str:
+    def ask(self, prompt: list[int], count: int, *, stream: bool) -> str:
         self._asked += 1
-        self._driver.add(f"r{self._asked}", prompt, count)
+        self._driver.add(f"r{self._asked}", prompt, count, stream=stream)
         return f"r{self._asked}"
 
     def turn(self) -> None:
-        self._clock.advance(0.01)
+        if isinstance(self._clock, ManualClock):
+            self._clock.advance(0.01)
         if not self._driver.turn():
             self._driver.wait()
 
@@ -182,14 +238,11 @@ class Tiered(_Base):
         found.files = [path for path in self._files.rglob("*") if path.is_file()]
         return found
 
-    def shelve(self, rng: Rng) -> None:
+    def shelve(self, depth: int) -> None:
         self.settle()
-        cache = self._built.cache
-        for part in self._built.pools:
-            cache.evict(1 << 20, Tier.DEVICE, part)
-        if rng.random() < 0.4:
+        for tier in (Tier.DEVICE, Tier.HOST)[:depth]:
             for part in self._built.pools:
-                cache.evict(1 << 20, Tier.HOST, part)
+                self._built.cache.evict(1 << 20, tier, part)
 
     def settle(self) -> None:
         for _ in range(200):
@@ -199,20 +252,22 @@ class Tiered(_Base):
             pause(_WAIT_S)
 
     def close(self) -> None:
-        self._built.close()
+        self._ends.close()
 
 
 class Pair(_Base):
     """A prefill and a decode engine; KV goes through shared memory."""
 
-    def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str) -> None:
-        more = {**_SETTINGS, "kv_canary": mode, "kv_canary_coverage": coverage}
-        self._pair = EnginePair(checkpoint, backend=ShmBackend(1 << 18), **more)
-        super().__init__([self._pair.prefill.built, self._pair.decode.built])
+    def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str, **more: Any) -> None:
+        names = {**_SETTINGS, **_mode(mode), "kv_canary_coverage": coverage, **more}
+        self._others, memory = set(_segments()), _Memory()
+        self._pair = EnginePair(checkpoint, backend=ShmBackend(1 << 18), **names)
+        memory.take()
+        super().__init__([self._pair.prefill.built, self._pair.decode.built], memory)
 
-    def ask(self, prompt: list[int], count: int) -> str:
+    def ask(self, prompt: list[int], count: int, *, stream: bool) -> str:
         self._asked += 1
-        self._pair.add(f"r{self._asked}", prompt, count)
+        self._pair.add(f"r{self._asked}", prompt, count, stream=stream)
         return f"r{self._asked}"
 
     def turn(self) -> None:
@@ -231,10 +286,10 @@ class Pair(_Base):
 
     def targets(self) -> Targets:
         found = super().targets()
-        found.segments = _segments()
+        found.segments = [link for link in _segments() if link not in self._others]
         return found
 
-    def shelve(self, rng: Rng) -> None:
+    def shelve(self, depth: int) -> None:
         """There is no tier below."""
 
     def settle(self) -> None:
@@ -257,5 +312,15 @@ def _segments() -> list[Path]:
     return found
 
 
-WORLDS: dict[str, Callable[[Path, Path, str, str], World]] = {"tiers": Tiered, "pair": Pair}
+def _mode(name: str) -> dict[str, str]:
+    """Settings of a mode; `confirmed`: heal, with streams of verified tokens alone."""
+    return {"kv_canary": "heal", "kv_canary_stream": name} if name == "confirmed" else {"kv_canary": name}
+
+
+WORLDS: dict[str, Callable[[Path, Path, str, str], World]] = {
+    "tiers": Tiered,
+    "pair": Pair,
+    "tp2": partial(Tiered, tp_size=2),
+    "pp2": partial(Tiered, pp_size=2),
+}
 """By the names that the matrix has."""
