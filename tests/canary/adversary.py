@@ -1,6 +1,6 @@
 """An adversary that knows nothing of the canary: it has raw memory, files and the functions that copy, and chance.
 
-    python -m tests.canary.adversary --faults 3000 --seed 1 [--mode heal --coverage full] [--world pair] [--site "kv bit"]
+    python -m tests.canary.adversary --faults 3000 --seed 1 [--mode heal --coverage full --world pair --site "kv bit"]
 
 A real engine (a toy checkpoint, of which every wrong KV byte makes wrong tokens) with host tier and files, and a pair
 that hands over through shared memory, answer prompts that share prefixes. One fault a round, at a random moment, from
