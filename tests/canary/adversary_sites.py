@@ -120,7 +120,7 @@ def _host(targets: Targets, rng: Rng) -> Act | None:
 @site("kv 64 bytes")
 def _burst(targets: Targets, rng: Rng) -> Act | None:
     flat = rng.choice(targets.kv).reshape(-1)
-    used = np.flatnonzero(flat)
+    used = np.flatnonzero(flat.copy())  # others write meanwhile
     if not len(used):
         return None
     at = int(used[rng.randrange(len(used))])
@@ -139,7 +139,7 @@ def _tables(targets: Targets, rng: Rng) -> Act | None:
     table = rng.choice(targets.tables)
 
     def strike() -> None:
-        used = np.argwhere(table)
+        used = np.argwhere(table.copy())
         if not len(used):
             return
         row, at = used[rng.randrange(len(used))]
@@ -251,7 +251,7 @@ def _segment(targets: Targets, rng: Rng) -> Act | None:
         return None
     link = rng.choice(targets.segments)
     size = link.stat().st_size
-    used = np.flatnonzero(np.memmap(link, np.uint8, "r", shape=(size,)))
+    used = np.flatnonzero(np.array(np.memmap(link, np.uint8, "r", shape=(size,))))
     if not len(used):
         return None
     bits = [str(int(used[rng.randrange(len(used))]) * 8 + rng.randrange(8)) for _ in range(40)]

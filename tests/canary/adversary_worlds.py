@@ -260,32 +260,34 @@ class Pair(_Base):
 
     def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str, **more: Any) -> None:
         names = {**_SETTINGS, **_mode(mode), "kv_canary_coverage": coverage, **more}
+        self._files = files
         self._others, memory = set(_segments()), _Memory()
-        self._pair = EnginePair(checkpoint, backend=ShmBackend(1 << 18), **names)
+        self.pair = EnginePair(checkpoint, backend=ShmBackend(1 << 18), **names)
         memory.take()
-        super().__init__([self._pair.prefill.built, self._pair.decode.built], memory)
+        super().__init__([self.pair.prefill.built, self.pair.decode.built], memory)
 
     def ask(self, prompt: list[int], count: int, *, stream: bool) -> str:
         self._asked += 1
-        self._pair.add(f"r{self._asked}", prompt, count, stream=stream)
+        self.pair.add(f"r{self._asked}", prompt, count, stream=stream)
         return f"r{self._asked}"
 
     def turn(self) -> None:
-        self._pair.turn_prefill()
-        self._pair.turn_decode()
+        self.pair.turn_prefill()
+        self.pair.turn_decode()
 
     @property
     def idle(self) -> bool:
-        return self._pair.idle
+        return self.pair.idle
 
     def finish(self, rid: str) -> FinishReason | None:
-        return self._pair.decode.finish(rid)
+        return self.pair.decode.finish(rid)
 
     def tokens(self, rid: str) -> list[int]:
-        return self._pair.tokens(rid)
+        return self.pair.tokens(rid)
 
     def targets(self) -> Targets:
         found = super().targets()
+        found.files = [path for path in self._files.rglob("*") if path.is_file()]
         found.segments = [link for link in _segments() if link not in self._others]
         return found
 
@@ -297,7 +299,7 @@ class Pair(_Base):
             self.turn()
 
     def close(self) -> None:
-        self._pair.close()
+        self.pair.close()
 
 
 def _segments() -> list[Path]:

@@ -102,3 +102,12 @@ def nothing_whole() -> Iterator[None]:
 
     with replaced(rank, "reads_of", reads_of):
         yield
+
+
+@mutant("condemned pages stay in the tree", world=damaged, says="I20")
+def condemned_not_cut() -> Iterator[None]:
+    """They are in quarantine, and found all the same."""
+    from serinus.cache.quarantine import PageQuarantine
+
+    with replaced(PageQuarantine, "_condemn_below", lambda self, top, gone, *rest: []):
+        yield
