@@ -138,7 +138,7 @@ class _Base:
             area[:] = 0
 
     def settle(self) -> None:
-        """See World."""
+        """Wait for copies, where there are any; see World."""
 
     def targets(self) -> Targets:
         """Raw memory, whatever it is for."""

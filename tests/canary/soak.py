@@ -144,7 +144,7 @@ class Strikes:
             raise self._error
 
     def go(self) -> None:
-        """Faults may come."""
+        """Let faults come from now on."""
         self._may.set()
 
     def pause(self) -> None:
