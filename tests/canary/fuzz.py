@@ -101,14 +101,18 @@ def flip_host(toy: Path, count: int, rng: Rng) -> None:
         while cache.poll().in_flight:
             pass
         part = rng.choice(parts_of(pair))
-        row = tiers.host[part].data_PY[int(rng.choice(list(cache.host_pages(part))))]
+        host_page = int(rng.choice(list(cache.host_pages(part))))
+        row = tiers.host[part].data_PY[host_page]
         row[rng.randrange(built.pools[part].spec.kv_bytes)] ^= rng.randrange(1, 256)
-        damaged, before = row.copy(), canary.violation_count
+        damaged, before, known = row.copy(), canary.violation_count, len(pair.violations("decode"))
         for prompt in 2 * prompts:
             pair.send(prompt, new_tokens=2)
             if pair.run_until(lambda before=before: canary.violation_count > before):  # type: ignore[misc]
                 break
-        violation = accused(pair.violations("decode")[before - canary.violation_count :], part)
+        found = pair.violations("decode")[known:]
+        at_host = [each for each in found if each.tag.startswith("HOST")]  # where the copy came from is verified, too
+        assert {each.page for each in at_host} <= {host_page}, [each.line() for each in at_host]
+        violation = accused([each for each in found if each not in at_host], part)
         page = np.array([violation.page], np.int32)
         assert (built.pools[part].read_pages(page)[0] == damaged).all(), violation.line()
         pair.run()
