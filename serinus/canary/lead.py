@@ -248,8 +248,7 @@ class CanaryLead:
         if self._line.size > 1:
             view["ranks"] = [
                 {"rank": self._names[rank], "slots_due": each.slots_due, "slots_checked": each.slots_checked,
-                 "violations": each.total}
-                for rank, each in answers
+                 "violations": each.total} for rank, each in answers
             ]  # fmt: skip
         return view
 
@@ -259,8 +258,10 @@ class CanaryLead:
         for reason, tag in self._possible | self.violations.counts.keys():
             metrics.set("kv_canary_violations", self.violations.counts[reason, tag], reason, tag)
         metrics.set("kv_canary_incidents", self.incidents.total)
-        metrics.set("kv_canary_slots", sum(each.slots_due for _, each in answers), "due")
-        metrics.set("kv_canary_slots", sum(each.slots_checked for _, each in answers), "checked")
+        due, checked = (sum(getattr(each, name) for _, each in answers) for name in ("slots_due", "slots_checked"))
+        metrics.set("kv_canary_slots", due, "due")
+        metrics.set("kv_canary_slots", checked, "checked")
+        metrics.set("kv_canary_coverage_ratio", checked / due if due else 1.0)
         for page, seconds in self._last_verified().items():
             metrics.set("kv_canary_last_verified_seconds", seconds, page)
         metrics.set("kv_canary_sweep_passes", self._sweep_passes)

@@ -18,7 +18,7 @@ Text = Annotated[str, Meta(max_length=16_384)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """A number or an index."""
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
-"""A priority, higher = more important."""
+"""A priority, smaller = more important."""
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 """A duration in seconds."""
 Ids = Annotated[tuple[int, ...], Meta(max_length=1 << 20)]

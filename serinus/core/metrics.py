@@ -21,6 +21,7 @@ _LABELS = ("engine", "role", "rank", "tp_rank", "pp_rank")
 _QUEUE_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _MOVE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+_MOVE_S = tuple(each / 1000 for each in _MOVE_MS)
 _MOVE_MB = (0.1, 0.5, 1, 5, 10, 50, 100, 250, 500, 1000, 2500, 5000)
 _MOVE_GB_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
@@ -76,7 +77,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("num_decode_prealloc_queue_reqs", "Decode: remote requests without pages"),
     _gauge("num_decode_transfer_queue_reqs", "Decode: remote requests whose pages are granted"),
     _gauge("startup_time_seconds", "Where the start-up time went", "phase"),
-    _gauge("scheduler_turns", "Turns of the loop since the start"),
+    _counter("scheduler_turns", "Turns of the loop"),
     _gauge("pp_bubble_fraction", "Part of the time with steps under way in which this rank computed nothing, 0 to 1"),
     _gauge("control_step_seconds", "Ranks: seconds of the leader per step for telling and hearing, lately"),
     _counter("rank_steps", "Ranks: steps whose results were taken"),
@@ -121,6 +122,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_canary_violations", "Broken promises about KV, by reason and check", "reason", "tag"),
     _counter("kv_canary_incidents", "Places found wrong: one for each slot, reason and owner of the page"),
     _counter("kv_canary_slots", "Slots the canary had to verify, and did", "state"),
+    _gauge("kv_canary_coverage_ratio", "Verified part of the slots the canary had to verify, 0 to 1"),
     _counter("kv_canary_heals", "Requests that read wrong KV in mode heal, by what became of them", "result"),
     _counter("kv_canary_healed_tokens", "Tokens computed again because KV was found wrong"),
     _gauge("kv_canary_last_verified_seconds", "Seconds since a cached page was last verified: oldest, median", "page"),
@@ -134,13 +136,13 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("kv_transfer_speed_gb_s", "GB/s of one handoff, first byte to last", _MOVE_GB_S),
     _histogram("kv_transfer_latency_ms", "Milliseconds of one handoff, first byte to last", _MOVE_MS),
     _histogram("kv_transfer_bootstrap_ms", "Milliseconds from PREPARE to the first byte", _MOVE_MS),
-    _histogram("kv_transfer_connect_ms", "Milliseconds a handoff waited for its peer to be greeted", _MOVE_MS),
-    _histogram("kv_transfer_grant_wait_ms", "Prefill: milliseconds from PREPARE to GRANT", _MOVE_MS),
-    _histogram("kv_transfer_queue_ms", "Decode: milliseconds a prompt waited in the queue of prefill", _MOVE_MS),
-    _histogram("kv_transfer_compute_ms", "Decode: milliseconds prefill computed a prompt", _MOVE_MS),
-    _histogram("kv_transfer_confirm_ms", "Decode, pull: milliseconds from CONFIRM to its answer", _MOVE_MS),
-    _histogram("kv_transfer_quarantine_ms", "Milliseconds pages of a closed grant were held back", _MOVE_MS),
-    _histogram("kv_transfer_first_token_ms", "Milliseconds from arrival to a first token that came over", _MOVE_MS),
+    _histogram("kv_transfer_connect_seconds", "Seconds a handoff waited for its peer to be greeted", _MOVE_S),
+    _histogram("kv_transfer_grant_wait_seconds", "Prefill: seconds from PREPARE to GRANT", _MOVE_S),
+    _histogram("kv_transfer_queue_seconds", "Decode: seconds a prompt waited in the queue of prefill", _MOVE_S),
+    _histogram("kv_transfer_compute_seconds", "Decode: seconds prefill computed a prompt", _MOVE_S),
+    _histogram("kv_transfer_confirm_seconds", "Decode, pull: seconds from CONFIRM to its answer", _MOVE_S),
+    _histogram("kv_transfer_quarantine_seconds", "Seconds pages of a closed grant were held back", _MOVE_S),
+    _histogram("kv_transfer_first_token_seconds", "Seconds from arrival to a first token that came over", _MOVE_S),
     _histogram("kv_transfer_alloc_ms", "Milliseconds a remote request waited for pages", _MOVE_MS),
     _histogram("kv_transfer_total_mb", "Megabytes of one handoff", _MOVE_MB),
 )

@@ -63,7 +63,8 @@ class Request:
     cache_salt: Name = ""
     """Requests share KV only with requests of the same salt."""
     priority: Priority = 0
-    """Higher = its cached prefix stays longer, under the eviction policy `priority`."""
+    """Smaller = served sooner, under the schedule policy `priority`; and its cached prefix stays longer, under the
+    eviction policy of that name."""
     prefill_address: Name = ""
     """Control address of the prefill engine the router suggests; empty = none."""
     timeout_s: Seconds = 0.0

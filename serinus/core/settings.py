@@ -160,7 +160,11 @@ class ScheduleSettings:
 
     max_running_requests: int = setting(64, "requests in one batch at most", "--max-num-seqs", low=1, high=4096)
     max_queued_requests: int = setting(
-        4096, "requests that wait at most; one more gets 503", "--max-num-queued-reqs", low=1
+        4096,
+        "requests that wait at most; one more gets 503; under the policy priority, as many of its own priority or a"
+        " more important one",
+        "--max-num-queued-reqs",
+        low=1,
     )
     chunked_prefill_size: int | None = setting(
         None,
@@ -174,9 +178,10 @@ class ScheduleSettings:
     )  # fmt: skip
     schedule_policy: str = setting(
         "fcfs",
-        "order of waiting requests: fcfs = first come, lpm = longest cached prefix",
+        "order of waiting requests: fcfs = first come, lpm = longest cached prefix, priority = smallest `priority` of a"
+        " request first, to which others give way",
         "--scheduling-policy",
-        choices=("fcfs", "lpm"),
+        choices=("fcfs", "lpm", "priority"),
     )
     disable_radix_cache: bool = setting(
         False, "share no prefixes", "--no-enable-prefix-caching", inverse=("--enable-prefix-caching",)

@@ -184,7 +184,7 @@ class DecodeRole:
                     self._scheduler.quarantine(result.spans)
                 case QuarantineOver():
                     self._scheduler.quarantine_over(result.spans)
-                    self._metrics.observe("kv_transfer_quarantine_ms", 1e3 * result.seconds)
+                    self._metrics.observe("kv_transfer_quarantine_seconds", result.seconds)
                 case HandoffFinding() if self._heard is not None:
                     self._heard(result)
                 case PeerChanged():
@@ -224,13 +224,13 @@ class DecodeRole:
         metrics.add("kv_transfer_bytes", result.byte_count, "received")
         metrics.observe("kv_transfer_latency_ms", 1e3 * result.seconds)
         metrics.observe("kv_transfer_bootstrap_ms", 1e3 * result.wait_seconds)
-        metrics.observe("kv_transfer_connect_ms", 1e3 * result.connect_seconds)
-        metrics.observe("kv_transfer_queue_ms", 1e3 * result.queue_seconds)
-        metrics.observe("kv_transfer_compute_ms", 1e3 * result.compute_seconds)
+        metrics.observe("kv_transfer_connect_seconds", result.connect_seconds)
+        metrics.observe("kv_transfer_queue_seconds", result.queue_seconds)
+        metrics.observe("kv_transfer_compute_seconds", result.compute_seconds)
         if result.confirm_seconds > 0:
-            metrics.observe("kv_transfer_confirm_ms", 1e3 * result.confirm_seconds)
+            metrics.observe("kv_transfer_confirm_seconds", result.confirm_seconds)
         if delta is not None and delta.usage is not None:
-            metrics.observe("kv_transfer_first_token_ms", 1e3 * delta.usage.first_token_seconds)
+            metrics.observe("kv_transfer_first_token_seconds", delta.usage.first_token_seconds)
         metrics.observe("kv_transfer_total_mb", result.byte_count / 1e6)
         if result.copy_seconds > 0:
             metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)

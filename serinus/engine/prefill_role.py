@@ -172,7 +172,7 @@ class PrefillRole:
         self._scheduler.handoff_drained(result.xid)
         self._metrics.add("kv_transfer_pages", result.page_count, "sent")
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
-        self._metrics.observe("kv_transfer_grant_wait_ms", 1e3 * result.grant_wait_seconds)
+        self._metrics.observe("kv_transfer_grant_wait_seconds", result.grant_wait_seconds)
 
     def _ended(self, result: AbortPrefill, now: float) -> None:
         self._asked.pop(result.xid, None)

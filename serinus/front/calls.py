@@ -178,7 +178,7 @@ class Call:
         if len(cache_salt) > _NAME_MAX:
             raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
         if not -_PRIORITY_END <= priority < _PRIORITY_END:
-            raise BadRequest("priority", priority, "an integer of 32 bits, higher = kept longer")
+            raise BadRequest("priority", priority, "an integer of 32 bits, smaller = served sooner")
         if timeout is not None and not 0 < timeout <= _TIMEOUT_MAX:
             raise BadRequest("timeout", timeout, f"seconds, more than 0 and at most {_TIMEOUT_MAX:.0f}")
         if len(prefill_address) > _NAME_MAX:

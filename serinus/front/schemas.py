@@ -134,7 +134,8 @@ class OpenAiBody(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    """Higher = its cached prefix stays longer (--radix-eviction-policy priority)."""
+    """Smaller = served sooner (--schedule-policy priority), and its cached prefix stays longer (--radix-eviction-policy
+    priority)."""
     timeout: float | None = None
     """Seconds within which the answer must be complete, else 504 (or an error event); see --request-timeout."""
     rid: str | None = None
@@ -236,7 +237,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     priority: int | None = None
-    """Higher = its cached prefix stays longer (--radix-eviction-policy priority)."""
+    """Smaller = served sooner (--schedule-policy priority), and its cached prefix stays longer (--radix-eviction-policy
+    priority)."""
     timeout: float | None = None
     """Seconds within which the answer must be complete, else 504 (or an error event); see --request-timeout."""
     model: str | None = None

@@ -16,8 +16,9 @@ from serinus.sched.request_state import Phase, ReqState
 
 __all__ = ["Batch", "Growth"]
 
-_NONE_BARRED = 1 << 62
+_NONE_BARRED = 1 << 100
 _turn = attrgetter("turn")
+_seq = attrgetter("seq")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,19 +107,30 @@ class Batch:
             window_end = 1 + min((row.end for row in state.windowed), default=0)
             if self._allocator.extend(state, full_end, window_end):
                 return
-            victim = max(self, key=lambda other: other.seq)
-            if self._verifies and not victim.under_way and victim.verified < victim.computed:
-                self.unverified[victim.rid] = victim
-            if victim.under_way or victim.rid in self.unverified:
+            victim = max(self, key=_seq)
+            if not self.retract(victim):
                 growth.barred_seq = min(growth.barred_seq, state.seq)
                 return
-            self.remove(victim)
-            self._allocator.release(victim, park=True)
             victim.cold = victim is state and self.rows_needed == 0 and bool(state.windowed)
-            victim.move(Phase.WAITING)
-            victim.retractions += 1
-            victim.retracted = True
             growth.gone.append(victim)
+
+    def last(self) -> ReqState | None:
+        """The running request whose turn comes last: the one that gives way to any other."""
+        return max(self, key=_seq, default=None)
+
+    def retract(self, victim: ReqState) -> bool:
+        """Take its row and its pages, which stay cached until they are needed; the caller puts it back in line. False =
+        not now: it is under way, or not all of its KV is verified, which `unverified` then asks for."""
+        if self._verifies and not victim.under_way and victim.verified < victim.computed:
+            self.unverified[victim.rid] = victim
+        if victim.under_way or victim.rid in self.unverified:
+            return False
+        self.remove(victim)
+        self._allocator.release(victim, park=True)
+        victim.move(Phase.WAITING)
+        victim.retractions += 1
+        victim.retracted = True
+        return True
 
     def decode_work(self, decoding: Iterable[ReqState]) -> list[SeqWork]:
         """The work of decoding requests: one token for each."""

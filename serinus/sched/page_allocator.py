@@ -101,7 +101,7 @@ class PageAllocator:
         assert state.full.end == 0, f"sched: request {state.rid} has {state.full.end} pages, expected none"
         limit = self.match_limit(state)
         request = state.request
-        match = self.cache.match_prefix(request.cache_salt, state.tokens[:limit], limit, priority=request.priority)
+        match = self.cache.match_prefix(request.cache_salt, state.tokens[:limit], limit, priority=-request.priority)
         state.lease, state.load = match.lease, match.load
         for row, span in zip(state.rows, match.spans, strict=True):
             row.join(span)

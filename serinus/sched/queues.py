@@ -1,4 +1,8 @@
-"""The waiting line: oldest first, and in which order its requests are tried. Knows neither pages nor rows."""
+"""The waiting line, and in which order its requests are tried. Knows neither pages nor rows.
+
+The order of service is one number of each request (`ReqState.seq`): that of its arrival or, under the policy
+`priority`, its priority before that. Whatever goes by age goes by it: which request waits, is barred or is retracted.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,27 @@ from operator import attrgetter
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["ReqQueue", "admission_order"]
+__all__ = ["ReqQueue", "admission_order", "class_end", "place_of"]
 
 _seq = attrgetter("seq")
+_ARRIVALS_MAX = 1 << 48
+_PRIORITY_MIN = -(1 << 31)
+
+
+def place_of(priority: int, arrival: int, policy: str) -> int:
+    """`seq` of a request: the number of its arrival and, where the policy goes by it, its priority before that."""
+    return arrival if policy != "priority" else (priority - _PRIORITY_MIN) * _ARRIVALS_MAX + arrival
+
+
+def class_end(seq: int) -> int:
+    """The first `seq` behind all of the same priority."""
+    return (seq // _ARRIVALS_MAX + 1) * _ARRIVALS_MAX
 
 
 class ReqQueue:
-    """Requests in the order of their arrival, wherever they come from.
+    """Requests in the order of service, wherever they come from.
 
-    A retracted or recomputed request finds its old place again: before everything that came later. Cost of a
+    A retracted or recomputed request finds its old place again: before everything that comes behind it. Cost of a
     change: a bisection and one move of the list's tail.
     """
 
@@ -51,6 +67,10 @@ class ReqQueue:
         assert found, f"sched: request {state.rid} is not in the queue"
         del self._states[at]
 
+    def count_before(self, seq: int) -> int:
+        """How many come before this place."""
+        return bisect_left(self._states, seq, key=_seq)
+
     def first(self, count: int) -> list[ReqState]:
         """The oldest, at most `count` of them."""
         return self._states[:count]
@@ -66,11 +86,11 @@ def admission_order(
 ) -> list[ReqState]:
     """The requests to try to admit, in order, at most `count` of them.
 
-    fcfs: the oldest first. lpm: the longest cached prefix first, among the oldest `lpm_scan_requests`; a request
+    fcfs, priority: by `seq`. lpm: the longest cached prefix first, among the oldest `lpm_scan_requests`; a request
     that had run already, or that was passed `lpm_skips_max` times, comes before all others.
-    Cost: fcfs a slice; lpm one cache probe per scanned request.
+    Cost: a slice; lpm one cache probe per scanned request.
     """
-    if settings.schedule_policy == "fcfs" or len(queue) == 1:
+    if settings.schedule_policy != "lpm" or len(queue) == 1:
         return queue.first(count)
     scanned = queue.first(settings.lpm_scan_requests)
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serinus.cache import Lease
+from serinus.core.errors import CapacityError
 from serinus.sched.batch import Batch
 from serinus.sched.incoming import Incoming
 from serinus.sched.loads import begin_again
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
-from serinus.sched.queues import ReqQueue
+from serinus.sched.queues import ReqQueue, class_end
 from serinus.sched.request_state import Phase, ReqState
 
 __all__ = ["RequestQueues"]
+
+_QUEUES_MAX = 8
+"""Requests of all priorities that may wait, as a multiple of those that may wait of one."""
 
 
 class RequestQueues:
@@ -31,6 +35,22 @@ class RequestQueues:
         """All requests by id, in any state."""
         self.waiting = ReqQueue()
         """Those that want to be computed here and have no pages."""
+
+    def check_room(self, seq: int, most: int) -> None:
+        """Raise CapacityError where too many wait for a newcomer of this place: `most` of its own priority or a more
+        important one, so that a flood of others does not keep it out; or eight times as many altogether."""
+        queues = (self.waiting, self._incoming.prealloc)
+        ahead = sum(queue.count_before(class_end(seq)) for queue in queues)
+        if ahead >= most:
+            raise CapacityError(
+                f"sched: {ahead} requests wait already, expected less than max_queued_requests = {most}"
+            )
+        queued = sum(map(len, queues))
+        if queued >= _QUEUES_MAX * most:
+            raise CapacityError(
+                f"sched: {queued} requests of all priorities wait already, expected less than {_QUEUES_MAX} times"
+                f" max_queued_requests = {most}"
+            )
 
     def enter(self, state: ReqState) -> None:
         """A new one: in line for being computed here, or elsewhere."""

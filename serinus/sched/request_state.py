@@ -95,7 +95,8 @@ class ReqState:
     windows: Mapping[Part, int | None]
     """The parts of the cache, FULL first, with their windows; None = the part covers the whole sequence."""
     seq: int
-    """Number of its arrival: lower = older. Survives retraction, so the oldest always gets on."""
+    """Its place in the order of service: lower = older or, under the policy `priority`, more important first. Survives
+    retraction, so the first always gets on."""
     limit: int
     """Known tokens at which it ends with LENGTH: max_new_tokens, the context or the whole pool."""
     stop_ids: tuple[int, ...]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache import PrefixCache
-from serinus.core.errors import BadRequest, CapacityError, InvariantError
+from serinus.core.errors import BadRequest, InvariantError
 from serinus.core.handoff import HandoffSpec, Reservation
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan, StepResult
@@ -33,6 +33,7 @@ from serinus.sched.incoming import Incoming
 from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
+from serinus.sched.queues import place_of
 from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
@@ -108,12 +109,8 @@ class Scheduler:
         self.check(request)
         if handoff is not None:
             check_handoff(handoff, request, self.settings.page_size)
-        queued = len(self._waiting) + len(self._incoming.prealloc)
-        if queued >= self.settings.max_queued_requests:
-            raise CapacityError(
-                f"sched: {queued} requests wait already, expected less than"
-                f" max_queued_requests = {self.settings.max_queued_requests}"
-            )
+        seq = place_of(request.priority, self._arrivals + 1, self.settings.schedule_policy)
+        self._requests.check_room(seq, self.settings.max_queued_requests)
         if remote and request.sampling.prompt_logprobs is not None:
             remote, local_reason = False, "prompt_logprobs"
         self._arrivals += 1
@@ -121,7 +118,7 @@ class Scheduler:
             request=request,
             page_size=self.settings.page_size,
             windows=self._allocator.windows,
-            seq=self._arrivals,
+            seq=seq,
             limit=token_limit(request, self.settings, self._pool_tokens),
             stop_ids=stop_ids_of(request, self.settings),
             handoff=handoff,

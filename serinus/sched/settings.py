@@ -9,8 +9,8 @@ from serinus.core.parts import Part
 
 __all__ = ["POLICIES", "SchedSettings"]
 
-POLICIES = ("fcfs", "lpm")
-"""First come, first served; longest cached prefix first."""
+POLICIES = ("fcfs", "lpm", "priority")
+"""First come, first served; longest cached prefix first; smallest priority first, and of one priority the oldest."""
 
 PREFETCH_POLICIES = ("none", "best_effort", "timeout", "wait_complete")
 """No storage; take what has come when there is room; wait up to a deadline; wait to the end."""
@@ -35,14 +35,15 @@ class SchedSettings:
     max_running_requests: int = 64
     """Requests in a batch (and in transit towards it) at most; below `rows`."""
     max_queued_requests: int = 4096
-    """Requests that wait at most; one more is refused (CapacityError)."""
+    """Requests that wait at most; one more is refused (CapacityError). Under the policy `priority`: of the priority of
+    the new one, or a more important one; and eight times as many altogether."""
     chunked_prefill_size: int = 2048
     """Prompt tokens of one step at most; -1 = no bound, prompts are never split."""
     step_s_max: float = 0.0
     """Seconds of a step at most: long prompts are cut so that a step takes no longer, at the rate of the latest ones;
     0 = no bound."""
     schedule_policy: str = "fcfs"
-    """The order of admission: fcfs or lpm."""
+    """The order of admission: one of POLICIES."""
     growth_tokens: int = 64
     """A newcomer is admitted only if every running request could still grow by this much (or to its end)."""
     min_remote_tokens: int = 0

@@ -64,7 +64,9 @@ class StepPlanner:
         if not len(self._batch) and not self._requests.waiting:
             self._blocked = None
             return None
+        given_way = self._give_way()
         growth = self._batch.grow()
+        growth.gone += given_way
         self._requests.wait(growth.gone)
         self._blocked = min(growth.gone, key=lambda state: state.seq, default=None)
         self._totals.retracted += len(growth.gone)
@@ -101,6 +103,21 @@ class StepPlanner:
                 retracted=len(growth.gone),
             ),
         )
+
+    def _give_way(self) -> list[ReqState]:
+        """Under the policy `priority`: the last of the running requests, where the first that waits is more important
+        and lacks its pages, or its row. One in a step: the next plan sees whether that is enough."""
+        first = next(iter(self._requests.waiting), None)
+        last = self._batch.last()
+        if self._settings.schedule_policy != "priority" or first is None or last is None:
+            return []
+        if first.request.priority >= last.request.priority:
+            return []
+        if first is not self._blocked:
+            rows_are_taken = self._batch.rows_needed >= self._settings.max_running_requests
+            if not rows_are_taken or first.prefetching or self._admission.has_twin(first):
+                return []
+        return [last] if self._batch.retract(last) else []
 
     def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth, budget: int) -> int:
         """Chunks of prefilling requests, in the order of their arrival; returns the budget left for newcomers."""

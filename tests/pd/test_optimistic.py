@@ -39,7 +39,7 @@ def test_a_prompt_is_finished_before_decode_has_pages_and_lands_at_once_when_it_
         assert usage is not None
         assert usage.prefill_engine == "prefill-0"
     assert both.port_of(both.prefill).machine.handoff_count == 0
-    assert both.prefill.built.metrics.count("kv_transfer_grant_wait_ms") == 2
+    assert both.prefill.built.metrics.count("kv_transfer_grant_wait_seconds") == 2
     both.check()
 
 

@@ -65,6 +65,8 @@ def test_a_sound_engine_is_silent_and_every_rank_has_checked_all_that_was_due(to
         assert view["slots_due"] == view["slots_checked"] > 0
         lead_of(engine).refresh(engine.built.metrics)
         assert engine.built.metrics.get("kv_canary_slots", "checked") == view["slots_checked"]
+        ratio = engine.built.metrics.get("kv_canary_coverage_ratio")
+        assert 0 < ratio == view["slots_checked"] / view["slots_due"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class Drive:
             page_size=page_size, page_count=pages + 1, context_length=48, vocab_size=VOCAB, eos_ids=(0,), depth=depth,
             max_running_requests=rng.randint(2, 6), growth_tokens=rng.choice([0, 4]),
             chunked_prefill_size=rng.choice([4, 8, 12]), auto=False,
-            schedule_policy=rng.choice(["fcfs", "lpm"]), **options, **verify,
+            schedule_policy=rng.choice(["fcfs", "lpm", "priority"]), **options, **verify,
         )  # fmt: skip
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()

@@ -51,7 +51,7 @@ class SchedulersUnderFire(RuleBasedStateMachine):
         pages=st.integers(10, 22),
         running=st.integers(1, 5),
         chunk=st.sampled_from([4, 6, 16, -1]),
-        policy=st.sampled_from(["fcfs", "lpm"]),
+        policy=st.sampled_from(["fcfs", "lpm", "priority"]),
         prefix=st.sampled_from([True, True, True, False]),
         growth=st.sampled_from([0, 4, 64]),
         min_remote=st.sampled_from([0, 6]),

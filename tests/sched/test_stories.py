@@ -114,12 +114,12 @@ def test_requests_of_another_salt_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", ["priority", "lru"])
-def test_what_was_asked_with_a_higher_priority_stays_longer_under_that_policy(policy: str) -> None:
+def test_what_was_asked_with_a_smaller_priority_stays_longer_under_that_policy(policy: str) -> None:
     engine = TinyEngine(page_count=13, policy=policy)
-    kept = engine.add("kept", [1, *PROMPT[:16]], max_new_tokens=1, priority=2)
+    kept = engine.add("kept", [1, *PROMPT[:16]], max_new_tokens=1, priority=-1)
     engine.run()
     for index in range(2, 6):
-        engine.add(f"later-{index}", [index, *PROMPT[:16]], max_new_tokens=1, priority=1)
+        engine.add(f"later-{index}", [index, *PROMPT[:16]], max_new_tokens=1, priority=0)
         engine.run()
     assert engine.cache.probe("", kept.prompt).device == (16 if policy == "priority" else 0)
 
