@@ -64,8 +64,8 @@ _STAGES_CHUNK: Final = 256
 """...on the stages of a CPU."""
 _CPU_STEP_S: Final = 0.3
 """Seconds of a step on a CPU, where the settings do not say."""
-_FIRST_TOKENS: Final = 16
-"""Of the prompts at start-up: more than attention takes for decoding."""
+_FIRST_TOKENS: Final = 40
+"""Of each prompt at start-up: more than attention takes for decoding, and linears as few rows."""
 _LOOK_S: Final = 0.05
 _QUIET_S: Final = 5.0
 """Seconds that copies and storage operations get to end before the engine goes."""

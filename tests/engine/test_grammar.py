@@ -97,7 +97,7 @@ def test_a_healed_request_goes_on_where_its_grammar_was(toy: Path, alone: list[i
     engine.add("one", PROMPT, 120, **SAMPLED)
     while "one" not in engine.engine.scheduler or engine.engine.scheduler._states["one"].generated < 9:
         engine.turn()
-    engine.engine.scheduler.heal("one", "told by the test")
+    engine.engine.scheduler.heals.heal("one", "told by the test", 0.0)
     engine.run()
     assert len(engine.engine.scheduler._states) == 0
     assert engine.tokens("one") == alone

@@ -70,7 +70,7 @@ def _bind(
         at = ring + (first + tl.cumsum(bad.to(tl.int64), 0) - 1) % ring_rows * FIELDS
         tl.store(at, slot * 0 + lane + half, mask=bad)
         read = tl.load(positions + b, mask=bad, other=0)
-        tl.store(at + 1, _CHAIN_HASH + (position != read).to(tl.int64) * _POSITION, mask=bad)
+        tl.store(at + 1, (position != read).to(tl.int64) * _POSITION + _CHAIN_HASH, mask=bad)
         tl.store(at + 2, slot, mask=bad)
         tl.store(at + 3, read, mask=bad)
         tl.store(at + 4, position, mask=bad)
