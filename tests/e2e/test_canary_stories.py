@@ -183,9 +183,10 @@ def test_parked_prompts_that_are_aborted_before_their_grant_leave_every_queue(cl
     for answer, prompt in zip(answers, [*long, *parked], strict=True):
         assert answer.status_code == 200, answer.text
         body = answer.json()
-        assert body["meta_info"]["finish_reason"]["type"] == "abort"
+        assert body["meta_info"]["finish_reason"]["type"] in ("abort", "length")  # one that ran may just have ended
         assert body["output_ids"] == cluster.right(prompt, len(body["output_ids"]))
-    assert not any(answer.json()["output_ids"] for answer in answers[-2:]), "the last ones never had a page"
+    for body in (answer.json() for answer in answers[-2:]):
+        assert (body["output_ids"], body["meta_info"]["finish_reason"]["type"]) == ([], "abort"), "it never had a page"
     idle(cluster.url)
     assert metric(cluster.decode, "num_bootstrap_failed_reqs_total", cause="aborted") >= failed
     cluster.is_clean()
