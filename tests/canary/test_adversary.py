@@ -36,7 +36,7 @@ def test_a_wrong_answer_is_a_blind_cell_unless_its_setting_is_listed() -> None:
 
 @pytest.mark.proof
 def test_no_answer_that_ends_well_is_wrong(tmp_path: Path) -> None:
-    cells = run(300, 1, tmp_path)
+    cells = run(160, 1, tmp_path)
     print(table(cells))
     assert not [cell.line() for cell in cells if cell.is_blind]
     read = sum(cell.told + cell.refused for cell in cells)

@@ -57,7 +57,7 @@ def test_the_second_request_brings_only_what_decode_lacks(toy: Path) -> None:
 def test_the_priority_of_a_request_is_known_to_the_caches_of_both_sides(toy: Path) -> None:
     both = pair(toy, max_total_tokens=64, radix_eviction_policy="priority")
     kept = list(range(1, 22))
-    both.send(replace(make_request("kept", kept, max_new_tokens=6), priority=7, prefill_address="local://prefill"))
+    both.send(replace(make_request("kept", kept, max_new_tokens=6), priority=-7, prefill_address="local://prefill"))
     both.run_until_idle()
     for first in range(2, 6):
         both.add(f"later-{first}", list(range(first, first + 21)), 6)
