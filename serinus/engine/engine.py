@@ -241,8 +241,9 @@ class Engine:
         return self._fail(verdict.rid, "kv_canary", reason, now)
 
     def _fail(self, rid: str, code: str, reason: str, now: float, status: int = 500) -> TokenDelta | None:
-        """End a request whose KV is not to be trusted, before anything that was computed on it leaves: none of it is
-        published. Its last delta; `code` and `reason`: what a peer is told."""
+        """End a request that cannot go on (wrong KV, a step that failed, a grammar that cannot be followed), before
+        anything more of it leaves: none of its KV is published. Its last delta, with this HTTP status; `code` and
+        `reason`: what a peer is told."""
         self.handoffs.aborted(rid, now, code=code, reason=reason)  # while its pages are still its own
         delta = self.scheduler.abort(rid, reason, FinishReason.ERROR, untrusted=True)
         return None if delta is None else replace(delta, error_status=status)

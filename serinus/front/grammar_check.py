@@ -29,7 +29,7 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._compile_s_max = compile_s_max
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        self._vocabulary: asyncio.Task[GrammarVocabulary] | None = None
+        self._vocabulary: asyncio.Future[GrammarVocabulary] | None = None
 
     async def check(self, params: Sequence[SamplingParams], fields: Sequence[str], ready: Ready) -> None:
         """Compile the grammars of these parameters; `fields`: as the client names them, empty = all `grammar`.
@@ -60,11 +60,7 @@ class GrammarCheck:
             return GrammarVocabulary(tokenizer, width=ready.vocab_size, eos_ids=ready.eos_ids)
 
         if self._vocabulary is None:
-
-            async def vocabulary() -> GrammarVocabulary:
-                return await loop.run_in_executor(self._threads, read)
-
-            self._vocabulary = loop.create_task(vocabulary())
+            self._vocabulary = loop.run_in_executor(self._threads, read)
         known = await asyncio.shield(self._vocabulary)
         await asyncio.wait_for(loop.run_in_executor(self._threads, known.begin, grammar), self._compile_s_max)
 
