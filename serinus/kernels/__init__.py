@@ -7,9 +7,20 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 
 from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
-from serinus.kernels.contracts import Gate, LayerDigest, RowSampling, Tiling, TopTokens, Watch, WrittenRows
+from serinus.kernels.contracts import (
+    ExpertGate,
+    Gate,
+    LayerDigest,
+    RowSampling,
+    Tiling,
+    TopTokens,
+    Watch,
+    WatchPlan,
+    WrittenRows,
+)
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
-from serinus.kernels.packed import PackedLinear
+from serinus.kernels.layers import LayerSteps, LayerWeights
+from serinus.kernels.packed import PackedExperts, PackedLinear
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
@@ -18,10 +29,14 @@ __all__ = [
     "COLUMNS",
     "RING_FIELDS",
     "AttentionBatch",
+    "ExpertGate",
     "Gate",
     "GatheredRows",
     "Kernels",
     "LayerDigest",
+    "LayerSteps",
+    "LayerWeights",
+    "PackedExperts",
     "PackedLinear",
     "Reason",
     "RowSampling",
@@ -29,6 +44,7 @@ __all__ = [
     "Tiling",
     "TopTokens",
     "Watch",
+    "WatchPlan",
     "WrittenRows",
     "collapse_to_huge_pages",
     "digest_values",

@@ -19,9 +19,11 @@ from torch import Tensor
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, WrittenRows
+from serinus.kernels.packed import PackedExperts
 
 __all__ = [
     "check_digest",
+    "check_fused_moe",
     "check_gate",
     "check_hashed",
     "check_layer_digest",
@@ -87,6 +89,30 @@ def check_pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> None:
         raise ValueError(f"kernels: linear weight of shape {tuple(weight_OI.shape)}, expected [out, in]")
     if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
         raise ValueError(f"kernels: bias of shape {tuple(bias_O.shape)}, expected ({weight_OI.shape[0]},)")
+
+
+def check_fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts) -> None:
+    """Raise ValueError where tokens, choices and experts disagree, or a stack is strided."""
+    count, inner, width = packed.gate_up.shape[0], packed.gate_up.shape[1] // 2, packed.gate_up.shape[2]
+    if x_TE.shape != (len(ids_TK), width) or packed.down.shape != (count, width, inner):
+        raise ValueError(
+            f"kernels: fused_moe got x {tuple(x_TE.shape)} of {len(ids_TK)} choices, gate_up"
+            f" {tuple(packed.gate_up.shape)}, down {tuple(packed.down.shape)}, expected [T, E], [X, 2F, E], [X, E, F]"
+        )
+    biases = [(bias, like) for bias, like in ((packed.gate_up_bias, 2 * inner), (packed.down_bias, width))]
+    if any(bias is not None and bias.shape != (count, like) for bias, like in biases):
+        raise ValueError(f"kernels: fused_moe got biases unlike {count} experts of {2 * inner} and {width} outputs")
+    if weights_TK.shape != ids_TK.shape or weights_TK.dtype != torch.float32 or ids_TK.dtype != torch.int64:
+        raise ValueError(
+            f"kernels: fused_moe got weights {weights_TK.dtype} {tuple(weights_TK.shape)} and ids {ids_TK.dtype}"
+            f" {tuple(ids_TK.shape)}, expected float32 and int64 [T, K]"
+        )
+    stacks = (packed.gate_up, packed.down, *(bias for bias, _ in biases if bias is not None))
+    if any(stack.dtype != x_TE.dtype or not stack.is_contiguous() for stack in stacks):
+        raise ValueError(
+            f"kernels: fused_moe got stacks of {sorted({str(stack.dtype) for stack in stacks})} for x of {x_TE.dtype},"
+            " expected the same, contiguous"
+        )
 
 
 def check_qk_rope_store(

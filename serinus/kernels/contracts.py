@@ -16,10 +16,12 @@ from torch import Tensor
 
 from serinus.core.history import TokenHistory
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.packed import PackedFactors, PackedLinear
+from serinus.kernels.packed import PackedExperts, PackedFactors, PackedLinear
 
 __all__ = [
     "CanaryOps",
+    "ExpertGate",
+    "FusedMoe",
     "Gate",
     "HashedPages",
     "LayerDigest",
@@ -32,6 +34,7 @@ __all__ = [
     "Tiling",
     "TopTokens",
     "Watch",
+    "WatchPlan",
     "WatchedAttention",
     "WrittenRows",
 ]
@@ -51,6 +54,18 @@ class NormLinear(Protocol):
         self, x_TI: Tensor | None, residual_TI: Tensor, weight_I: Tensor, eps: float, packed: PackedLinear,
         gate: Gate | None = None, /,
     ) -> Tensor: ...  # fmt: skip
+
+
+ExpertGate = Literal["silu", "swiglu_oai"]
+"""The activation of an expert; the second is gpt-oss's."""
+
+
+class FusedMoe(Protocol):
+    """The signature of fused_moe."""
+
+    def __call__(
+        self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts, gate: ExpertGate, /
+    ) -> Tensor: ...
 
 
 Kept = dict[tuple[object, ...], tuple[int, ...]]
@@ -218,9 +233,33 @@ class CanaryOps(Protocol):
     def canary_write(self) -> Callable[..., None]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchPlan:
+    """What the host knows of a pass that is to be watched; P = pieces, B = sequences."""
+
+    due: Sequence[tuple[NDArray[np.int64], int]]
+    """The pieces of a plan, as `Watch.expand` takes them."""
+    bound_5B: NDArray[np.int64]
+    """As `Watch.expand` takes it."""
+    rows_B: NDArray[np.int64]
+    """The row of each sequence of the batch, in its order, without padding."""
+    counts_B: NDArray[np.int64]
+    """The number of its tokens."""
+    first_name: int
+    """As `Watch.stand` takes it."""
+    chosen_W: NDArray[np.int64] | None
+    """The sequences of the second batch that attention reads, where there is one."""
+    room: int | None
+    """Sequences that the batch has with its padding, of one token each, where the pass is one that is recorded and
+    replayed; None = it is not."""
+    sets: int
+    """Columns that a sequence may have in the plan."""
+
+
 class Watch(Protocol):
     """The canary's checks of one part around forward passes. The calls of one pass, in order:
 
+        watch.stage(plan, put)             on the host, before any work of the pass is queued
         watch.expand(due, bound)           which slots are verified in this pass
         watch.verify(StampLane.HEAD_K)     their stamps, without digests; of which request the last slots are
         watch.stand(slots, ...)            the tokens that this pass computes
@@ -232,11 +271,21 @@ class Watch(Protocol):
         watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
         watch.write(StampLane.TAIL_K)      with the digests of what the layers stored; the rows are read back
 
-    It knows no requests and waits for no device.
+    It knows no requests and waits for no device. Where a pass is recorded and replayed, all calls but `stage` are made
+    while it is recorded, and `stage` before every replay.
     """
 
     entry_count: int
     """Slots expanded for this pass."""
+
+    def has_room(self, room: int, entry_count: int) -> bool:
+        """Whether a recorded pass of so many sequences verifies so many slots."""
+        ...
+
+    def stage(self, plan: WatchPlan, put: Callable[[NDArray[np.int64]], Tensor]) -> None:
+        """What the next pass is to verify. A column whose kernels run on the host has no use for it: `expand` says all
+        that it needs."""
+        ...
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries; and of each

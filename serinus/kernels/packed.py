@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["PackedFactors", "PackedLinear", "RowBlocks"]
+__all__ = ["PackedExperts", "PackedFactors", "PackedLinear", "RowBlocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,21 @@ class PackedLinear:
     """Whether the weight was reordered for oneDNN."""
     rows: RowBlocks | None = None
     """How a kernel for few rows reads the weight; None: only oneDNN can, or the weight is plain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """The projections of a layer's experts, stacked; all columns read them as they are. X = experts, E = width of the
+    stream, F = width inside an expert."""
+
+    gate_up: Tensor
+    """Gate and up projections as one, [X, 2F, E], contiguous."""
+    down: Tensor
+    """Down projections, [X, E, F], contiguous."""
+    gate_up_bias: Tensor | None = None
+    """[X, 2F], if the experts have biases."""
+    down_bias: Tensor | None = None
+    """Of the down projections, [X, E], likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError
 from serinus.kernels.contracts import (
+    FusedMoe,
     HashedPages,
     MakeWatch,
     MovePages,
@@ -31,6 +32,7 @@ from serinus.kernels.contracts import (
     TopTokens,
     WatchedAttention,
 )
+from serinus.kernels.layers import MakeDecodeLayers
 from serinus.kernels.packed import PackedFactors, PackedLinear
 
 __all__ = ["COLUMNS", "FILES", "Kernels", "load", "warm"]
@@ -51,6 +53,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "pack_linear": "linear",
         "linear": "linear",
         "norm_linear": "norm_linear",
+        "fused_moe": "fused_moe",
         "gather_pages": "pages",
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
@@ -72,6 +75,8 @@ FILES: Mapping[str, str] = MappingProxyType(
 
 _WATCHED = frozenset(("watched_attention", "pack_factors"))
 """Ops that stand in for `paged_attention`, and so are of the same column, except where one is asked for by name."""
+_ON_HOST = frozenset(("canary_due", "chain_hashes", "page_digests"))
+"""Ops of arrays of the host: whatever the device is, column cpu serves them."""
 _MADE_OF_OPS = ("norm_linear",)
 """Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
@@ -110,6 +115,8 @@ class Kernels:
     """(x_TI, packed) -> out_TO"""
     norm_linear: NormLinear
     """(x_TI or None, residual_TI, weight_I, eps, packed, gate=None) -> out_TO; residual += x in place"""
+    fused_moe: FusedMoe
+    """(x_TE, weights_TK, ids_TK, packed, gate) -> out_TE, of the experts that are hit"""
     gather_pages: MovePages
     """(layers_kv, pages_G, page_size, out_RY, rows_G=None)"""
     scatter_pages: MovePages
@@ -140,6 +147,9 @@ class Kernels:
     """(tokens_N, position, chain) -> hashes_N; on the host"""
     canary_watch: MakeWatch
     """(ops, table_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size) -> Watch"""
+    decode_layers: MakeDecodeLayers | None = None
+    """(layers, heads, eps, scale, softcap, gate, total) -> the layers of decode steps by few calls, the bits of the ops
+    one by one; None: the column has none"""
     warmer: Warmer | None = None
     """([(head size, query heads per KV head)], dtype, watched): makes the machine code of all ops ready; None: there is
     none."""
@@ -157,8 +167,8 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     Args:
         device: a torch device type, such as "cpu"; an index ("cuda:0") is ignored.
         column: "auto" takes the column made for the device ("cpu" for a CPU; "triton" for CUDA, where Triton is
-            installed) and `ref` for each op that it lacks; another name asks for that column. "triton" on a CPU runs in
-            Triton's interpreter only.
+            installed; of arrays of the host "cpu") and `ref` for each op that it lacks; another name asks for that
+            column. "triton" on a CPU runs in Triton's interpreter only.
         own: ops for which `ref` may not stand in: what is measured, or held against `ref`.
     Raises:
         ConfigError: no such column, or not on this device, or it lacks one of its `own`.
@@ -175,7 +185,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
         column = _COLUMN_OF.get(kind, "ref")
         if column == "triton" and find_spec("triton") is None:
             column = "ref"
-    found = {op: _find(op, column) for op in FILES}
+    found = {op: _find(op, "cpu" if column == "triton" and op in _ON_HOST else column) for op in FILES}
     if found["paged_attention"][1] == "ref" and not _WATCHED.intersection(own):
         found |= {op: _find(op, "ref") for op in _WATCHED}
     ops = {op: make for op, (make, _) in found.items()}
@@ -184,7 +194,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     lacking = [op for op in own if columns[op] != column]
     if lacking:
         raise ConfigError(f"kernels: column {column!r} has no {', '.join(lacking)}, expected a kernel of its own")
-    return Kernels(device=kind, columns=columns, warmer=_warmer(column), **ops)
+    return Kernels(device=kind, columns=columns, decode_layers=_decode_layers(column), warmer=_warmer(column), **ops)
 
 
 Warmer = Callable[[Sequence[tuple[int, int]], torch.dtype, bool, Sequence[bool], bool], None]
@@ -231,6 +241,12 @@ def _module(column: str, file: str) -> ModuleType | None:
     # Imported here: numba takes a quarter of a second, Triton half of one, which other devices need not pay.
     name = f"{__package__}.{column}.{file}"
     return import_module(name) if find_spec(name) is not None else None
+
+
+def _decode_layers(column: str) -> MakeDecodeLayers | None:
+    module = _module(column, "decode_layers")
+    found: MakeDecodeLayers | None = getattr(module, "decode_layers", None)
+    return found
 
 
 def _warmer(column: str) -> Warmer | None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from serinus.kernels.registry import FILES
 
 
 def test_every_op_of_the_contract_is_in_the_reference_and_nothing_else_is() -> None:
-    fields = set(Kernels.__dataclass_fields__) - {"device", "columns", "warmer"}
+    fields = set(Kernels.__dataclass_fields__) - {"device", "columns", "decode_layers", "warmer"}
     assert fields == set(FILES)
     for op, file in FILES.items():
         listed = importlib.import_module(f"serinus.kernels.ref.{file}").__all__
@@ -31,23 +32,20 @@ def test_a_cpu_has_its_own_column_for_every_op_that_its_engine_calls(cpu: Kernel
     assert ref.summary() == "all ops on column ref"
 
 
-def test_the_reference_serves_what_the_triton_column_lacks() -> None:
+def test_the_triton_column_has_the_ops_of_a_step_and_the_cpu_those_of_the_host() -> None:
     kernels = load("cuda:0")
     assert kernels.device == "cuda"
-    assert kernels.columns["canary_digest"] == "triton"
-    assert kernels.columns["rms_norm"] == kernels.columns["canary_due"] == "ref"
-    assert kernels.rms_norm is load("cuda", "ref").rms_norm
-    assert kernels.summary().startswith("all ops on column ref, but triton: canary_digest")
+    served = {column: {op for op in FILES if kernels.columns[op] == column} for column in set(kernels.columns.values())}
+    assert served.keys() == {"triton", "cpu"}
+    assert served["cpu"] == {"canary_due", "chain_hashes", "page_digests"}
+    assert kernels.summary() == "all ops on column triton, but cpu: page_digests, canary_due, chain_hashes"
 
 
 def test_a_caller_that_asks_for_a_kernel_of_the_column_itself_is_not_given_the_reference() -> None:
     own = load("cuda", "triton", own=("watched_attention",)).columns
     assert own["watched_attention"] == own["pack_factors"] == "triton"
-    assert load("cuda").columns["watched_attention"] == "ref", (
-        "it stands in for paged_attention, which is the reference's"
-    )
-    with pytest.raises(ConfigError, match="column 'triton' has no rms_norm, expected a kernel of its own"):
-        load("cuda", "triton", own=("rms_norm", "watched_attention"))
+    with pytest.raises(ConfigError, match="column 'triton' has no page_digests, expected a kernel of its own"):
+        load("cuda", "triton", own=("page_digests", "watched_attention"))
 
 
 def test_each_load_has_a_memory_of_its_own_where_an_op_keeps_one() -> None:
@@ -71,18 +69,22 @@ def test_a_column_that_is_not_there_or_not_for_the_device_is_refused(device: str
 
 @pytest.fixture
 def extra_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A second folder of the triton column; its modules are forgotten afterwards."""
-    monkeypatch.setattr(triton_column, "__path__", [*triton_column.__path__, str(tmp_path)])
+    """A folder of the triton column before its own; its modules are forgotten afterwards."""
+    name = "serinus.kernels.triton.mask_logits"
+    monkeypatch.setattr(triton_column, "__path__", [str(tmp_path), *triton_column.__path__])
+    sys.modules.pop(name, None)
     yield tmp_path
-    for name in [name for name in sys.modules if name.startswith("serinus.kernels.triton.silu_mul")]:
-        del sys.modules[name]
+    sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
 
 def test_a_new_file_in_a_column_is_all_that_a_new_kernel_needs(extra_folder: Path) -> None:
-    (extra_folder / "silu_mul.py").write_text("def silu_mul(gate_up_T2F):\n    return gate_up_T2F[..., :1] * 0 + 7\n")
+    (extra_folder / "mask_logits.py").write_text(
+        "def mask_logits(logits_BV, rows, words_RW):\n    logits_BV.fill_(7)\n"
+    )
     importlib.invalidate_caches()
     kernels = load("cuda")
-    assert kernels.columns["silu_mul"] == "triton"
-    assert kernels.columns["gelu_mul"] == "ref"
-    assert kernels.silu_mul(torch.ones(1, 2)).tolist() == [[7.0]]
+    assert kernels.columns["mask_logits"] == "triton"
+    logits = torch.ones(1, 2)
+    kernels.mask_logits(logits, [], np.zeros((0, 1), np.int32))
+    assert logits.tolist() == [[7.0, 7.0]]

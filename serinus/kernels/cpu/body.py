@@ -29,7 +29,7 @@ from serinus.core.errors import ConfigError
 from serinus.kernels import canary
 from serinus.kernels.cpu import digest, llvm, row_steps, scalar, selection, vector, watching
 
-__all__ = ["VERSION", "Body", "compile_body", "fields", "find_torch_gomp", "thread_count"]
+__all__ = ["PARALLEL_AT", "VERSION", "Body", "compile_body", "fields", "find_torch_gomp", "thread_count"]
 
 VERSION = zlib.crc32(
     b"".join(
@@ -70,6 +70,8 @@ def _gomp_parallel() -> Any:
 
 
 _PARALLEL = _gomp_parallel()
+PARALLEL_AT: int = 0 if _PARALLEL is None else ctypes.cast(_PARALLEL, ctypes.c_void_p).value or 0
+"""The address of GOMP_parallel; 0 where torch brings none."""
 
 
 def thread_count() -> int:
@@ -80,19 +82,19 @@ def thread_count() -> int:
 class Body:
     """A compiled kernel. Calling it runs it to the end; the interpreter lock is released meanwhile."""
 
-    __slots__ = ("_address", "_compiled", "_here")
+    __slots__ = ("_compiled", "_here", "address")
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled  # owns the machine code
-        self._address: int = compiled.address
-        self._here = _C_BODY(self._address)
+        self.address: int = compiled.address
+        self._here = _C_BODY(self.address)
 
     def __call__(self, arguments: ctypes.Structure, threads: int) -> None:
         """Run on `threads` threads (1: the calling one, without any start-up cost)."""
         if threads == 1 or _PARALLEL is None:
             self._here(ctypes.addressof(arguments))
         else:
-            _PARALLEL(self._address, ctypes.addressof(arguments), threads, 0)
+            _PARALLEL(self.address, ctypes.addressof(arguments), threads, 0)
 
 
 def compile_body(function: Callable[[Any], None]) -> Body:

@@ -78,7 +78,11 @@ def _bind_body(version: int) -> Body:
         ring = carray(at(a[8]), a[9] * RING_FIELDS, np.int64)
         for half in range(2):
             stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
+            checked = 0
             for b in range(count):
+                if positions[b] < 0:
+                    continue
+                checked += 1
                 slot = slots[b] if 0 <= slots[b] < slot_count else 0
                 token, position, stored_hash = stamps[slot * 4], stamps[slot * 4 + 1], stamps[slot * 4 + 2]
                 behind = np.int64(mix(np.uint64(stored_hash), np.uint64(token), np.uint64(position)))
@@ -96,7 +100,7 @@ def _bind_body(version: int) -> Body:
                     ring[base + 9] = stamps[slot * 4 + 3]
                     ring[base + 10] = stamps[slot * 4 + 3]
                     ring[base + 11] = names[b]
-            fetch_add(a[11] + (lane + half) * 8, count)
+            fetch_add(a[11] + (lane + half) * 8, checked)
 
     return compile_body(bind)
 

@@ -91,6 +91,12 @@ class _CpuWatch:
         self._has_digests = False
         """Whether sums lie behind the entries."""
 
+    def has_room(self, room: int, entry_count: int) -> bool:
+        return True
+
+    def stage(self, plan: object, put: object) -> None:
+        """All is done in `expand`."""
+
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """The pieces are put together again: what they would save is kept from pass to pass anyway."""
         columns, count = [], 0

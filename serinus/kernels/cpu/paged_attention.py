@@ -11,6 +11,7 @@ weighted values, four rows at a time so that the accumulator is loaded and store
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from serinus.kernels.checks import check_paged_attention
 from serinus.kernels.contracts import LayerDigest, PagedAttention
 from serinus.kernels.cpu import chunk_attention
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
 from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body, weigh
 from serinus.kernels.cpu.decode_attention import serves as decodes
@@ -44,11 +46,22 @@ from serinus.kernels.cpu.watching import (
 )
 from serinus.kernels.ref.watched_attention import GatheredRows
 
-__all__ = ["LaidAttention", "cuts_of", "new_paged_attention", "warm", "watches"]
+__all__ = [
+    "UNEVEN",
+    "LaidAttention",
+    "cuts_of",
+    "decode_call",
+    "digest_unseen",
+    "new_paged_attention",
+    "refuse_row",
+    "threads_of",
+    "warm",
+    "watches",
+]
 
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
-_UNEVEN = 1.25
+UNEVEN = 1.25
 """Sequences are split where the busiest thread would have more than this times its even part. Measured on 2 threads:
 5 sequences of 290 tokens (1.2) take 2.57 ms whole and 2.80 ms in halves, 4 of them 1.79 and 2.17 ms."""
 _DECODE_QUERIES_MAX = 8
@@ -113,7 +126,7 @@ class LaidAttention:
         out_TND = torch.empty_like(q_TND)
         inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC
         if digest is not None and window is not None:
-            _digest_unseen(*inputs[1:], batch, layout, digest)
+            digest_unseen(*inputs[1:], batch, layout.lows_B, digest)
         bad = 0
         if len(layout.units_UF):
             bad = _decode(*inputs, layout, scale, window, softcap, out_TND, digest)
@@ -121,12 +134,16 @@ class LaidAttention:
             units, sequences = layout.chunk_units_UF, batch.sequence_count
             bad = attend_chunks(*inputs, units, scale, window, softcap, out_TND, digest, sequences) or bad
         if bad and not batch.is_watched:
-            slot_count = k_pool_SHD.shape[0]
-            raise ValueError(f"kernels: row {bad - 1} of req_to_token holds a slot out of 0 .. {slot_count - 1}")
+            refuse_row(bad, len(k_pool_SHD))
         gathered = None if digest is None else GatheredRows(digest, batch.sequence_count)
         for chunk in layout.chunks:
             _prefill(*inputs, batch.is_watched, chunk, scale, window, softcap, out_TND, gathered)
         return out_TND
+
+
+def refuse_row(bad: int, slot_count: int) -> None:
+    """Raise ValueError for what a call has refused."""
+    raise ValueError(f"kernels: row {bad - 1} of req_to_token holds a slot out of 0 .. {slot_count - 1}")
 
 
 def warm(
@@ -155,7 +172,7 @@ def cuts_of(seen: Sequence[int], kv_heads: int) -> int:
     loads = [0] * threads
     for positions in sorted(seen, reverse=True):
         loads[loads.index(min(loads))] += positions
-    return min(kv_heads, threads if max(loads) * threads > _UNEVEN * work else 1)
+    return min(kv_heads, threads if max(loads) * threads > UNEVEN * work else 1)
 
 
 def _lay_out(
@@ -212,19 +229,19 @@ def _units(singles: list[_Single], kv_heads: int) -> NDArray[np.int64]:
     )
 
 
-def _digest_unseen(
-    k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, batch: AttentionBatch, layout: _Layout,
+def digest_unseen(
+    k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, batch: AttentionBatch, lows_B: NDArray[np.int64],
     digest: LayerDigest,
 ) -> None:  # fmt: skip
     """What is due below the window of a sequence's first query: it is not used in this layer."""
     due_7D, sequences = digest.due_7B.numpy(), batch.sequence_count
-    unseen_D = (due_7D[2] < np.tile(layout.lows_B, due_7D.shape[1] // sequences)) & (due_7D[3] > due_7D[2])
+    unseen_D = (due_7D[2] < np.tile(lows_B, due_7D.shape[1] // sequences)) & (due_7D[3] > due_7D[2])
     if not unseen_D.any():
         return
     gathered, rows = GatheredRows(digest, sequences), batch.rows_B.tolist()
     for b in np.unique(np.flatnonzero(unseen_D) % sequences).tolist():
         low = gathered.low(b)
-        slots_L = slots_in(table_RC[rows[b], low : int(layout.lows_B[b])], len(k_pool_SHD))
+        slots_L = slots_in(table_RC[rows[b], low : int(lows_B[b])], len(k_pool_SHD))
         gathered.add(b, low, k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L))
 
 
@@ -233,30 +250,48 @@ def _decode(
     window: int | None, softcap: float | None, out: Tensor, digest: LayerDigest | None,
 ) -> int:  # fmt: skip
     """Returns 1 + a row with an entry that is no slot, which was read as slot 0; 0 = there is none."""
+    units, kv_heads = layout.units_UF, k_pool_SHD.shape[1]
+    call = decode_call(
+        q_TND, k_pool_SHD, v_pool_SHD, table_RC, units, scale, window, softcap, out, digest, len(layout.lows_B)
+    )
+    cuts = len(digest.sums_P22E) if digest is not None and layout.is_shared else 0
+    call.threads = threads_of(len(units), layout.work * kv_heads, cuts)
+    return call.run()
+
+
+def threads_of(unit_count: int, work: int, cuts: int) -> int:
+    """How many threads share the items. `work`: positions times heads; `cuts`: slices of the sums that threads of one
+    sequence add to; 0 = there is no such sequence."""
+    threads = 1 if unit_count == 1 or work < 256 else thread_count()
+    return min(threads, cuts) if cuts else threads
+
+
+def decode_call(
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, units_UF: NDArray[np.int64], scale: float,
+    window: int | None, softcap: float | None, out: Tensor, digest: LayerDigest | None, sequences: int,
+) -> KernelCall:  # fmt: skip
+    """The decode kernel over work items, as a call for one thread; it refuses with 1 + a row that names no slot."""
     slot_count, kv_heads, size = k_pool_SHD.shape
     heads = q_TND.shape[1]
-    units = layout.units_UF
     given = (
         0, q_TND.data_ptr(), k_pool_SHD.data_ptr(), v_pool_SHD.data_ptr(), table_RC.data_ptr(), out.data_ptr(),
-        len(units), units.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0,
+        len(units_UF), units_UF.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0,
     )  # fmt: skip
     scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
-    threads = 1 if len(units) == 1 or layout.work * kv_heads < 256 else thread_count()
     shape = size, heads // kv_heads, q_TND.dtype
+    arguments: ctypes.Structure
     if digest is None:
         body, arguments = _pick_body(*shape, softcap is not None, 0), _Arguments(*given, *scales)
     else:
         how = PACKED if decodes(*shape) and is_packed(digest) else PLAIN
-        if layout.is_shared:
-            threads = min(threads, len(digest.sums_P22E))
         body = _pick_body(*shape, softcap is not None, how)
-        key = how, window or table_RC.shape[1], len(layout.lows_B)
+        key = how, window or table_RC.shape[1], sequences
         watch = digest.kept.get(key)
         if watch is None:
             watch = digest.kept[key] = watch_integers(digest, *key)
         arguments = _Watched(*given, *watch, *scales)
-    body(arguments, threads)
-    return int(arguments.bad)
+    keeps = (q_TND, k_pool_SHD, v_pool_SHD, table_RC, units_UF, out, digest)
+    return KernelCall(body=body, arguments=arguments, threads=1, refusal="bad", keeps=keeps)
 
 
 def _prefill(

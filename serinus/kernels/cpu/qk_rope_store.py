@@ -15,11 +15,12 @@ from torch import Tensor
 from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import add_packed, digest_row
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 from serinus.kernels.cpu.vector import copy_bytes
 
-__all__ = ["qk_rope_store", "warm"]
+__all__ = ["qk_rope_store", "refuse_token", "store_call", "warm"]
 
 _Arguments = fields(
     "ticket qkv cos sin positions q_norm k_norm k_pool v_pool slots q_out tokens heads kv_heads position_count "
@@ -42,6 +43,30 @@ def qk_rope_store(
     Raises:
         ValueError: shapes disagree, or a position or a slot lies outside of its table (that token is not written).
     """
+    call = store_call(
+        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, eps, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
+        written,
+    )  # fmt: skip
+    refused = call.run()
+    if refused:
+        refuse_token(refused, positions_T, slots_T, len(cos_PF), len(k_pool_SHD))
+
+
+def refuse_token(refused: int, positions_T: Tensor, slots_T: Tensor, position_count: int, slot_count: int) -> None:
+    """Raise ValueError for what a call has refused."""
+    raise ValueError(
+        f"kernels: a position or a slot of token {refused - 1} is out of range: position "
+        f"{int(positions_T[refused - 1])}, expected below {position_count}; slot "
+        f"{int(slots_T[refused - 1])}, expected below {slot_count}"
+    )
+
+
+def store_call(
+    qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None, eps: float, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+    written: WrittenRows | None,
+) -> KernelCall:  # fmt: skip
+    """The op as a call; it refuses with 1 + a token. Raises ValueError: shapes disagree."""
     check_qk_rope_store(
         qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
         written,
@@ -58,13 +83,11 @@ def qk_rope_store(
         q_out_TND.shape[1], kv_heads, cos_PF.shape[0], slot_count, max(1, tokens // (threads * 4)), 0,
         *((0, 0, 0) if written is None else _digest_fields(written)), eps,
     )  # fmt: skip
-    _body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION)(arguments, threads)
-    if arguments.bad:
-        raise ValueError(
-            f"kernels: a position or a slot of token {arguments.bad - 1} is out of range: position "
-            f"{int(positions_T[arguments.bad - 1])}, expected below {cos_PF.shape[0]}; slot "
-            f"{int(slots_T[arguments.bad - 1])}, expected below {slot_count}"
-        )
+    keeps = (qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
+    return KernelCall(
+        body=_body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION), arguments=arguments, threads=threads,
+        refusal="bad", keeps=(*keeps, written),
+    )  # fmt: skip
 
 
 def _digest_fields(written: WrittenRows) -> tuple[int, int, int]:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_norm, check_residual
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.row_steps import norm_row
 from serinus.kernels.cpu.scalar import FAST, at, carray, fetch_add, inlined
 
-__all__ = ["add_rms_norm", "rms_norm", "warm"]
+__all__ = ["add_rms_norm", "norm_call", "rms_norm", "warm"]
 
 _Arguments = fields("ticket x residual weight out rows width step wide", "eps")
 _SERIAL_ELEMENTS = 1 << 16
@@ -25,7 +26,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps); see the reference."""
     x_TE = x_TE.contiguous()
     out_TE = torch.empty_like(x_TE)
-    _run(x_TE, None, weight_E, out_TE, eps)
+    norm_call(x_TE, None, weight_E, out_TE, eps).run()
     return out_TE
 
 
@@ -34,7 +35,7 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     check_residual(x_TE, residual_TE)
     x_TE = x_TE.contiguous()
     out_TE = torch.empty_like(x_TE)
-    _run(x_TE, residual_TE, weight_E, out_TE, eps)
+    norm_call(x_TE, residual_TE, weight_E, out_TE, eps).run()
     return out_TE
 
 
@@ -43,7 +44,8 @@ def warm(dtype: torch.dtype) -> None:
     _body(dtype == torch.bfloat16, VERSION)
 
 
-def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps: float) -> None:
+def norm_call(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps: float) -> KernelCall:
+    """The norm of rows, as a call. Raises ValueError: the weight is not of their width."""
     check_norm(x, weight_E)
     width = x.shape[-1]
     count = x.numel()
@@ -55,7 +57,8 @@ def _run(x: Tensor, residual: Tensor | None, weight_E: Tensor, out: Tensor, eps:
         0, x.data_ptr(), residual_at, weight_E.data_ptr(), out.data_ptr(), rows, width, step,
         weight_E.dtype != x.dtype, eps,
     )  # fmt: skip
-    _body(x.dtype == torch.bfloat16, VERSION)(arguments, threads)
+    body = _body(x.dtype == torch.bfloat16, VERSION)
+    return KernelCall(body=body, arguments=arguments, threads=threads, keeps=(x, residual, weight_E, out))
 
 
 @cache

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from serinus.kernels.contracts import Gate
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.llvm import (
     FLOATS,
     I32,
@@ -68,7 +69,17 @@ from serinus.kernels.cpu.scalar import (
 )
 from serinus.kernels.packed import PackedLinear, RowBlocks
 
-__all__ = ["GATED_BLOCK", "ROWS_MAX", "find_blocks", "find_part", "multiply_normed_rows", "multiply_rows", "warm"]
+__all__ = [
+    "GATED_BLOCK",
+    "ROWS_MAX",
+    "find_blocks",
+    "find_part",
+    "multiply_normed_rows",
+    "multiply_rows",
+    "normed_call",
+    "rows_call",
+    "warm",
+]
 
 ROWS_MAX = 32
 """Rows up to which this kernel was the faster one, or as fast, on every shape tried; at 64 nothing is left of it."""
@@ -172,7 +183,9 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks) -> Tens
         ValueError: x is not bf16 of width I.
     Cost: O * I * 2 bytes read once; 5 us of Python.
     """
-    return _run(x_TI.contiguous(), packed, blocks, packed.out_size, 0, (0, 0, 0, 0, 0, 0, 0.0))
+    out_TO = x_TI.new_empty((*x_TI.shape[:-1], packed.out_size))
+    rows_call(x_TI.contiguous(), packed, blocks, out_TO).run()
+    return out_TO
 
 
 def multiply_normed_rows(
@@ -185,33 +198,53 @@ def multiply_normed_rows(
     Raises ValueError as `multiply_rows` does.
     """
     source_TI = (residual_TI if x_TI is None else x_TI).contiguous()
+    out_size = packed.out_size if gate is None else packed.out_size // 2
+    out_TO = source_TI.new_empty((*source_TI.shape[:-1], out_size))
+    normed_TI = torch.empty_like(source_TI)
+    taken_TI = None if x_TI is None else source_TI
+    normed_call(taken_TI, residual_TI, weight_I, eps, packed, blocks, gate, normed_TI, out_TO).run()
+    return out_TO
+
+
+def rows_call(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks, out_TO: Tensor) -> KernelCall:
+    """`multiply_rows` as a call, into `out_TO`; x is contiguous. Raises ValueError as it does."""
+    return _call(x_TI, packed, blocks, 0, out_TO, (0, 0, 0, 0, 0, 0, 0.0), ())
+
+
+def normed_call(
+    x_TI: Tensor | None, residual_TI: Tensor, weight_I: Tensor, eps: float, packed: PackedLinear, blocks: RowBlocks,
+    gate: Gate | None, normed_TI: Tensor, out_TO: Tensor,
+) -> KernelCall:  # fmt: skip
+    """`multiply_normed_rows` as a call, into `out_TO`; `normed_TI`: room for the normed rows. x is contiguous, without
+    it the residual. Raises ValueError as it does."""
+    source_TI = residual_TI.contiguous() if x_TI is None else x_TI
     norm = (
         0, 0, 0 if x_TI is None else residual_TI.data_ptr(), weight_I.data_ptr(), weight_I.dtype == torch.float32,
         source_TI.data_ptr(), eps,
     )  # fmt: skip
-    out_size = packed.out_size if gate is None else packed.out_size // 2
-    return _run(torch.empty_like(source_TI), packed, blocks, out_size, _GATES[gate], norm)
+    return _call(normed_TI, packed, blocks, _GATES[gate], out_TO, norm, (source_TI, residual_TI, weight_I))
 
 
 _Norm = tuple[int, int, int, int, int, int, float]
 """Rows begun and done, then what `norm_linear` has besides a linear; all 0: no norm."""
 
 
-def _run(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks, out_size: int, gate: int, norm: _Norm) -> Tensor:
+def _call(
+    x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks, gate: int, out_TO: Tensor, norm: _Norm,
+    keeps: tuple[object, ...],
+) -> KernelCall:  # fmt: skip
     """`x_TI`: the input, or where it is normed first the place for that."""
     if x_TI.dtype != torch.bfloat16 or x_TI.shape[-1] != packed.in_size:
         raise ValueError(
             f"kernels: linear got {x_TI.dtype} of shape {tuple(x_TI.shape)}, expected bf16 [T, {packed.in_size}]"
         )
-    out_TO = x_TI.new_empty((*x_TI.shape[:-1], out_size))
     rows = x_TI.numel() // packed.in_size
     threads = 1 if rows * packed.in_size * packed.out_size < _SERIAL_PRODUCTS else thread_count()
     arguments = _Arguments(
         0, x_TI.data_ptr(), blocks.address, 0 if packed.bias_O is None else packed.bias_O.data_ptr(), out_TO.data_ptr(),
-        rows, packed.in_size // 2, out_size // _BLOCK, threads, blocks.part, gate, *norm,
+        rows, packed.in_size // 2, out_TO.shape[-1] // _BLOCK, threads, blocks.part, gate, *norm,
     )  # fmt: skip
-    _body(VERSION)(arguments, threads)
-    return out_TO
+    return KernelCall(body=_body(VERSION), arguments=arguments, threads=threads, keeps=(x_TI, packed, out_TO, *keeps))
 
 
 def warm() -> None:

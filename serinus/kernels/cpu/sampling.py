@@ -53,6 +53,8 @@ _MARGIN = 1e-4
 _ROW = struct.Struct("<13q6d")
 """Addresses and lengths of bias, history and forbidden ids, seed, position, top_k; then what are fractions."""
 _ROW_WORDS = _ROW.size // 8
+_GREEDY = _ROW.pack(*[0] * 13, 0.0, 1.0, -math.inf, 1.0, 0.0, 0.0)
+"""A row of which the largest logit is taken as it is."""
 _LIST = struct.Struct("<2q")
 """Chosen token, tokens to list."""
 
@@ -124,6 +126,8 @@ def warm() -> None:
 
 def _record(row: RowSampling, vocab: int, kept: list[NDArray[Any]]) -> bytes:
     """A row as the kernel reads it. `kept`: the arrays it points to, for as long as it does."""
+    if row.temperature <= 0.0 and row.bias is None and not row.forbidden and not _is_penalised(row):
+        return _GREEDY
 
     def pointed(array: NDArray[Any]) -> int:
         kept.append(np.ascontiguousarray(array))
@@ -147,6 +151,10 @@ def _record(row: RowSampling, vocab: int, kept: list[NDArray[Any]]) -> bytes:
         math.log(row.min_p) if row.min_p > 0.0 else -math.inf,
         row.repetition_penalty, row.frequency_penalty, row.presence_penalty,
     )  # fmt: skip
+
+
+def _is_penalised(row: RowSampling) -> bool:
+    return row.repetition_penalty != 1.0 or row.frequency_penalty != 0.0 or row.presence_penalty != 0.0
 
 
 def _run(

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from serinus.kernels.cpu import (
+    calls,
     canary,
     canary_bind,
     canary_lookup,
+    decode_units,
     hashed_pages,
     linear,
     mask_logits,
@@ -31,7 +33,7 @@ def warm(
     """Compile, or load from the disk, every kernel that does not depend on the model, and those for models of these
     shapes; where `watched`, of the latter only attention that digests what it reads, windows and caps as said. What
     else only some models need (windows, caps, the GELU of many rows) is compiled at first use."""
-    for kernel in (pages, hashed_pages, mask_logits, sampling, canary, canary_bind, canary_lookup):
+    for kernel in (calls, decode_units, pages, hashed_pages, mask_logits, sampling, canary, canary_bind, canary_lookup):
         kernel.warm()
     for head_size, group in shapes:
         if watched:

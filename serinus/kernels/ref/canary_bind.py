@@ -34,12 +34,19 @@ def canary_bind(
 
     Args:
         stamps_LS4, ring_QF, count_1, checked_L: as canary_verify takes them; each sequence counts as one entry.
-        slots_B: whatever the row says, slot 0 included: nothing is skipped. One outside of the pool is slot 0.
-        positions_B: of these slots. chains_B: chain hashes of the requests' tokens up to and with these positions.
+        slots_B: whatever the row says, slot 0 included. One outside of the pool is slot 0.
+        positions_B: of these slots; a sequence with one below 0 is skipped: it is padding.
+        chains_B: chain hashes of the requests' tokens up to and with these positions.
         sequences_B: only noted in the ring.
     Cost: 64 bytes read a sequence; no host wait.
     """
-    slots_B = slots_in(slots_B, stamps_LS4.shape[1])
+    live_B = positions_B >= 0
+    slots_B, positions_B, chains_B = (
+        slots_in(slots_B, stamps_LS4.shape[1])[live_B],
+        positions_B[live_B],
+        chains_B[live_B],
+    )
+    sequences_B = sequences_B[live_B]
     for half in range(2):
         stored_B4 = stamps_LS4[lane + half, slots_B]
         token_B, position_B, hash_B, digest_B = stored_B4.unbind(1)

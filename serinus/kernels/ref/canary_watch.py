@@ -6,7 +6,7 @@ B = sequences, T = tokens of the step, E = slots verified, L = layers, W = 16-bi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.canary import UNKNOWN, StampLane, packed_sums
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WatchPlan, WrittenRows
 from serinus.kernels.due import match_columns
 from serinus.kernels.packed import PackedFactors
 
-__all__ = ["canary_watch"]
+__all__ = ["OpsWatch", "canary_watch"]
 
 _COMPARED = 8192
 """Entries of a row that are compared at a time."""
@@ -45,10 +45,10 @@ def canary_watch(
     Raises:
         ValueError: the coefficients are not those of these pools (here or at the first digest).
     """
-    return _OpsWatch(ops, table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
+    return OpsWatch(ops, table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored, page_size)
 
 
-class _OpsWatch:
+class OpsWatch:
     """A call of an op for each piece of the plan."""
 
     def __init__(
@@ -77,8 +77,14 @@ class _OpsWatch:
         self._bound: tuple[Tensor, ...] | None = None
         """Slots, positions, hashes and names of `canary_bind`."""
         self._batch: tuple[Tensor, ...] | None = None
-        self._names_T = self._written_T2 = torch.zeros(0)
+        self._names_T = self._rows_T = self._written_T2 = torch.zeros(0)
         self.entry_count = 0
+
+    def has_room(self, room: int, entry_count: int) -> bool:
+        return True
+
+    def stage(self, plan: WatchPlan, put: Callable[[NDArray[np.int64]], Tensor]) -> None:
+        """All is done in `expand`."""
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         device, table_RC = self._table_RC.device, self._table_RC
@@ -125,12 +131,17 @@ class _OpsWatch:
             begins, ends = self._columns_7C[6, left_C], np.append(self._columns_7C[6, 1:], self.entry_count)[left_C]
             left = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
             left_E = torch.from_numpy(np.concatenate(left) if left else np.empty(0, np.int64))
-            self._reading = batch, torch.from_numpy(due_7D), left_E.to(self._table_RC.device)
+            device = self._table_RC.device
+            self._reading = batch, torch.from_numpy(due_7D).to(device), left_E.to(device)
         _, due, left_E = self._reading
         self._digest_entries(layer, left_E)
+        return self._digest_of(layer, due)
+
+    def _digest_of(self, layer: int, due_7D: Tensor) -> LayerDigest:
+        """What attention is told of a layer, which is digested then."""
         self._digested = layer + 1
         return LayerDigest(
-            factors=self._factors[layer], due_7B=due, sums_P22E=self._sums_P22E, page_size=self._page_size,
+            factors=self._factors[layer], due_7B=due_7D, sums_P22E=self._sums_P22E, page_size=self._page_size,
             canary_digest=self._ops.canary_digest,
         )  # fmt: skip
 
@@ -159,6 +170,7 @@ class _OpsWatch:
         self._batch = (slots_T, positions_T, tokens_T, q_starts_B1, self._table_RC, rows_B)
         at_T = torch.arange(len(slots_T), device=slots_T.device)
         self._names_T = torch.bucketize(at_T, q_starts_B1[1:], right=True) + first_name
+        self._rows_T = rows_B.repeat_interleave(q_starts_B1.diff())
         self._written_T2 = torch.zeros((len(slots_T), 2), dtype=torch.int64, device=slots_T.device)
 
     def writes(self, layer: int) -> WrittenRows | None:
@@ -173,10 +185,9 @@ class _OpsWatch:
             return
         self._ops.canary_write(self._stamps_LS4, lane, *self._batch, self._written_T2)
         slots_T, positions_T, tokens_T = self._batch[:3]
-        rows_T = self._batch[-1].repeat_interleave(self._batch[3].diff())
         # Where the rows say that they are: attention has read them there.
         positions_T = torch.where(slots_T == 0, -1, positions_T)  # padding
-        slots_T = slots_in(self._table_RC[rows_T, positions_T.clamp_min(0)], self._stamps_LS4.shape[1])
+        slots_T = slots_in(self._table_RC[self._rows_T, positions_T.clamp_min(0)], self._stamps_LS4.shape[1])
         found_T2 = self._ops.canary_digest(self._layers_kv, slots_T, self._coefficients_L22W)
         unknown_T = torch.full_like(slots_T, UNKNOWN)
         self._ops.canary_verify(
@@ -185,10 +196,11 @@ class _OpsWatch:
 
     def _digest_to(self, end: int) -> None:
         """By a pass of its own, what no attention digests of the layers before `end`."""
-        every_E = torch.arange(self.entry_count, device=self._table_RC.device)
-        for layer in range(self._digested, end):
-            self._digest_entries(layer, every_E)
-        self._digested = max(self._digested, end)
+        if self._digested < end:
+            every_E = torch.arange(self.entry_count, device=self._table_RC.device)
+            for layer in range(self._digested, end):
+                self._digest_entries(layer, every_E)
+            self._digested = end
 
     def _digest_entries(self, layer: int, entries_E: Tensor) -> None:
         if not len(entries_E) or self._coefficients_L22W is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing
 from serinus.kernels.checks import check_digest
 
-__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix"]
+__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix", "plan_into"]
 
 _BLOCK = 256
 _PLAN_SPLITS = 8
@@ -66,12 +66,19 @@ def canary_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots, positions, previous slots and names of what to verify, [E] each."""
     out_4E = torch.empty((4, entry_count), dtype=torch.int64, device=due_7B.device)
+    plan_into(out_4E, table_RC, due_7B, page_size=page_size, slot_count=slot_count)
+    return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
+
+
+def plan_into(out_4E: Tensor, table_RC: Tensor, due_7B: Tensor, *, page_size: int, slot_count: int) -> None:
+    """`canary_plan` into what is there: of each column that reads anything the entries up to those of the next one, of
+    the last one up to the end."""
+    entry_count = out_4E.shape[1]
     if entry_count:
         _plan[(due_7B.shape[1], _PLAN_SPLITS)](
             table_RC, table_RC.stride(0), due_7B.contiguous(), due_7B.shape[1], out_4E, entry_count, page_size,
             slot_count, SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
         )  # fmt: skip
-    return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
 
 
 def canary_verify(
@@ -194,6 +201,7 @@ def _plan(
     first_page, stride = tl.load(due + 4 * count + b), tl.load(due + 5 * count + b)
     begin = tl.load(due + 6 * count + b)
     end = tl.load(due + 6 * count + b + 1, mask=b + 1 < count, other=total)
+    end = tl.where(high > low, end, begin)
     for at in range(begin + tl.program_id(1) * BLOCK, end, SPLITS * BLOCK):
         e = at + tl.arange(0, BLOCK)
         live = e < end

@@ -52,7 +52,8 @@ def _bind(
 ):  # fmt: skip
     half = tl.program_id(1)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = b < count
+    read = tl.load(positions + b, mask=b < count, other=-1)
+    live = read >= 0
     slot = tl.load(slots + b, mask=live, other=0)
     slot = tl.where((slot < 0) | (slot >= slot_count), 0, slot)
     base = stamps + (lane + half).to(tl.int64) * slot_count * 4 + slot * 4
@@ -69,7 +70,6 @@ def _bind(
         first = tl.atomic_add(violations, bad_count)
         at = ring + (first + tl.cumsum(bad.to(tl.int64), 0) - 1) % ring_rows * FIELDS
         tl.store(at, slot * 0 + lane + half, mask=bad)
-        read = tl.load(positions + b, mask=bad, other=0)
         tl.store(at + 1, (position != read).to(tl.int64) * _POSITION + _CHAIN_HASH, mask=bad)
         tl.store(at + 2, slot, mask=bad)
         tl.store(at + 3, read, mask=bad)

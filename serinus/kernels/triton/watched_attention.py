@@ -1,15 +1,12 @@
-"""Paged decode attention that digests the KV it reads; see the reference for what it means.
+"""Paged attention that digests the KV it reads; see the reference for what it means.
 
-A program has one sequence, one KV head and one stretch of its tokens; sums of the digest are added atomically, in a
-buffer of 16 bytes a slot that stays in the second cache.
-
-The sums of (lane * coefficient) modulo 2**32 are made by the matrix unit, exactly: both bytes of a lane less 128, times
-the four balanced bytes of a coefficient, are integers of at most 2**14, of which fp32 adds up 2 * D without rounding.
-Byte planes are then put together modulo 2**32; what the 128 took off is the same for every token. (Products of int8
-were slower: 403 us a layer where these take 291, and attention alone 258.)
+Sequences with one query are digested by `decode_attention` as it reads them. What that does not read is digested
+beside, from the rows that the same table names: what is due of sequences with several queries, and below windows; and
+the second set of columns, where there is one. KV of 32 bits, heads whose size is no power of 2 and digests of a row's
+first bytes are always digested beside.
 
 B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of req_to_token,
-E = slots digested, P = stretches of a sequence.
+E = slots digested, W = 16-bit lanes digested of a row of one half.
 """
 
 from __future__ import annotations
@@ -22,21 +19,20 @@ import triton.language as tl
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.checks import check_pack_factors, check_watched_attention
-from serinus.kernels.contracts import LayerDigest, Tiling
+from serinus.kernels.checks import check_pack_factors, check_paged_attention, check_watched_attention
+from serinus.kernels.contracts import LayerDigest, Tiling, WatchedAttention
 from serinus.kernels.packed import PackedFactors
+from serinus.kernels.triton.chunk_attention import attend_many
+from serinus.kernels.triton.decode_attention import PLANE_COLUMNS, attend_one, load_slots
+from serinus.kernels.triton.tickets import Tickets
 
-__all__ = ["pack_factors", "watched_attention"]
+__all__ = ["new_watched_attention", "pack_factors"]
 
-_GROUP = 16
-"""Query heads of one KV head, padded to what a matrix unit takes."""
-_PLAIN = Tiling(block=128, warps=4, stages=3, stretches=4)
-_WATCHED = Tiling(block=64, warps=2, stages=3, stretches=4)
-"""The fastest on an H200 (benchmarks/canary_gpu_step.py)."""
-_COLUMNS = 16
-"""Byte planes of both sums, padded to what a matrix unit takes: sum 0 in columns 0-3, sum 1 in 4-7."""
 _HEAD_SIZE_MAX = 512
 """Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
+_BESIDE_SPLITS = 16
+_BESIDE_SLOTS = 16
+_BESIDE_LANES = 256
 
 
 def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
@@ -48,7 +44,7 @@ def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
         raise ValueError(f"kernels: heads of {size}, expected at most {_HEAD_SIZE_MAX}")
     left = coefficients_22W.long().view(2, 2, kv_heads, size).permute(0, 2, 3, 1) & 0xFFFFFFFF  # half, head, D, sum
     bias = (128 * 257 * left.sum(2)) & 0xFFFFFFFF
-    planes = torch.zeros((2, kv_heads, 2, size, _COLUMNS), dtype=torch.float16, device=left.device)
+    planes = torch.zeros((2, kv_heads, 2, size, PLANE_COLUMNS), dtype=torch.float16, device=left.device)
     for place in range(4):
         digit = ((left & 0xFF) + 128) % 256 - 128
         left = (left - digit) >> 8
@@ -60,172 +56,129 @@ def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
     return PackedFactors(factors=planes, bias=bias.contiguous(), plain_22W=coefficients_22W)
 
 
-def watched_attention(
-    q_BND: Tensor,
-    k_pool_SHD: Tensor,
-    v_pool_SHD: Tensor,
-    req_to_token_RC: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    digest: LayerDigest | None = None,
-    tiling: Tiling | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention of one layer, [B, N, D]; with a digest that of what is due is added to its sums.
+def new_watched_attention() -> WatchedAttention:
+    """The op, with tickets of its own, and with the planes of factors that came plain: made at their first use, and
+    kept as long as the op."""
+    tickets, planes = Tickets(), _Planes()
 
-    Raises:
-        ValueError: as in the reference; or KV not of 16 bits, or a head size or group that this kernel does not serve,
-            or several queries of a sequence, or a window or a cap.
-    Cost: one read of the KV; no host wait.
-    """
-    check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
-    count, heads, size = q_BND.shape
-    sets = 1 if digest is None else digest.due_7B.shape[1] // count
-    if count != batch.sequence_count or sets != 1 or window is not None or softcap is not None:
-        raise ValueError(
-            f"kernels: {count} queries of {batch.sequence_count} sequences, {sets} sets of columns, window {window}, "
-            f"softcap {softcap}; expected one query of each, one set, and neither"
-        )
-    kv_heads = k_pool_SHD.shape[1]
-    group = heads // kv_heads
-    if group > _GROUP or size < 16 or size != triton.next_power_of_2(size) or k_pool_SHD.element_size() != 2:
-        raise ValueError(
-            f"kernels: {group} query heads a KV head, of {size} {k_pool_SHD.dtype}; expected at most {_GROUP}, a power "
-            "of 2 from 16 on, and 16 bits"
-        )
-    cut = tiling or (_PLAIN if digest is None else _WATCHED)
-    parts = cut.stretches
-    stretch = triton.cdiv(triton.cdiv(req_to_token_RC.shape[1], parts), cut.block) * cut.block
-    out_BND = torch.empty_like(q_BND)
-    partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_BND.device)
-    stats_P2BN = torch.empty((parts, 2, count, heads), dtype=torch.float32, device=q_BND.device)
-    watched: tuple[Any, ...] = (*(batch.rows_B,) * 4, 0)  # not read where nothing is watched
-    if digest is not None:
-        if digest.factors.bias is None:
-            raise ValueError("kernels: watched_attention of column triton got factors packed by another column")
-        sums_P22E = digest.sums_P22E
-        watched = (digest.factors.factors, digest.factors.bias, digest.due_7B, sums_P22E, sums_P22E.shape[-1])
-    _attend[(count, kv_heads, parts)](
-        q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.context_B,
-        partial_PBND, stats_P2BN, *watched, scale * 1.4426950408889634, stretch, count,
-        HEADS=kv_heads, QUERIES=group, GROUP=_GROUP, SIZE=size, PAGE=1 if digest is None else digest.page_size,
-        BLOCK=cut.block, WATCHED=digest is not None, COLUMNS=_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=cut.warps,
-        num_stages=cut.stages,
+    def watched_attention(
+        q_BND: Tensor,
+        k_pool_SHD: Tensor,
+        v_pool_SHD: Tensor,
+        req_to_token_RC: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        digest: LayerDigest | None = None,
+        tiling: Tiling | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`paged_attention`; with a digest that of what is due is added to its sums.
+
+        Cost: one read of the KV that attention reads, and one of what is digested beside; no host wait.
+        """
+        check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
+        check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
+        q_TND = q_BND.contiguous()
+        out_TND = torch.empty_like(q_TND)
+        inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, out_TND
+        count, tokens, counts = batch.sequence_count, len(q_TND), tickets.on(q_TND.device)
+        packed = None if digest is None else planes.of(digest.factors, k_pool_SHD)
+        if tokens != count:
+            attend_many(*inputs)
+        if count > 1 or tokens == 1:
+            attend_one(*inputs, counts, tiling, packed, digest if packed else None)
+        if digest is not None:
+            sets = digest.due_7B.shape[1] // count
+            if packed is None or sets > 1 or window is not None or tokens != count:
+                _digest_beside(k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest, packed is not None, window)
+        return out_TND
+
+    return watched_attention
+
+
+class _Planes:
+    """Factors as planes, by where the plain ones lie."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, tuple[int, ...]], PackedFactors] = {}
+
+    def of(self, factors: PackedFactors, pool_SHD: Tensor) -> PackedFactors | None:
+        """The same as planes; None: the kernel that reads KV cannot digest such rows."""
+        _, heads, size = pool_SHD.shape
+        plain = factors.plain_22W
+        whole = plain.shape[-1] == heads * size and pool_SHD.element_size() == 2
+        if not whole or size < 16 or size & (size - 1) or size > _HEAD_SIZE_MAX:
+            return None
+        if factors.bias is not None:
+            return factors
+        key = plain.data_ptr(), tuple(plain.shape)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = pack_factors(plain, heads)  # holds the plain ones: their address stays theirs
+        return found
+
+
+def _digest_beside(
+    k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, digest: LayerDigest,
+    is_read: bool, window: int | None,
+) -> None:  # fmt: skip
+    """What is due and was not digested by attention. `is_read`: attention did so where there is one query."""
+    factors_22W, sums_P22E, columns = digest.factors.plain_22W.contiguous(), digest.sums_P22E, digest.due_7B.shape[1]
+    width, lanes = factors_22W.shape[-1], k_pool_SHD[0].numel() * k_pool_SHD.element_size() // 2
+    _beside[(columns, 2, _BESIDE_SPLITS)](
+        k_pool_SHD.view(torch.int16), v_pool_SHD.view(torch.int16), req_to_token_RC, req_to_token_RC.stride(0),
+        batch.rows_B, batch.q_starts_B1, batch.context_B, factors_22W, digest.due_7B, sums_P22E, sums_P22E.shape[-1],
+        window or 0, k_pool_SHD.shape[0], batch.sequence_count, columns, lanes, width, digest.page_size,
+        IS_READ=is_read, WINDOWED=window is not None, SLOTS=_BESIDE_SLOTS, SPLITS=_BESIDE_SPLITS,
+        WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)),
     )  # fmt: skip
-    _join[(count, heads)](
-        partial_PBND, stats_P2BN, out_BND, count, HEADS=heads, SIZE=size, STRETCHES=parts, num_warps=1
-    )
-    return out_BND
 
 
 _jit: Any = triton.jit
-_IN_ASSEMBLY = not triton.knobs.runtime.interpret
-"""Triton's interpreter knows none."""
 
 
 @_jit
-def _attend(
-    q, k, v, table, columns, rows, contexts, partial, stats, planes, bias, due, sums, entries, scale, stretch, batch,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
+def _beside(
+    k, v, table, columns, rows, starts, contexts, factors, due, sums, entries, window, slot_count, batch, due_columns,
+    row_lanes, width, page_size,
+    IS_READ: tl.constexpr, WINDOWED: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(contexts + b).to(tl.int32)
-    row = table + tl.load(rows + b) * columns
-    g, d = tl.arange(0, GROUP), tl.arange(0, SIZE)
-    query = b * HEADS * QUERIES + h * QUERIES + g
-    inside = g < QUERIES
-    q_GD = tl.load(q + query[:, None] * SIZE + d[None, :], mask=inside[:, None], other=0.0)
-    best_G = tl.full((GROUP,), -1e30, tl.float32)
-    total_G = tl.zeros((GROUP,), tl.float32)
-    mixed_GD = tl.zeros((GROUP, SIZE), tl.float32)
-    begin = part * stretch
-    end = tl.minimum(begin + stretch, context)
-    k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
-    if WATCHED:
-        c = tl.arange(0, COLUMNS)
-        mine = planes + h * 2 * SIZE * COLUMNS + d[:, None] * COLUMNS + c[None, :]
-        k_low, k_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
-        mine += HEADS * 2 * SIZE * COLUMNS
-        v_low, v_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
-        # A column's place in each sum; 0 where it is none of it.
-        place = (tl.full((COLUMNS,), 1, tl.uint32) << ((c % 4) * 8).to(tl.uint32)).to(tl.uint32)
-        one, other = tl.where(c < 4, place, 0).to(tl.uint32), tl.where((c >= 4) & (c < 8), place, 0).to(tl.uint32)
-        k_one, k_other = tl.load(bias + h * 2), tl.load(bias + h * 2 + 1)
-        v_one, v_other = tl.load(bias + (HEADS + h) * 2), tl.load(bias + (HEADS + h) * 2 + 1)
-        low, high = tl.load(due + 2 * batch + b).to(tl.int32), tl.load(due + 3 * batch + b).to(tl.int32)
-        first, stride = tl.load(due + 4 * batch + b).to(tl.int32), tl.load(due + 5 * batch + b).to(tl.int32)
-        entry = tl.load(due + 6 * batch + b).to(tl.int32)
-    for at in range(begin, end, BLOCK):
-        t = at + tl.arange(0, BLOCK)
-        slot = tl.load(row + t, mask=t < end, other=0).to(tl.int64)[:, None] * (HEADS * SIZE)
-        k_TD = tl.load(k_head + slot)
-        scores_GT = tl.dot(q_GD, tl.trans(k_TD)) * scale
-        scores_GT = tl.where((t < end)[None, :], scores_GT, -1e30)
-        v_TD = tl.load(v_head + slot)
-        better_G = tl.maximum(best_G, tl.max(scores_GT, 1))
-        weights_GT = tl.exp2(scores_GT - better_G[:, None])
-        fade_G = tl.exp2(best_G - better_G)
-        total_G = total_G * fade_G + tl.sum(weights_GT, 1)
-        mixed_GD = tl.dot(weights_GT.to(v_TD.dtype), v_TD, mixed_GD * fade_G[:, None])
-        best_G = better_G
-        if WATCHED:
-            # The first due page not before this block's first; a block without a due page is left alone.
-            page = at // PAGE
-            turns = tl.maximum(page - first + stride - 1, 0) // stride
-            if first + turns * stride < page + (BLOCK + PAGE - 1) // PAGE:
-                turn = t // PAGE - first
-                is_due = (t >= low) & (t < high) & (t < end) & (turn >= 0) & (turn % stride == 0)
-                spot = sums + entry + turn // stride * PAGE + t % PAGE
-                k_sums = _sums(k_TD, k_low, k_high, IN_ASSEMBLY)
-                _add(spot, k_sums, one, k_one, is_due)
-                _add(spot + entries, k_sums, other, k_other, is_due)
-                v_sums = _sums(v_TD, v_low, v_high, IN_ASSEMBLY)
-                _add(spot + 2 * entries, v_sums, one, v_one, is_due)
-                _add(spot + 3 * entries, v_sums, other, v_other, is_due)
-    where = part * batch * HEADS * QUERIES
-    tl.store(partial + (where + query)[:, None] * SIZE + d[None, :], mixed_GD, mask=inside[:, None])
-    tl.store(stats + 2 * where + query, best_G, mask=inside)
-    tl.store(stats + 2 * where + batch * HEADS * QUERIES + query, total_G, mask=inside)
-
-
-@_jit
-def _sums(rows_TD, low_DC, high_DC, IN_ASSEMBLY: tl.constexpr):
-    """Byte planes of both sums, [T, C] integers in fp32. In assembly two lanes are taken apart at a time: 0x6400 | byte
-    is 1024 + byte in fp16."""
-    words = rows_TD.to(tl.uint16, bitcast=True)
-    if IN_ASSEMBLY:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 t, $2, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $0, t, $3;"
-            " shr.b32 t, $2, 8; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $1, t, $3; }",
-            "=&r,=&r,r,r", [words, tl.full(words.shape, 1152.0, tl.float16)], dtype=(tl.float16, tl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        low, high = (words & 0xFF).to(tl.float16) - 128.0, (words >> 8).to(tl.float16) - 128.0
-    return tl.dot(high.to(tl.float16), high_DC, tl.dot(low.to(tl.float16), low_DC))
-
-
-@_jit
-def _add(spot, sums_TC, places_C, bias, mask):
-    whole = sums_TC.to(tl.int32).to(tl.uint32, bitcast=True) * places_C[None, :]
-    total = tl.sum(whole, 1).to(tl.uint32).to(tl.int32, bitcast=True) + bias
-    tl.atomic_add(spot, total, mask=mask, sem="relaxed")
-
-
-@_jit
-def _join(partial, stats, out, batch, HEADS: tl.constexpr, SIZE: tl.constexpr, STRETCHES: tl.constexpr):
-    b, n = tl.program_id(0), tl.program_id(1)
-    d, query = tl.arange(0, SIZE), b * HEADS + n
-    every = batch * HEADS
-    best = tl.full((), -1e30, tl.float32)
-    for part in range(STRETCHES):
-        best = tl.maximum(best, tl.load(stats + 2 * part * every + query))
-    total = tl.full((), 0.0, tl.float32)
-    mixed = tl.zeros((SIZE,), tl.float32)
-    for part in range(STRETCHES):
-        weight = tl.exp2(tl.load(stats + 2 * part * every + query) - best)
-        total += tl.load(stats + (2 * part + 1) * every + query) * weight
-        mixed += tl.load(partial + (part * every + query) * SIZE + d) * weight
-    tl.store(out + query * SIZE + d, (mixed / total).to(out.dtype.element_ty))
+    column, half = tl.program_id(0), tl.program_id(1)
+    b = column % batch
+    low, high = tl.load(due + 2 * due_columns + column), tl.load(due + 3 * due_columns + column)
+    first, stride = tl.load(due + 4 * due_columns + column), tl.load(due + 5 * due_columns + column)
+    entry = tl.load(due + 6 * due_columns + column)
+    if IS_READ:
+        is_one = tl.load(starts + b + 1) - tl.load(starts + b) == 1
+        lowest = tl.load(contexts + b) * 0
+        if WINDOWED:
+            lowest = tl.maximum(tl.load(contexts + b) - window, 0)
+        high = tl.where((column < batch) & is_one, tl.minimum(high, lowest), high)
+    stride = tl.maximum(stride, 1)
+    pages = tl.maximum(tl.cdiv(tl.cdiv(high, page_size) - first, stride), 0)
+    total = tl.where(low < high, pages * page_size, 0)
+    pool = k
+    if half == 1:
+        pool = v
+    row, w = table + tl.load(rows + b) * columns, tl.arange(0, WIDTH)
+    for at in range(tl.program_id(2) * SLOTS, total, SPLITS * SLOTS):
+        e = at + tl.arange(0, SLOTS)
+        t = (first + e // page_size * stride) * page_size + e % page_size
+        live = (e < total) & (t >= low) & (t < high)
+        slot = load_slots(row, tl.where(live, t, low), slot_count)[:, None] * row_lanes
+        one = tl.zeros((SLOTS, WIDTH), tl.uint32)
+        other = tl.zeros((SLOTS, WIDTH), tl.uint32)
+        for lane in range(0, width, WIDTH):
+            inside = lane + w < width
+            words = tl.load(pool + slot + (lane + w)[None, :], mask=inside[None, :], other=0).to(tl.int32) & 0xFFFF
+            words = words.to(tl.uint32, bitcast=True)
+            mine = factors + half * 2 * width + lane + w
+            one += words * tl.load(mine, mask=inside, other=0).to(tl.uint32, bitcast=True)[None, :]
+            other += words * tl.load(mine + width, mask=inside, other=0).to(tl.uint32, bitcast=True)[None, :]
+        spot = sums + half * 2 * entries + entry + e
+        # Sums in 64 bits, then cut: how wide a reduction of 32-bit numbers is differs in the interpreter.
+        one_sum = (tl.sum(one.to(tl.uint64), 1) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+        other_sum = (tl.sum(other.to(tl.uint64), 1) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+        tl.atomic_add(spot, one_sum, mask=live, sem="relaxed")
+        tl.atomic_add(spot + entries, other_sum, mask=live, sem="relaxed")

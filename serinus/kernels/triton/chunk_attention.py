@@ -1,0 +1,138 @@
+"""Paged attention of sequences with several queries: chunks of prompts behind any cached prefix; see the reference.
+
+A program has a tile of queries of one sequence, with all query heads of one KV head side by side, and walks over the
+pages that they see. Tiles of all sequences are numbered so that a program finds its own from the offsets alone: tile
+q_starts[b] // queries + b is the first of sequence b. So the grid follows from the sizes of the batch, and a few of the
+programs have nothing to do. The longest contexts start first. Sequences with one query are left to `decode_attention`,
+unless that is asked for here too.
+
+B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of req_to_token,
+M = rows of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.contracts import Tiling
+from serinus.kernels.triton.decode_attention import capped, dot, head_block, load_rows, load_slots
+
+__all__ = ["attend_many"]
+
+_LOG2_E = 1.4426950408889634
+_ROWS = 128
+
+
+def _tiling(size: int, itemsize: int, group: int) -> tuple[int, Tiling]:
+    """Rows of a tile, and how keys are cut."""
+    if itemsize > 2:
+        rows, block = (32, 32) if size <= 64 else (16, 32) if size <= 128 else (16, 16)
+        return max(rows, group), Tiling(block=block, warps=4, stages=1, stretches=1)
+    if size > 128:
+        return 64, Tiling(block=32, warps=4, stages=2, stretches=1)
+    return _ROWS, Tiling(
+        block=64, warps=4, stages=3, stretches=1
+    )  # two programs share a multiprocessor: 8 warps: +26 %
+
+
+def attend_many(
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
+    scale: float, window: int | None, softcap: float | None, out_TND: Tensor, *, least: int = 2,
+) -> None:  # fmt: skip
+    """Attention of the sequences with at least so many queries, into `out_TND`; the others are left alone."""
+    tokens, heads, size = q_TND.shape
+    kv_heads = k_pool_SHD.shape[1]
+    group = int(triton.next_power_of_2(heads // kv_heads))
+    rows, cut = _tiling(size, q_TND.element_size(), group)
+    queries = rows // group
+    tiles = tokens // queries + batch.sequence_count
+    _chunk[(kv_heads, tiles)](
+        q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
+        batch.context_B, out_TND, scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0,
+        k_pool_SHD.shape[0], batch.sequence_count, tiles,
+        HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=group, SIZE=size, WIDE=head_block(size), TILE=queries,
+        BLOCK=cut.block, LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, num_warps=cut.warps,
+        num_stages=cut.stages,
+    )  # fmt: skip
+
+
+_jit: Any = triton.jit
+
+
+@_jit
+def _chunk(
+    q, k, v, table, columns, rows, starts, contexts, out, scale, cap, window, slot_count, batch, tiles,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    h, tile = tl.program_id(0), tiles - 1 - tl.program_id(1)
+    b, behind = tile * 0, tile * 0 + batch
+    while b + 1 < behind:
+        middle = (b + behind) // 2
+        is_mine = tl.load(starts + middle).to(tl.int32) // TILE + middle <= tile
+        b, behind = tl.where(is_mine, middle, b), tl.where(is_mine, behind, middle)
+    start = tl.load(starts + b).to(tl.int32)
+    count = tl.load(starts + b + 1).to(tl.int32) - start
+    first = (tile - start // TILE - b) * TILE
+    if (first < count) & (count >= LEAST):
+        context = tl.load(contexts + b).to(tl.int32)
+        row = table + tl.load(rows + b) * columns
+        r, d, j = tl.arange(0, TILE * GROUP), tl.arange(0, WIDE), tl.arange(0, BLOCK)
+        i, g = first + r // GROUP, r % GROUP
+        own_M = context - count + i
+        head_M = (start + i).to(tl.int64) * (HEADS * QUERIES) + h * QUERIES + g
+        spot_MD = head_M[:, None] * SIZE + d[None, :]
+        inside_MD = ((i < count) & (g < QUERIES))[:, None] & (d < SIZE)[None, :]
+        q_MD = tl.load(q + spot_MD, mask=inside_MD, other=0.0)
+        k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
+        best_M = tl.full((TILE * GROUP,), -1e30, tl.float32)
+        total_M = tl.zeros((TILE * GROUP,), tl.float32)
+        mixed_MD = tl.zeros((TILE * GROUP, WIDE), tl.float32)
+        own = context - count + first  # position of the first query
+        end = tl.minimum(own + TILE, context)
+        begin, whole = own * 0, (own + 1) // BLOCK * BLOCK  # blocks that all queries see whole need no mask
+        lowest = own * 0
+        if WINDOWED:
+            lowest = tl.maximum(own - window + 1, 0)
+            begin = lowest // BLOCK * BLOCK
+            whole = begin
+        for at in range(begin, whole, BLOCK):
+            slot = load_slots(row, at + j, slot_count)[:, None] * (HEADS * SIZE)
+            k_TD = load_rows(k_head + slot, d, SIZE, WIDE)
+            scores_MT = dot(q_MD, tl.trans(k_TD)) * scale
+            if CAPPED:
+                scores_MT = capped(scores_MT, cap)
+            v_TD = load_rows(v_head + slot, d, SIZE, WIDE)
+            better_M = tl.maximum(best_M, tl.max(scores_MT, 1))
+            weights_MT = tl.exp2(scores_MT - better_M[:, None])
+            fade_M = tl.exp2(best_M - better_M)
+            total_M = total_M * fade_M + tl.sum(weights_MT, 1)
+            mixed_MD = tl.dot(weights_MT.to(v_TD.dtype), v_TD, mixed_MD * fade_M[:, None], input_precision="ieee")
+            best_M = better_M
+        for at in range(whole, end, BLOCK):
+            t = at + j
+            read = tl.minimum(t, context - 1)
+            if WINDOWED:
+                read = tl.maximum(read, lowest)
+            slot = load_slots(row, read, slot_count)[:, None] * (HEADS * SIZE)
+            k_TD = load_rows(k_head + slot, d, SIZE, WIDE)
+            scores_MT = dot(q_MD, tl.trans(k_TD)) * scale
+            if CAPPED:
+                scores_MT = capped(scores_MT, cap)
+            seen_MT = t[None, :] <= own_M[:, None]
+            if WINDOWED:
+                seen_MT = seen_MT & (t[None, :] > (own_M - window)[:, None])
+            scores_MT = tl.where(seen_MT, scores_MT, -1e30)
+            v_TD = load_rows(v_head + slot, d, SIZE, WIDE)
+            better_M = tl.maximum(best_M, tl.max(scores_MT, 1))
+            weights_MT = tl.exp2(scores_MT - better_M[:, None])
+            fade_M = tl.exp2(best_M - better_M)
+            total_M = total_M * fade_M + tl.sum(weights_MT, 1)
+            mixed_MD = tl.dot(weights_MT.to(v_TD.dtype), v_TD, mixed_MD * fade_M[:, None], input_precision="ieee")
+            best_M = better_M
+        tl.store(out + spot_MD, (mixed_MD / total_M[:, None]).to(out.dtype.element_ty), mask=inside_MD)

@@ -1,0 +1,298 @@
+"""Paged attention of sequences with one query: split KV, and the digest of what is read; see the references.
+
+A program has one sequence, one KV head and one part of its tokens. How many parts there are is decided by the batch
+alone, how long they are by each context: parts of a long sequence are shared by several programs, a short one has a
+single part, and the others of its programs end at once. The last program puts the parts together, in their order:
+no sum depends on which came first. Sequences with more queries are left to `chunk_attention`.
+
+Sums of the digest are integers, added atomically. They are made by the matrix unit, exactly: both bytes of a lane less
+128, times the four balanced bytes of a coefficient, are integers of at most 2**14, of which fp32 adds up 2 * D without
+rounding. Byte planes are then put together modulo 2**32; what the 128 took off is the same for every token. (Products
+of int8 were slower: 403 us a layer where these take 291, and attention alone 258.)
+
+A position that is masked is read as one that is not, so that no value of a foreign slot (which may be NaN) is touched.
+
+B = sequences, N = query heads, H = KV heads, D = head size, S = slots, R, C = rows and columns of req_to_token,
+E = slots digested, P = parts of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.contracts import LayerDigest, Tiling
+from serinus.kernels.packed import PackedFactors
+from serinus.kernels.triton.tickets import TICKETS
+
+__all__ = ["PLANE_COLUMNS", "ROWS_LEAST", "attend_one", "capped", "dot", "head_block", "load_rows", "load_slots"]
+
+ROWS_LEAST = 16
+"""Query heads of one KV head are padded to what a matrix unit takes."""
+PLANE_COLUMNS = 16
+"""Byte planes of both sums, padded to what a matrix unit takes: sum 0 in columns 0-3, sum 1 in 4-7."""
+_IN_ASSEMBLY = not triton.knobs.runtime.interpret
+"""Triton's interpreter knows none."""
+_LOG2_E = 1.4426950408889634
+_PROGRAMS = 512
+"""With fewer, sequences are cut into parts: an H100 has 132 multiprocessors."""
+_PARTS_MAX = 32
+_TOKENS_ALONE, _TOKENS_SHARED = 2048, 1280
+"""Tokens of a part at least where sequences alone fill the GPU; where they need parts, so many over their number."""
+_JOINED = 2048
+"""Values of all parts that a warp puts together at a time."""
+
+
+def head_block(size: int) -> int:
+    """Elements of a head, padded to a power of 2 that a matrix unit takes."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def tiling_of(programs: int, size: int, itemsize: int, *, watched: bool) -> Tiling:
+    """How the work is cut, for so many pairs of a sequence and a KV head."""
+    parts = min(_PARTS_MAX, max(8, _parts_of(programs)))
+    if itemsize > 2:
+        return Tiling(block=32 if size <= 128 else 16, warps=4, stages=1, stretches=parts)
+    if watched and size <= 128:
+        wide = programs >= 2 * _PROGRAMS
+        return Tiling(block=32 if wide else 64, warps=1 if wide else 2, stages=4 if wide else 2, stretches=parts)
+    if size > 128:
+        block, warps, stages = (32, 2, 3) if watched else (64, 4, 2)
+        return Tiling(block=block, warps=warps, stages=stages, stretches=parts)
+    return Tiling(block=64, warps=2, stages=3, stretches=parts)
+
+
+def _parts_of(programs: int) -> int:
+    """Parts of each sequence that fill the GPU."""
+    return int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs)))
+
+
+def _least_of(programs: int) -> int:
+    """Tokens of a part at least: where sequences alone fill the GPU only long ones are cut."""
+    parts = _parts_of(programs)
+    return _TOKENS_ALONE if parts == 1 else max(1, _TOKENS_SHARED // parts)
+
+
+def attend_one(
+    q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
+    scale: float, window: int | None, softcap: float | None, out_TND: Tensor, tickets: Tensor, tiling: Tiling | None,
+    packed: PackedFactors | None = None, digest: LayerDigest | None = None,
+) -> None:  # fmt: skip
+    """Attention of the sequences with one query, into `out_TND`; those with more are left alone.
+
+    Args:
+        tickets: of `Tickets`.
+        tiling: None = by the table.
+        packed: the digest's factors as planes; digest: of its first set what lies in the window is digested. None of
+            both = attention alone.
+    """
+    count, kv_heads, size = batch.sequence_count, k_pool_SHD.shape[1], q_TND.shape[2]
+    heads = q_TND.shape[1]
+    cut = tiling or tiling_of(count * kv_heads, size, q_TND.element_size(), watched=digest is not None)
+    parts = cut.stretches if count * kv_heads <= TICKETS else 1
+    least = 1 if tiling else triton.cdiv(_least_of(count * kv_heads), cut.block)
+    partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_TND.device)
+    stats_P2BN = torch.empty((parts, 2, count, heads), dtype=torch.float32, device=q_TND.device)
+    watched: tuple[Any, ...] = (*(batch.rows_B,) * 4, 0)  # not read where nothing is watched
+    if digest is not None and packed is not None:
+        sums_P22E, sets = digest.sums_P22E, digest.due_7B.shape[1]
+        watched = (packed.factors, packed.bias, digest.due_7B, sums_P22E, sums_P22E.shape[-1])
+    else:
+        sets = count
+    joined = int(triton.next_power_of_2(heads // kv_heads))
+    depth = max(1, min(size & -size, _JOINED * cut.warps // (parts * joined)))
+    _decode[(count, kv_heads, parts)](
+        q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
+        batch.context_B, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
+        scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0, k_pool_SHD.shape[0], count, sets,
+        HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
+        SIZE=size, WIDE=head_block(size), PAGE=1 if digest is None else digest.page_size, BLOCK=cut.block, PARTS=parts,
+        LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
+        COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, num_warps=cut.warps,
+        num_stages=cut.stages,
+    )  # fmt: skip
+
+
+_jit: Any = triton.jit
+_LOG2_E_C = tl.constexpr(_LOG2_E)
+
+
+@_jit
+def capped(scores, cap):
+    """cap * tanh(score / cap), times log2(e); without infinities."""
+    return (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E_C) / cap) + 1.0)) * (cap * _LOG2_E_C)
+
+
+@_jit
+def load_rows(at, d, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Rows of heads, padded with zeros."""
+    if SIZE == WIDE:
+        return tl.load(at)
+    return tl.load(at, mask=(d < SIZE)[None, :], other=0.0)
+
+
+@_jit
+def load_slots(row, t, slot_count):
+    """Slots of these positions; 0 for each that is none of the pool's."""
+    slot = tl.load(row + t)
+    return tl.where((slot < 0) | (slot >= slot_count), 0, slot).to(tl.int64)
+
+
+@_jit
+def dot(one, other):
+    """A product with fp32 sums; of fp32 without any rounding to less."""
+    return tl.dot(one, other, input_precision="ieee")
+
+
+@_jit
+def _decode(
+    q, k, v, table, columns, rows, starts, contexts, out, partial, stats, tickets, planes, bias, due, sums, entries,
+    scale, cap, window, slot_count, batch, due_columns,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
+    HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.load(starts + b)
+    is_one = tl.load(starts + b + 1) - token == 1
+    context = tl.load(contexts + b).to(tl.int32)
+    lowest = context * 0
+    if WINDOWED:
+        lowest = tl.maximum(context - window, 0)
+    base = lowest // BLOCK * BLOCK
+    blocks = tl.cdiv(context - base, BLOCK)
+    length = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, LEAST), PARTS)) * BLOCK
+    live = tl.cdiv(context - base, length)
+    begin = base + part * length
+    if is_one & (begin < context):
+        end = tl.minimum(begin + length, context)
+        row = table + tl.load(rows + b) * columns
+        g, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
+        query = token * (HEADS * QUERIES) + h * QUERIES + g
+        inside = (g < QUERIES)[:, None] & (d < SIZE)[None, :]
+        q_GD = tl.load(q + query[:, None] * SIZE + d[None, :], mask=inside, other=0.0)
+        best_G = tl.full((GROUP,), -1e30, tl.float32)
+        total_G = tl.zeros((GROUP,), tl.float32)
+        mixed_GD = tl.zeros((GROUP, WIDE), tl.float32)
+        k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
+        if WATCHED:
+            c = tl.arange(0, COLUMNS)
+            mine = planes + h * 2 * SIZE * COLUMNS + d[:, None] * COLUMNS + c[None, :]
+            k_low, k_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
+            mine += HEADS * 2 * SIZE * COLUMNS
+            v_low, v_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
+            # A column's place in each sum; 0 where it is none of it.
+            place = (tl.full((COLUMNS,), 1, tl.uint32) << ((c % 4) * 8).to(tl.uint32)).to(tl.uint32)
+            one, other = tl.where(c < 4, place, 0).to(tl.uint32), tl.where((c >= 4) & (c < 8), place, 0).to(tl.uint32)
+            k_one, k_other = tl.load(bias + h * 2), tl.load(bias + h * 2 + 1)
+            v_one, v_other = tl.load(bias + (HEADS + h) * 2), tl.load(bias + (HEADS + h) * 2 + 1)
+            low, high = tl.load(due + 2 * due_columns + b).to(tl.int32), tl.load(due + 3 * due_columns + b).to(tl.int32)
+            low, high = tl.maximum(low, lowest), tl.minimum(high, end)
+            first = tl.load(due + 4 * due_columns + b).to(tl.int32)
+            stride = tl.maximum(tl.load(due + 5 * due_columns + b).to(tl.int32), 1)
+            entry = tl.load(due + 6 * due_columns + b).to(tl.int32)
+        for at in range(begin, end, BLOCK):
+            t = at + tl.arange(0, BLOCK)
+            read = tl.minimum(t, end - 1)
+            if WINDOWED:
+                read = tl.maximum(read, lowest)
+            slot = load_slots(row, read, slot_count)[:, None] * (HEADS * SIZE)
+            k_TD = load_rows(k_head + slot, d, SIZE, WIDE)
+            scores_GT = dot(q_GD, tl.trans(k_TD)) * scale
+            if CAPPED:
+                scores_GT = capped(scores_GT, cap)
+            seen = t < end
+            if WINDOWED:
+                seen = seen & (t >= lowest)
+            scores_GT = tl.where(seen[None, :], scores_GT, -1e30)
+            v_TD = load_rows(v_head + slot, d, SIZE, WIDE)
+            better_G = tl.maximum(best_G, tl.max(scores_GT, 1))
+            weights_GT = tl.exp2(scores_GT - better_G[:, None])
+            fade_G = tl.exp2(best_G - better_G)
+            total_G = total_G * fade_G + tl.sum(weights_GT, 1)
+            mixed_GD = tl.dot(weights_GT.to(v_TD.dtype), v_TD, mixed_GD * fade_G[:, None], input_precision="ieee")
+            best_G = better_G
+            if WATCHED:
+                # The first due page not before this block's first; a block without a due page is left alone.
+                page = at // PAGE
+                turns = tl.maximum(page - first + stride - 1, 0) // stride
+                if (low < high) & (first + turns * stride < page + (BLOCK + PAGE - 1) // PAGE):
+                    turn = t // PAGE - first
+                    is_due = (t >= low) & (t < high) & (turn >= 0) & (turn % stride == 0)
+                    spot = sums + entry + turn // stride * PAGE + t % PAGE
+                    k_sums = _sums(k_TD, k_low, k_high, IN_ASSEMBLY)
+                    _add(spot, k_sums, one, k_one, is_due)
+                    _add(spot + entries, k_sums, other, k_other, is_due)
+                    v_sums = _sums(v_TD, v_low, v_high, IN_ASSEMBLY)
+                    _add(spot + 2 * entries, v_sums, one, v_one, is_due)
+                    _add(spot + 3 * entries, v_sums, other, v_other, is_due)
+        if (PARTS == 1) | (live == 1):
+            found_GD = mixed_GD / total_G[:, None]
+            tl.store(out + query[:, None] * SIZE + d[None, :], found_GD.to(out.dtype.element_ty), mask=inside)
+        else:
+            every = batch * HEADS * QUERIES
+            mine_G = b * HEADS * QUERIES + h * QUERIES + g
+            spot_GD = (part * every + mine_G)[:, None].to(tl.int64) * SIZE + d[None, :]
+            tl.store(partial + spot_GD, mixed_GD, mask=inside)
+            tl.store(stats + part * 2 * every + mine_G, best_G, mask=g < QUERIES)
+            tl.store(stats + (part * 2 + 1) * every + mine_G, total_G, mask=g < QUERIES)
+            tl.debug_barrier()
+            ticket = tickets + b * HEADS + h
+            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == live - 1:
+                tl.store(ticket, 0)
+                _join(partial, stats, out, token, b, h, every, live, HEADS, QUERIES, HEADS_JOINED, SIZE, PARTS, DEPTH)
+
+
+@_jit
+def _join(
+    partial, stats, out, token, b, h, every, live,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, HEADS_JOINED: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The parts of one sequence and KV head, in their order. All are loaded at once: one after another they cost 6 us
+    at 16 parts."""
+    p, n = tl.arange(0, PARTS), tl.arange(0, HEADS_JOINED)
+    mine_PN = (p * 2 * every)[:, None] + (b * HEADS * QUERIES + h * QUERIES + n)[None, :]
+    there_PN = (p < live)[:, None] & (n < QUERIES)[None, :]
+    best_PN = tl.load(stats + mine_PN, mask=there_PN, other=-1e30, cache_modifier=".cg")
+    total_PN = tl.load(stats + mine_PN + every, mask=there_PN, other=0.0, cache_modifier=".cg")
+    weight_PN = tl.exp2(best_PN - tl.max(best_PN, 0)[None, :])
+    total_N = tl.sum(weight_PN * total_PN, 0)
+    rows_PN = (p * every)[:, None] + (b * HEADS * QUERIES + h * QUERIES + n)[None, :]
+    for first in tl.static_range(0, SIZE, DEPTH):
+        d = first + tl.arange(0, DEPTH)
+        spot_PND = rows_PN[:, :, None].to(tl.int64) * SIZE + d[None, None, :]
+        mixed_PND = tl.load(partial + spot_PND, mask=there_PN[:, :, None], other=0.0, cache_modifier=".cg")
+        found_ND = tl.sum(weight_PN[:, :, None] * mixed_PND, 0) / total_N[:, None]
+        spot_ND = (token * HEADS * QUERIES + h * QUERIES + n)[:, None] * SIZE + d[None, :]
+        tl.store(out + spot_ND, found_ND.to(out.dtype.element_ty), mask=(n < QUERIES)[:, None])
+
+
+@_jit
+def _sums(rows_TD, low_DC, high_DC, IN_ASSEMBLY: tl.constexpr):
+    """Byte planes of both sums, [T, C] integers in fp32. In assembly two lanes are taken apart at a time: 0x6400 | byte
+    is 1024 + byte in fp16."""
+    words = rows_TD.to(tl.uint16, bitcast=True)
+    if IN_ASSEMBLY:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; and.b32 t, $2, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $0, t, $3;"
+            " shr.b32 t, $2, 8; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $1, t, $3; }",
+            "=&r,=&r,r,r", [words, tl.full(words.shape, 1152.0, tl.float16)], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, high = (words & 0xFF).to(tl.float16) - 128.0, (words >> 8).to(tl.float16) - 128.0
+    return tl.dot(high.to(tl.float16), high_DC, tl.dot(low.to(tl.float16), low_DC))
+
+
+@_jit
+def _add(spot, sums_TC, places_C, bias, mask):
+    whole = sums_TC.to(tl.int32).to(tl.uint32, bitcast=True) * places_C[None, :]
+    total = tl.sum(whole, 1).to(tl.uint32).to(tl.int32, bitcast=True) + bias
+    tl.atomic_add(spot, total, mask=mask, sem="relaxed")

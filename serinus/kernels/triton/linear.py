@@ -1,0 +1,208 @@
+"""The linear layer, and the gate that may follow it: a kernel of its own up to 64 rows of 16 bits, cuBLAS above; see
+the references of `linear` and `norm_linear`.
+
+Up to 64 rows a linear is one read of its weight. How the weight is cut is a table by shape, measured
+(benchmarks/gpu_kernels.py): few rows go to the narrow side of the product, more come through the bulk copy engine.
+Where the output is too narrow to fill the GPU, the inner dimension is cut too: the last program adds the partial sums
+in their order, so that equal inputs give equal bits. T = tokens, I = input width, O = output width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from serinus.kernels.contracts import Gate
+from serinus.kernels.packed import PackedLinear
+from serinus.kernels.ref.linear import pack_linear
+from serinus.kernels.triton.gates import GATES, gated
+from serinus.kernels.triton.tickets import TICKETS, Tickets
+
+__all__ = ["WeightCut", "cut_of", "multiply_rows", "new_linear", "pack_linear"]
+
+_ROWS_MAX = 64
+_HEAD_OUT = 1 << 16
+"""From so many outputs on it is an output head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCut:
+    """How the weight is cut."""
+
+    outputs: int
+    """Outputs of one program."""
+    inner: int
+    """Inputs of one block."""
+    parts: int = 1
+    """Into which the inner dimension is cut."""
+    warps: int = 4
+    """Warps of one program."""
+    stages: int = 4
+    """Blocks that are loaded ahead."""
+    swapped: bool = False
+    """Whether the weight is the left factor: for few rows."""
+    bulk: bool = False
+    """Whether blocks come through the bulk copy engine."""
+
+    def fits(self, out_size: int, in_size: int) -> bool:
+        """Whether the sizes are whole multiples."""
+        tiles = out_size // self.outputs
+        return out_size % self.outputs == 0 and in_size % (self.inner * self.parts) == 0 and tiles <= TICKETS
+
+
+def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gated: bool) -> WeightCut | None:
+    """How a weight is cut for so many rows; None = cuBLAS computes it. `out_size`: of gate and up where it is gated."""
+    if dtype is torch.float32 or not 0 < rows <= _ROWS_MAX:
+        return None
+    few, wide, narrow = rows <= 16, out_size >= _HEAD_OUT, in_size >= 2 * out_size
+    if is_gated:
+        if few:
+            cut = WeightCut(outputs=64, inner=128, stages=4 if rows == 1 else 3, swapped=True)
+        else:
+            cut = WeightCut(outputs=64, inner=64, bulk=True)
+        out_size //= 2
+    elif wide:
+        if rows == 1:
+            cut = WeightCut(outputs=64, inner=256, swapped=True)
+        elif few:
+            cut = WeightCut(outputs=16, inner=256, warps=2, stages=5, swapped=True)
+        else:
+            cut = WeightCut(outputs=128, inner=128, warps=8, stages=3, swapped=True, bulk=True)
+    elif narrow:
+        cut = WeightCut(outputs=64, inner=128, parts=4, swapped=True)
+        if not few:
+            cut = WeightCut(outputs=64, inner=128, parts=2, bulk=True)
+    elif few:
+        is_square = out_size <= in_size
+        cut = WeightCut(outputs=64, inner=256 if is_square else 128, stages=4 if is_square else 6, swapped=True)
+    else:
+        return None  # cuBLAS is as fast or faster by a tenth
+    return cut if cut.fits(out_size, in_size) else None
+
+
+def new_linear() -> Linear:
+    """The op, with tickets of its own."""
+    return Linear()
+
+
+class Linear:
+    """x @ weight.T + bias; with a gate its activation behind."""
+
+    def __init__(self) -> None:
+        self._tickets = Tickets()
+
+    def __call__(self, x_TI: Tensor, packed: PackedLinear) -> Tensor:
+        """As the reference. Cost: one read of the weight, of x and one write of the output; no host wait."""
+        cut = cut_of(x_TI.numel() // packed.in_size, packed.out_size, packed.in_size, x_TI.dtype, is_gated=False)
+        if cut is None or packed.blocked or not packed.weight.is_contiguous():
+            return _plain(x_TI, packed)
+        rows_TI = x_TI.reshape(-1, packed.in_size)
+        out_TO = multiply_rows(rows_TI, packed, cut, None, self._tickets.on(x_TI.device))
+        return out_TO.view(*x_TI.shape[:-1], packed.out_size)
+
+    def gated(self, x_TI: Tensor, packed: PackedLinear, gate: Gate) -> Tensor | None:
+        """The same and the activation in one kernel, [T, O / 2]; None where there is none for this shape."""
+        cut = cut_of(len(x_TI), packed.out_size, packed.in_size, x_TI.dtype, is_gated=True)
+        if cut is None or packed.blocked or not packed.weight.is_contiguous():
+            return None
+        return multiply_rows(x_TI, packed, cut, gate, self._tickets.on(x_TI.device))
+
+
+def _plain(x_TI: Tensor, packed: PackedLinear) -> Tensor:
+    if packed.blocked:
+        raise ValueError("kernels: linear of column triton got a blocked weight, expected one packed by its column")
+    return F.linear(x_TI, packed.weight, packed.bias_O)
+
+
+def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate | None, tickets: Tensor) -> Tensor:
+    """The product of at most 64 rows, cut so: [T, O], or [T, O / 2] with a gate. The sizes must be whole multiples."""
+    x_TI = x_TI.contiguous()
+    rows, inner = x_TI.shape
+    out_size = packed.out_size // (1 if gate is None else 2)
+    out_TO = x_TI.new_empty((rows, out_size))
+    block = max(16, int(triton.next_power_of_2(rows)))
+    partial = out_TO
+    if cut.parts > 1:
+        partial = torch.empty((cut.parts, rows, out_size), dtype=torch.float32, device=x_TI.device)
+    left, right = x_TI, packed.weight
+    if cut.bulk:
+        left = TensorDescriptor(x_TI, [rows, inner], [inner, 1], [block, cut.inner])
+        right = TensorDescriptor(right, [packed.out_size, inner], [inner, 1], [cut.outputs, cut.inner])
+    _rows[(out_size // cut.outputs, cut.parts)](
+        left, right, x_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, rows, out_size,
+        INNER=inner, ROWS=block, OUTPUTS=cut.outputs, BLOCK=cut.inner, PARTS=cut.parts, GATE=GATES[gate],
+        HAS_BIAS=packed.bias_O is not None, SWAPPED=cut.swapped, BULK=cut.bulk, num_warps=cut.warps,
+        num_stages=cut.stages,
+    )  # fmt: skip
+    return out_TO
+
+
+_jit: Any = triton.jit
+
+
+@_jit
+def _rows(
+    x, weight, bias, out, partial, tickets, rows, outs,
+    INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SWAPPED: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    o, t, i = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    EACH: tl.constexpr = INNER // PARTS
+    if SWAPPED:
+        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        upper = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        t_, o_ = t[None, :], o[:, None]
+    else:
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        upper = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        t_, o_ = t[:, None], o[None, :]
+    inside = t_ < rows
+    for at in range(0, EACH, BLOCK):
+        first = part * EACH + at
+        if BULK:
+            x_TI, one_OI = x.load([0, first]), weight.load([tile * OUTPUTS, first])
+        else:
+            x_TI = tl.load(x + t[:, None] * INNER + first + i[None, :], mask=(t < rows)[:, None], other=0.0)
+            spot = weight + o[:, None].to(tl.int64) * INNER + first + i[None, :]
+            one_OI = tl.load(spot, eviction_policy="evict_first")
+        if SWAPPED:
+            total = tl.dot(one_OI, tl.trans(x_TI), total, input_precision="ieee")
+        else:
+            total = tl.dot(x_TI, tl.trans(one_OI), total, input_precision="ieee")
+        if GATE:
+            if BULK:
+                other_OI = weight.load([outs + tile * OUTPUTS, first])
+            else:
+                other_OI = tl.load(spot + outs.to(tl.int64) * INNER, eviction_policy="evict_first")
+            if SWAPPED:
+                upper = tl.dot(other_OI, tl.trans(x_TI), upper, input_precision="ieee")
+            else:
+                upper = tl.dot(x_TI, tl.trans(other_OI), upper, input_precision="ieee")
+    is_last = PARTS == 1
+    if PARTS > 1:
+        spot = partial + t_ * outs + o_
+        tl.store(spot + part * rows * outs, total, mask=inside)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        if is_last:
+            tl.store(tickets + tile, 0)
+            total = tl.load(spot, mask=inside, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, PARTS):
+                total += tl.load(spot + other * rows * outs, mask=inside, other=0.0, cache_modifier=".cg")
+    if is_last:
+        dtype: tl.constexpr = out.dtype.element_ty
+        if HAS_BIAS:
+            total += tl.load(bias + o_).to(tl.float32)
+        if GATE:
+            if HAS_BIAS:
+                upper += tl.load(bias + outs + o_).to(tl.float32)
+            total = gated(total.to(dtype).to(tl.float32), upper.to(dtype).to(tl.float32), GATE)
+        tl.store(out + t_ * outs + o_, total.to(dtype), mask=inside)

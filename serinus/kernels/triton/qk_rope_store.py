@@ -1,0 +1,141 @@
+"""From the qkv projection to attention in one pass: norms, rotation, the write into the KV pool, and the digests of
+what is written, made of the values in registers; see the reference.
+
+A program has some heads of one token, all of q, of k or of v. T = tokens, N = query heads, H = KV heads, D = head size,
+P = positions, S = slots.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serinus.kernels.checks import check_qk_rope_store
+from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.triton.rms_norm import normed
+
+__all__ = ["qk_rope_store"]
+
+_HEADS = 4
+"""Heads of one program, where both numbers of heads are multiples of it."""
+
+
+def qk_rope_store(
+    qkv_TX: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor, q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None, eps: float, k_pool_SHD: Tensor, v_pool_SHD: Tensor, slots_T: Tensor, q_out_TND: Tensor,
+    written: WrittenRows | None = None,
+) -> None:  # fmt: skip
+    """Norm and rotate q and k; store k and v, and add the digests of both. Slots outside of the pool are left alone.
+    Cost: one read of qkv, one write of as much; no host wait."""
+    check_qk_rope_store(
+        qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
+        written,
+    )  # fmt: skip
+    tokens, heads, size = q_out_TND.shape
+    slot_count, kv_heads, _ = k_pool_SHD.shape
+    if not tokens:
+        return
+    each = math.gcd(heads, kv_heads, _HEADS)
+    norm = q_norm_D if q_norm_D is not None else k_norm_D
+    sums, factors, width = q_out_TND, q_out_TND, 0
+    if written is not None:
+        factors, width = written.coefficients_22W, written.coefficients_22W.shape[-1]
+        sums = written.sums_T2.view(torch.int32)
+    _rope_store[(tokens, (heads + 2 * kv_heads) // each)](
+        qkv_TX, cos_PF, sin_PF, positions_T, slots_T, qkv_TX if q_norm_D is None else q_norm_D,
+        qkv_TX if k_norm_D is None else k_norm_D, k_pool_SHD, v_pool_SHD, q_out_TND, factors, sums, slot_count, eps,
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=triton.next_power_of_2(size // 2), EACH=each,
+        Q_NORM=q_norm_D is not None, K_NORM=k_norm_D is not None,
+        IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, num_warps=1,
+    )  # fmt: skip
+
+
+_jit: Any = triton.jit
+
+
+@_jit
+def _rope_store(
+    qkv, cos, sin, positions, slots, q_norm, k_norm, k_pool, v_pool, q_out, factors, sums, slot_count, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH
+    h, f = tl.arange(0, EACH), tl.arange(0, HALF)
+    inside = (f < SIZE // 2)[None, :]
+    at = t * ((HEADS + 2 * KV_HEADS) * SIZE) + (head + h)[:, None] * SIZE + f[None, :]
+    low, high = tl.load(qkv + at, mask=inside, other=0.0), tl.load(qkv + at + SIZE // 2, mask=inside, other=0.0)
+    if head < HEADS + KV_HEADS:
+        place = tl.load(positions + t) * (SIZE // 2) + f
+        cos_1F = tl.load(cos + place, mask=f < SIZE // 2, other=0.0)[None, :]
+        sin_1F = tl.load(sin + place, mask=f < SIZE // 2, other=0.0)[None, :]
+        if head < HEADS:
+            low, high = _turned(low, high, q_norm, cos_1F, sin_1F, eps, f, SIZE, Q_NORM, IN_FP32)
+            spot = q_out + t * (HEADS * SIZE) + (head + h)[:, None] * SIZE + f[None, :]
+            tl.store(spot, low, mask=inside)
+            tl.store(spot + SIZE // 2, high, mask=inside)
+        else:
+            low, high = _turned(low, high, k_norm, cos_1F, sin_1F, eps, f, SIZE, K_NORM, IN_FP32)
+            _keep(k_pool, low, high, slots, factors, sums, slot_count, t, head - HEADS, 0, h, f, KV_HEADS, SIZE, WIDTH)
+    else:
+        head -= HEADS + KV_HEADS
+        _keep(v_pool, low, high, slots, factors, sums, slot_count, t, head, 1, h, f, KV_HEADS, SIZE, WIDTH)
+
+
+@_jit
+def _turned(low, high, norm, cos_1F, sin_1F, eps, f, SIZE: tl.constexpr, NORM: tl.constexpr, IN_FP32: tl.constexpr):
+    """Both halves of heads, normed and rotated."""
+    dtype: tl.constexpr = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if NORM:
+        total = (tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None]
+        inside = f < SIZE // 2
+        low_weight = tl.load(norm + f, mask=inside, other=0.0)[None, :]
+        high_weight = tl.load(norm + SIZE // 2 + f, mask=inside, other=0.0)[None, :]
+        low = normed(low, low_weight, total, eps, SIZE, IN_FP32, dtype).to(tl.float32)
+        high = normed(high, high_weight, total, eps, SIZE, IN_FP32, dtype).to(tl.float32)
+    return (low * cos_1F - high * sin_1F).to(dtype), (high * cos_1F + low * sin_1F).to(dtype)
+
+
+@_jit
+def _keep(
+    pool, low, high, slots, factors, sums, slot_count, t, head, half, h, f,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows of heads go to their slot, and what they add to the digest of their token to the sums."""
+    slot = tl.load(slots + t)
+    inside = (f < SIZE // 2)[None, :]
+    stored = (f < tl.where((slot >= 0) & (slot < slot_count), SIZE // 2, 0))[None, :]
+    element = (head + h)[:, None] * SIZE + f[None, :]
+    spot = pool + slot * (KV_HEADS * SIZE) + element
+    tl.store(spot, low, mask=stored)
+    tl.store(spot + SIZE // 2, high, mask=stored)
+    if WIDTH:
+        mine = factors + half * 2 * WIDTH
+        for which in tl.static_range(2):
+            coefficients = mine + which * WIDTH
+            found = _weighed(low, coefficients, element, inside, WIDTH)
+            found += _weighed(high, coefficients, element + SIZE // 2, inside, WIDTH)
+            # Sums in 64 bits, then cut: how wide a reduction of 32-bit numbers is differs in the interpreter.
+            total = tl.sum(tl.sum(found.to(tl.uint64), 1), 0) & 0xFFFFFFFF
+            tl.atomic_add(
+                sums + (t * 2 + half) * 2 + which, total.to(tl.uint32).to(tl.int32, bitcast=True), sem="relaxed"
+            )
+
+
+@_jit
+def _weighed(values, coefficients, element, inside, WIDTH: tl.constexpr):
+    """Lanes of 16 bits times their coefficients, modulo 2**32; one of 32 bits is two lanes."""
+    if values.dtype.primitive_bitwidth == 32:
+        words = values.to(tl.uint32, bitcast=True)
+        one = tl.load(coefficients + 2 * element, mask=inside & (2 * element < WIDTH), other=0)
+        other = tl.load(coefficients + 2 * element + 1, mask=inside & (2 * element + 1 < WIDTH), other=0)
+        found = (words & 0xFFFF) * one.to(tl.uint32, bitcast=True) + (words >> 16) * other.to(tl.uint32, bitcast=True)
+    else:
+        one = tl.load(coefficients + element, mask=inside & (element < WIDTH), other=0)
+        found = values.to(tl.uint16, bitcast=True).to(tl.uint32) * one.to(tl.uint32, bitcast=True)
+    return found

@@ -1,0 +1,161 @@
+"""Random cases of the Triton column's attention beside the reference: any mix of sequences with one, few and many
+queries, windows, caps, head sizes and groups, and what is digested of their KV."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import AttentionBatch, LayerDigest, Tiling, packed_sums
+from serinus.kernels.packed import PackedFactors
+
+from .conftest import make_paged
+from .triton_columns import columns, dtype_of, far_apart
+
+__all__ = ["paged_attention", "watched_attention", "watched_batch"]
+
+TILING = Tiling(block=16, warps=4, stages=1, stretches=2)
+"""Small: the few tokens of a case are several blocks of several stretches."""
+
+
+def watched_attention(seed: int, device: str) -> str:
+    """Attention that digests what it reads, beside attention and digest of the reference."""
+    ref, fast = columns(device, "pack_factors", "watched_attention")
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    page, heads, group, size, layers = rng.choice((4, 16)), rng.choice((1, 2)), rng.choice((1, 4)), 32, 2
+    contexts = [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]
+    pages = [-(-context // page) for context in contexts]
+    order = (torch.randperm(sum(pages), generator=generator) + 1).split(pages)
+    table = torch.zeros((len(contexts) + 1, 96), dtype=torch.int32)
+    for row, (mine, context) in enumerate(zip(order, contexts, strict=True), 1):
+        table[row, :context] = (mine[:, None] * page + torch.arange(page)).reshape(-1)[:context].int()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # of which Triton's interpreter makes products
+    slot_count = (sum(pages) + 1) * page
+    kv = [
+        tuple(torch.randn((slot_count, heads, size), generator=generator).to(dtype).to(device) for _ in range(2))
+        for _ in range(layers)
+    ]
+    stride = rng.choice((1, 2, 3))
+    batch = len(contexts)
+    reads = torch.tensor(
+        [[*range(batch)], [*range(1, batch + 1)], [0] * batch, [c - 1 for c in contexts], [stride] * batch]
+    )
+    columns_7B, entries, _ = ref.canary_due(reads.numpy(), page)
+    if columns_7B.shape[1] != batch:
+        return ""  # every sequence stands in its place
+    due, table = torch.from_numpy(columns_7B).to(device), table.to(device)
+    factors = torch.from_numpy(digest_coefficients(range(layers), range(heads), size, 2, partial=False)).to(device)
+    q = torch.randn((batch, heads * group, size), generator=generator).to(dtype).to(device)
+    attention = AttentionBatch(
+        rows_B=reads[1].to(device),
+        q_starts_B1=torch.arange(batch + 1, device=device),
+        context_B=torch.tensor(contexts, device=device),
+    )
+    slots = ref.canary_plan(table, due, entries, page_size=page, slot_count=slot_count)[0]
+    whole, stood_in = (torch.zeros((1, 2, 2, entries), dtype=torch.int32, device=device) for _ in range(2))
+    wrong = ""
+    for layer, (k, v) in enumerate(kv):
+        inputs = (q, k, v, table, attention, 0.25)
+        given = {"due_7B": due, "page_size": page}
+        digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_P22E=whole, **given)
+        found = fast.watched_attention(*inputs, digest, TILING)
+        plain = fast.watched_attention(*inputs, None, TILING)
+        digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_P22E=stood_in, **given)
+        expected = ref.watched_attention(*inputs, digest)
+        if not torch.allclose(found.float(), expected.float(), atol=0.03):
+            wrong += f" attention of layer {layer} by {float((found.float() - expected.float()).abs().max()):.3f}"
+        if not torch.equal(found, plain):
+            wrong += f" layer {layer} watched and not watched"
+    for name, sums in (("triton", whole), ("ref", stood_in)):
+        if not torch.equal(packed_sums(sums)[slots > 0], ref.canary_digest(kv, slots, factors)[slots > 0]):
+            wrong += f" digests of {name}"
+    return wrong
+
+
+def batch_on(batch: AttentionBatch, device: str) -> AttentionBatch:
+    """The same batch there."""
+    moved = (each.to(device) for each in (batch.rows_B, batch.q_starts_B1, batch.context_B))
+    rows_B, q_starts_B1, context_B = moved
+    return AttentionBatch(rows_B=rows_B, q_starts_B1=q_starts_B1, context_B=context_B, is_watched=True)
+
+
+def drawn(rng: random.Random, seed: int, device: str, kind: str) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """Arguments of the op, window and cap, and the page size, of a batch of decodes, of a chunk or of both."""
+    size, heads, group = rng.choice((16, 32, 64)), rng.choice((1, 2)), rng.choice((1, 3, 4, 8))
+    if device == "cuda":
+        size, group = rng.choice((16, 64, 80, 96, 128, 256)), rng.choice((1, 3, 4, 7, 16))
+    page, long = rng.choice((1, 4, 16)), 2500 if device == "cuda" else 90
+    few = [(1, rng.randint(1, long)) for _ in range(rng.randint(1, 4))]
+    many = [(n, n + rng.randint(0, long)) for n in rng.sample((2, 7, 12, 33, 140), 1 if device == "cpu" else 2)]
+    sequences = {"decode": few, "chunk": many, "mixed": few + many}[kind]
+    rng.shuffle(sequences)
+    dtype = dtype_of(rng, device)
+    paged = make_paged(
+        seed=seed, sequences=sequences, heads=heads * group, kv_heads=heads, head_size=size, page_size=page, dtype=dtype
+    )
+    tensors = (each.to(device) for each in (paged.q, paged.k_pool, paged.v_pool, paged.table))
+    given = {"window": rng.choice((None, None, 5, 20, 300)), "softcap": rng.choice((None, None, 1.5))}
+    return (*tensors, batch_on(paged.batch, device), size**-0.5), given, page
+
+
+def paged_attention(seed: int, device: str) -> str:
+    """Attention of one random batch, twice: the second time to the bit."""
+    rng = random.Random(seed)
+    ref, fast = columns(device, "paged_attention")
+    inputs, given, _ = drawn(rng, seed, device, ("decode", "chunk", "mixed")[seed % 3])
+    found = fast.paged_attention(*inputs, **given)
+    wrong = far_apart("attention", found, ref.paged_attention(*inputs, **given))
+    return wrong + ("" if torch.equal(found, fast.paged_attention(*inputs, **given)) else " other bits the second time")
+
+
+def due_of(rng: random.Random, inputs: tuple[Any, ...], window: int | None, page: int) -> tuple[Tensor, int]:
+    """Columns of a plan, one or two sets, over positions before the first query of each sequence; and the entries."""
+    batch = inputs[4]
+    starts, contexts, rows = batch.q_starts_B1.tolist(), batch.context_B.tolist(), batch.rows_B.tolist()
+    sets: list[list[list[int]]] = [[], []]
+    entries = 0
+    for b, row in enumerate(rows):
+        first_query = contexts[b] - (starts[b + 1] - starts[b])
+        low = rng.choice((0, 0, rng.randrange(first_query + 1)))
+        if window is not None:
+            low = max(0, first_query - window + 1 - rng.choice((0, 9)))
+        middle = rng.randrange(low // page, first_query // page + 1) * page if rng.random() < 0.5 else 0
+        for columns_of, (begin, end) in zip(sets, ((max(low, middle), first_query), (low, middle)), strict=True):
+            stride = rng.choice((1, 2, 3))
+            pages = max(0, -(-(-(-end // page) - begin // page) // stride)) if end > begin else 0
+            columns_of.append([b, row, begin, end if pages else begin, begin // page, stride, entries])
+            entries += pages * page
+    both = sets[0] if rng.random() < 0.5 else sets[0] + sets[1]
+    return torch.tensor(both).T.contiguous(), entries
+
+
+def watched_batch(seed: int, device: str) -> str:
+    """Attention that digests: what is due of any batch, by factors that come plain or packed, or of first bytes."""
+    rng = random.Random(seed)
+    ref, fast = columns(device, "pack_factors", "watched_attention")
+    inputs, given, page = drawn(rng, seed, device, ("decode", "chunk", "mixed")[seed % 3])
+    pool = inputs[1]
+    due, entries = due_of(rng, inputs, given["window"], page)
+    lanes, heads = pool.shape[2] * pool.element_size() // 2, pool.shape[1]
+    partial = rng.random() < 0.2
+    factors = torch.from_numpy(digest_coefficients([3], range(heads), lanes, 2, partial=partial))[0].to(device)
+    start = torch.randint(-9, 9, (1, 2, 2, entries), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    digest = LayerDigest(
+        factors=ref.pack_factors(factors, heads) if not partial else _plain(factors), due_7B=due.to(device),
+        sums_P22E=start.to(device), page_size=page,
+    )  # fmt: skip
+    stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone(), kept={})
+    found = fast.watched_attention(*inputs, digest, None, **given)
+    wrong = far_apart("watched attention", found, ref.watched_attention(*inputs, stood_in, None, **given))
+    if not torch.equal(packed_sums(digest.sums_P22E), packed_sums(stood_in.sums_P22E)):
+        wrong += " digests"
+    return wrong
+
+
+def _plain(factors_22W: Tensor) -> PackedFactors:
+    return PackedFactors(factors=factors_22W, bias=None, plain_22W=factors_22W)

@@ -1,0 +1,36 @@
+"""What the cases of the Triton column share: the two columns, dtypes, and how far apart two results may be."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from serinus.kernels import Kernels, load
+
+__all__ = ["columns", "dtype_of", "far_apart"]
+
+_ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of the largest value."""
+
+
+def columns(device: str, *ops: str) -> tuple[Kernels, Kernels]:
+    """The reference and the Triton column, which must have these ops of its own."""
+    return load(device, "ref"), load(device, "triton", own=ops)
+
+
+def dtype_of(rng: random.Random, device: str) -> torch.dtype:
+    """A dtype of activations; Triton's interpreter makes no products of bf16."""
+    return rng.choice((torch.float32, torch.float16) + ((torch.bfloat16,) * 3 if device == "cuda" else ()))
+
+
+def far_apart(what: str, found: Tensor, expected: Tensor) -> str:
+    """What differs by more than rounding explains, in words."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return f" {what} {found.dtype} {tuple(found.shape)}"
+    if not expected.numel():
+        return ""
+    apart = float((found.float() - expected.float()).abs().max())
+    largest = max(1.0, float(expected.float().abs().max()))
+    return "" if apart <= _ALLOWED[expected.dtype] * largest else f" {what} by {apart:.2e} of {largest:.2e}"

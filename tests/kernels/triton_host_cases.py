@@ -1,0 +1,126 @@
+"""Random cases of the Triton column's ops between device and host beside the reference: sampling, and pages."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import torch
+
+from serinus.core.history import TokenHistory
+from serinus.kernels import RowSampling
+
+from .triton_columns import columns, far_apart
+
+__all__ = ["choose_tokens", "hashed_pages", "pages", "top_tokens"]
+
+
+def made_logits(rng: random.Random, device: str, rows: int, vocab: int) -> torch.Tensor:
+    """Logits of any spread, some of them no numbers or without end, as rows of a wider matrix."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float16))
+    logits = (torch.randn(rows, vocab + 3, generator=generator) * rng.choice((0.0, 0.5, 3.0, 30.0))).to(dtype)
+    for value in rng.sample((math.inf, -math.inf, math.nan, 6e4), rng.choice((0, 0, 2))):
+        logits[rng.randrange(rows), rng.randrange(vocab)] = value
+    return logits.to(device)[:, :vocab]
+
+
+def row_of(rng: random.Random, vocab: int) -> RowSampling:
+    """Any parameters of a row."""
+    history = TokenHistory(np.array([rng.randrange(vocab) for _ in range(rng.randint(0, 60))], np.int32))
+    for _ in range(rng.randint(0, 40)):
+        history.add(rng.randrange(vocab))
+    ids = np.array(sorted(rng.sample(range(vocab + 9), min(vocab, 20))), np.int32)
+    values = np.array([rng.uniform(-3, 3) for _ in ids], np.float32)
+    return RowSampling(
+        seed=rng.randrange(-(1 << 63), 1 << 63), position=rng.randrange(1 << 40),
+        temperature=rng.choice((0.0, 0.6, 1.0, 1.0, 5.0)), top_k=rng.choice((0, 0, 1, 5, 40, vocab)),
+        top_p=rng.choice((1.0, 1.0, 0.05, 0.5, 0.95)), min_p=rng.choice((0.0, 0.0, 0.1)),
+        bias=rng.choice((None, None, (ids, values))), history=rng.choice((None, history)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.3)), frequency_penalty=rng.choice((0.0, 0.0, 0.7)),
+        presence_penalty=rng.choice((0.0, 0.4)), forbidden=rng.choice(((), (), (0, vocab - 1, vocab + 4))),
+    )  # fmt: skip
+
+
+def choose_tokens(seed: int, device: str) -> str:
+    """Tokens of rows with any parameters."""
+    rng = random.Random(seed)
+    ref, fast = columns(device, "choose_tokens")
+    vocab = rng.choice((1, 17, 300, 4099) if device == "cpu" else (1, 17, 300, 4099, 151_936))
+    rows = rng.randint(1, 4)
+    logits = made_logits(rng, device, rows, vocab)
+    specs = [row_of(rng, vocab) for _ in range(rows)]
+    if seed % 4 == 1:
+        specs[0].repetition_penalty, specs[0].history = 1.3, TokenHistory(np.array([0, vocab - 1], np.int32))
+    if seed % 4 == 0:
+        specs = [RowSampling(seed=i, position=seed, temperature=0.8 * (seed % 8 > 0)) for i in range(rows)]
+    found, expected = fast.choose_tokens(logits, specs), ref.choose_tokens(logits, specs)
+    # Of equal scores torch takes any on a GPU, the lowest id on a CPU, as is said.
+    found_cpu = ref.choose_tokens(logits.cpu(), specs)
+    return "" if found in (expected, found_cpu) else f"tokens {found}, expected {expected} or {found_cpu} of {specs}"
+
+
+def top_tokens(seed: int, device: str) -> str:
+    """Log-probabilities and lists of them."""
+    rng = random.Random(seed)
+    ref, fast = columns(device, "top_tokens")
+    rows, vocab = rng.randint(1, 3), rng.choice((1, 40, 5000))
+    logits = made_logits(rng, device, rows, vocab)
+    chosen, counts = [rng.randrange(vocab) for _ in range(rows)], [rng.choice((0, 0, 3, 50)) for _ in range(rows)]
+    wrong = ""
+    for one, other in zip(fast.top_tokens(logits, chosen, counts), ref.top_tokens(logits, chosen, counts), strict=True):
+        wrong += "" if one.ids == other.ids else f" ids {one.ids}, expected {other.ids}"
+        found, expected = ((each.logprob, *each.logprobs) for each in (one, other))
+        wrong += far_apart("log-probabilities", torch.tensor(found), torch.tensor(expected))
+    return wrong
+
+
+def pages(seed: int, device: str) -> str:
+    """Pages out of and into pools, to rows of the device and of the host."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "gather_pages", "scatter_pages")
+    page, heads, size, count = rng.choice((1, 4, 16)), rng.choice((1, 3)), rng.choice((3, 16)), rng.choice((0, 1, 5))
+    shape = (12 * page, heads, size)
+    kv = [
+        tuple(torch.randn(shape, generator=generator).half().to(device) for _ in range(2))
+        for _ in range(rng.choice((1, 3)))
+    ]
+    width = page * heads * size * 2 * 2 * len(kv)
+    ids = torch.randperm(12, generator=generator)[:count]
+    rows = torch.randperm(count + 2, generator=generator)[:count] if rng.random() < 0.5 else None
+    where = rng.choice(("cpu", device))
+    found, expected = (
+        torch.zeros((count + 2 if rows is not None else count, width + 8), dtype=torch.uint8, device=where)[:, :width]
+        for _ in range(2)
+    )
+    if rows is not None and where != "cpu":
+        rows, where = None, device
+        found, expected = found[:count], expected[:count]
+    fast.gather_pages(kv, ids.to(device), page, found, rows)
+    ref.gather_pages(kv, ids.to(device), page, expected, rows)
+    wrong = "" if torch.equal(found, expected) else " gathered"
+    one, other = ([tuple(torch.zeros_like(half) for half in pair) for pair in kv] for _ in range(2))
+    fast.scatter_pages(one, ids.to(device), page, found, rows)
+    ref.scatter_pages(other, ids.to(device), page, found, rows)
+    same = all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+    return wrong + ("" if same else " scattered")
+
+
+def hashed_pages(seed: int, device: str) -> str:
+    """Pages out, in and where they lie, with their hashes."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "hashed_pages")
+    widths, count = rng.choice(((64, 64), (512, 512, 96), (6, 10))), rng.choice((1, 4))
+    lanes = [torch.randint(0, 256, (9, width), generator=generator, dtype=torch.uint8).to(device) for width in widths]
+    ids = torch.randperm(9, generator=generator)[:count].numpy()
+    found, expected = (np.zeros((count, sum(widths)), np.uint8) for _ in range(2))
+    hashes = [ops.hashed_pages(lanes, ids, rows, seed) for ops, rows in ((fast, found), (ref, expected))]
+    wrong = "" if np.array_equal(*hashes) and np.array_equal(found, expected) else " outward"
+    wrong += "" if np.array_equal(fast.hashed_pages(lanes, ids, None, seed), hashes[1]) else " in place"
+    filled = [torch.zeros_like(lane) for lane in lanes]
+    same = np.array_equal(fast.hashed_pages(filled, ids, found, seed, True), hashes[1])
+    same &= all(
+        torch.equal(a[torch.from_numpy(ids)], b[torch.from_numpy(ids)]) for a, b in zip(filled, lanes, strict=True)
+    )
+    return wrong + ("" if same else " inward")

@@ -1,0 +1,160 @@
+"""Random cases of the Triton column's other ops of a layer beside the reference: norms, linears, gates, and what lies
+between projection and attention."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import ExpertGate, Gate, PackedExperts, WrittenRows
+from serinus.kernels.triton.linear import WeightCut, cut_of, multiply_rows
+from serinus.kernels.triton.tickets import Tickets
+
+from .triton_columns import columns, dtype_of, far_apart
+
+__all__ = ["experts", "gates", "linears", "norms", "qk_rope_store", "rows_of_linears"]
+
+
+def drawn(generator: torch.Generator, device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    """Normal numbers of that dtype there."""
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+
+
+def norms(seed: int, device: str) -> str:
+    """Norms with weights of the dtype and of fp32, after a residual addition too."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "rms_norm", "add_rms_norm")
+    dtype, width, rows = dtype_of(rng, device), rng.choice((1, 24, 64, 100, 1024)), rng.choice((0, 1, 5))
+    x, residual = (drawn(generator, device, dtype, rows, width, scale=3.0) for _ in range(2))
+    weight = drawn(generator, device, rng.choice((dtype, torch.float32)), width)
+    other = residual.clone()
+    wrong = far_apart("norm", fast.rms_norm(x, weight, 1e-5), ref.rms_norm(x, weight, 1e-5))
+    found, expected = fast.add_rms_norm(x, residual, weight, 1e-5), ref.add_rms_norm(x, other, weight, 1e-5)
+    return wrong + far_apart("norm of the sum", found, expected) + far_apart("residual", residual, other)
+
+
+def gates(seed: int, device: str) -> str:
+    """Both activations, of a few rows."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "silu_mul", "gelu_mul")
+    x = drawn(generator, device, dtype_of(rng, device), rng.choice((1, 7)), 2 * rng.choice((3, 64, 1500)), scale=4.0)
+    return "".join(
+        far_apart(op, getattr(fast, op)(x), getattr(ref, op)(x)) for op in ("silu_mul", "gelu_mul")
+    )  # fmt: skip
+
+
+def experts(seed: int, device: str) -> str:
+    """The routed experts of a mixture: few rows and many, experts that nothing hits, biases, both activations."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "fused_moe")
+    dtype, gate = dtype_of(rng, device), rng.choice(("silu", "swiglu_oai"))
+    count, width, inner = rng.choice((3, 8, 20)), rng.choice((32, 72)), rng.choice((24, 64))
+    tokens, chosen = rng.choice((1, 5, 90)), rng.choice((1, 2, 3))
+    x = drawn(generator, device, dtype, tokens, width)
+    ids = torch.stack([torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
+    weights = torch.rand((tokens, chosen), generator=generator).to(device)
+    has_bias = rng.random() < 0.5
+    packed = PackedExperts(
+        gate_up=drawn(generator, device, dtype, count, 2 * inner, width, scale=0.3),
+        down=drawn(generator, device, dtype, count, width, inner, scale=0.3),
+        gate_up_bias=drawn(generator, device, dtype, count, 2 * inner) if has_bias else None,
+        down_bias=drawn(generator, device, dtype, count, width) if has_bias else None,
+    )
+    activation: ExpertGate = "silu" if gate == "silu" else "swiglu_oai"
+    inputs = x, weights, ids, packed, activation
+    return far_apart(f"{tokens} x {chosen} of {count}", fast.fused_moe(*inputs), ref.fused_moe(*inputs))
+
+
+def rows_of_linears(seed: int, device: str) -> str:
+    """The kernel of few rows, however the weight is cut, with bias and gate; twice to the bit."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, _ = columns(device, "linear")
+    dtype, gate = dtype_of(rng, device), rng.choice((None, None, "silu", "gelu"))
+    parts = 1 if gate else rng.choice((1, 2, 4))
+    cut = WeightCut(
+        outputs=rng.choice((16, 32)), inner=32, parts=parts, stages=2, swapped=rng.random() < 0.5,
+        bulk=rng.random() < 0.5,
+    )  # fmt: skip
+    rows, inner, outs = rng.choice((1, 3, 16, 20)), 128 * rng.choice((1, 2)), 192
+    return _product(generator, device, dtype, (rows, inner, outs), gate, cut, has_bias=rng.random() < 0.5, ref=ref)
+
+
+def _product(
+    generator: torch.Generator, device: str, dtype: torch.dtype, sizes: tuple[int, int, int], gate: Gate | None,
+    cut: WeightCut, *, has_bias: bool, ref: object,
+) -> str:  # fmt: skip
+    rows, inner, outs = sizes
+    x, weight = drawn(generator, device, dtype, rows, inner), drawn(generator, device, dtype, outs, inner, scale=0.1)
+    bias = drawn(generator, device, dtype, outs) if has_bias else None
+    packed = ref.pack_linear(weight, bias)  # type: ignore[attr-defined]
+    tickets = Tickets().on(x.device)
+    found, again = (multiply_rows(x, packed, cut, gate, tickets) for _ in range(2))
+    expected = ref.linear(x, packed)  # type: ignore[attr-defined]
+    if gate is not None:
+        expected = getattr(ref, f"{gate}_mul")(expected)
+    wrong = far_apart(f"{sizes} of {dtype} with gate {gate} by {cut}", found, expected)
+    return (
+        wrong
+        + ("" if torch.equal(found, again) else " other bits the second time")
+        + ("" if not tickets.any() else " tickets")
+    )
+
+
+def linears(seed: int, device: str) -> str:
+    """Linears as models call them: the table's cuts on a GPU (shapes of an 8B model), small ones elsewhere."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "linear", "norm_linear")
+    dtype, rows = dtype_of(rng, device), rng.choice((1, 2, 16, 17, 33, 64, 65))
+    out_size, inner = rng.choice(((96, 64), (40, 24)))
+    if device == "cuda":
+        out_size, inner = rng.choice(((6144, 4096), (4096, 4096), (4096, 12288), (24576, 4096), (151936, 1024)))
+    gate: Gate | None = rng.choice((None, "silu", "gelu")) if out_size < 100_000 else None
+    x, residual = (drawn(generator, device, dtype, rows, inner) for _ in range(2))
+    weight, norm = drawn(generator, device, dtype, out_size, inner, scale=0.02), drawn(generator, device, dtype, inner)
+    bias = drawn(generator, device, dtype, out_size) if rng.random() < 0.3 else None
+    mine, theirs = fast.pack_linear(weight, bias), ref.pack_linear(weight, bias)
+    what = f"linear of {rows} rows, {cut_of(rows, out_size, inner, dtype, is_gated=False)}"
+    wrong = far_apart(what, fast.linear(x, mine), ref.linear(x, theirs))
+    other = residual.clone()
+    found = fast.norm_linear(x, residual, norm, 1e-6, mine, gate)
+    return wrong + far_apart(f"normed {gate} {what}", found, ref.norm_linear(x, other, norm, 1e-6, theirs, gate))
+
+
+def qk_rope_store(seed: int, device: str) -> str:
+    """What is stored, what goes to attention, and the digests of what was stored."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "qk_rope_store")
+    dtype, kv_heads, size = dtype_of(rng, device), rng.choice((1, 2, 3, 4, 8)), rng.choice((16, 24, 64, 80, 128))
+    heads, tokens = kv_heads * rng.choice((1, 4, 7)), rng.choice((1, 5))
+    slot_count = 2 * tokens + 4
+    angle = torch.rand(50, size // 2, generator=generator) * 6
+    weights = drawn(generator, device, rng.choice((dtype, torch.float32)), 2, size)
+    norm = rng.random() < 0.7
+    slots = (torch.randperm(slot_count - 1, generator=generator)[:tokens] + 1).to(device)
+    if tokens > 1:
+        slots[0] = 0
+    factors = digest_coefficients([1], range(kv_heads), size * dtype.itemsize // 2, 2, partial=rng.random() < 0.3)
+    qkv = drawn(generator, device, dtype, tokens, (heads + 2 * kv_heads) * size)
+    inputs = (
+        qkv, angle.cos().to(device), angle.sin().to(device),
+        torch.randint(0, 50, (tokens,), generator=generator).to(device), weights[0] if norm else None,
+        weights[1] if norm else None, 1e-6,
+    )  # fmt: skip
+    outputs = []
+    for ops in (fast, ref):
+        k, v = (torch.zeros(slot_count, kv_heads, size, dtype=dtype, device=device) for _ in range(2))
+        q = torch.empty(tokens, heads, size, dtype=dtype, device=device)
+        sums = torch.full((tokens, 2), 5, dtype=torch.int64, device=device)
+        written = WrittenRows(coefficients_22W=torch.from_numpy(factors)[0].to(device), sums_T2=sums)
+        ops.qk_rope_store(*inputs, k, v, slots, q, written)
+        outputs.append((q, k, v, sums))
+    (q, k, v, sums), (q_, k_, v_, _) = outputs
+    # Digests are of what this column stored: rounding may differ by a bit from the reference's.
+    stored = ref.canary_digest([(k, v)], slots, torch.from_numpy(factors).to(device))
+    real = slots > 0
+    wrong = far_apart("q", q, q_) + far_apart("k", k, k_) + far_apart("v", v, v_)
+    expected = ((stored & 0xFFFFFFFF) + 5 & 0xFFFFFFFF) | (stored >> 32 << 32)
+    return wrong + ("" if torch.equal(sums[real], expected[real]) else " digests")

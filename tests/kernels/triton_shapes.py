@@ -1,0 +1,95 @@
+"""The Triton kernels at the shapes of models, in bf16: what is compiled to hold registers and spills to a bound.
+Nothing is computed: tensors are not even filled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import AttentionBatch, Gate, Kernels, LayerDigest, PackedExperts, RowSampling, WrittenRows, load
+
+__all__ = ["call_all"]
+
+PAGE = 16
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Memory that was not touched."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def batch_of(tokens: int, sequences: int) -> AttentionBatch:
+    """So many sequences of any length."""
+    return AttentionBatch(
+        rows_B=torch.ones(sequences, dtype=torch.int64),
+        q_starts_B1=torch.arange(sequences + 1),
+        context_B=torch.full((sequences,), tokens),
+    )
+
+
+def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int, size: int, *, slides: bool) -> None:
+    """A decode step or a chunk; `slides`: with window and cap, as Gemma 2. Decodes with digests too."""
+    pool = blank(64 * PAGE, kv_heads, size)
+    batch, table = batch_of(tokens, sequences), torch.zeros((sequences + 1, 40960), dtype=torch.int32)
+    inputs = (blank(tokens, heads, size), pool, pool, table, batch, size**-0.5)
+    given = {"window": 4096, "softcap": 50.0} if slides else {}
+    ops.paged_attention(*inputs, **given)  # type: ignore[arg-type]
+    if tokens == sequences:
+        factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, 2, partial=False))[0]
+        digest = LayerDigest(
+            factors=ops.pack_factors(factors, kv_heads), due_7B=torch.zeros((7, sequences), dtype=torch.int64),
+            sums_P22E=torch.zeros((1, 2, 2, 64), dtype=torch.int32), page_size=PAGE,
+        )  # fmt: skip
+        ops.watched_attention(*inputs, digest, None, **given)  # type: ignore[arg-type]
+
+
+def multiply(ops: Kernels, rows: int) -> None:
+    """The linears of Qwen3-8B."""
+    shapes: tuple[tuple[int, int, Gate | None], ...] = (
+        (6144, 4096, None), (4096, 4096, None), (24576, 4096, "silu"), (4096, 12288, None), (151_936, 4096, None),
+    )  # fmt: skip
+    for outs, inner, gate in shapes:
+        packed = ops.pack_linear(blank(outs, inner), None)
+        ops.norm_linear(None, blank(rows, inner), blank(inner), 1e-6, packed, gate)
+
+
+def mix(ops: Kernels, rows: int) -> None:
+    """The experts of Qwen3-30B-A3B."""
+    experts = PackedExperts(gate_up=blank(128, 1536, 2048), down=blank(128, 2048, 768))
+    ids = torch.zeros((rows, 8), dtype=torch.int64)
+    ops.fused_moe(blank(rows, 2048), torch.ones(rows, 8), ids, experts, "silu")
+
+
+def call_all() -> None:
+    """Call the ops of a step with the sizes of Qwen3-8B and of Gemma 2 9B."""
+    ops = load("cpu", "triton")
+    for sequences in (1, 16, 64):
+        attend(ops, sequences, sequences, 32, 8, 128, slides=False)
+        multiply(ops, sequences)
+        mix(ops, sequences)
+    mix(ops, 8192)
+    attend(ops, 16, 16, 16, 8, 256, slides=True)
+    attend(ops, 8192, 1, 32, 8, 128, slides=False)
+    attend(ops, 4096, 2, 16, 8, 256, slides=True)
+    pool, slots = blank(64 * PAGE, 8, 128), torch.arange(16)
+    factors = torch.from_numpy(digest_coefficients([0], range(8), 128, 2, partial=False))[0]
+    written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((16, 2), dtype=torch.int64))
+    cos = torch.empty(40960, 64)
+    rope = (
+        blank(16, 6144),
+        cos,
+        cos,
+        slots,
+        blank(128),
+        blank(128),
+        1e-6,
+        pool,
+        pool,
+        slots,
+        blank(16, 32, 128),
+        written,
+    )
+    ops.qk_rope_store(*rope)
+    rows = [RowSampling(seed=1, position=1, temperature=0.7, top_k=50, top_p=0.9)] * 4
+    ops.choose_tokens(torch.zeros((4, 151_936), dtype=torch.bfloat16), rows)
