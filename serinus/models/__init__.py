@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serinus.models.batch import ForwardBatch
-    from serinus.models.hooks import ForwardHook, NullHook, compose_hooks
+    from serinus.models.batch import ForwardBatch, HostBatch
+    from serinus.models.hooks import ForwardHook, NullHook, Put, compose_hooks
     from serinus.models.hub import resolve
     from serinus.models.loader import Model, choose_dtype, load_model
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
@@ -22,9 +22,11 @@ __all__ = [
     "TOY_ARCHITECTURE",
     "ForwardBatch",
     "ForwardHook",
+    "HostBatch",
     "Model",
     "ModelSpec",
     "NullHook",
+    "Put",
     "RopeSpec",
     "TensorDigests",
     "choose_dtype",
@@ -38,8 +40,10 @@ __all__ = [
 
 _FILE_OF = {
     "ForwardBatch": "batch",
+    "HostBatch": "batch",
     "ForwardHook": "hooks",
     "NullHook": "hooks",
+    "Put": "hooks",
     "compose_hooks": "hooks",
     "resolve": "hub",
     "TensorDigests": "weight_digests",

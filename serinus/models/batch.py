@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from serinus.core.parts import Part
 from serinus.kernels.batch import AttentionBatch
 
-__all__ = ["ForwardBatch"]
+__all__ = ["ForwardBatch", "HostBatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBatch:
+    """What the host knows of a batch before its tensors are on the device."""
+
+    rows_B: NDArray[np.int64]
+    """Row of each sequence, without padding. None at all: the pass is recorded, of padding alone."""
+    counts_B: NDArray[np.int64]
+    """The number of tokens of each."""
+    chosen_W: NDArray[np.int64] | None = None
+    """The sequences of `wanted_attention`, where the batch has one."""
+    room: int | None = None
+    """Sequences of the tensors, of one token each, those of padding included; None = those of `rows_B`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Decoder: the Llama, Mistral, Qwen and Gemma families as one forward pass over packed weights and the paged pools.
 
-The families differ by a few flags of ModelSpec (biases, norms, rope, windows, caps), not by code. Knows kernels; knows
-nothing of requests, sampling or the owners of pages.
+The families differ by a few flags of ModelSpec (norms, windows, caps) and by what is done to weights as they are loaded
+(layers.py), not by code. Knows kernels; knows nothing of requests, sampling or the owners of pages.
 
 One rank of several runs the layers of its stage, and of each its own heads and MLP columns: what the ranks of a stage
 add to the residual stream is summed twice per layer. Between stages goes the residual, nothing else. Embedding and
@@ -14,56 +14,21 @@ this rank, H = its KV heads, D = head size, F = its MLP columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Gate, Kernels, PackedLinear, WrittenRows
+from serinus.kernels import AttentionBatch, Gate, Kernels, LayerSteps, LayerWeights, WrittenRows
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
-from serinus.models.rope import rope_tables
-from serinus.models.spec import ModelSpec, RopeSpec
+from serinus.models.layers import take_weights
+from serinus.models.spec import ModelSpec
 from serinus.models.weights import WeightSource
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm, SoloComm
 
 __all__ = ["Decoder"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    """One layer: its weights, and what its part makes of attention."""
-
-    part: Part
-    """The part of which it uses pool and table."""
-    window: int | None
-    """Positions a token sees; None = all before it."""
-    cos_PF: torch.Tensor
-    """Cosines of the rotation, shared by the layers of a part."""
-    sin_PF: torch.Tensor
-    """Sines of the rotation, likewise."""
-    input_norm_E: torch.Tensor
-    """Weight of the norm before attention."""
-    qkv: PackedLinear
-    """Query, key and value projections as one, [(N + 2H)D, E]."""
-    q_norm_D: torch.Tensor | None
-    """Norm of each query head, where the family has one."""
-    k_norm_D: torch.Tensor | None
-    """Norm of each key head."""
-    output: PackedLinear
-    """Attention's output projection, [E, ND]."""
-    attention_norm_E: torch.Tensor | None
-    """Norm of what attention adds, where the family has one."""
-    mlp_norm_E: torch.Tensor
-    """Norm before the MLP."""
-    output_norm_E: torch.Tensor | None
-    """Norm of what the MLP adds, where the family has one."""
-    gate_up: PackedLinear
-    """Gate and up projections as one, [2F, E]."""
-    down: PackedLinear
-    """Down projection, [E, F]."""
 
 
 class Decoder:
@@ -98,21 +63,17 @@ class Decoder:
         self.dtype = dtype
         self._comm = comm or SoloComm()
         self._kernels = kernels
-        self._embedding_VE, head_VE = _vocabulary(spec, source, self.shard)
-        self._norm_E = (
-            _norm(spec, source.take("model.norm.weight", (spec.hidden_size,))) if self.shard.is_last else None
-        )
-        self._head = None if head_VE is None else kernels.pack_linear(_padded(head_VE, self.shard.vocab_share), None)
-        taken = _Recorder(source)
-        ropes = _ropes(spec, positions or spec.context_length, torch.device(source.device))
-        self._layers = tuple(
-            _layer(spec, taken, kernels, i, ropes[spec.layer_parts[i]], self.shard) for i in self.shard.layers
-        )
-        source.finish(ignore=_elsewhere(spec, self.shard, taken.names))
+        weights = take_weights(spec, source, kernels, positions or spec.context_length, self.shard)
+        self._embedding_VE, self._norm_E, self._head = weights.embedding_VE, weights.norm_E, weights.head
+        self._layers, self._mixtures = weights.layers, weights.mixtures
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
         scale = spec.embedding_scale  # rounded to the model's dtype, as in training
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         self._gate: Gate = "gelu" if spec.gelu else "silu"
+        total = None if self.shard.tp == 1 else self._comm.all_reduce
+        wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
+        make = kernels.decode_layers
+        self._decode_layers = None if make is None else make(self._layers, *wanted)
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage: the residual stream, [T, E]."""
@@ -142,6 +103,9 @@ class Decoder:
         residual_TE = self._embed(batch.tokens_T) if inflow is None else inflow
         x_TE: torch.Tensor | None = None  # what the last block added, not in the residual yet
         last = len(self._layers) - 1
+        steps = self._begin_steps(batch, kv, tables, residual_TE)
+        if steps is not None:
+            return self._run_steps(steps, batch, hook)
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
             k_SHD, v_SHD = kv[i]
@@ -164,8 +128,7 @@ class Decoder:
             x_TE = total(kernels.linear(mixed_TND.view(len(mixed_TND), -1), layer.output))
             if layer.attention_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
-            gated_TF = kernels.norm_linear(x_TE, residual_TE, layer.mlp_norm_E, eps, layer.gate_up, self._gate)
-            x_TE = total(kernels.linear(gated_TF, layer.down))
+            x_TE = total(self._feed(i, x_TE, residual_TE))
             if layer.output_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.output_norm_E, eps)
             if i == last:
@@ -192,6 +155,40 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits_BV if cap is None else logits_BV.float().div_(cap).tanh_().mul_(cap)
 
+    def _begin_steps(
+        self, batch: ForwardBatch, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], tables: Mapping[Part, torch.Tensor],
+        residual_TE: torch.Tensor,
+    ) -> LayerSteps | None:  # fmt: skip
+        """What runs whole layers of this step; None: it goes op by op."""
+        if self._decode_layers is None or batch.wanted_W is not None:
+            return None
+        slots = {part: batch.slots_of(part) for part in tables}
+        return self._decode_layers.begin(kv, tables, batch.attention, batch.positions_T, slots, residual_TE)
+
+    def _run_steps(self, steps: LayerSteps, batch: ForwardBatch, hook: ForwardHook) -> torch.Tensor:
+        """All layers of a decode step by one call, where nothing is awaited or done between them; else one by one."""
+        count = len(self._layers)
+        at_once = hook.can_replay(batch.attention.sequence_count)
+        for i in range(count):
+            hook.before_layer(i)
+            steps.take(i, hook.writes(i), hook.reads(i, batch.attention))
+            if not at_once:
+                steps.run(i, i + 1)
+        if at_once:
+            steps.run(0, count)
+        hook.after(batch)
+        return steps.finish()
+
+    def _feed(self, index: int, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+        """What this rank's part of the MLP, or of the experts, adds; what attention added, x, joins the residual."""
+        layer, mixture, kernels, eps = self._layers[index], self._mixtures[index], self._kernels, self.spec.norm_eps
+        if mixture is not None:
+            return mixture.add(kernels, kernels.add_rms_norm(x_TE, residual_TE, layer.mlp_norm_E, eps), self._gate)
+        assert layer.gate_up is not None, "models: a layer with neither MLP nor experts"
+        assert layer.down is not None, "models: an MLP without a down projection"
+        gated_TF = kernels.norm_linear(x_TE, residual_TE, layer.mlp_norm_E, eps, layer.gate_up, self._gate)
+        return kernels.linear(gated_TF, layer.down)
+
     def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         if self._embedding_VE is None:
             raise InvariantError(f"models: {self.shard.name} has no embedding, expected an inflow")
@@ -205,7 +202,7 @@ class Decoder:
         return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
 
     def _rotate(
-        self, layer: _Layer, qkv_TX: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor,
+        self, layer: LayerWeights, qkv_TX: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor,
         written: WrittenRows | None,
     ) -> torch.Tensor:  # fmt: skip
         """Queries [T, N, D] of this rank, rotated; keys and values go to the pool, their digests to `written`."""
@@ -226,112 +223,3 @@ class Decoder:
             written,
         )
         return q_TND
-
-
-_Rope = tuple[torch.Tensor, torch.Tensor]
-
-
-def _ropes(spec: ModelSpec, positions: int, device: torch.device) -> dict[Part, _Rope]:
-    """cos and sin of each part."""
-
-    def tables(rope: RopeSpec) -> _Rope:
-        cos_PF, sin_PF = rope_tables(rope, spec.head_size, positions)
-        return cos_PF.to(device), sin_PF.to(device)
-
-    full = tables(spec.rope)
-    return {Part.FULL: full, Part.SWA: full if spec.rope_swa is None else tables(spec.rope_swa)}
-
-
-def _norm(spec: ModelSpec, stored: torch.Tensor) -> torch.Tensor:
-    """The weight that a norm multiplies by. One that is stored less 1 stays fp32: bf16 has no digits for 1 + w."""
-    return stored.float() + 1.0 if spec.norm_plus_one else stored.clone()
-
-
-class _Recorder:
-    """A source that remembers what was taken of it."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.names: list[str] = []
-
-    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
-        self.names.append(name)
-        return self._source.take(name, shape, span, dim)
-
-
-def _elsewhere(spec: ModelSpec, shard: Shard, taken: Sequence[str]) -> set[str]:
-    """Names that a rank leaves to others, given those of its layers: all layers have the same tensors."""
-    own = f"model.layers.{shard.layers[0]}."
-    each = [name.removeprefix(own) for name in taken if name.startswith(own)]
-    names = {f"model.layers.{i}.{name}" for i in range(spec.layer_count) if i not in shard.layers for name in each}
-    if not shard.is_first:
-        names.add("model.embed_tokens.weight")
-    if not shard.is_last:
-        names.add("model.norm.weight")
-    if spec.tied or not shard.is_last:
-        names.add("lm_head.weight")
-    return names
-
-
-def _vocabulary(spec: ModelSpec, source: WeightSource, shard: Shard) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Embedding and output head of a rank, [its rows of V, E]; None where its stage has none. Tied, they are one."""
-    shape, span = (spec.vocab_size, spec.hidden_size), None if shard.tp == 1 else shard.vocab
-    both = shard.is_first or (shard.is_last and spec.tied)
-    embedding_VE = source.take("model.embed_tokens.weight", shape, span) if both else None
-    head_VE = embedding_VE if spec.tied else source.take("lm_head.weight", shape, span) if shard.is_last else None
-    return embedding_VE if shard.is_first else None, head_VE if shard.is_last else None
-
-
-def _padded(weight_VE: torch.Tensor, rows: int) -> torch.Tensor:
-    """With rows of zeros below, so that every rank computes as many logits."""
-    missing = rows - len(weight_VE)
-    return torch.cat([weight_VE, weight_VE.new_zeros((missing, weight_VE.shape[1]))]) if missing else weight_VE
-
-
-def _layer(spec: ModelSpec, source: _Recorder, kernels: Kernels, index: int, rope: _Rope, shard: Shard) -> _Layer:
-    base = f"model.layers.{index}."
-    width, inner, size = spec.hidden_size, spec.intermediate_size, spec.head_size
-    alone = shard.tp == 1
-
-    def of_heads(heads: range) -> range | None:
-        return None if alone else range(heads.start * size, heads.stop * size)
-
-    def rows(*parts: tuple[str, int, range | None], has_bias: bool) -> PackedLinear:
-        """Projections as one, of each the rows of this rank."""
-        weights = [source.take(f"{base}{name}.weight", (out, width), span) for name, out, span in parts]
-        biases = [source.take(f"{base}{name}.bias", (out,), span) for name, out, span in parts] if has_bias else []
-        return kernels.pack_linear(torch.cat(weights), torch.cat(biases) if biases else None)
-
-    def columns(name: str, in_size: int, span: range | None, has_bias: bool) -> PackedLinear:
-        """The columns of this rank; the bias is added once, by slice 0."""
-        weight = source.take(f"{base}{name}.weight", (width, in_size), span, 1)
-        bias = source.take(f"{base}{name}.bias", (width,)) if has_bias else None
-        return kernels.pack_linear(weight, bias if shard.tp_rank == 0 else None)
-
-    def norm(name: str, size: int = width) -> torch.Tensor:
-        return _norm(spec, source.take(f"{base}{name}.weight", (size,)))
-
-    queries, keys, mlp = of_heads(shard.heads), of_heads(shard.kv_heads), None if alone else shard.mlp
-    q_size, kv_size = spec.head_count * size, spec.kv_head_count * size
-    posts, part = spec.post_norms, spec.layer_parts[index]
-    return _Layer(
-        part=part,
-        window=spec.window if part is Part.SWA else None,
-        cos_PF=rope[0],
-        sin_PF=rope[1],
-        input_norm_E=norm("input_layernorm"),
-        qkv=rows(
-            ("self_attn.q_proj", q_size, queries),
-            ("self_attn.k_proj", kv_size, keys),
-            ("self_attn.v_proj", kv_size, keys),
-            has_bias=spec.qkv_bias,
-        ),
-        q_norm_D=norm("self_attn.q_norm", size) if spec.qk_norm else None,
-        k_norm_D=norm("self_attn.k_norm", size) if spec.qk_norm else None,
-        output=columns("self_attn.o_proj", q_size, queries, spec.output_bias),
-        attention_norm_E=norm("post_attention_layernorm") if posts else None,
-        mlp_norm_E=norm("pre_feedforward_layernorm" if posts else "post_attention_layernorm"),
-        output_norm_E=norm("post_feedforward_layernorm") if posts else None,
-        gate_up=rows(("mlp.gate_proj", inner, mlp), ("mlp.up_proj", inner, mlp), has_bias=spec.mlp_bias),
-        down=columns("mlp.down_proj", inner, mlp, spec.mlp_bias),
-    )

@@ -7,15 +7,16 @@ Both spellings are read: `rope_parameters`, `layer_types` (transformers 5) and `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields
+from serinus.models.experts import ExpertFamily, expert_fields
 
-__all__ = ["FAMILIES", "Family", "RopeSpec", "family_fields", "toy_fields"]
+__all__ = ["FAMILIES", "LLAMA_NORMS", "Family", "NormNames", "RopeSpec", "family_fields", "toy_fields"]
 
 
 class Sliding(Enum):
@@ -36,7 +37,7 @@ class RopeSpec:
     theta: float = 10000.0
     """Base of the wavelengths."""
     kind: str = "default"
-    """default, linear or llama3."""
+    """default, linear or llama3, made here; yarn, longrope or dynamic, made by transformers of `given`."""
     factor: float = 1.0
     """Stretch of long wavelengths (linear: of all)."""
     low_freq_factor: float = 1.0
@@ -45,6 +46,30 @@ class RopeSpec:
     """llama3: wavelengths below original_context / this stay."""
     original_context: int = 8192
     """llama3: context the model was first trained on."""
+    given: tuple[tuple[str, Any], ...] = ()
+    """What the config says of kinds that transformers makes: names and values, sorted; lists as tuples."""
+    rotated: float = 1.0
+    """The share of each head's elements that turn, the first ones; the others stay as they are."""
+    interleaved: bool = False
+    """Which elements turn together: neighbours; else the first half with the second."""
+
+
+NormNames = tuple[str, str | None, str, str | None]
+"""Names of a layer's norms: before attention, of what it adds, before the MLP, of what it adds."""
+LLAMA_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
+"""Those of most families."""
+_GEMMA_NORMS: NormNames = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_GLM4_NORMS: NormNames = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +78,8 @@ class Family:
 
     qkv_bias: bool | None = None
     """Bias of the q, k, v projections; None = `attention_bias` of the config says (also for the output projection)."""
+    output_bias: bool | None = None
+    """Bias of the output projection; None = as qkv_bias says where that is None, else none."""
     mlp_bias: bool | None = False
     """Bias of the MLP; None = `mlp_bias` of the config says."""
     qk_norm: bool = False
@@ -67,23 +94,90 @@ class Family:
     """`sliding_window` where the config does not name it (null there means none)."""
     pattern: int = 0
     """`sliding_window_pattern` where the config has none."""
+    norms: NormNames = LLAMA_NORMS
+    """Names of a layer's norms."""
     gemma: bool = False
-    """Gemma's block: norms after attention and MLP too, norm weights stored less 1, scaled embedding, GELU, tied."""
+    """What all Gemmas have: norm weights stored less 1, scaled embedding, GELU, tied."""
+    query_scalar: float | None = None
+    """`query_pre_attn_scalar` where the config does not name it; None = the family scales scores by the head size."""
+    fused_qkv: bool = False
+    """Query, key and value projections are one tensor, `qkv_proj`."""
+    fused_mlp: bool = False
+    """Gate and up projections are one tensor, `gate_up_proj`."""
+    rotated: float = 1.0
+    """`partial_rotary_factor` where the config does not name it."""
+    interleaved: bool = False
+    """Neighbouring elements of a head turn together."""
+    multipliers: bool = False
+    """Granite's multipliers of embedding, scores, residual and logits."""
+    plain_every: int = 0
+    """Every so manieth layer does not rotate, where the config has no `no_rope_layers`; 0 = all do."""
     softcaps: tuple[float | None, float | None] = (None, None)
     """`attn_logit_softcapping` and `final_logit_softcapping` where the config does not name them."""
     local_rope: float | None = None
     """Base of the wavelengths of sliding layers where they have their own."""
     theta: float = 10000.0
     """Base of the wavelengths where the config has none."""
+    experts: ExpertFamily | None = None
+    """What its mixtures of experts imply; None = every MLP is dense."""
+    qk_norm_said: bool = False
+    """`use_qk_norm` of the config says whether it has the norms of `qk_norm`."""
 
 
 FAMILIES: Mapping[str, Family] = {
+    "GemmaForCausalLM": Family(gemma=True, qkv_bias=None, head_size=256, kv_head_count=16),
+    "GlmForCausalLM": Family(
+        qkv_bias=None, output_bias=False, fused_mlp=True, head_size=128, kv_head_count=2, rotated=0.5, interleaved=True
+    ),
+    "Glm4ForCausalLM": Family(
+        qkv_bias=None,
+        output_bias=False,
+        fused_mlp=True,
+        head_size=128,
+        kv_head_count=2,
+        rotated=0.5,
+        interleaved=True,
+        norms=_GLM4_NORMS,
+    ),
+    "GraniteForCausalLM": Family(mlp_bias=None, multipliers=True),
     "LlamaForCausalLM": Family(mlp_bias=None),
     "MistralForCausalLM": Family(qkv_bias=False, kv_head_count=8, sliding=Sliding.ALL, window=4096),
     "Qwen2ForCausalLM": Family(qkv_bias=True, sliding=Sliding.ABOVE, window=4096),
     "Qwen3ForCausalLM": Family(qk_norm=True, head_size=128, sliding=Sliding.ABOVE, window=4096),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False, kv_head_count=8, sliding=Sliding.ALL, theta=1e6, experts=ExpertFamily()
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True,
+        sliding=Sliding.ABOVE,
+        window=4096,
+        experts=ExpertFamily(normalized=False, shared_gate=True),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True, qkv_bias=None, sliding=Sliding.ALL, experts=ExpertFamily(normalized=False)
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias=None,
+        output_bias=False,
+        qk_norm=True,
+        qk_norm_said=True,
+        rotated=0.5,
+        experts=ExpertFamily(sigmoid=True, corrected=True, dense_first=1),
+    ),
+    "Dots1ForCausalLM": Family(
+        qkv_bias=None,
+        qk_norm=True,
+        sliding=Sliding.ABOVE,
+        experts=ExpertFamily(sigmoid=True, corrected=True, normalized=False),
+    ),
+    "GraniteMoeForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
+    "GraniteMoeSharedForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True, sliding=Sliding.ALL),
+    "SmolLM3ForCausalLM": Family(mlp_bias=None, kv_head_count=4, sliding=Sliding.ABOVE, theta=2e6, plain_every=4),
     "Gemma2ForCausalLM": Family(
         gemma=True,
+        norms=_GEMMA_NORMS,
+        query_scalar=256.0,
         head_size=256,
         kv_head_count=4,
         sliding=Sliding.PATTERN,
@@ -93,6 +187,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         gemma=True,
+        norms=_GEMMA_NORMS,
+        query_scalar=256.0,
         qk_norm=True,
         head_size=256,
         kv_head_count=4,
@@ -139,9 +235,15 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "norm_eps": config.real("rms_norm_eps", 1e-6),
         "tied": config.flag("tie_word_embeddings", family.gemma),
         "qkv_bias": attention_bias,
-        "output_bias": attention_bias and family.qkv_bias is None,
+        "output_bias": attention_bias and family.qkv_bias is None if family.output_bias is None else family.output_bias,
         "mlp_bias": config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
-        "qk_norm": family.qk_norm,
+        "qk_norm": family.qk_norm and config.flag("use_qk_norm", not family.qk_norm_said),
+        "experts": None if family.experts is None else expert_fields(config, family.experts, layer_count),
+        "extra_layers": config.whole("num_nextn_predict_layers", 0, low=0),
+        "norm_names": family.norms,
+        "fused_qkv": family.fused_qkv,
+        "fused_mlp": family.fused_mlp,
+        "plain_layers": _plain_layers(config, family, layer_count),
         **_block_fields(config, family, hidden),
     }
 
@@ -180,22 +282,45 @@ def _block_fields(config: ConfigFields, family: Family, hidden: int) -> dict[str
     if not family.gemma:
         if config.get("hidden_act", "silu") != "silu":
             raise config.fail("hidden_act", "'silu'")
-        return {}
+        return _multipliers(config) if family.multipliers else {}
     name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
-    if config.get(name, "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+    legacy = ("gelu",) if family.query_scalar is None else ()  # the first Gemma's configs mean the tanh form by it
+    if config.get(name, "gelu_pytorch_tanh") not in ("gelu_pytorch_tanh", *legacy):
         raise config.fail(name, "'gelu_pytorch_tanh'")
     if config.get("use_bidirectional_attention", False) is not False:
         raise config.fail("use_bidirectional_attention", "false: only causal models are served")
     attention_cap, logit_cap = family.softcaps
     return {
         "gelu": True,
-        "post_norms": True,
         "norm_plus_one": True,
         "embedding_scale": hidden**0.5,
-        "attention_scale": config.real("query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_scale": (
+            None if family.query_scalar is None else config.real("query_pre_attn_scalar", family.query_scalar) ** -0.5
+        ),
         "attention_softcap": _optional_real(config, "attn_logit_softcapping", attention_cap),
         "logit_softcap": _optional_real(config, "final_logit_softcapping", logit_cap),
     }
+
+
+def _multipliers(config: ConfigFields) -> dict[str, Any]:
+    """Granite's: of what is embedded, of scores, of what blocks add, and what logits are divided by."""
+    return {
+        "embedding_scale": config.real("embedding_multiplier", 1.0),
+        "attention_scale": config.real("attention_multiplier", 1.0),
+        "residual_scale": config.real("residual_multiplier", 1.0),
+        "logit_scale": 1.0 / config.real("logits_scaling", 1.0),
+    }
+
+
+def _plain_layers(config: ConfigFields, family: Family, layer_count: int) -> tuple[int, ...]:
+    """The layers that do not rotate."""
+    if not family.plain_every:
+        return ()
+    every = config.whole("no_rope_layer_interval", family.plain_every)
+    named = config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layer_count)])
+    if not isinstance(named, list) or len(named) != layer_count or not all(value in (0, 1) for value in named):
+        raise config.fail("no_rope_layers", f"{layer_count} of 0 (does not rotate) and 1")
+    return tuple(i for i, rotates in enumerate(named) if not rotates)
 
 
 def _optional_real(config: ConfigFields, name: str, default: float | None) -> float | None:
@@ -209,7 +334,9 @@ def _windows(
     full = (Part.FULL,) * layer_count
     if family.sliding is None or config.given("sliding_window", family.window) is None:
         return full, None
-    if family.sliding is Sliding.ABOVE and not config.flag("use_sliding_window", False):
+    named = config.get("layer_types")
+    slides = family.sliding is not Sliding.ABOVE or (isinstance(named, list) and "sliding_attention" in named)
+    if not config.flag("use_sliding_window", slides):
         return full, None
     window = config.whole("sliding_window", family.window)
     parts = _layer_parts(config, family, layer_count)
@@ -243,34 +370,62 @@ def _ropes(config: ConfigFields, family: Family) -> tuple[RopeSpec, RopeSpec | N
             raise config.fail(name, "an object")
     theta = config.real("rope_theta", family.theta)
     if family.local_rope is None:
-        return _rope(config, {**(old or {}), **(new or {})}, theta), None
+        return _rope(config, family, {**(old or {}), **(new or {})}, theta), None
     by_kind = {name: (new or {}).get(name) or {} for name in _LAYER_TYPES}
     if (new and not set(new) <= set(_LAYER_TYPES)) or not all(isinstance(v, dict) for v in by_kind.values()):
         raise config.fail("rope_parameters", f"objects named {', '.join(_LAYER_TYPES)}")
     local = config.real("rope_local_base_freq", family.local_rope)
     return (
-        _rope(config, {**(old or {}), **by_kind["full_attention"]}, theta),
-        _rope(config, by_kind["sliding_attention"], local),
+        _rope(config, family, {**(old or {}), **by_kind["full_attention"]}, theta),
+        _rope(config, family, by_kind["sliding_attention"], local),
     )
 
 
-def _rope(config: ConfigFields, given: Mapping[str, Any], default_theta: float) -> RopeSpec:
+_FROM_TRANSFORMERS = {
+    "dynamic": ("factor",),
+    "longrope": ("attention_factor", "factor", "long_factor", "short_factor"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "truncate"),
+}
+"""Kinds that transformers makes, and the fields that it reads."""
+
+
+def _rope(config: ConfigFields, family: Family, given: Mapping[str, Any], default_theta: float) -> RopeSpec:
     values = ConfigFields(given, {}, config.source)
-    theta = values.real("rope_theta", default_theta)
     kind = values.get("rope_type", values.get("type", "default"))
-    if values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise config.fail("partial_rotary_factor", "1.0")
+    kind = "longrope" if kind == "su" else kind  # its first name, in the first Phi-3 configs
+    rotated = values.real("partial_rotary_factor", config.real("partial_rotary_factor", family.rotated))
+    if rotated > 1.0:
+        raise config.fail("partial_rotary_factor", "at most 1")
+    rope = RopeSpec(
+        theta=values.real("rope_theta", default_theta), kind=kind, rotated=rotated, interleaved=family.interleaved
+    )
     if kind == "default":
-        return RopeSpec(theta=theta)
+        return rope
     if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=values.real("factor", 0.0))
+        return replace(rope, factor=values.real("factor", 0.0))
     if kind == "llama3":
-        return RopeSpec(
-            theta=theta,
-            kind=kind,
+        return replace(
+            rope,
             factor=values.real("factor", 0.0),
             low_freq_factor=values.real("low_freq_factor", 0.0),
             high_freq_factor=values.real("high_freq_factor", 0.0),
             original_context=values.whole("original_max_position_embeddings", 0),
         )
-    raise ConfigError(f"models: {config.source}: rope type {kind!r} is not known, expected default, linear or llama3")
+    if kind in _FROM_TRANSFORMERS:
+        context = config.whole("max_position_embeddings")
+        named = values.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))
+        found = [(name, _plain(values.get(name))) for name in _FROM_TRANSFORMERS[kind] if values.get(name) is not None]
+        missing = {"factor"} if kind == "dynamic" else {"long_factor", "short_factor"} if kind == "longrope" else set()
+        if missing - {name for name, _ in found}:
+            raise config.fail("rope_parameters", f"with {' and '.join(sorted(missing))}")
+        if kind == "yarn" and values.get("factor") is None:
+            found.append(("factor", None))
+        return replace(rope, original_context=named, given=tuple(sorted(found)))
+    raise ConfigError(
+        f"models: {config.source}: rope type {kind!r} is not known, expected default, linear, llama3 or one of"
+        f" {', '.join(_FROM_TRANSFORMERS)}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -3,20 +3,44 @@ there is neither."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
 from serinus.kernels import AttentionBatch, LayerDigest, WrittenRows
-from serinus.models.batch import ForwardBatch
+from serinus.models.batch import ForwardBatch, HostBatch
 
-__all__ = ["ForwardHook", "NullHook", "compose_hooks"]
+__all__ = ["ForwardHook", "NullHook", "Put", "compose_hooks"]
 
+Put = Callable[[NDArray[np.int64]], Tensor]
+"""What an array will be on the device, once the input of the step is sent there."""
 
 _Digest = TypeVar("_Digest")
 
 
 class ForwardHook(Protocol):
-    """Called by every model around its layers, in the order of the device's work."""
+    """Called by every model around its layers, in the order of the device's work.
+
+    A pass may be recorded once and replayed: then the models make their calls while it is recorded, and before each
+    replay there is `stage` alone. What is queued between `before` and `after` reads what `stage` has put, and nothing
+    else that differs from pass to pass.
+    """
+
+    def can_replay(self, room: int) -> bool:
+        """Whether a recorded pass of so many sequences, one token each, does what the next pass is to do. Not where the
+        hook awaits or does something between layers."""
+        ...
+
+    def stage(self, batch: HostBatch, put: Put) -> None:
+        """The runner is about to run or to replay this batch: put what the device reads of it beside the batch."""
+        ...
+
+    def replayed(self) -> None:
+        """The pass that was staged has been queued as it was recorded; no model was called."""
+        ...
 
     def before(self, batch: ForwardBatch) -> None:
         """The batch is complete; no KV of it is written yet."""
@@ -44,6 +68,15 @@ class ForwardHook(Protocol):
 class NullHook:
     """The hook of a model that has none."""
 
+    def can_replay(self, room: int) -> bool:
+        return True
+
+    def stage(self, batch: HostBatch, put: Put) -> None:
+        pass
+
+    def replayed(self) -> None:
+        pass
+
     def before(self, batch: ForwardBatch) -> None:
         pass
 
@@ -65,6 +98,17 @@ class _Hooks:
 
     def __init__(self, hooks: Sequence[ForwardHook]) -> None:
         self._hooks = tuple(hooks)
+
+    def can_replay(self, room: int) -> bool:
+        return all(hook.can_replay(room) for hook in self._hooks)
+
+    def stage(self, batch: HostBatch, put: Put) -> None:
+        for hook in self._hooks:
+            hook.stage(batch, put)
+
+    def replayed(self) -> None:
+        for hook in self._hooks:
+            hook.replayed()
 
     def before(self, batch: ForwardBatch) -> None:
         for hook in self._hooks:

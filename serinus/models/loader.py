@@ -16,6 +16,7 @@ from serinus.models.decoder import Decoder
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
 from serinus.models.toy import ToyModel
+from serinus.models.transformers_model import TransformersModel
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weights import RandomSource, SafetensorsSource, WeightSource
 from serinus.parallel import Shard
@@ -120,9 +121,12 @@ def load_model(
     if spec.architecture == TOY_ARCHITECTURE:
         return ToyModel(spec, dtype, shard=shard, comm=comm)
     dummy = load_format == "dummy"
+    if spec.through_transformers:
+        made = seed if dummy else None
+        return TransformersModel(spec, Path(path), dtype, kernels, device=device, dummy_seed=made, digests=digests)
     source: WeightSource
     if dummy:
         source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
     else:
-        source = SafetensorsSource(Path(path), dtype, device, digests)
+        source = SafetensorsSource(Path(path), dtype, device, digests, spec.prefix)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)

@@ -24,6 +24,26 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.08,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "llama3": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
@@ -31,6 +51,28 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
     "mistral_swa": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
+    "glm": ("GlmConfig", "GlmForCausalLM", {}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", _GRANITE),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "qwen2_yarn": ("Qwen2Config", "Qwen2ForCausalLM", {"rope_parameters": _YARN}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _EXPERTS),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**_GROUPED, "use_qk_norm": True}),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM", _GROUPED),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**_GRANITE, **_EXPERTS}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
     "gemma3_text": (
         "Gemma3TextConfig",
@@ -41,7 +83,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Family -> config class, architecture, fields unless the caller says otherwise."""
 
 FAMILIES = tuple(_KINDS)
-"""`llama3` is Llama with the llama3 rope scaling; mistral_swa, gemma2 and gemma3_text slide over 24 positions."""
+"""`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn YaRN;
+mistral_swa, gemma2 and gemma3_text slide over 24 positions."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 4."""
@@ -89,6 +132,7 @@ def make_checkpoint(
     shards: int = 1,
     tokenizer: bool = True,
     spread: float = 1.0,
+    stacked: bool = False,
     **config: Any,
 ) -> Path:
     """Write a random checkpoint of a family into the directory `path` and return it.
@@ -102,6 +146,7 @@ def make_checkpoint(
         shards: number of safetensors files; above 1 with an index.
         tokenizer: whether to train and write one (needs vocab >= 512).
         spread: matrices are normal with deviation spread / sqrt(columns), so that logits differ by about as much.
+        stacked: experts as transformers holds them, two tensors a layer; else three of each, as most have them.
         config: more fields of config.json, e.g. attention_bias=True.
     Cost: a second or two, mostly the import of transformers.
     """
@@ -137,19 +182,18 @@ def make_checkpoint(
         else:
             state[name] = noise * 0.1 + (1.0 if name.endswith("norm.weight") and "gemma" not in family else 0.0)
         state[name] = state[name].to(getattr(torch, dtype))
+    state = _unstacked(family, state, stacked=stacked)
     _write_config(folder, family, settings, dtype)
     names = sorted(state)
-    files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    files = files if shards > 1 else ["model.safetensors"]
+    numbered = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    files = numbered if shards > 1 else ["model.safetensors"]
     weight_map = {name: files[i * shards // len(names)] for i, name in enumerate(names)}
     for file in files:
         part = {name: state[name].contiguous() for name in names if weight_map[name] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
     if shards > 1:
-        total = sum(t.nbytes for t in state.values())
-        _write_json(
-            folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
-        )
+        index = {"metadata": {"total_size": sum(t.nbytes for t in state.values())}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
     if tokenizer:
         make_tokenizer(folder, vocab=vocab, context=context)
     return folder
@@ -243,9 +287,24 @@ def _config_of(family: str, settings: dict[str, Any]) -> Any:
         raise ValueError(f"models: family {family!r}, expected one of {', '.join(FAMILIES)}")
     kind, architecture, extra = _KINDS[family]
     settings = {**extra, **settings}
-    if family == "qwen2":
-        settings.pop("head_dim")
+    if family.startswith(("qwen2", "phi3", "dots1", "granitemoe")):
+        settings.pop("head_dim")  # it is hidden / heads
+    if family == "phi3":
+        settings.setdefault("rope_parameters", _longrope(settings["hidden_size"] // settings["num_attention_heads"]))
     return getattr(transformers, kind)(architectures=[architecture], **settings)
+
+
+def _longrope(head_size: int) -> dict[str, Any]:
+    """LongRoPE, of three quarters of a head's elements, from position 64 on."""
+    pairs = head_size * 3 // 8
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.0 + 0.7 * i for i in range(pairs)],
+        "original_max_position_embeddings": 64,
+    }
 
 
 def _skeleton(family: str, settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -257,6 +316,42 @@ def _skeleton(family: str, settings: dict[str, Any]) -> dict[str, tuple[int, ...
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+_OLD_NAMES = {
+    "granitemoe": (
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+        (".router.", ".router.layer."),
+    ),
+    "mixtral": (
+        (".mlp.", ".block_sparse_moe."),
+        (".gate_proj.", ".w1."),
+        (".up_proj.", ".w3."),
+        (".down_proj.", ".w2."),
+    ),
+}
+"""What families call their experts in the checkpoints that people have, where that differs."""
+
+
+def _unstacked(family: str, state: dict[str, Any], *, stacked: bool) -> dict[str, Any]:
+    """With three tensors of each expert in place of stacks, and other names as in `_OLD_NAMES`; or as it is."""
+    if stacked:
+        return state
+    single = {}
+    for name, tensor in state.items():
+        base = name.removesuffix(".gate_up_proj").removesuffix(".down_proj")
+        is_stack = base.endswith(".mlp.experts")
+        for i, expert in enumerate(tensor if is_stack else ()):
+            if name.endswith(".down_proj"):
+                single[f"{base}.{i}.down_proj.weight"] = expert
+            else:
+                single[f"{base}.{i}.gate_proj.weight"], single[f"{base}.{i}.up_proj.weight"] = expert.chunk(2)
+        if not is_stack:
+            single[name] = tensor
+    for new, old in _OLD_NAMES.get(family.removesuffix("shared"), ()):
+        single = {name.replace(new, old): tensor for name, tensor in single.items()}
+    return single
 
 
 def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: str) -> None:

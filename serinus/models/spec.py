@@ -15,7 +15,8 @@ from typing import Any
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields, read_json
-from serinus.models.families import FAMILIES, RopeSpec, family_fields, toy_fields
+from serinus.models.experts import ExpertSpec
+from serinus.models.families import FAMILIES, LLAMA_NORMS, NormNames, RopeSpec, family_fields, toy_fields
 from serinus.parallel import Mesh, Shard, shards_of
 
 __all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "load_spec"]
@@ -23,10 +24,15 @@ __all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "
 TOY_ARCHITECTURE = "SerinusToyForCausalLM"
 
 KNOWN_ARCHITECTURES: tuple[str, ...] = (*sorted(FAMILIES), TOY_ARCHITECTURE)
-"""Values of `architectures` in config.json that can be served."""
+"""Values of `architectures` in config.json that can be served; of those of text and images, the text model's."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MULTIMODAL = "Gemma3ForConditionalGeneration"
+_MULTIMODAL = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
+"""Architectures of which the text model is served, and its name."""
+_TEXT_PREFIX = "language_model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +81,30 @@ class ModelSpec:
     """RMS norm of each q and k head before the rotation."""
     gelu: bool = False
     """Gate of the MLP: GELU in its tanh form; else SiLU."""
-    post_norms: bool = False
-    """Norms of what attention and MLP add, before they add it."""
+    norm_names: NormNames = LLAMA_NORMS
+    """Names of a layer's norms: before attention, of what it adds (None: as it is), before the MLP, of what it adds."""
+    fused_qkv: bool = False
+    """Query, key and value projections are one tensor, `qkv_proj`."""
+    fused_mlp: bool = False
+    """Gate and up projections are one tensor, `gate_up_proj`."""
+    experts: ExpertSpec | None = None
+    """Its mixtures of experts; None = every MLP is dense."""
+    through_transformers: bool = False
+    """transformers' code computes it, but for attention."""
+    extra_layers: int = 0
+    """Layers behind the last that predict several tokens at once: left out."""
+    plain_layers: tuple[int, ...] = ()
+    """Layers that do not rotate."""
     norm_plus_one: bool = False
     """Norm weights are stored less 1."""
     embedding_scale: float | None = None
     """What embeddings are multiplied by."""
     attention_scale: float | None = None
     """What scores are multiplied by; None = head_size ** -0.5."""
+    residual_scale: float = 1.0
+    """What attention and MLP add is multiplied by this."""
+    logit_scale: float = 1.0
+    """Logits are multiplied by this."""
     attention_softcap: float | None = None
     """Bound of the scores: cap * tanh(score / cap)."""
     logit_softcap: float | None = None
@@ -95,6 +117,8 @@ class ModelSpec:
     """Begin-of-sequence id, where named."""
     reserved_ids: int = 0
     """Toy only: ids below it are special and never generated."""
+    prefix: str = ""
+    """What names of tensors begin with in the files: a model of text and images has more, which are left out."""
     signature: str = ""
     """Digest of all of the above but the path, and of every byte of the weights: equal = KV may be exchanged. Empty
     until they are loaded (`signed`); of dummy and toy models it is known at once."""
@@ -113,6 +137,15 @@ class ModelSpec:
 
         Raises ConfigError, with the reason, where the model does not fit the mesh.
         """
+        if self.through_transformers and mesh.size > 1:
+            raise ConfigError(
+                f"models: tp_size is {mesh.tp} and pp_size {mesh.pp} for {self.architecture}, which runs through"
+                " transformers, expected 1 of both"
+            )
+        if self.experts is not None and mesh.tp > self.experts.narrowest:
+            raise ConfigError(
+                f"models: tp_size is {mesh.tp}, expected at most {self.experts.narrowest}, the inner width of an expert"
+            )
         return shards_of(
             mesh,
             layer_count=self.layer_count,
@@ -150,6 +183,8 @@ def load_spec(
     overrides: Mapping[str, Any] | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    device: str = "cpu",
+    model_impl: str = "auto",
 ) -> ModelSpec:
     """Read and check `path/config.json`.
 
@@ -157,7 +192,8 @@ def load_spec(
         path: a local directory (see `models.resolve` for hub ids).
         overrides: fields laid over config.json (`--json-model-override-args`).
         load_format: with `dummy` the signature is made of `seed`; else it comes with the weights.
-        seed: seed of dummy weights.
+        seed: seed of dummy weights; device: where they are made, each type of device has its own.
+        model_impl: `serinus` = a family of this package, `transformers` = its code, `auto` = the first if it can.
     Raises:
         ConfigError: no directory, no or broken config.json, unknown architecture, missing or wrong field.
     Cost: reads a small file.
@@ -166,12 +202,16 @@ def load_spec(
     if not folder.is_dir():
         raise ConfigError(f"models: no checkpoint at {str(path)!r}, expected a directory with a config.json")
     config = ConfigFields(read_json(folder / "config.json"), overrides or {}, folder / "config.json")
-    architecture = _architecture(config)
+    architecture = _architecture(config, model_impl)
     toy = architecture == TOY_ARCHITECTURE
-    fields = toy_fields(config) if toy else family_fields(config, FAMILIES[architecture])
+    if architecture not in KNOWN_ARCHITECTURES or (model_impl == "transformers" and not toy):
+        fields = _by_transformers(folder, architecture, overrides or {})
+    else:
+        fields = toy_fields(config) if toy else family_fields(config, FAMILIES[architecture])
     spec = {
         **fields,
         "architecture": architecture,
+        "prefix": _TEXT_PREFIX if config.get("vision_config") is not None else "",
         "vocab_size": config.whole("vocab_size"),
         "dtype": _dtype(config),
         "eos_ids": tuple(sorted(set(_ids(config.get("eos_token_id"))))),
@@ -180,29 +220,50 @@ def load_spec(
     unsigned = ModelSpec(path=str(folder), **spec)
     if toy:
         return unsigned.signed(f"toy:{config.get('seed', 0)}")
-    return unsigned.signed(f"dummy:{seed}") if load_format == "dummy" else unsigned
+    made = f"dummy:{seed}" if device == "cpu" else f"dummy:{seed}:{device.split(':')[0]}"
+    return unsigned.signed(made) if load_format == "dummy" else unsigned
 
 
-def _architecture(config: ConfigFields) -> str:
+def _by_transformers(folder: Path, architecture: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    # Imported here: it takes a second or two, which families of this package need not pay.
+    from serinus.models.transformers_spec import transformers_fields
+
+    if overrides:
+        raise ConfigError(
+            f"models: json_model_override_args names {', '.join(overrides)} for {architecture}, which runs through"
+            " transformers, expected none"
+        )
+    return transformers_fields(folder, architecture)
+
+
+def _architecture(config: ConfigFields, model_impl: str) -> str:
     named = config.get("architectures")
-    if named == [_MULTIMODAL]:
-        if config.get("vision_config") is not None:
-            raise ConfigError(
-                f"models: {config.source}: architecture {_MULTIMODAL!r} has a vision model, which is not served; "
-                "expected a text-only checkpoint (Gemma3ForCausalLM)"
-            )
-        text = config.get("text_config")
-        config.values.update(text if isinstance(text, dict) else {})
-        named = ["Gemma3ForCausalLM"]
+    if isinstance(named, list) and len(named) == 1 and named[0] in _MULTIMODAL:
+        text, tied = config.get("text_config"), config.get("tie_word_embeddings")
+        for name, value in (text if isinstance(text, dict) else {}).items():
+            if value is not None or name not in config.values:  # a null does not hide what the whole says
+                config.values[name] = value
+        if tied is not None:
+            config.values["tie_word_embeddings"] = tied
+        named = [_MULTIMODAL[named[0]]]
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise config.fail("architectures", f"a list with one of {', '.join(KNOWN_ARCHITECTURES)}")
-    if named[0] not in KNOWN_ARCHITECTURES:
+    is_foreign = named[0] not in KNOWN_ARCHITECTURES and not (model_impl != "serinus" and _is_decoder(named[0]))
+    if is_foreign:
         raise ConfigError(
-            f"models: architecture {named[0]!r} is not known, expected one of {', '.join(KNOWN_ARCHITECTURES)}"
+            f"models: architecture {named[0]!r} is not known, expected one of"
+            f" {', '.join((*KNOWN_ARCHITECTURES, *_MULTIMODAL))}"
         )
     if config.get("quantization_config") is not None:
         raise config.fail("quantization_config", "none: only unquantized checkpoints are served")
     return named[0]
+
+
+def _is_decoder(architecture: str) -> bool:
+    """Whether transformers has a text decoder of this name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _dtype(config: ConfigFields) -> str:

@@ -7,7 +7,7 @@ are unmapped with the last view of them. Knows nothing of layers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,12 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serinus.core.errors import ConfigError
+from serinus.core.log import get_logger
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
 __all__ = ["RandomSource", "SafetensorsSource", "WeightSource"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_log = get_logger("models")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
@@ -30,14 +32,21 @@ class WeightSource(Protocol):
     device: str
     """Where they are put."""
 
-    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
-        """The tensor `name` in the source's dtype, or a span of its rows (dim 0) or columns (dim 1), contiguous.
+    def take(
+        self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The tensor `name` in the source's dtype or that asked for, or a span of one dimension, contiguous.
 
         `shape` is that of the whole; raises ConfigError where the tensor is missing or of another shape.
         """
         ...
 
-    def finish(self, ignore: Collection[str] = ()) -> None:
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name; a seed has those of the oldest layout alone."""
+        ...
+
+    def finish(self, ignore: Callable[[str], bool]) -> None:
         """All tensors were taken; raises ConfigError where the source has more, besides those to ignore."""
         ...
 
@@ -46,9 +55,15 @@ class SafetensorsSource:
     """The safetensors files of a directory: a single file, or shards with their index."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: str = "cpu", digests: TensorDigests | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        digests: TensorDigests | None = None,
+        prefix: str = "",
     ) -> None:
-        """Read the index or the headers. `digests`: are made of what is taken.
+        """Read the index or the headers. `digests`: are made of what is taken. `prefix`: what the names of the model's
+        tensors begin with in the files; others are left out.
 
         Raises ConfigError for missing, truncated or foreign files.
         """
@@ -56,17 +71,25 @@ class SafetensorsSource:
         self.device = device
         self._folder = folder
         self._file_of = file_of_each(folder)
-        self._left = set(self._file_of)
+        self._prefix = prefix
+        self._left = {name for name in self._file_of if name.startswith(prefix)}
+        if len(self._left) < len(self._file_of):
+            others = len(self._file_of) - len(self._left)
+            _log.info("%d tensors of %s are left out: only %s... is the text model", others, folder, prefix)
         self._digests = digests
         if digests is not None:
             digests.expect(self._file_of)
         self.bytes_taken = 0
         """Of the files, that were handed out."""
 
-    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """A view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing else of
         the tensor is read, but by digests. Raises ConfigError: the tensor is missing, misshapen, no float or cannot be
         read."""
+        name = self._prefix + name
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(
@@ -95,12 +118,18 @@ class SafetensorsSource:
             self._digests.add(name, whole)
         self._left.discard(name)
         self.bytes_taken += tensor.nbytes
-        return tensor.to(self.device, self.dtype).contiguous()
+        return tensor.to(self.device, dtype or self.dtype).contiguous()
 
-    def finish(self, ignore: Collection[str] = ()) -> None:
+    def has(self, name: str) -> bool:
+        """Whether a file holds it."""
+        return self._prefix + name in self._file_of
+
+    def finish(self, ignore: Callable[[str], bool]) -> None:
         """Raise ConfigError where the files hold tensors that were not taken: to ignore a bias, say, would give a wrong
         model without a sign of it."""
-        odd = sorted(n for n in self._left if n not in ignore and not n.endswith(_IGNORED_SUFFIX))
+        odd = sorted(
+            n for n in self._left if not ignore(n.removeprefix(self._prefix)) and not n.endswith(_IGNORED_SUFFIX)
+        )
         if odd:
             raise ConfigError(
                 f"models: {self._folder} holds {len(odd)} tensors that its config.json has no place for, "
@@ -109,7 +138,8 @@ class SafetensorsSource:
 
 
 class RandomSource:
-    """Dummy weights (`--load-format dummy`): each tensor a function of the seed and its name alone."""
+    """Dummy weights (`--load-format dummy`): each tensor a function of the seed, its name and the type of device, which
+    makes it."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu", *, norm_weight: float = 1.0) -> None:
         self.dtype = dtype
@@ -117,20 +147,28 @@ class RandomSource:
         self._seed = seed
         self._norm_weight = norm_weight
 
-    def take(self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Norm weights are `norm_weight`, biases 0, all others normal with deviation 0.02. A span is that of the whole,
         which is made first: ranks of any mesh have the same model."""
+        dtype = dtype or self.dtype
         if span is not None:
-            return self.take(name, shape).narrow(dim, span.start, len(span)).clone()
+            return self.take(name, shape, dtype=dtype).narrow(dim, span.start, len(span)).clone()
         if name.endswith("norm.weight"):
-            return torch.full(shape, self._norm_weight, dtype=self.dtype, device=self.device)
+            return torch.full(shape, self._norm_weight, dtype=dtype, device=self.device)
         if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
-        chance = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        return torch.empty(shape, dtype=self.dtype).normal_(0.0, 0.02, generator=chance).to(self.device)
+        chance = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
+        return torch.empty(shape, dtype=dtype, device=self.device).normal_(0.0, 0.02, generator=chance)
 
-    def finish(self, ignore: Collection[str] = ()) -> None:
+    def has(self, name: str) -> bool:
+        """Nothing that only some checkpoints have."""
+        return False
+
+    def finish(self, ignore: Callable[[str], bool]) -> None:
         """A seed has no tensors left over."""
 
 

@@ -10,7 +10,8 @@ import torch
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
-from serinus.models import ForwardBatch, load_model, load_spec
+from serinus.models import load_model, load_spec
+from serinus.models.mixture import choose_experts
 from serinus.testing.direct import DirectEngine, DirectSeq
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -31,8 +32,8 @@ class Recorder:
         self.spec, self.dtype = model.spec, model.dtype
         self.seen: list[torch.Tensor] = []
 
-    def forward(self, batch: ForwardBatch, kv: Any, table: torch.Tensor, hook: Any) -> torch.Tensor:
-        hidden: torch.Tensor = self._model.forward(batch, kv, table, hook)
+    def forward(self, *args: Any) -> torch.Tensor:
+        hidden: torch.Tensor = self._model.forward(*args)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -48,6 +49,34 @@ def reference(path: Path, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(torch.tensor([ids])).logits[0].float()
     return logits
+
+
+def tied_tokens(path: Path, ids: list[int], apart: float = 1e-5) -> set[int]:
+    """Positions at which transformers' routers choose other experts where their logits are off by `apart`: there two
+    right engines may differ."""
+    from transformers import AutoModelForCausalLM
+
+    spec = load_spec(path).experts
+    assert spec is not None
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    tied: set[int] = set()
+
+    def look(module: Any, _inputs: Any, output: Any) -> None:
+        logits, correction = output[0], getattr(module, "e_score_correction_bias", None)
+        chosen = choose_experts(logits, spec, correction)[1].sort().values
+        for seed in range(4):
+            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)) * apart
+            other = choose_experts(logits + noise, spec, correction)[1].sort().values
+            tied.update(torch.where((other != chosen).any(-1))[0].tolist())
+        theirs = output[2].sort().values
+        assert [i for i in torch.where((theirs != chosen).any(-1))[0].tolist() if i not in tied] == []
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(look)
+    with torch.no_grad():
+        model.eval()(torch.tensor([ids]))
+    return tied
 
 
 def engine(path: Path, dtype: torch.dtype, column: str = "auto", page_size: int = 8) -> tuple[DirectEngine, Recorder]:

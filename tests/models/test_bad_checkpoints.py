@@ -76,10 +76,10 @@ def test_a_config_that_is_no_json_object_is_refused(broken: Path, text: str) -> 
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(broken: Path) -> None:
-    edit_config(broken, architectures=["GPT2LMHeadModel"])
+    edit_config(broken, architectures=["GPT3LMHeadModel"])
     with pytest.raises(ConfigError) as caught:
         load_spec(broken)
-    for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    for name in ("GPT3LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         assert name in str(caught.value)
 
 
@@ -116,10 +116,10 @@ def test_a_missing_or_wrong_field_is_named_with_its_value(broken: Path, field: s
         load_spec(broken)
 
 
-@pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
+@pytest.mark.parametrize("name", ["ntk", "alibi", ""])
 def test_an_unknown_rope_type_is_refused(broken: Path, name: str) -> None:
     edit_config(broken, rope_parameters={"rope_type": name, "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(ConfigError, match=f"rope type '{name}' is not known, expected default, linear or llama3"):
+    with pytest.raises(ConfigError, match=f"rope type '{name}' is not known, expected default, linear, llama3 or"):
         load_spec(broken)
 
 

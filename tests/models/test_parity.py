@@ -14,16 +14,40 @@ from serinus.kernels import load
 from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import FAMILIES
 from serinus.testing.direct import DirectEngine, DirectSeq
-from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks
+from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks, tied_tokens
+
+LOADED = ("gemma", "glm", "glm4", "granite", "phi3", "qwen2_yarn", "smollm3")
+"""They differ from others as they are loaded, not as they are computed."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "granitemoe", "granitemoeshared")
+OWN = [pytest.param(name, marks=pytest.mark.proof if name in LOADED + MIXTURES else ()) for name in FAMILIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LOADED)
+def test_what_differs_as_it_is_loaded_gives_the_logits_and_tokens_of_transformers(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    equals_transformers(checkpoints[family], "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_give_the_logits_and_tokens_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
+    """Their choices are no near ties, in which rounding may decide otherwise than transformers' does."""
+    equals_transformers(checkpoints[family], "auto")
+    assert tied_tokens(checkpoints[family], random_ids(7, 150)) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize("column", ["auto", "ref"])
 def test_fp32_logits_and_greedy_tokens_are_those_of_transformers(
     checkpoints: dict[str, Path], family: str, column: str
 ) -> None:
-    path = checkpoints[family]
+    equals_transformers(checkpoints[family], column)
+
+
+def equals_transformers(path: Path, column: str) -> None:
     prompt = random_ids(7, 150)
     direct, model = engine(path, torch.float32, column)
     seq = run_in_uneven_chunks(direct, prompt)
@@ -35,7 +59,7 @@ def test_fp32_logits_and_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OWN)
 def test_bf16_logits_stay_as_close_to_fp32_as_those_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
     path = checkpoints[family]
     prompt = random_ids(8, 100)
@@ -43,9 +67,44 @@ def test_bf16_logits_stay_as_close_to_fp32_as_those_of_transformers(checkpoints:
     seq = run_in_uneven_chunks(direct, prompt)
     ids = prompt + seq.output[:-1]
     truth = reference(path, ids, torch.float32)[len(prompt) - 1 :]
-    theirs = (reference(path, ids, torch.bfloat16)[len(prompt) - 1 :] - truth).abs().mean()
-    ours = (torch.cat(model.seen) - truth).abs().mean()
-    assert float(ours) < 1.25 * float(theirs)
+    theirs = (reference(path, ids, torch.bfloat16)[len(prompt) - 1 :] - truth).abs().mean(-1)
+    ours = (torch.cat(model.seen) - truth).abs().mean(-1)
+    if family in MIXTURES:  # where a near tie of experts falls the other way, a token's error is that of the wrong one
+        assert float(ours.median()) < 1.25 * float(theirs.median())
+        odd, odd_theirs = (int((rows > 6 * theirs.median()).sum()) for rows in (ours, theirs))
+        assert odd <= odd_theirs + 0.1 * len(ours)
+    else:
+        assert float(ours.mean()) < 1.25 * float(theirs.mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
+def test_the_text_model_of_a_checkpoint_with_a_vision_model_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    text = {**sizes, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}
+    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen |= {"image_size": 28, "patch_size": 14}
+    if kind == "Mistral3":
+        text["model_type"], seen["model_type"] = "mistral", "pixtral"
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=seen)
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    whole.save_pretrained(tmp_path)
+    prompt = random_ids(7, 90)
+    direct, model = engine(tmp_path, torch.float32)
+    seq = run_in_uneven_chunks(direct, prompt)
+    with torch.no_grad():
+        expected = whole(input_ids=torch.tensor([prompt + seq.output[:-1]])).logits[0, len(prompt) - 1 :]
+    assert float((torch.cat(model.seen) - expected).abs().max()) < 1e-4
+    assert seq.output == expected.argmax(-1).tolist()
 
 
 @pytest.mark.slow

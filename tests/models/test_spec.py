@@ -156,11 +156,10 @@ def test_gemma_caps_its_scores_unless_the_config_says_null(tmp_path: Path) -> No
     assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (None, None, 1 / 12)
 
 
-def test_the_text_config_of_a_multimodal_gemma_is_read_where_there_is_no_vision_model(tmp_path: Path) -> None:
+def test_of_a_multimodal_gemma_the_text_model_is_read_with_and_without_a_vision_model(tmp_path: Path) -> None:
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**BASE, **GEMMA3}}
     assert load_spec(write(tmp_path, config)).architecture == "Gemma3ForCausalLM"
-    with pytest.raises(ConfigError, match=r"has a vision model, which is not served; expected a text-only"):
-        load_spec(write(tmp_path, {**config, "vision_config": {"hidden_size": 8}}))
+    assert load_spec(write(tmp_path, {**config, "vision_config": {"hidden_size": 8}})).prefix == "language_model."
 
 
 @pytest.mark.parametrize(
@@ -168,6 +167,11 @@ def test_the_text_config_of_a_multimodal_gemma_is_read_where_there_is_no_vision_
     [
         ({**MISTRAL, "sliding_window": 0}, "'sliding_window' is 0"),
         ({**GEMMA2, "layer_types": MIXED}, "'layer_types'"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "'no_rope_layers'"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su"}}, "long_factor and short_factor"),
+        ({"architectures": ["GlmForCausalLM"], "partial_rotary_factor": 1.5}, "at most 1"),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "'residual_multiplier' is 0"),
+        ({"rope_scaling": {"rope_type": "alibi"}}, "rope type 'alibi' is not known"),
         ({**GEMMA2, "layer_types": ["chunked_attention"] * 4}, "'layer_types'"),
         ({**GEMMA2, "hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "only causal"),
@@ -190,7 +194,7 @@ def test_llama3_rope_stretches_long_wavelengths_and_keeps_short_ones() -> None:
     rope = RopeSpec(
         theta=10000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=256
     )
-    plain, scaled = frequencies(RopeSpec(theta=10000.0), 64), frequencies(rope, 64)
+    plain, scaled = frequencies(RopeSpec(theta=10000.0), 64, 8192)[0], frequencies(rope, 64, 8192)[0]
     wavelengths = 2 * math.pi / plain
     for w, before, after in zip(wavelengths.tolist(), plain.tolist(), scaled.tolist(), strict=True):
         if w <= 256 / 4:
@@ -202,7 +206,7 @@ def test_llama3_rope_stretches_long_wavelengths_and_keeps_short_ones() -> None:
 
 
 def test_linear_rope_stretches_everything() -> None:
-    plain, scaled = frequencies(RopeSpec(), 32), frequencies(RopeSpec(kind="linear", factor=4.0), 32)
+    plain, scaled = frequencies(RopeSpec(), 32, 64)[0], frequencies(RopeSpec(kind="linear", factor=4.0), 32, 64)[0]
     assert torch.equal(scaled, plain / 4)
 
 

@@ -1,0 +1,316 @@
+"""From a checkpoint's tensors to what one rank computes with: taken, cut, fused, put in order, scaled and packed.
+
+Where families differ by what can be done to weights once, it is done here, and the forward pass knows nothing of it:
+projections that are stored as one, rotations of other elements (rope.head_order), layers that do not rotate, and
+multipliers.
+
+Shapes: E = hidden size, V = vocabulary, D = head size, P = positions, F = pairs of elements of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from serinus.core.parts import Part
+from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear
+from serinus.models.experts import ExpertSpec
+from serinus.models.mixture import Mixture, SharedExpert
+from serinus.models.rope import head_order, rope_tables
+from serinus.models.spec import ModelSpec
+from serinus.models.weights import WeightSource
+from serinus.parallel import Shard, share
+
+__all__ = ["RankWeights", "take_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWeights:
+    """Everything that a rank multiplies by."""
+
+    layers: tuple[LayerWeights, ...]
+    """Of its stage, in order."""
+    mixtures: tuple[Mixture | None, ...]
+    """What layers have in place of an MLP; None where they have one."""
+    embedding_VE: torch.Tensor | None
+    """Its rows of the vocabulary; None but on the first stage."""
+    norm_E: torch.Tensor | None
+    """Weight of the last norm; None but on the last stage."""
+    head: PackedLinear | None
+    """Its rows of the output head, filled up with zeros; None but on the last stage."""
+
+
+def take_weights(spec: ModelSpec, source: WeightSource, kernels: Kernels, positions: int, shard: Shard) -> RankWeights:
+    """Take every weight of a rank, one at a time.
+
+    Args:
+        spec: the whole model; shard: what of it this rank holds.
+        positions: longest sequence that will be run.
+    Raises ConfigError: a tensor is missing, misshapen or unexpected.
+    Cost: reads every weight of this rank once; at most one layer's largest weight is resident twice.
+    """
+    embedding_VE, head_VE = _vocabulary(spec, source, shard)
+    norm_E = None
+    if shard.is_last:
+        norm_E = _norm(spec, source.take("model.norm.weight", (spec.hidden_size,)))
+        norm_E = norm_E if spec.logit_scale == 1.0 else norm_E.float() * spec.logit_scale
+    head = None if head_VE is None else kernels.pack_linear(_padded(head_VE, shard.vocab_share), None)
+    taken = _Recorder(source)
+    rotations = _rotations(spec, positions, torch.device(source.device))
+    readers = [(i, _Layer(spec, taken, kernels, i, shard)) for i in shard.layers]
+    is_mixture = spec.experts.layers if spec.experts is not None else ()
+    loaded = [
+        (each.packed(rotations[i], i not in is_mixture), i in is_mixture and each.mixture()) for i, each in readers
+    ]
+    source.finish(_Elsewhere(spec, shard, taken.names))
+    return RankWeights(
+        layers=tuple(layer for layer, _ in loaded),
+        mixtures=tuple(mixture or None for _, mixture in loaded),
+        embedding_VE=embedding_VE,
+        norm_E=norm_E,
+        head=head,
+    )
+
+
+_BLOCKS = ("mlp", "block_sparse_moe")
+"""Names of a layer's mixture."""
+_Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+def _rotations(spec: ModelSpec, positions: int, device: torch.device) -> list[_Rotation]:
+    """cos and sin, [P, F] each, of every layer; layers with the same rotation share them."""
+    made: dict[Part | None, _Rotation] = {}
+    for part, rope in ((Part.FULL, spec.rope), (Part.SWA, spec.rope_swa)):
+        if rope is not None:
+            cos_PF, sin_PF = rope_tables(rope, spec.head_size, positions, spec.context_length)
+            made[part] = cos_PF.to(device), sin_PF.to(device)
+    made.setdefault(Part.SWA, made[Part.FULL])
+    if spec.plain_layers:
+        cos_PF, sin_PF = made[Part.FULL]
+        made[None] = torch.ones_like(cos_PF), torch.zeros_like(sin_PF)
+    return [made[None if i in spec.plain_layers else part] for i, part in enumerate(spec.layer_parts)]
+
+
+class _Layer:
+    """The tensors of one layer, as they are taken."""
+
+    def __init__(self, spec: ModelSpec, source: _Recorder, kernels: Kernels, index: int, shard: Shard) -> None:
+        self._spec, self._source, self._kernels, self._shard = spec, source, kernels, shard
+        self._base = f"model.layers.{index}."
+        self._part = spec.layer_parts[index]
+        rope = spec.rope_swa if self._part is Part.SWA and spec.rope_swa is not None else spec.rope
+        self._order = head_order(rope, spec.head_size)
+
+    def packed(self, rotation: _Rotation, is_dense: bool) -> LayerWeights:
+        """All of it, as kernels take it, the MLP where it is one."""
+        spec, size, shard = self._spec, self._spec.head_size, self._shard
+        queries, keys = (range(heads.start * size, heads.stop * size) for heads in (shard.heads, shard.kv_heads))
+        before, added, before_mlp, added_by_mlp = spec.norm_names
+        q_size, kv_size, inner = spec.head_count * size, spec.kv_head_count * size, spec.intermediate_size
+        return LayerWeights(
+            part=self._part,
+            window=spec.window if self._part is Part.SWA else None,
+            cos_PF=rotation[0],
+            sin_PF=rotation[1],
+            input_norm_E=self._norm(before),
+            qkv=self._rows(
+                (("self_attn.q_proj", q_size, queries), ("self_attn.k_proj", kv_size, keys),
+                 ("self_attn.v_proj", kv_size, keys)),
+                "self_attn.qkv_proj" if spec.fused_qkv else None, has_bias=spec.qkv_bias, in_order=2,
+            ),
+            q_norm_D=self._head_norm("self_attn.q_norm") if spec.qk_norm else None,
+            k_norm_D=self._head_norm("self_attn.k_norm") if spec.qk_norm else None,
+            output=self._columns("self_attn.o_proj", q_size, queries, spec.output_bias),
+            attention_norm_E=None if added is None else self._norm(added),
+            mlp_norm_E=self._norm(before_mlp),
+            output_norm_E=None if added_by_mlp is None else self._norm(added_by_mlp),
+            gate_up=self._rows(
+                (("mlp.gate_proj", inner, shard.mlp), ("mlp.up_proj", inner, shard.mlp)),
+                "mlp.gate_up_proj" if spec.fused_mlp else None, has_bias=spec.mlp_bias,
+            ) if is_dense else None,
+            down=self._columns("mlp.down_proj", inner, shard.mlp, spec.mlp_bias) if is_dense else None,
+        )  # fmt: skip
+
+    def mixture(self) -> Mixture:
+        """The experts of this layer, of each the slice of this rank, and what chooses among them."""
+        spec = self._spec.experts
+        assert spec is not None, "models: a mixture of a model that has none"
+        router = self._named(*(f"{block}.{name}" for block in _BLOCKS for name in ("gate", "router", "router.layer")))
+        block = router.split(".")[0]
+        weight = self._take(f"{router}.weight", (spec.count, self._spec.hidden_size)).float()
+        bias = self._take(f"{router}.bias", (spec.count,)).float() if spec.biased else None
+        correction = f"{block}.gate.e_score_correction_bias"
+        return Mixture(
+            spec=spec,
+            router=self._kernels.pack_linear(weight, bias),
+            correction_X=self._take(correction, (spec.count,), dtype=torch.float32) if spec.corrected else None,
+            experts=self._experts(spec, block),
+            shared=self._shared(spec) if spec.shared_size else None,
+            scale=self._spec.residual_scale,
+        )
+
+    def _experts(self, spec: ExpertSpec, block: str) -> PackedExperts:
+        """Stacked, as kernels read them; stored as stacks or one by one."""
+        hidden, size, span = self._spec.hidden_size, spec.size, share(spec.size, self._shard.tp, self._shard.tp_rank)
+        stacks = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
+        for gate_up, down in ((f"{block}.{rows}", f"{block}.{columns}") for rows, columns in stacks):
+            if self._source.has(self._base + gate_up):
+                whole = (spec.count, 2 * size, hidden)
+                halves = [range(first + span.start, first + span.stop) for first in (0, size)]
+                columns = self._take(down, (spec.count, hidden, size), None if len(span) == size else span, 2)
+                rows = [self._take(gate_up, whole, half, 1) for half in halves] if len(span) < size else []
+                return PackedExperts(gate_up=torch.cat(rows, 1) if rows else self._take(gate_up, whole), down=columns)
+        return self._single_experts(spec, f"{block}.experts", span)
+
+    def _single_experts(self, spec: ExpertSpec, base: str, span: range) -> PackedExperts:
+        """Three tensors each, gate_proj, up_proj and down_proj, or w1, w3 and w2."""
+        hidden, part = self._spec.hidden_size, None if len(span) == spec.size else span
+        is_old = self._source.has(f"{self._base}{base}.0.w1.weight")
+        gate, up, down = ("w1", "w3", "w2") if is_old else ("gate_proj", "up_proj", "down_proj")
+        gate_up_X2FE = down_XEF = torch.empty(0)
+        for i in range(spec.count):
+            rows = [self._take(f"{base}.{i}.{name}.weight", (spec.size, hidden), part) for name in (gate, up)]
+            columns = self._take(f"{base}.{i}.{down}.weight", (hidden, spec.size), part, 1)
+            if not i:
+                gate_up_X2FE = rows[0].new_empty((spec.count, 2 * len(span), hidden))
+                down_XEF = columns.new_empty((spec.count, hidden, len(span)))
+            gate_up_X2FE[i, : len(span)], gate_up_X2FE[i, len(span) :], down_XEF[i] = *rows, columns
+        return PackedExperts(gate_up=gate_up_X2FE, down=down_XEF)
+
+    def _shared(self, spec: ExpertSpec) -> SharedExpert:
+        size, hidden = spec.shared_size, self._spec.hidden_size
+        span = share(size, self._shard.tp, self._shard.tp_rank)
+        base = self._named("mlp.shared_expert.gate_proj", "mlp.shared_experts.gate_proj", "shared_mlp.input_linear")
+        is_fused, base = base.endswith("input_linear"), base.rpartition(".")[0]
+        return SharedExpert(
+            gate_up=self._rows(
+                ((f"{base}.gate_proj", size, span), (f"{base}.up_proj", size, span)),
+                f"{base}.input_linear" if is_fused else None, has_bias=False,
+            ),
+            down=self._columns(f"{base}.{'output_linear' if is_fused else 'down_proj'}", size, span, False),
+            scale_E=self._take(f"{base}_gate.weight", (1, hidden))[0].float() if spec.shared_gate else None,
+        )  # fmt: skip
+
+    def _named(self, *names: str) -> str:
+        """The first of these linears that the checkpoint has; where it has none, the first."""
+        return next((name for name in names if self._source.has(f"{self._base}{name}.weight")), names[0])
+
+    def _rows(
+        self, parts: Sequence[tuple[str, int, range]], fused: str | None, *, has_bias: bool, in_order: int = 0
+    ) -> PackedLinear:
+        """Projections as one, of each the rows of this rank: (name, rows of the whole, rows here). `fused`: the name
+        where they are stored as one, too. The first `in_order` are put in the order of the kernels' rotation."""
+        found: dict[str, list[torch.Tensor]] = {"weight": [], "bias": []}
+        total, start = sum(count for _, count, _ in parts), 0
+        for number, (name, count, span) in enumerate(parts):
+            for kind, shape in (("weight", (self._spec.hidden_size,)), ("bias", ()))[: 1 + has_bias]:
+                if fused is None:
+                    whole = span == range(count)
+                    part = self._take(f"{name}.{kind}", (count, *shape), None if whole else span)
+                else:
+                    part = self._take(f"{fused}.{kind}", (total, *shape), range(start + span.start, start + span.stop))
+                found[kind].append(self._ordered(part) if number < in_order else part)
+            start += count
+        return self._kernels.pack_linear(torch.cat(found["weight"]), torch.cat(found["bias"]) if has_bias else None)
+
+    def _columns(self, name: str, count: int, span: range, has_bias: bool) -> PackedLinear:
+        """The columns of this rank, scaled as the residual wants it; the bias is added once, by slice 0."""
+        width = self._spec.hidden_size
+        weight = self._scaled(self._take(f"{name}.weight", (width, count), None if span == range(count) else span, 1))
+        bias = self._scaled(self._take(f"{name}.bias", (width,))) if has_bias else None
+        return self._kernels.pack_linear(weight, bias if self._shard.tp_rank == 0 else None)
+
+    def _scaled(self, weight: torch.Tensor) -> torch.Tensor:
+        scale = self._spec.residual_scale
+        return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
+
+    def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of whole heads, each in the order of the kernels' rotation."""
+        if self._order is None:
+            return rows
+        heads = rows.view(-1, self._spec.head_size, *rows.shape[1:])
+        return heads.index_select(1, self._order.to(rows.device)).flatten(0, 1)
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return _norm(self._spec, self._take(f"{name}.weight", (self._spec.hidden_size,)))
+
+    def _head_norm(self, name: str) -> torch.Tensor:
+        return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (self._spec.head_size,))))
+
+    def _take(
+        self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._source.take(self._base + name, shape, span, dim, dtype)
+
+
+def _norm(spec: ModelSpec, stored: torch.Tensor) -> torch.Tensor:
+    """The weight that a norm multiplies by. One that is stored less 1 stays fp32: bf16 has no digits for 1 + w."""
+    return stored.float() + 1.0 if spec.norm_plus_one else stored.clone()
+
+
+class _Recorder:
+    """A source that remembers what was taken of it."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.names: list[str] = []
+
+    def take(
+        self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        self.names.append(name)
+        return self._source.take(name, shape, span, dim, dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether the source has it."""
+        return self._source.has(name)
+
+
+class _Elsewhere:
+    """Whether a rank leaves a tensor to others, given the names of those it took: layers of a kind have the same."""
+
+    def __init__(self, spec: ModelSpec, shard: Shard, taken: Sequence[str]) -> None:
+        self._spec, self._shard = spec, shard
+        self._layers: dict[bool, set[str]] = {}
+        for i in shard.layers:
+            own = f"model.layers.{i}."
+            if self._is_mixture(i) not in self._layers:
+                names = {name.removeprefix(own) for name in taken if name.startswith(own)}
+                self._layers[self._is_mixture(i)] = names
+
+    def __call__(self, name: str) -> bool:
+        spec, shard = self._spec, self._shard
+        if name.startswith("model.layers."):
+            index, _, rest = name.removeprefix("model.layers.").partition(".")
+            layer = int(index) if index.isdecimal() else -1
+            if spec.layer_count <= layer < spec.layer_count + spec.extra_layers:
+                return True
+            if not 0 <= layer < spec.layer_count or layer in shard.layers:
+                return False
+            known = self._layers.get(self._is_mixture(layer))
+            return known is None or rest in known
+        not_first = name == "model.embed_tokens.weight" and not shard.is_first
+        not_last = name == "model.norm.weight" and not shard.is_last
+        return not_first or not_last or (name == "lm_head.weight" and (spec.tied or not shard.is_last))
+
+    def _is_mixture(self, layer: int) -> bool:
+        return self._spec.experts is not None and layer in self._spec.experts.layers
+
+
+def _vocabulary(spec: ModelSpec, source: WeightSource, shard: Shard) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Embedding and output head of a rank, [its rows of V, E]; None where its stage has none. Tied, they are one."""
+    shape, span = (spec.vocab_size, spec.hidden_size), None if shard.tp == 1 else shard.vocab
+    both = shard.is_first or (shard.is_last and spec.tied)
+    embedding_VE = source.take("model.embed_tokens.weight", shape, span) if both else None
+    head_VE = embedding_VE if spec.tied else source.take("lm_head.weight", shape, span) if shard.is_last else None
+    return embedding_VE if shard.is_first else None, head_VE if shard.is_last else None
+
+
+def _padded(weight_VE: torch.Tensor, rows: int) -> torch.Tensor:
+    """With rows of zeros below, so that every rank computes as many logits."""
+    missing = rows - len(weight_VE)
+    return torch.cat([weight_VE, weight_VE.new_zeros((missing, weight_VE.shape[1]))]) if missing else weight_VE
