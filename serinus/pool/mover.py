@@ -270,6 +270,16 @@ class LayerGate:
         self._mover = mover
         self._loads: tuple[_Copy, ...] = ()
 
+    def can_replay(self, room: int) -> bool:
+        """Whether nothing is being loaded: a recorded pass waits for no layer."""
+        return not self._mover.open_loads()
+
+    def stage(self, batch: object, put: object) -> None:
+        """The gate reads nothing of the step."""
+
+    def replayed(self) -> None:
+        """Nothing was loaded in this step."""
+
     def before(self, batch: object) -> None:
         """Take down which loads this forward pass waits for."""
         self._loads = self._mover.open_loads()

@@ -199,7 +199,7 @@ class RankBody:
             result = self._runner.run(plan)
         except OutOfMemory as error:
             if self.rank:  # of its own rank the leader tells
-                _log.error("engine: step %d: %s", plan.step, error)
+                _log.error("engine: step %d: %s", plan.step, error, extra={"step": plan.step})
             if self._canary is not None:
                 self._canary.abandoned()
             nothing = StepResult(step=plan.step, seqs=tuple(SeqResult() for _ in plan.work))

@@ -7,7 +7,8 @@ room for least. Times each phase, so that start-up can say where the time went.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
 from serinus.kernels import Kernels, load, warm
 from serinus.models import (
+    TOY_ARCHITECTURE,
     ForwardHook,
     Model,
     ModelSpec,
@@ -37,13 +39,24 @@ from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
 from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.ranks.devices import take_device
-from serinus.ranks.memory import trim
-from serinus.ranks.sizes import part_specs
+from serinus.ranks.largest_step import largest_step_bytes
+from serinus.ranks.memory import available_bytes, total_bytes, trim
+from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
-from serinus.runner import GrammarMasks, Runner, oracle_token
+from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
 from serinus.text import GrammarVocabulary, load_tokenizer
 
-__all__ = ["Phases", "RankParts", "assemble", "build_rank", "choose_device", "context_of", "overrides_of", "rows_of"]
+__all__ = [
+    "Phases",
+    "RankParts",
+    "assemble",
+    "build_rank",
+    "choose_device",
+    "context_of",
+    "overrides_of",
+    "record_steps",
+    "rows_of",
+]
 
 _log = get_logger("engine")
 
@@ -52,13 +65,13 @@ class Phases:
     """Seconds spent since the last mark, by name."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._last = clock.now()
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
         """What was done since the last mark is called `name`."""
-        now = self._clock.now()
+        now = self.clock.now()
         self.seconds[name] = now - self._last
         self._last = now
 
@@ -128,7 +141,14 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     kernels = _load_kernels(config, device, phases)
     folder = resolve(config.model.model_path, config.model.revision)
     seed = config.model.random_seed or 0
-    spec = load_spec(folder, overrides=overrides_of(config), load_format=config.model.load_format, seed=seed)
+    spec = load_spec(
+        folder,
+        overrides=overrides_of(config),
+        load_format=config.model.load_format,
+        seed=seed,
+        device=device,
+        model_impl=config.model.model_impl,
+    )
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)
     dtype = choose_dtype(spec, config.model.dtype, device)
@@ -153,7 +173,8 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
             spec = spec.signed(digests.of_model(comm))
         trim()
         phases.mark("weights")
-        specs = _agreed(part_specs(config, own, dtype, device, context), comm)
+        step_bytes = _step_bytes(config, model, kernels, own, dtype, device, context)
+        specs = _agreed(part_specs(config, own, dtype, device, context, step_bytes=step_bytes), comm)
         host = _agreed_host(config, specs, comm)
         pools = {part: DevicePool(part_spec, kernels) for part, part_spec in specs.items()}
         some = shard if mesh.size > 1 else None
@@ -179,14 +200,19 @@ def assemble(
     oracle = config.kernels.sampling_backend == "token_oracle"
     token = partial(oracle_token, vocab_size=spec.vocab_size) if oracle else None
     host = {} if tiers is None else tiers.host
-    canary = make_canary_rank(config, spec, shards, rank, pools, tables, host, device=full.device, oracle=token)
+    canary = make_canary_rank(
+        config, spec, shards, rank, pools, tables, host, device=full.device, clock=phases.clock, oracle=token
+    )  # fmt: skip
     if canary is not None and tiers is not None and tiers.storage is not None:
         tiers.storage.check = canary.host_check
     hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
     hooks += [] if canary is None else [canary.hook]
     grammars = None
-    if rank == mesh.result_rank and not oracle and not config.model.skip_tokenizer_init:
-        grammars = GrammarMasks(partial(_grammar_vocabulary, config, spec), width=spec.vocab_size, kept=rows_of(config))
+    has_grammars = not config.model.skip_tokenizer_init and config.model.grammar_backend != "none"
+    if rank == mesh.result_rank and not oracle and has_grammars:
+        grammars = GrammarMasks(
+            partial(_grammar_vocabulary, config, spec), phases.clock, width=spec.vocab_size, kept=rows_of(config)
+        )  # fmt: skip
     runner = Runner(
         model, pools, tables, kernels, hook=compose_hooks(hooks), is_watched=canary is not None, token_oracle=oracle,
         comm=comm, grammars=grammars,
@@ -196,6 +222,65 @@ def assemble(
         device=full.device, kernels=kernels, pools=pools, tables=tables, namespace=namespace, tiers=tiers,
         canary=canary, runner=runner, phases=phases,
     )  # fmt: skip
+
+
+def _step_bytes(
+    config: ServeConfig, model: Model, kernels: Kernels, own: ModelSpec, dtype: torch.dtype, device: str, context: int
+) -> int:  # fmt: skip
+    """What the largest step takes of a GPU beside weights and KV. Of one rank of several a fifth of what is free: a
+    step would need the others."""
+    if device == "cpu" or own.architecture == TOY_ARCHITECTURE:
+        return 0
+    weights, free = total_bytes(device) - available_bytes(device), available_bytes(device)
+    if config.parallel.size > 1:
+        return free // 5
+    chunk = chunk_of(config, device)
+    shape = PoolSpec(
+        layer_count=0, kv_head_count=own.kv_head_count, head_size=own.head_size, page_size=config.memory.page_size,
+        page_count=2, dtype=dtype, device=device,
+    )  # fmt: skip
+    taken = largest_step_bytes(config, model, kernels, shape, context, context if chunk < 0 else chunk)
+    _log.info("memory of %s: weights and context %.2f GB, largest step %.2f GB", device, weights / 1e9, taken / 1e9)
+    return taken
+
+
+def record_steps(parts: RankParts, shown: Callable[[str, int], AbstractContextManager[Callable[[], object]]]) -> None:
+    """Record decode steps as CUDA graphs; where that cannot be, say why in the log. Nothing on a CPU.
+
+    `shown`: begins a progress bar of so many steps; calling what it gives advances it.
+    Cost: some 0.1 s a size, and what kernels are compiled for sizes that they have not seen.
+    """
+    config = parts.config
+    if parts.device == "cpu":
+        return
+    if (reason := _why_eager(parts)) is not None:
+        _log.info("decode steps are queued kernel by kernel: %s", reason)
+        return
+    sizes = batch_sizes(min(config.sched.max_running_requests, config.kernels.cuda_graph_max_bs or 256))
+    before = available_bytes(parts.device)
+    with shown("recording CUDA graphs", len(sizes)) as advance:
+        parts.runner.record(sizes, lambda size: advance())
+    parts.phases.mark("graphs")
+    taken = before - available_bytes(parts.device)
+    _log.info("%d CUDA graphs, decode batches up to %d: %.2f GB", len(sizes), sizes[-1], taken / 1e9)
+
+
+def _why_eager(parts: RankParts) -> str | None:
+    """Why no step is recorded; None = nothing is in the way."""
+    ops = {"paged_attention"} | (set() if parts.canary is None else {"canary_watch", "watched_attention"})
+    ops |= set() if parts.spec.experts is None else {"fused_moe"}
+    waiting = sorted(op for op in ops if parts.kernels.columns[op] == "ref")
+    if parts.config.kernels.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    if parts.mesh.size > 1:
+        return "ranks exchange tensors over NCCL, which is not recorded"
+    if parts.spec.architecture == TOY_ARCHITECTURE:
+        return "the toy model waits for the device"
+    if parts.spec.through_transformers:
+        return "code of transformers is not recorded"
+    if waiting:
+        return f"the reference's {', '.join(waiting)} waits for the device"
+    return None
 
 
 def _grammar_vocabulary(config: ServeConfig, spec: ModelSpec) -> GrammarVocabulary:

@@ -302,6 +302,8 @@ class RankLink:
                 self._take_in(_TICK_S)
             if self._end is not None:
                 raise (PeerGone if self._end.code == LOST_CODE else ConfigError)(self._end.reason)
+            if self._leaving.is_set():
+                raise PeerGone("engine: hung up before the leader answered")
             if self._clock.now() > end:
                 raise PeerGone(
                     f"engine: no leader at {self._address} within {self._join_s_max:g} s, expected one (its log;"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes", "resident_bytes", "trim"]
+__all__ = ["available_bytes", "resident_bytes", "total_bytes", "trim"]
 
 _GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
@@ -24,6 +24,11 @@ def available_bytes(device: str) -> int:
         return int(free)
     available = _meminfo("MemAvailable")
     return min([available, *(left for group in _GROUPS if (left := _left_in(*group)) is not None)])
+
+
+def total_bytes(device: str) -> int:
+    """All bytes of the machine's or the device's memory."""
+    return _meminfo("MemTotal") if device == "cpu" else int(torch.cuda.mem_get_info(device)[1])
 
 
 def _left_in(folder: str, limit: str, use: str, cache: str) -> int | None:

@@ -102,6 +102,8 @@ class ResultColumns(msgspec.Struct, frozen=True, array_like=True):
     ended: tuple[Count, ...]
     """Those that end with their token, whatever it is."""
     failures: tuple[tuple[Count, str], ...]
+    mask_seconds: float | None
+    mask_wait_seconds: float
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -319,6 +321,8 @@ def pack_result(result: StepResult) -> ResultColumns:
         ),
         ended=tuple(index for index, seq in enumerate(result.seqs) if seq.ends),
         failures=tuple((index, seq.failure) for index, seq in enumerate(result.seqs) if seq.failure),
+        mask_seconds=result.mask_seconds,
+        mask_wait_seconds=result.mask_wait_seconds,
     )
 
 
@@ -333,4 +337,7 @@ def unpack_result(columns: ResultColumns) -> StepResult:
         if more is not None:
             seq.logprobs, seq.prompt_logprobs = more.logprobs, more.prompt_logprobs
         seqs.append(seq)
-    return StepResult(step=columns.step, seqs=tuple(seqs))
+    return StepResult(
+        step=columns.step, seqs=tuple(seqs), mask_seconds=columns.mask_seconds,
+        mask_wait_seconds=columns.mask_wait_seconds,
+    )  # fmt: skip

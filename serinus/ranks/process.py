@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     clock = WallClock()
     config = ServeConfig.from_json(Path(arguments.config).read_text())
     rank: int = arguments.rank
-    setup_logging(config.server.log_level, mesh_of(config).name(rank))
+    setup_logging(config.server.log_level, mesh_of(config).name(rank), config.server.log_format)
     link = RankLink(
         arguments.leader,
         hello_of(config, rank),

@@ -11,22 +11,58 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models import ModelSpec
 from serinus.pool import PoolSpec
-from serinus.ranks.memory import available_bytes
+from serinus.ranks.memory import available_bytes, total_bytes
 
-__all__ = ["part_specs"]
+__all__ = ["chunk_of", "kv_budget", "part_specs"]
 
-_POOL_FRACTION = {"cpu": 0.2, "cuda": 0.85}
-"""Part of the free memory that KV takes where the settings do not say: a host has other users, a GPU has not."""
+_HOST_FRACTION = 0.2
+"""Part of a host's free memory that KV takes where the settings do not say: it has other users."""
+_GRAPH_BYTES = 1 << 30
+"""Kept free on a GPU for recorded steps, and for what the canary notes of them."""
+_CHUNK = 2048
+"""Prompt tokens of a step where the settings do not say."""
+_STAGES_CHUNK = 256
+"""...on the stages of a CPU."""
+
+
+def chunk_of(config: ServeConfig, device: str) -> int:
+    """Prompt tokens of one step; -1 = whole prompts. Stages wait for each other until as many chunks are under way as
+    there are stages, so short ones are better for them; a CPU loses nothing by short ones, an accelerator does."""
+    asked = config.sched.chunked_prefill_size
+    if asked is not None:
+        return asked
+    return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
+
+
+def kv_budget(fraction: float | None, device: str, free: int, total: int, step_bytes: int) -> int:
+    """Bytes for KV, once weights are loaded.
+
+    Args:
+        fraction: the setting. On a host of its free memory; on a GPU of all its memory, weights and KV together, as
+            SGLang means it. None: 0.2 of a host; of a GPU all that the largest step and the recorded ones leave.
+        free, total: bytes of the device.
+        step_bytes: of a GPU, what the largest step takes.
+    """
+    if device == "cpu":
+        return int(free * (fraction or _HOST_FRACTION))
+    left = free - step_bytes - _GRAPH_BYTES
+    return max(left if fraction is None else min(left, int(total * fraction) - (total - free)), 0)
 
 
 def part_specs(
-    config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, device: str, context: int, taken: int = 0
+    config: ServeConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    context: int,
+    taken: int = 0,
+    step_bytes: int = 0,
 ) -> dict[Part, PoolSpec]:
     """The pool of each part: as many pages as asked for, or as memory allows and the largest batch could use.
 
     FULL counts tokens of sequences (where all layers slide its pages have no bytes); SWA gets `swa_full_tokens_ratio`
     of them, and never less than one window. Ranks of one machine share its memory, where it is one for all: `spec` is
-    that of a rank. `taken`: bytes of the device that are spoken for.
+    that of a rank. `taken`: bytes of the device that are spoken for; `step_bytes`: as `kv_budget` takes them.
     Raises ConfigError: more than there is, or not one page.
     """
     sizes = {
@@ -44,7 +80,7 @@ def part_specs(
     }
     ranks = len(config.parallel.local_ranks) if device == "cpu" else 1
     have = max(available_bytes(device) - taken, 0) // ranks
-    fraction = config.memory.mem_fraction_static or _POOL_FRACTION[torch.device(device).type]
+    fraction = config.memory.mem_fraction_static
     page_size = config.memory.page_size
     if config.memory.max_total_tokens is not None:
         counts = _counts(config, spec, context, -(-config.memory.max_total_tokens // page_size))
@@ -55,7 +91,7 @@ def part_specs(
                 f"KV; {have / 1e9:.1f} GB are free on {device}"
             )
     else:
-        budget = int(have * fraction)
+        budget = kv_budget(fraction, device, have, total_bytes(device), step_bytes)
         largest = config.sched.max_running_requests * -(-context // page_size)
         counts = _counts(config, spec, context, _pages_in(config, spec, context, sizes, budget, largest))
         if counts[Part.FULL] < 1 or _bytes(sizes, counts) > budget:

@@ -41,7 +41,8 @@ class ThreadRanks:
         self.loops: dict[int, RankLoop] = {}
         """By rank, once they are built."""
         self._config = config
-        self._dismissed = False
+        self._dismissed = self._is_over = False
+        self._dials: dict[int, RankLink] = {}
         self._clock = clock
         self._comms = ThreadComm.ranks_of(self.mesh)
         self._threads = ThreadPoolExecutor(max(1, self.mesh.size - 1), thread_name_prefix="rank")
@@ -75,6 +76,10 @@ class ThreadRanks:
         """The leader failed: release the ranks that wait for it."""
         for comm in self._comms:
             comm.close()
+        self._is_over = True
+        self.links.close(0.0)
+        for link in tuple(self._dials.values()):  # one that dials too late is not told
+            link.close()
         self.close()
 
     def dismiss(self) -> None:
@@ -108,8 +113,10 @@ class ThreadRanks:
 
     def _live(self, rank: int) -> None:
         comm = self._comms[rank]
-        link = RankLink(self.links.address, hello_of(self._config, rank), clock=self._clock)
+        link = self._dials[rank] = RankLink(self.links.address, hello_of(self._config, rank), clock=self._clock)
         try:
+            if self._is_over:
+                link.close()
             link.welcome()
             loop = make_rank_loop(self._config, rank=rank, comm=comm, link=link, clock=self._clock)
             self.loops[rank] = loop

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.clock import Clock
 from serinus.core.errors import RequestError
 from serinus.core.grammar import Grammar
 from serinus.core.plan import SampleSpec
@@ -35,6 +36,8 @@ class StepMasks:
     """Rows whose answer can only end: an end-of-sequence token is all that is left."""
     failures: dict[int, str] = field(default_factory=dict)
     """Rows that have no mask, and why; their requests fail."""
+    seconds: float = 0.0
+    """That they took to make."""
 
     def part(self, start: int, end: int) -> StepMasks:
         """Those of rows start .. end - 1, by their index from `start`."""
@@ -50,8 +53,12 @@ class StepMasks:
 class GrammarMasks:
     """Makes masks for the steps of one rank; keeps the states of at most `kept` requests."""
 
-    def __init__(self, vocabulary: Callable[[], GrammarVocabulary], *, width: int, kept: int = 1024) -> None:
+    def __init__(
+        self, vocabulary: Callable[[], GrammarVocabulary], clock: Clock, *, width: int, kept: int = 1024
+    ) -> None:
         """`vocabulary`: loads it, in a thread that starts here: it takes a second. `width`: ids of the model."""
+        self._clock = clock
+        self._seconds: tuple[float | None, float] = (None, 0.0)
         self._words = (width + 31) // 32
         self._kept = kept
         self._states: OrderedDict[str, tuple[Grammar, GrammarState]] = OrderedDict()
@@ -64,6 +71,18 @@ class GrammarMasks:
         if not rows:
             return None
         return self._thread.submit(self._masks, rows, [rids[row] for row in rows], [specs[row] for row in rows])
+
+    def wait(self, under_way: Future[StepMasks]) -> StepMasks:
+        """The masks that `begin` began."""
+        begun = self._clock.now()
+        masks = under_way.result()
+        self._seconds = (masks.seconds, self._seconds[1] + self._clock.now() - begun)
+        return masks
+
+    def take_seconds(self) -> tuple[float | None, float]:
+        """Seconds that the masks of the latest step took, None = it had none; and of them those that it waited."""
+        seconds, self._seconds = self._seconds, (None, 0.0)
+        return seconds
 
     def chosen(self, rid: str, token: int) -> bool:
         """This token was chosen for a request whose mask is made. Returns whether the answer is complete with it.
@@ -87,6 +106,12 @@ class GrammarMasks:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rows: Sequence[int], rids: Sequence[str], specs: Sequence[SampleSpec]) -> StepMasks:
+        begun = self._clock.now()
+        masks = self._made(rows, rids, specs)
+        masks.seconds = self._clock.now() - begun
+        return masks
+
+    def _made(self, rows: Sequence[int], rids: Sequence[str], specs: Sequence[SampleSpec]) -> StepMasks:
         words_RW = np.zeros((len(rows), self._words), np.int32)
         failures: dict[int, str] = {}
         last: set[int] = set()

@@ -5,7 +5,7 @@ Shapes: T = tokens of the step, B = sequences, W = rows of which the hidden stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -17,12 +17,15 @@ from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
-from serinus.kernels import AttentionBatch, Kernels
-from serinus.models import ForwardBatch, ForwardHook, Model, NullHook
+from serinus.kernels import Kernels
+from serinus.models import ForwardBatch, ForwardHook, Model, NullHook, Put
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pool import DevicePool, RequestTable
 from serinus.runner.grammar_masks import GrammarMasks, StepMasks
+from serinus.runner.graphs import StepGraphs
+from serinus.runner.inbox import Inbox
 from serinus.runner.sampler import Sampled, Sampler, token_logprobs
+from serinus.runner.step_batch import StepBatch, put_batch
 from serinus.runner.token_oracle import OracleSampler
 
 __all__ = ["Runner"]
@@ -81,6 +84,9 @@ class Runner:
         self._grammars = grammars
         self._hook: ForwardHook = hook or NullHook()
         self._is_watched = is_watched
+        self._inbox = Inbox(self._device)
+        self.graphs: StepGraphs | None = None
+        """Recorded decode steps; None = there are none."""
         self._passes = 0
         """Forward passes so far, the same number on all ranks. Those of plans begin anew after a warm-up."""
 
@@ -99,16 +105,45 @@ class Runner:
         to the next without waiting.
         """
         with torch.inference_mode():
-            self._write_tables(plan.table_writes)
-            seqs = self._run(plan) if plan.work else ()
-        return StepResult(step=plan.step, seqs=seqs) if self._answers else None
+            if not plan.work:
+                self._stage_tables(plan.table_writes, None)
+                self._write_tables()
+                return StepResult(step=plan.step) if self._answers else None
+            seqs = self._run(plan, self._stage(plan))
+        if not self._answers:
+            return None
+        made, waited = (None, 0.0) if self._grammars is None else self._grammars.take_seconds()
+        return StepResult(step=plan.step, seqs=seqs, mask_seconds=made, mask_wait_seconds=waited)
 
-    def _run(self, plan: StepPlan) -> tuple[SeqResult, ...]:
+    def record(self, sizes: Sequence[int], tell: Callable[[int], object] = lambda size: None) -> None:
+        """Record decode steps of so many sequences, the largest first; from now on steps that fit are replayed.
+        `tell`: is told each size that is done.
+
+        Cost: each step is run once and recorded once.
+        """
+        graphs = StepGraphs(self._device, tuple(sorted(sizes)))
+        self.graphs = None
+        with torch.inference_mode():
+            for size in reversed(graphs.sizes):
+                self._forward(self._rehearsed(size))
+                graphs.record(size, self._forward, self._rehearsed(size))
+                tell(size)
+        self.graphs = graphs
+
+    def _rehearsed(self, size: int) -> ForwardBatch:
+        """A step of padding alone, staged."""
+        self._inbox.begin(stays=True)
+        staged = put_batch((), tuple(self._tables), self._inbox.put, is_watched=self._is_watched, room=size)
+        self._hook.stage(staged.host, self._inbox.put)
+        self._inbox.send()
+        return staged.batch
+
+    def _run(self, plan: StepPlan, staged: StepBatch) -> tuple[SeqResult, ...]:
         comm = self._comm
         self._passes += 1
         comm.begin(self._passes)
         try:
-            return self._compute(plan.work)
+            return self._compute(plan.work, staged)
         except (MemoryError, RuntimeError, StepAbandoned) as error:
             is_told = isinstance(error, StepAbandoned)
             own = comm.mesh.name(comm.rank) if comm.mesh.size > 1 else ""
@@ -123,79 +158,56 @@ class Runner:
         comm.abandon(*self._model.activation(plan.token_count))  # what the pass had allocated is free again
         raise OutOfMemory(said)
 
-    def _compute(self, work: Sequence[SeqWork]) -> tuple[SeqResult, ...]:
-        batch, ends = self._batch(work)
-        sampling = [i for i, w in enumerate(work) if w.sample is not None]
-        masks = self._begin_masks(work, sampling)
-        if self._takes:
-            inflow = self._comm.recv(*self._model.activation(len(batch.tokens_T)))
-            hidden_WE = self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
-        else:
-            hidden_WE = self._model.forward(batch, self._kv, self._rows, self._hook)
-        if self._sends:
-            self._comm.send(hidden_WE)
-            return ()
-        sampled = self._sample(work, sampling, hidden_WE, ends, masks, whole=batch.wanted_W is None)
-        prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in enumerate(work) if _asks(w)}
-        found = dict(zip(sampling, sampled, strict=False))  # slices that do not sample found nothing
-        return tuple(_result(i, found, prompts) for i in range(len(work)))
+    def _stage(self, plan: StepPlan) -> StepBatch:
+        """Send all that the step reads to the device, in one copy, and write the tables."""
+        work, inbox = plan.work, self._inbox
+        room = self._room_of(work)
+        inbox.begin(stays=room is not None)
+        staged = put_batch(work, tuple(self._tables), inbox.put, is_watched=self._is_watched, room=room)
+        self._hook.stage(staged.host, inbox.put)
+        self._stage_tables(plan.table_writes, inbox.put)
+        inbox.send()
+        self._write_tables()
+        return staged
 
-    def _write_tables(self, writes: Sequence[TableWrite]) -> None:
+    def _room_of(self, work: Sequence[SeqWork]) -> int | None:
+        """The recorded size on which this work is replayed; None = it is computed call by call."""
+        if self.graphs is None or any(len(w.tokens) > 1 or w.sample is None or _asks(w) for w in work):
+            return None
+        room = self.graphs.size_of(len(work))
+        return room if room is not None and self._hook.can_replay(room) else None
+
+    def _stage_tables(self, writes: Sequence[TableWrite], put: Put | None) -> None:
         for part, table in self._tables.items():
-            table.apply([write for write in writes if write.part is part])
+            table.stage([write for write in writes if write.part is part], put)
         strange = [write.part for write in writes if write.part not in self._tables]
         if strange:
             raise InvariantError(f"runner: a table write of part {strange[0].name}, expected {_names(self._tables)}")
 
-    def _slots(self, work: Sequence[SeqWork], part: Part) -> torch.Tensor | None:
-        """Where the tokens' KV of a part goes; None where the model has no such part."""
-        if part not in self._tables:
-            return None
-        slots = [w.slots[part] for w in work if part in w.slots and len(w.slots[part]) == len(w.tokens)]
-        if len(slots) != len(work):
-            raise InvariantError(f"runner: work without a {part.name} slot for each token, expected them")
-        return self._put(np.concatenate(slots))
+    def _write_tables(self) -> None:
+        for table in self._tables.values():
+            table.write()
 
-    def _batch(self, work: Sequence[SeqWork]) -> tuple[ForwardBatch, NDArray[np.int64]]:
-        """The step's tensors, and the end of each sequence's rows in T. Six arrays cross to the device, or seven."""
-        counts = np.fromiter((len(w.tokens) for w in work), dtype=np.int64, count=len(work))
-        firsts = np.fromiter((w.start for w in work), dtype=np.int64, count=len(work))
-        rows = np.fromiter((w.row for w in work), dtype=np.int64, count=len(work))
-        offsets = np.zeros(len(work) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        ends = offsets[1:]
-        tokens = np.concatenate([w.tokens for w in work]).astype(np.int64)
-        slots = np.concatenate([w.slots[Part.FULL] for w in work])
-        positions = np.arange(len(tokens), dtype=np.int64) + np.repeat(firsts - offsets[:-1], counts)
-        attention = AttentionBatch(
-            rows_B=self._put(rows),
-            q_starts_B1=self._put(offsets),
-            context_B=self._put(firsts + counts),
-            is_watched=self._is_watched,
-        )
-        wanted = wanted_attention = None
-        if len(tokens) > len(work) and not any(_asks(w) for w in work):
-            chosen = np.flatnonzero([w.sample is not None for w in work])
-            wanted = self._put(ends[chosen] - 1)
-            wanted_attention = AttentionBatch(
-                rows_B=self._put(rows[chosen]),
-                q_starts_B1=self._put(np.arange(len(chosen) + 1, dtype=np.int64)),
-                context_B=self._put((firsts + counts)[chosen]),
-                is_watched=self._is_watched,
-            )
-        batch = ForwardBatch(
-            tokens_T=self._put(tokens),
-            positions_T=self._put(positions),
-            slots_T=self._put(slots),
-            swa_slots_T=self._slots(work, Part.SWA),
-            attention=attention,
-            wanted_W=wanted,
-            wanted_attention=wanted_attention,
-        )
-        return batch, ends
+    def _compute(self, work: Sequence[SeqWork], staged: StepBatch) -> tuple[SeqResult, ...]:
+        sampling = [i for i, w in enumerate(work) if w.sample is not None]
+        masks = self._begin_masks(work, sampling)
+        if self.graphs is not None and staged.host.room is not None:
+            hidden_WE = self.graphs.replay(staged.host.room, staged.batch)[: len(work)]
+            self._hook.replayed()
+        else:
+            hidden_WE = self._forward(staged.batch)
+        if self._sends:
+            self._comm.send(hidden_WE)
+            return ()
+        whole = staged.batch.wanted_W is None
+        sampled = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
+        prompts = {i: self._prompt_logprobs(w, hidden_WE, staged.ends_B[i]) for i, w in enumerate(work) if _asks(w)}
+        found = dict(zip(sampling, sampled, strict=False))  # slices that do not sample found nothing
+        return tuple(_result(i, found, prompts) for i in range(len(work)))
 
-    def _put(self, values: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        inflow = self._comm.recv(*self._model.activation(len(batch.tokens_T))) if self._takes else None
+        return self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
 
     def _sample(
         self,
@@ -212,7 +224,8 @@ class Runner:
         if not sampling:
             return []
         if whole and len(sampling) < len(hidden_WE):
-            hidden_WE = hidden_WE.index_select(0, self._put(ends[list(sampling)] - 1))
+            rows_W = torch.from_numpy(ends[list(sampling)] - 1)
+            hidden_WE = hidden_WE.index_select(0, rows_W.to(self._device))
         specs = [spec for i in sampling if (spec := work[i].sample) is not None]
         sampled: list[Sampled] = []
         for at in range(0, len(specs), _LOGIT_ROWS_MAX):
@@ -224,7 +237,8 @@ class Runner:
                 chosen = self._sampler.sample(logits_BV, specs[rows])
                 sampled += chosen if self._grammars is not None else _without_masks(chosen, specs[rows])
                 continue
-            part = masks.result().part(at, at + _LOGIT_ROWS_MAX)
+            assert self._grammars is not None, "runner: masks without grammars"
+            part = self._grammars.wait(masks).part(at, at + _LOGIT_ROWS_MAX)
             chosen = self._sampler.sample(logits_BV, specs[rows], part)
             sampled += self._with_ends(chosen, [work[i].rid for i in sampling[rows]], part)
         return sampled
@@ -278,7 +292,7 @@ def _out_of_memory(plan: StepPlan, where: str, error: Exception) -> str:
 
 def _without_masks(chosen: Sequence[Sampled], specs: Sequence[SampleSpec]) -> list[Sampled]:
     """The same; those with a grammar fail."""
-    reason = "grammar: this engine has no tokenizer, or samples from no logits; a request with a grammar needs both"
+    reason = "grammar: this engine has no tokenizer, samples from no logits, or runs with --grammar-backend none"
     return [
         each if spec.params.grammar is None else replace(each, failure=reason)
         for each, spec in zip(chosen, specs, strict=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,8 @@ def test_after_a_kill_in_the_midst_of_writing_every_page_is_whole_or_missing(
             else:
                 told.add(int(words[1]))
             if pid and len(told) >= until:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # on a busy machine it may have written all and ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
                 break
         end_of_writer(folder)
         half_written += len(leftovers(folder))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serinus.core.clock import WallClock
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.core.plan import SampleSpec
@@ -29,7 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def masks(tokenizer: Tokenizer) -> Iterator[GrammarMasks]:
-    made = GrammarMasks(lambda: GrammarVocabulary(tokenizer, width=WIDTH, eos_ids=(EOS,)), width=WIDTH, kept=3)
+    made = GrammarMasks(
+        lambda: GrammarVocabulary(tokenizer, width=WIDTH, eos_ids=(EOS,)), WallClock(), width=WIDTH, kept=3
+    )
     yield made
     made.close()
 
@@ -104,7 +107,7 @@ def test_a_vocabulary_that_cannot_be_read_fails_requests_and_nothing_else() -> N
     def broken() -> GrammarVocabulary:
         raise BadRequest("grammar", "here", "a tokenizer that can be read")
 
-    masks = GrammarMasks(broken, width=WIDTH)
+    masks = GrammarMasks(broken, WallClock(), width=WIDTH)
     step = made(masks, {"a": spec(DIGITS)})
     assert "a tokenizer that can be read" in step.failures[0]
     masks.close()

@@ -105,8 +105,11 @@ def test_an_empty_plan_only_writes_the_table(tmp_path: Path) -> None:
     assert engine.runner.run(StepPlan(step=3, work=())).seqs == ()
 
 
-class Diary:
+class Diary(NullHook):
     """A hook that notes which layers held KV of the batch when it was called."""
+
+    def can_replay(self, room: int) -> bool:
+        return False  # it acts between layers
 
     def __init__(self, notes: list[tuple[str, list[bool]]], name: str = "") -> None:
         self.notes = notes
@@ -262,6 +265,9 @@ def test_passes_are_counted_on_though_the_steps_of_plans_begin_anew_after_a_warm
 
 def test_ranks_that_cannot_leave_a_step_together_end_and_say_why(tmp_path: Path) -> None:
     class Hungry(NullHook):
+        def can_replay(self, room: int) -> bool:
+            return False  # it acts between layers
+
         def before_layer(self, layer_index: int) -> None:
             torch.empty(1 << 60, dtype=torch.uint8)
 

@@ -1,0 +1,20 @@
+"""How much memory KV gets."""
+
+from __future__ import annotations
+
+from serinus.ranks.sizes import kv_budget
+
+GB = 1 << 30
+
+
+def test_of_a_host_kv_gets_a_part_of_what_is_free() -> None:
+    assert kv_budget(None, "cpu", 10 * GB, 16 * GB, 0) == 2 * GB
+    assert kv_budget(0.5, "cpu", 10 * GB, 16 * GB, 0) == 5 * GB
+
+
+def test_of_a_gpu_weights_count_and_the_largest_step_stays_free() -> None:
+    free, total = 60 * GB, 80 * GB
+    assert kv_budget(0.5, "cuda", free, total, 4 * GB) == 20 * GB, "40 GB for weights (20) and KV"
+    assert kv_budget(None, "cuda", free, total, 4 * GB) == 55 * GB, "all but the step and the recorded ones"
+    assert kv_budget(0.98, "cuda", free, total, 4 * GB) == 55 * GB
+    assert kv_budget(0.2, "cuda", free, total, 4 * GB) == 0, "not even the weights fit: refused where pools are made"

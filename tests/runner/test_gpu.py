@@ -1,0 +1,82 @@
+"""Recorded steps on a GPU: bit for bit those that are queued kernel by kernel, and without a host wait of their own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from serinus.core.sampling import SamplingParams
+from serinus.engine import LLM
+from serinus.kernels import load
+from serinus.models import load_model, load_spec
+from serinus.models.small_checkpoints import make_checkpoint
+from serinus.runner import Runner
+from serinus.testing.direct import DirectEngine
+
+from .replaying import converse, small_model, where
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("stride", [None, 1, 3], ids=["no_canary", "full", "rotating"])
+def test_a_recorded_step_changes_no_token_and_no_check(tmp_path: Path, stride: int | None, dtype: torch.dtype) -> None:
+    kernels = load("cuda")
+    model = small_model(tmp_path, kernels, dtype, device="cuda")
+    plain, recorded = (converse(model, kernels, recorded=each, stride=stride, device="cuda") for each in (False, True))
+    assert recorded.replays == 21
+    assert recorded.tokens == plain.tokens
+    assert recorded.checked == plain.checked
+    assert not plain.violations
+    assert not recorded.violations
+
+
+@pytest.mark.parametrize("real_data", ["all", "partial"])
+def test_a_recorded_step_finds_what_the_reference_finds(tmp_path: Path, real_data: str) -> None:
+    kernels, ref = load("cuda"), load("cuda", "ref")
+    model = small_model(tmp_path, kernels, torch.bfloat16, device="cuda")
+    plain = load_model(load_spec(tmp_path), tmp_path, torch.bfloat16, ref, device="cuda")
+    expected = converse(plain, ref, recorded=False, stride=1, flips=True, device="cuda", real_data=real_data)
+    for recorded in (False, True):
+        found = converse(
+            model, kernels, recorded=recorded, stride=1, flips=True, device="cuda", real_data=real_data
+        )  # fmt: skip
+        assert len(found.violations) >= 4
+        assert sorted(map(where, found.violations)) == sorted(map(where, expected.violations))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_waits_for_its_tokens_and_for_nothing_else(tmp_path: Path, *, recorded: bool) -> None:
+    kernels = load("cuda")
+    model = small_model(tmp_path, kernels, torch.bfloat16, device="cuda")
+    engine = DirectEngine(model, kernels, page_size=4, page_count=80, rows=8, context=64, device="cuda")
+    runner = engine.runner
+    assert isinstance(runner, Runner)
+    if recorded:
+        runner.record((1, 2, 4))
+    seqs = [engine.start([5, 6, 7, 8 + i], SamplingParams(temperature=0.0), tokens=30) for i in range(3)]
+    engine.generate(seqs, 6)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        engine.step([(seq, 1) for seq in seqs])
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(each.message) for each in seen if "called a synchronizing" in str(each.message)]
+    assert len(waits) == 1, seen
+
+
+def test_an_engine_replays_its_decode_steps(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", dtype="float32", hidden=256, heads=4, kv_heads=2, head_size=64, tokenizer=False)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 500 for i in range(20 + 30 * j)]} for j in range(5)]
+    params = [SamplingParams(temperature=0.6 * (j % 2), max_tokens=24, ignore_eos=True, seed=j) for j in range(5)]
+    answers = []
+    for disabled in (True, False):
+        with LLM(
+            str(tmp_path), device="cuda", dtype="bfloat16", max_total_tokens=2048, chunked_prefill_size=64,
+            skip_tokenizer_init=True, disable_cuda_graph=disabled, max_running_requests=8,
+        ) as llm:  # fmt: skip
+            answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[0] == answers[1]

@@ -1,0 +1,77 @@
+"""Recorded decode steps: the same tokens, the same KV checks, whatever the padding."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from serinus.kernels import load
+from serinus.models import Model
+from serinus.runner.graphs import StepGraphs, batch_sizes
+from serinus.runner.inbox import Inbox
+from tests.runner.replaying import converse, small_model
+
+KERNELS = load("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return small_model(tmp_path_factory.mktemp("model"), KERNELS, torch.float32)
+
+
+def test_sizes_end_with_the_largest_batch() -> None:
+    assert batch_sizes(40) == (1, 2, 4, 8, 12, 16, 24, 32, 40)
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(64)[-2:] == (48, 64)
+    assert batch_sizes(4096)[-1] == 256
+
+
+def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
+    graphs = StepGraphs("cpu", batch_sizes(24))
+    assert [graphs.size_of(count) for count in (1, 3, 12, 13, 24, 25)] == [1, 4, 12, 16, 24, None]
+
+
+def test_arrays_of_the_same_sizes_lie_where_those_of_the_step_before_lay() -> None:
+    inbox = Inbox("cpu", 100)
+    seen = []
+    for step in range(2):
+        inbox.begin(stays=True)
+        found = [inbox.put(np.arange(size, dtype=np.int64) + step) for size in (3, 20)]
+        inbox.send()
+        assert [each.tolist() for each in found] == [[*range(step, size + step)] for size in (3, 20)]
+        seen.append([each.data_ptr() for each in found])
+    assert seen[0] == seen[1]
+    assert inbox.put(np.arange(90, dtype=np.int64)).tolist() == [*range(90)], "what does not fit goes by itself"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [None, 1, 3], ids=["no_canary", "full", "rotating"])
+def test_a_recorded_step_changes_no_token_and_no_check(model: Model, stride: int | None) -> None:
+    plain, recorded = (converse(model, KERNELS, recorded=each, stride=stride) for each in (False, True))
+    assert recorded.replays == 21, "all steps without a prompt, of one to three requests"
+    assert recorded.tokens == plain.tokens
+    assert recorded.checked == plain.checked
+    assert not plain.violations
+    assert not recorded.violations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("real_data", ["all", "partial"])
+def test_a_recorded_step_finds_what_the_other_finds(model: Model, real_data: str) -> None:
+    plain, recorded = (
+        converse(model, KERNELS, recorded=each, stride=1, flips=True, real_data=real_data) for each in (False, True)
+    )
+    assert len(plain.violations) >= 4
+    assert recorded.violations == plain.violations
+
+
+@pytest.mark.proof
+def test_the_watch_of_a_gpu_finds_what_the_reference_finds_recorded_or_not() -> None:
+    command = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "tests.runner.replaying", "triton"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
