@@ -193,6 +193,8 @@ class CanaryAnswer:
     """The same check by check, the sweep included."""
     sound: tuple[int, ...] = ()
     """To CheckHost: of each of its copies, how many leading pages are sound."""
+    seconds: float = 0.0
+    """That this rank has spent in calls of the canary so far."""
     total: int = 0
     """Violations so far, those whose details were lost to the ring's overflow included."""
 

@@ -57,7 +57,7 @@ class LeadFaults:
             if wanted.get("tier_bytes"):
                 pages = self._cache.host_pages(part)
                 self._line.command(CachedPages(part=part, pages=pages, is_host=True), rank)
-            if sweeps and wanted.get("real_kv_unused_cache"):
+            if wanted.get("foreign_page") or (sweeps and wanted.get("real_kv_unused_cache")):
                 size, found = self._cache.page_size, self._cache.walk(0, _ALL, part=part, unlocked_only=True)
                 pages = (found.slots[::size] // size).astype(np.int32)
                 self._line.command(CachedPages(part=part, pages=pages, is_host=False), rank)

@@ -17,11 +17,26 @@ from torch import Tensor
 from serinus.canary.coverage import DuePages, pieces
 from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
+from serinus.core.clock import Clock
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane, WrittenRows
-from serinus.models import ForwardBatch
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane, WatchPlan, WrittenRows
+from serinus.models import ForwardBatch, HostBatch, Put
 
-__all__ = ["CanaryHook", "Entries", "Faults", "StepChecks", "WriteCheck"]
+__all__ = ["CanaryHook", "Entries", "Faults", "Spent", "StepChecks", "WriteCheck"]
+
+
+class Spent:
+    """The seconds between entering and leaving it, in all. Not to be entered twice at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._begun = clock, 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = self._clock.now()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += self._clock.now() - self._begun
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,9 +93,12 @@ class CanaryHook:
     """A ForwardHook. It must come after the gate of loads: at layer 0 all stamps have been loaded."""
 
     def __init__(
-        self, parts: Mapping[Part, PartLanes], kernels: Kernels, *, entries_max: int, faults: Faults | None
-    ) -> None:
+        self, parts: Mapping[Part, PartLanes], kernels: Kernels, spent: Spent, *, entries_max: int,
+        faults: Faults | None,
+    ) -> None:  # fmt: skip
+        """`spent`: counts the seconds before and after the layers."""
         self._parts = parts
+        self._spent = spent
         self._kernels = kernels
         self._entries_max = entries_max
         self._faults = faults
@@ -115,6 +133,44 @@ class CanaryHook:
             elif part in checks.due:
                 lanes.running.due -= checks.due[part].slot_count + checks.bound[part].shape[1]
 
+    def can_replay(self, room: int) -> bool:
+        """Whether checks are armed, as a recorded pass makes them: without planted faults, without a token oracle."""
+        checks = self._checks
+        if checks is None or checks.write_check is not None or self._faults is not None:
+            return False
+        return all(lanes.watch.has_room(room, checks.due[part].entry_count) for part, lanes in self._parts.items())
+
+    def stage(self, batch: HostBatch, put: Put) -> None:
+        """Tell the watches what they verify in the pass; one that is recorded verifies nothing yet."""
+        if not len(batch.rows_B):
+            self._checks = _nothing(self._parts)
+        checks = self._checks
+        if checks is None:
+            return
+        with self._spent:
+            self._stage(checks, batch, put)
+
+    def _stage(self, checks: StepChecks, batch: HostBatch, put: Put) -> None:
+        for part, lanes in self._parts.items():
+            due, is_cut = checks.due[part], batch.room is None
+            lanes.watch.stage(
+                WatchPlan(
+                    due=list(pieces(due, self._entries_max)) if is_cut else [(due.columns_7B, due.entry_count)],
+                    bound_5B=checks.bound[part],
+                    rows_B=batch.rows_B,
+                    counts_B=batch.counts_B,
+                    first_name=checks.first_sequence,
+                    chosen_W=batch.chosen_W,
+                    room=batch.room,
+                    sets=2 if part is Part.SWA else 1,
+                ),
+                put,
+            )
+
+    def replayed(self) -> None:
+        """What was staged is verified by the pass as it was recorded."""
+        self._checks = self._batch = None
+
     def before(self, batch: ForwardBatch) -> None:
         """Remember the batch; stamps may still be loading."""
         self._batch = batch
@@ -125,7 +181,8 @@ class CanaryHook:
             return
         self._is_watching = self._checks is not None and self._batch is not None
         if self._checks is not None and self._batch is not None:
-            self._begin(self._checks, self._batch)
+            with self._spent:
+                self._begin(self._checks, self._batch)
 
     def writes(self, layer_index: int) -> WrittenRows | None:
         """Where a layer's digests of what it stores are added up."""
@@ -147,10 +204,11 @@ class CanaryHook:
         checks, self._checks, self._batch, self._is_watching = self._checks, None, None, False
         if checks is None:
             return
-        for lanes in self._parts.values():
-            lanes.watch.look_again()
-            lanes.watch.verify(StampLane.TAIL_K)
-            lanes.watch.write(StampLane.TAIL_K)
+        with self._spent:
+            for lanes in self._parts.values():
+                lanes.watch.look_again()
+                lanes.watch.verify(StampLane.TAIL_K)
+                lanes.watch.write(StampLane.TAIL_K)
         if self._faults is not None:
             self._faults.after(checks, batch)
 
@@ -194,3 +252,12 @@ class CanaryHook:
             torch.full_like(slots_T, -1), torch.from_numpy(expected.tokens_T).to(device), None,
             index_T + first_sequence, *ring.tensors,
         )  # fmt: skip
+
+
+def _nothing(parts: Mapping[Part, PartLanes]) -> StepChecks:
+    """The checks of a pass of padding alone."""
+    due = DuePages(columns_7B=np.empty((7, 0), np.int64), entry_count=0, slot_count=0)
+    bound_5B = np.empty((5, 0), np.int64)
+    return StepChecks(
+        step=0, first_sequence=0, due=dict.fromkeys(parts, due), bound=dict.fromkeys(parts, bound_5B),
+    )  # fmt: skip

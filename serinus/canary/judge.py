@@ -96,27 +96,34 @@ class Judge:
         """What follows from the findings of a step or a sweep. Raises KvViolation: nothing can be named."""
         dropped = self._requests.dropped() if violations else frozenset()
         verdicts: dict[str, Verdict] = {}
+        followed: set[Place] = set()
         case = _Case(self._cache, self._requests, self._verify)
         for violation in sorted(violations, key=lambda each: Reason.VERIFY_REAL_KV_HASH not in each.reasons):
             if violation.rid in dropped:
                 continue
             is_known = bool(violation.owner) and not self._is_stale(violation)
-            self._follow(violation, case.guilty(violation) if is_known else (), verdicts)
+            self._follow(violation, case.guilty(violation) if is_known else (), verdicts, followed)
         return list(verdicts.values())
 
     def rows(self, violations: Sequence[Violation], *, counts: bool) -> list[Verdict]:
         """What follows from the findings of a check of requests' own pages, at arrival or at the end: there every page
         is in its place. `counts`: it is a failure of the page, and did not come wrong already."""
         verdicts: dict[str, Verdict] = {}
+        followed: set[Place] = set()
         for violation in violations:
-            self._follow(violation, ((violation.part, violation.page),), verdicts, counts=counts)
+            self._follow(violation, ((violation.part, violation.page),), verdicts, followed, counts=counts)
         return list(verdicts.values())
 
     def _follow(
-        self, violation: Violation, guilty: Iterable[Place], verdicts: dict[str, Verdict], *, counts: bool = True
-    ) -> None:
+        self, violation: Violation, guilty: Iterable[Place], verdicts: dict[str, Verdict], followed: set[Place], *,
+        counts: bool = True,
+    ) -> None:  # fmt: skip
+        """`followed`: pages that violations before this one condemned; a wrong page has many wrong slots."""
         touched = dict.fromkeys([violation.rid] if violation.rid else [])
         for part, page in [place for place in guilty if place[1]]:  # page 0 is where rows name no slot at all
+            if (part, page) in followed:
+                continue
+            followed.add((part, page))
             touched |= dict.fromkeys(self._requests.users_of(part, page))
             checked, pages = self._copies(part, page), np.array([page], np.int32)
             self._condemned(violation, self._cache.condemn(part, pages, counts=counts, checked=checked))

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from serinus.canary.ring import Ring
+from serinus.canary.ring import Ring, RingCounts
 from serinus.canary.settings import CheckSettings
 from serinus.core.parts import Part
 from serinus.core.stamps import digest_coefficients
@@ -36,8 +36,7 @@ class PartLanes:
     table_RC: Tensor
     """req_to_token of the part, int32."""
     written: RequestTable
-    """The same as the leader wrote it, kept beside from the same plans: rows are held against it, nothing is found by
-    it."""
+    """Its twin: the same as the leader wrote it. Rows are held against it, nothing is found by it."""
     coefficients_L22W: Tensor | None
     """Of the digest; None where no KV is digested."""
     running: Ring
@@ -52,6 +51,8 @@ class PartLanes:
     """Tokens that differ from those of the token oracle."""
     stored: Ring
     """Rows of a step that, read back after it, were not what had been stored."""
+    counts: RingCounts
+    """Those of all rings."""
     watch: Watch
     """Verifies and writes around the forward pass, into `running` and `stored`."""
 
@@ -90,10 +91,9 @@ def lanes_of(
             partial=settings.real_data == "partial",
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
-    running = Ring(spec.device, settings.ring_rows)
-    stored = Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V))
-    rows, context = table.table.shape
-    written = RequestTable(rows, context, spec.device)
+    counts, rows, tail = RingCounts(spec.device, len(_CHECKS)), settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V)
+    running, stored = Ring(rows, counts, 0), Ring(rows, counts, 5, tail)
+    written = table.twin()
     watch = kernels.canary_watch(
         kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,
         stored.tensors, settings.page_size,
@@ -108,10 +108,11 @@ def lanes_of(
         written=written,
         coefficients_L22W=coefficients,
         running=running,
-        arriving=Ring(spec.device, settings.ring_rows),
-        ending=Ring(spec.device, settings.ring_rows),
-        sweeping=Ring(spec.device, settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V)),
-        writing=Ring(spec.device, settings.ring_rows, ()),
+        arriving=Ring(rows, counts, 1),
+        ending=Ring(rows, counts, 2),
+        sweeping=Ring(rows, counts, 3, tail),
+        writing=Ring(rows, counts, 4, ()),
         stored=stored,
+        counts=counts,
         watch=watch,
     )

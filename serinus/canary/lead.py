@@ -10,9 +10,8 @@ Ranks know bytes (rank.py); the owner, the users and the history of a page are k
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache as remember
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +22,6 @@ from serinus.canary.commands import (
     CanaryAnswer,
     CheckHost,
     CheckRows,
-    Finding,
     HostFindings,
     HostPages,
     RingOverflow,
@@ -35,22 +33,21 @@ from serinus.canary.commands import (
 )
 from serinus.canary.copies import CopyCheck
 from serinus.canary.faults import LeadFaults
-from serinus.canary.incidents import IncidentLog
-from serinus.canary.judge import Judge, Requests, Verdict, reason_of
+from serinus.canary.findings import Findings
+from serinus.canary.judge import Judge, Requests, Verdict
 from serinus.canary.page_health import PageHealth
 from serinus.canary.perturb import Injection
 from serinus.canary.recalls import Recalls
-from serinus.canary.violation import Violation, ViolationLog, possible_counts
+from serinus.canary.violation import Violation
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError
-from serinus.core.handoff import HandoffFinding, PageTrace
+from serinus.core.handoff import HandoffFinding
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages, Part
 from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings, coverage_stride
-from serinus.kernels import Reason
 from serinus.wire.fault_order import FaultOrder
 
 __all__ = ["CanaryLead", "perturb"]
@@ -62,10 +59,7 @@ _SWEEP_SLOTS_MIN: Final = 1024
 _SWEEP_HASTE: Final = 1.2
 """So much faster than asked for, so that a pass ends in time though sweeps are cut and may come late."""
 _LOOK_S: Final = 0.05
-_INJECTIONS_KEPT: Final = 1024
 _SEEN_S: Final = 1.0
-_HEARD_KEPT: Final = 256
-_TOLD_KEPT: Final = 4096
 _log = get_logger("canary")
 
 
@@ -92,15 +86,10 @@ class CanaryLead:
             names: of the ranks, as reports have them; one rank alone has the name "".
             faults: those on purpose; None = there are none.
         """
-        self.violations = ViolationLog()
-        self.incidents = IncidentLog()
-        """The violations, those of one slot, reason and owner as one."""
-        self.injections: list[Injection] = []
-        """The latest faults that ranks planted on purpose."""
-        self._injected: Counter[str] = Counter()
-        """How many there ever were, by mode."""
-        self.listeners: list[Callable[[Finding], None]] = []
-        """Called with every violation and every planted fault, as ranks tell them, with what is known here."""
+        self._findings = findings = Findings(cache, requests, clock, parts, names)
+        self.violations, self.incidents = findings.violations, findings.incidents
+        self.injections, self.listeners = findings.injections, findings.listeners
+        """As Findings has them."""
         self.steps = 0
         """Steps begun; the warm-up is not counted."""
         self._settings = settings
@@ -117,11 +106,6 @@ class CanaryLead:
         """Requests of the last plan..."""
         self._seen_at = clock.now()
         """...and when the pages of all of them were last noted as verified."""
-        self._heard: dict[tuple[str, str, str], HandoffFinding] = {}
-        """What canaries of other engines told, by engine, handoff and reason; the latest."""
-        self._untold: list[HandoffFinding] = []
-        self._told: dict[tuple[str, Part, Reason], None] = {}
-        """Handoffs of which the other engine was told, part by part and reason by reason; the latest."""
         self._names = names
         self.faults = faults
         """Faults on purpose; None where the settings neither ask for some nor allow orders."""
@@ -129,7 +113,6 @@ class CanaryLead:
         """Slots of one sweep at most, by part."""
         self._cursor = dict.fromkeys(parts, 0)
         self._swept_at = dict.fromkeys(parts, clock.now())
-        self._possible = possible_counts(parts)
         self._sweep_passes = 0
         self._outside: dict[str, Verdict] = {}
         """What follows from findings outside of a step; given out with the next one."""
@@ -138,7 +121,7 @@ class CanaryLead:
         """By number of the command and rank, of commands that wait for all ranks."""
         cache.keep_times(clock)
         line.subscribe(CanaryAnswer, self._take)
-        line.subscribe(HostFindings, self._take_host)
+        line.subscribe(HostFindings, lambda rank, found: findings.add_host(rank, found, self.steps))
         line.command(StartCanary())
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -162,6 +145,8 @@ class CanaryLead:
         self.health.look()
         budgets = self._due_by_time()
         if budgets:
+            # Pages that were loaded or handed out since the last step began are swept too.
+            self._judgement.begin(self.steps, self._cursor)
             self._sweep(budgets)
             self._counts()
 
@@ -193,33 +178,21 @@ class CanaryLead:
     def heard(self, finding: HandoffFinding) -> None:
         """The canary of another engine found wrong KV on a page that a handoff moved between it and this one. Where it
         ended the handoff for it, it says so twice, and knows the place the second time."""
-        key = finding.engine, finding.xid, finding.reason
-        earlier = self._heard.get(key)
-        if earlier is None:
-            _log.error(
-                "kv_canary told: by=%s handoff=%s req=%s part=%s position=%d reason=%s",
-                finding.engine, finding.xid, finding.rid, finding.part or "-", finding.position,
-                finding.reason.replace(" ", "_"),
-            )  # fmt: skip
-        if earlier is None or not earlier.part:
-            self._heard[key] = finding
-        if len(self._heard) > _HEARD_KEPT:
-            del self._heard[next(iter(self._heard))]
+        self._findings.heard(finding)
         if finding.is_recall and self._raises:
             verdicts, others = self._recalls.heard(finding)
             self._outside = {each.rid: each for each in verdicts} | self._outside
-            self._untold += others
+            self._findings.untold += others
 
     def take_findings(self) -> list[HandoffFinding]:
         """What other engines are to be told, since the last call: of each handoff, part and reason the first."""
-        untold, self._untold = self._untold, []
-        return untold
+        return self._findings.take_untold()
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
     def view(self) -> dict[str, Any]:
         """For `GET /canary`. Waits for all ranks."""
-        answers, settings, log = self._counts(), self._settings, self.violations
+        answers, settings = self._counts(), self._settings
         view = {
             "mode": settings.kv_canary,
             "real_data": settings.kv_canary_real_data,
@@ -231,20 +204,9 @@ class CanaryLead:
             "last_verified_seconds": self._last_verified(),
             "checks": by_check(answer for _, answer in answers),
             "violations": sum(each.total for _, each in answers),
-            "counts": [
-                {"reason": reason, "tag": tag, "count": count} for (reason, tag), count in sorted(log.counts.items())
-            ],
             "pages": self.health.view(),
-            "incidents_total": self.incidents.total,
-            "incidents": [incident.as_json() for incident in self.incidents],
-            "told": [
-                {"by": each.engine, "xid": each.xid, "rid": each.rid, "part": each.part, "position": each.position,
-                 "reason": each.reason}
-                for each in self._heard.values()
-            ],
-            "injected_total": self._injected.total(),
-            "injected": [injection.as_json() for injection in self.injections],
-        }  # fmt: skip
+            **self._findings.view(),
+        }
         if self._line.size > 1:
             view["ranks"] = [
                 {"rank": self._names[rank], "slots_due": each.slots_due, "slots_checked": each.slots_checked,
@@ -252,21 +214,34 @@ class CanaryLead:
             ]  # fmt: skip
         return view
 
+    @property
+    def mode(self) -> str:
+        """log, raise or heal."""
+        return self._settings.kv_canary
+
+    def counts(self) -> dict[str, int]:
+        """How much was found so far. Waits for nothing."""
+        return {**self._findings.totals(), "failed_pages": len(self._cache.tiers.quarantine.failures),
+                "sweep_passes": self._sweep_passes, "steps": self.steps}  # fmt: skip
+
+    def story(self) -> dict[str, Any]:
+        """Incidents, what other engines told, faults planted, pages that failed: those of `view` that take no rank."""
+        return {"pages": self.health.view(), **self._findings.view()}
+
     def refresh(self, metrics: Metrics) -> None:
         """Bring the canary's counters up to now, for a scrape. Waits for all ranks."""
         answers = self._counts()
-        for reason, tag in self._possible | self.violations.counts.keys():
-            metrics.set("kv_canary_violations", self.violations.counts[reason, tag], reason, tag)
-        metrics.set("kv_canary_incidents", self.incidents.total)
-        due, checked = (sum(getattr(each, name) for _, each in answers) for name in ("slots_due", "slots_checked"))
+        self._findings.refresh(metrics)
+        due, checked = sum(each.slots_due for _, each in answers), sum(each.slots_checked for _, each in answers)
         metrics.set("kv_canary_slots", due, "due")
         metrics.set("kv_canary_slots", checked, "checked")
         metrics.set("kv_canary_coverage_ratio", checked / due if due else 1.0)
+        for leg, counts in by_check(answer for _, answer in answers).items():
+            metrics.set("kv_canary_checks", counts["checked"], leg)
+        metrics.set("kv_canary_overhead_seconds", sum(each.seconds for _, each in answers))
         for page, seconds in self._last_verified().items():
             metrics.set("kv_canary_last_verified_seconds", seconds, page)
         metrics.set("kv_canary_sweep_passes", self._sweep_passes)
-        for name, number in self._injected.items():
-            metrics.set("kv_faults_injected", number, name)
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
@@ -351,6 +326,7 @@ class CanaryLead:
             "kv_canary overflow: part=%s check=%s lost=%d step=%d reqs=%s pages=%d",
             overflow.part.name, overflow.check.replace(" ", "_"), overflow.lost, overflow.step,
             ",".join(overflow.rids) or "-", len(overflow.pages),
+            extra={"rids": overflow.rids, "step": overflow.step},
         )  # fmt: skip
         self.violations.overflowed(overflow.lost)
         if not self._raises:
@@ -363,93 +339,28 @@ class CanaryLead:
     def _filed(self, findings: Iterable[tuple[int, object]]) -> list[Violation]:
         """The violations, with what the leader knows of their pages. They and the injections are kept for reports."""
         violations = []
+        users_of = remember(self._requests.users_of)  # a wrong page has many wrong slots, of several stamps each
         for rank, finding in findings:
             if isinstance(finding, Injection):
-                self._planted(rank, finding)
+                self._findings.planted(rank, finding)
                 continue
             if isinstance(finding, RingOverflow):
                 self._overflowed(rank, finding)
                 continue
             assert isinstance(finding, Violation), f"canary: rank {rank} found {finding!r}, expected a Violation"
-            violations.append(self._known(rank, finding))
-            self.violations.add(violations[-1])
-            self._announce(violations[-1])
+            violations.append(self._findings.add(rank, finding, users_of))
         return violations
-
-    def _known(self, rank: int, finding: Violation) -> Violation:
-        """A violation with what the leader knows of its page; a line is logged where it begins an incident. The history
-        of the page is that of the incident's beginning."""
-        part, page = finding.part, finding.page
-        ledger = self._cache.ledgers[Tier.DEVICE, part]
-        owner = ledger.describe(int(ledger.owner_P[page]))
-        client = self._requests.client_of(finding.rid) if finding.rid else ""
-        known = replace(
-            finding, rank=self._names[rank], owner=owner, users=self._requests.users_of(part, page),
-            client="" if client == finding.rid else client,
-        )  # fmt: skip
-        incident = self.incidents.same(known)
-        if incident is not None:
-            incident.again(known, self._clock.unix())
-            return replace(known, history=incident.first.history)
-        known = replace(known, history=ledger.history(page))
-        trace = ledger.trace_of(page)
-        self.incidents.begin(known, self._clock.unix(), None if trace is None else trace.as_json(page))
-        _log.error("%s", known.line())
-        if trace is not None:
-            self._tell(known, trace)
-        return known
-
-    def _take_host(self, rank: int, found: HostFindings) -> None:
-        """Host pages that were not stored, or not believed: the cache drops them by the answer of the storage, so they
-        are only reported."""
-        for finding in found.violations:
-            ledger = self._cache.ledgers[Tier.HOST, finding.part]
-            owner = ledger.describe(int(ledger.owner_P[finding.page]))
-            known = replace(finding, step=self.steps, rank=self._names[rank], owner=f"host {owner}")
-            self.violations.add(known)
-            self._announce(known)
-            incident = self.incidents.same(known)
-            if incident is not None:
-                incident.again(known, self._clock.unix())
-                continue
-            known = replace(known, history=ledger.history(finding.page))
-            self.incidents.begin(known, self._clock.unix(), None)
-            _log.error("%s", known.line())
 
     def _was_condemned(self, violation: Violation, condemned: Condemned) -> None:
         if not condemned.pages:
             return
         self.health.note(violation)
-        self._untold += self._recalls.told(violation, condemned)
+        self._findings.untold += self._recalls.told(violation, condemned)
         _log.error(
             "kv_canary condemned: part=%s page=%d position=%d tokens=%d pages=%d kept_on_host=%d",
             violation.part.name, violation.page, violation.position, condemned.tokens,
             sum(map(len, condemned.pages.values())), condemned.kept,
         )  # fmt: skip
-
-    def _tell(self, violation: Violation, trace: PageTrace) -> None:
-        key = trace.xid, violation.part, violation.reasons
-        if key in self._told:
-            return
-        self._told[key] = None
-        if len(self._told) > _TOLD_KEPT:
-            del self._told[next(iter(self._told))]
-        self._untold.append(
-            HandoffFinding(
-                engine=trace.engine, peer=trace.peer, xid=trace.xid, rid=trace.rid, part=violation.part.name,
-                position=violation.position, reason=reason_of(violation),
-            )
-        )  # fmt: skip
-
-    def _planted(self, rank: int, injection: Injection) -> None:
-        self._injected[injection.mode] += 1
-        self.injections.append(replace(injection, rank=self._names[rank]))
-        del self.injections[:-_INJECTIONS_KEPT]
-        self._announce(self.injections[-1])
-
-    def _announce(self, finding: Finding) -> None:
-        for hear in self.listeners:
-            hear(finding)
 
     def _counts(self) -> list[tuple[int, CanaryAnswer]]:
         """What all ranks have checked so far. What their sweeps found meanwhile is filed."""
@@ -473,7 +384,7 @@ class CanaryLead:
     def _take(self, rank: int, answer: CanaryAnswer) -> None:
         """Keep an answer; nothing is judged here, as it may come in the middle of another pump."""
         for injection in answer.injections:
-            self._planted(rank, injection)
+            self._findings.planted(rank, injection)
         self._answers[answer.number][rank] = answer
 
 

@@ -35,6 +35,7 @@ def make_canary_rank(
     host: Mapping[Part, HostPool],
     *,
     device: str,
+    clock: Clock,
     oracle: TokenOracle | None = None,
 ) -> CanaryRank | None:
     """The canary of one rank; None = the settings ask for none.
@@ -80,6 +81,7 @@ def make_canary_rank(
         oracle=oracle,
         head_ids=shard.kv_heads,
         host=host,
+        clock=clock,
     )
 
 

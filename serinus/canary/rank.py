@@ -36,13 +36,14 @@ from serinus.canary.commands import (
     TellCounts,
 )
 from serinus.canary.coverage import bound_of, due_pages, reads_of
-from serinus.canary.hook import CanaryHook, Entries, StepChecks, WriteCheck
+from serinus.canary.hook import CanaryHook, Entries, Spent, StepChecks, WriteCheck
 from serinus.canary.host_check import HostCheck
 from serinus.canary.lanes import PartLanes, lanes_of
 from serinus.canary.perturb import Injection, Perturber
 from serinus.canary.ring import Ring
 from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import Violation, launch_tag
+from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import InvariantError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageSpan, PageStore, Part
@@ -79,6 +80,7 @@ class CanaryRank:
         oracle: TokenOracle | None = None,
         head_ids: Sequence[int] | None = None,
         host: Mapping[Part, HostPool] = MappingProxyType({}),
+        clock: Clock | None = None,
     ) -> None:
         """
         Args:
@@ -87,6 +89,7 @@ class CanaryRank:
             oracle: says which token must have been sampled; with it the tokens that a step writes are checked too.
             head_ids: the numbers of this rank's KV heads; None = all. So the digests of all ranks add up.
             host: the host pools behind the device's; empty = there are none.
+            clock: of the seconds that it counts; None = the machine's.
         Raises InvariantError: no pool has stamps.
         """
         self.settings = settings
@@ -98,7 +101,11 @@ class CanaryRank:
         }
         if not self.parts:
             raise InvariantError("canary: no pool keeps stamps, expected at least one")
-        self.hook = CanaryHook(self.parts, kernels, entries_max=settings.entries_max, faults=perturber)
+        self.spent = Spent(clock or WallClock())
+        """Seconds in its calls; what digests add to attention is part of the forward pass."""
+        self.hook = CanaryHook(
+            self.parts, kernels, self.spent, entries_max=settings.entries_max, faults=perturber
+        )  # fmt: skip
         """Stands around the forward pass, behind the gate of loads."""
         self.steps = 0
         """Steps begun since StartCanary."""
@@ -129,12 +136,11 @@ class CanaryRank:
 
     def begin(self, plan: StepPlan) -> None:
         """Decide what this step verifies, and arm the hook with it."""
-        if plan.table_writes:
-            with torch.inference_mode():
-                for part, lanes in self.parts.items():
-                    lanes.written.apply([write for write in plan.table_writes if write.part is part])
-        if not self._is_started:
-            return
+        if self._is_started:
+            with self.spent:
+                self._begin(plan)
+
+    def _begin(self, plan: StepPlan) -> None:
         self.steps += 1
         base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
         self.step_size = len(work)
@@ -174,7 +180,8 @@ class CanaryRank:
         ended the step."""
         if not self._is_started:
             return ()
-        findings = self._take()
+        with self.spent:
+            findings = self._take()
         self._log_statistics()
         return (*findings, *self._new_injections())
 
@@ -183,6 +190,10 @@ class CanaryRank:
     def obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
         """Do what the leader commands; the answer, if there is one, is complete. CheckRows and TellCounts wait for the
         device, CheckHost reads the host tier."""
+        with self.spent:
+            return self._obey(command)
+
+    def _obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
         match command:
             case StartCanary():
                 self._is_started = True
@@ -232,10 +243,15 @@ class CanaryRank:
 
     def _take(self) -> list[Violation | RingOverflow]:
         """Read what is new in the rings of steps and sweeps."""
+        self._expire()
         found = [each for lanes in self.parts.values() for ring in lanes.rings for each in self._read(lanes, ring)]
         for swept in self._swept.values():
             swept.clear()
         return found
+
+    def _expire(self) -> None:
+        for lanes in self.parts.values():
+            lanes.counts.expire()
 
     def _read(self, lanes: PartLanes, ring: Ring) -> list[Violation | RingOverflow]:
         """What is new in a ring. Slots due = slots checked, or the canary itself is broken."""
@@ -289,6 +305,7 @@ class CanaryRank:
                 if lanes is not None and len(span.pages):
                     ring = lanes.arriving if command.is_arrival else lanes.ending
                     self._check_span(lanes, span, row, chains, _ROWS - index, ring)
+        self._expire()
         return [
             found
             for lanes in self.parts.values()
@@ -333,6 +350,7 @@ class CanaryRank:
             injections=self._new_injections(),
             slots_due=sum(self.due_slots.values()),
             slots_checked=self.checked_slots(),
+            seconds=self.spent.seconds,
             checks=self._check_counts(),
             total=self.violation_count,
         )

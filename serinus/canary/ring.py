@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels import RING_FIELDS, StampLane
 
-__all__ = ["Ring", "RingNews"]
+__all__ = ["Ring", "RingCounts", "RingNews"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,29 +34,55 @@ class RingNews:
         return all(count == self.due for count in self.checked)
 
 
+class RingCounts:
+    """The counts of several rings side by side: of an accelerator one copy reads them all."""
+
+    def __init__(self, device: str, rings: int) -> None:
+        self.counts_RC: Tensor = torch.zeros((rings, 1 + len(StampLane)), dtype=torch.int64, device=device)
+        """Of each ring its violations, then what was checked, by lane."""
+        self._here: NDArray[np.int64] | None = self.counts_RC.numpy() if device == "cpu" else None
+        self._copied: list[list[int]] | None = None
+
+    def expire(self) -> None:
+        """More was queued: the next reading copies anew."""
+        self._copied = None
+
+    def of(self, ring: int) -> list[int]:
+        """The counts of a ring. On an accelerator those of the last copy; where that expired it waits for a new one."""
+        if self._here is not None:
+            row: list[int] = self._here[ring].tolist()
+            return row
+        if self._copied is None:
+            self._copied = self.counts_RC.tolist()
+        return self._copied[ring]
+
+
 class Ring:
     """A fixed number of rows on the device, a count that never goes back, and counts of what was checked."""
 
-    def __init__(self, device: str, rows: int, lanes: Sequence[StampLane] = tuple(StampLane)) -> None:
-        """`lanes`: those in which every slot that is due is checked."""
-        self.rows_QF: Tensor = torch.zeros((rows, RING_FIELDS), dtype=torch.int64, device=device)
-        counts = torch.zeros(1 + len(StampLane), dtype=torch.int64, device=device)
-        self.count_1, self.checked_L = counts[:1], counts[1:]
+    def __init__(
+        self, rows: int, counts: RingCounts, index: int, lanes: Sequence[StampLane] = tuple(StampLane)
+    ) -> None:
+        """`counts`: of which number `index` is that of this ring. `lanes`: those in which every slot that is due is
+        checked."""
+        own_C = counts.counts_RC[index]
+        self.rows_QF: Tensor = torch.zeros((rows, RING_FIELDS), dtype=torch.int64, device=own_C.device)
+        self.count_1, self.checked_L = own_C[:1], own_C[1:]
         self.tensors: tuple[Tensor, Tensor, Tensor] = (self.rows_QF, self.count_1, self.checked_L)
         """As the kernels take them."""
         self.due = 0
         """Slots that had to be checked so far; the caller of the kernels adds them."""
         self._lanes = lanes
-        self._counts = counts.numpy() if device == "cpu" else counts
+        self._counts, self._index = counts, index
         self._read = 0
         self._seen_due = 0
 
     def take(self) -> RingNews | None:
-        """What is new; None where nothing was due since the last reading. Of an accelerator it waits for what was
-        queued up to now, and copies 40 bytes, and the rows where there are new ones."""
+        """What is new; None where nothing was due since the last reading. Of an accelerator the rows are copied where
+        there are new ones."""
         if self.due == self._seen_due:
             return None
-        count, *checked = self._counts.tolist()
+        count, *checked = self._counts.of(self._index)
         size, first = len(self.rows_QF), max(self._read, count - len(self.rows_QF))
         lost, rows = first - self._read, self.rows_QF.tolist() if count > first else []
         self._read, self._seen_due = count, self.due

@@ -9,10 +9,11 @@ import numpy as np
 
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.sampling import SamplingParams
+from serinus.core.trace import SpanRecord
 from serinus.engine.build import Built
 from serinus.engine.messages import FrontMessage
 from serinus.ranks.tier_parts import pause
-from serinus.wire.messages import Abort
+from serinus.wire.messages import Abort, Generate
 
 __all__ = ["EngineDriver"]
 
@@ -26,12 +27,14 @@ class EngineDriver:
     def __init__(self, built: Built) -> None:
         self.built, self.engine, self.line = built, built.engine, built.line
         self.deltas: dict[str, list[TokenDelta]] = {}
+        self.spans: list[SpanRecord] = []
+        """What it recorded of requests that are traced."""
         self._messages: list[FrontMessage] = []
 
     def send(self, request: Request) -> None:
         """Give a client's request to the next turn."""
         self.deltas[request.rid] = []
-        self._messages.append(FrontMessage(front=_FRONT, message=request))
+        self._messages.append(FrontMessage(front=_FRONT, message=Generate(request=request)))
 
     def add(
         self, rid: str, prompt: Sequence[int], count: int = 8, *, seed: int = 7, prefill: str = "",
@@ -50,6 +53,7 @@ class EngineDriver:
         """One turn of the engine and the work it gave to the ranks; what clients get of it."""
         messages, self._messages = self._messages, []
         output = self.built.turn(messages)
+        self.spans.extend(output.spans)
         deltas = [delta for _, each in output.deltas for delta in each]
         for delta in deltas:
             assert self.finish(delta.rid) is None, f"testing: {delta} after the end of {delta.rid}"

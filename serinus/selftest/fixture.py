@@ -64,6 +64,8 @@ _DEFAULTS: dict[str, Any] = {
 _RANKED: dict[str, Any] = {"transfer_backend": "shm", "bootstrap_port": 0, "max_step_ms": 0}
 """How engines of several ranks are joined: each rank moves its share. Time is real there: no chunk depends on it."""
 _WAIT_S = 0.0005
+_STALL_S = 60.0
+"""Ranks that are threads may take so long over a step: the first compiles kernels, beside whatever else runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,14 +196,20 @@ class CanaryPDFixture:
     def run_until(self, happened: Callable[[], bool], *, turns_max: int = 20_000) -> bool:
         """Turns until `happened()`, or until nothing is left to do; whether it happened.
 
-        Raises AssertionError where neither is the case after `turns_max` turns."""
-        for _ in range(turns_max):
-            if happened():
-                return True
+        Raises AssertionError where neither is the case, and neither engine has begun a step, for `turns_max` turns and,
+        where other ranks answer when they can, a minute."""
+        clock, steps, left = self.pair.clock, -1, 0
+        until = clock.now()
+        while not happened():
             if self.pair.idle:
                 return False
+            now = sum(self.lead(side).steps for side in SIDES)
+            if now != steps:
+                steps, left, until = now, turns_max, clock.now() + _STALL_S * (self.mesh.size > 1)
+            left -= 1
+            assert left >= 0 or clock.now() < until, f"testing: neither happened nor idle: {self._under_way()}"
             self.turn()
-        raise AssertionError(f"testing: neither happened nor idle after {turns_max} turns")
+        return True
 
     def run(self) -> None:
         """Turns until both engines hold nothing."""
@@ -293,6 +301,11 @@ class CanaryPDFixture:
             return
         steps = {each: self.canary(each).steps for each in SIDES}
         self.planted.append(Planted(injection=finding, side=side, steps=steps))
+
+    def _under_way(self) -> str:
+        """What the engines hold, for the report of a stall."""
+        stats = {side: self.built(side).engine.scheduler.stats() for side in SIDES}
+        return "; ".join(f"{side} after step {self.lead(side).steps}: {stats[side]}" for side in SIDES)
 
     def _report(self) -> str:
         lines = [f"planted in {p.side}: {p.injection.line()}" for p in self.planted]

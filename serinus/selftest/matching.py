@@ -18,6 +18,8 @@ _FIELDS = {
     "hash": Reason.VERIFY_CHAIN_HASH,
     "digest": Reason.VERIFY_REAL_KV_HASH,
 }
+_IN_ROWS = ("req_to_token", "foreign_page")
+"""Row entries are changed, no bytes."""
 _ELSEWHERE = ("tier_bytes", "transfer_bytes")
 """Damaged on another tier or on the way: the slot within the page is known, the page is not."""
 Report = tuple[str, Violation]
@@ -29,7 +31,7 @@ def must_say(injection: Injection, *, same_position: bool) -> tuple[Reason, tupl
     place, mode = injection.place, MODES[injection.mode]
     if place is not None and place.lane:
         return _FIELDS[place.field], (place.lane.split("_")[0],)
-    if injection.mode == "req_to_token":
+    if injection.mode in _IN_ROWS:
         reason = Reason.VERIFY_CHAIN_HASH if same_position else Reason.VERIFY_POSITION
         return reason, ("HEAD", "TAIL")
     if injection.mode == "next_token_swap":
@@ -69,11 +71,12 @@ class Matches:
         # What follows from a fault that has a report beside this one is its own, before it is the first of another.
         faults = range(len(self._planted))
         known = [index for index in faults if self.by_fault[index]]
-        for indices, exact in ((known, False), (faults, True), (faults, False)):
+        # Each stamp is held against that of the other half too, which may be the first to be reported.
+        for indices, halves in ((known, ""), (faults, "own"), (faults, "other"), (faults, "")):
             for index in indices:
-                if (exact or indices is known) and not self._fits(index, violation):
+                if (halves or indices is known) and not self._fits(index, violation):
                     continue
-                if self._explains(self._planted[index], side, violation, exact=exact):
+                if self._explains(self._planted[index], side, violation, halves):
                     self.by_fault[index].append((side, violation))
                     return
         self.unexplained.append((side, violation))
@@ -116,7 +119,9 @@ class Matches:
             for _, each in mine
         )  # fmt: skip
 
-    def _explains(self, planted: Planted, side: str, violation: Violation, *, exact: bool) -> bool:
+    def _explains(self, planted: Planted, side: str, violation: Violation, halves: str) -> bool:
+        """`halves`: "own" or "other" = only what is said of the field that was damaged, on that half's stamp or on the
+        other's; empty = also what follows from it."""
         injection = planted.injection
         mode = MODES[injection.mode]
         if violation.reasons & ~mode.reasons:
@@ -125,8 +130,9 @@ class Matches:
             return {violation.stored_token, violation.expected_token} == {injection.before, injection.after}
         if (violation.part.name, violation.rank) != (injection.part, injection.rank):
             return False
-        if injection.mode == "req_to_token":
-            return violation.rid == injection.rid and violation.position - injection.position in (0, 1)
+        if injection.mode in _IN_ROWS:
+            # A step under way may have written on a foreign chain: found where that ends, or at its last slot.
+            return violation.rid == injection.rid and violation.position >= injection.position
         place = injection.place
         assert place is not None, f"testing: {injection.line()} has no place"
         check, half, _ = violation.tag.split("_")
@@ -139,17 +145,20 @@ class Matches:
         if place.lane and check != place.lane.split("_")[0] and not _is_of_host(violation):
             return False
         if injection.mode in _ELSEWHERE:
-            return self._at_offset(injection, violation, exact=exact)
+            return self._at_offset(injection, violation, halves)
         if side != self._finder:  # handed over in mode log: found there again
             return side != planted.side and injection.position in (-1, violation.position)
         if side == planted.side:
             return violation.slot == injection.slot and injection.position in (-1, violation.position)
         return violation.position == injection.position
 
-    def _at_offset(self, injection: Injection, violation: Violation, *, exact: bool) -> bool:
+    def _at_offset(self, injection: Injection, violation: Violation, halves: str) -> bool:
         place, offset = injection.place, violation.position % self._page_size
         assert place is not None, "testing: a page without a place"
         if offset == injection.slot:
-            return not exact or not place.lane or _FIELDS[place.field] in violation.reasons
+            own = not place.lane or violation.tag.split("_")[1] == place.lane[-1]
+            is_said = not place.lane or _FIELDS[place.field] in violation.reasons
+            return not halves or (is_said and own == (halves == "own"))
         after = (injection.slot + 1) % self._page_size
-        return bool(place.lane) and offset == after and violation.reasons == Reason.VERIFY_CHAIN_HASH
+        follows = offset == after and violation.reasons == Reason.VERIFY_CHAIN_HASH
+        return not halves and bool(place.lane) and follows

@@ -50,7 +50,7 @@ def scene_settings(mode: str, side: str, part: str, page: int, stages: int) -> t
         decode["disable_radix_cache"] = True  # every prompt is asked of prefill again
     if mode == "real_kv_unused_cache":
         own["kv_canary_sweep_interval"] = 1
-    if mode in ("req_to_token", "real_kv_used") and side == "prefill":
+    if mode in ("req_to_token", "foreign_page", "real_kv_used") and side == "prefill":
         prefill["chunked_prefill_size"] = 2 * page
     if mode == "real_kv_unused_cache" and side == "prefill":
         prefill["chunked_prefill_size"] = page
@@ -196,6 +196,7 @@ SCENES: Final[Mapping[str, Scene]] = {
     CLEAN: _clean,
     OVERFLOW: _overflow,
     "req_to_token": _running,
+    "foreign_page": _running,
     "real_kv_used": _running,
     "next_token_swap": _running,
     "real_kv_post_forward": _running,

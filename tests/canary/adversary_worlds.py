@@ -18,7 +18,7 @@ from serinus.canary import CanaryLead, Violation
 from serinus.core.clock import Clock, ManualClock, WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.private_folder import PrivateFolder
-from serinus.core.request import FinishReason
+from serinus.core.request import FinishReason, Usage
 from serinus.engine import build_engine
 from serinus.engine.build import Built
 from serinus.models import ModelSpec
@@ -30,7 +30,7 @@ from serinus.selftest import EngineDriver, EnginePair
 
 from .adversary_sites import Targets
 
-__all__ = ["WORLDS", "World"]
+__all__ = ["WORLDS", "Pair", "Tiered", "World"]
 
 _SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True, "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4,
@@ -232,6 +232,10 @@ class Tiered(_Base):
 
     def tokens(self, rid: str) -> list[int]:
         return self._driver.tokens(rid)
+
+    def usage(self, rid: str) -> Usage | None:
+        """What a request that ended cost, with its receipt."""
+        return self._driver.deltas[rid][-1].usage
 
     def targets(self) -> Targets:
         found = super().targets()

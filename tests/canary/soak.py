@@ -6,9 +6,12 @@ Two pairs of a prefill and a decode engine, both with host tiers and files, get 
 seconds. One is left alone; in the memory, tables and files of the other, or in what moves its pages, a thread causes a
 fault each second (adversary_sites.py), which knows nothing of the canary. Mode heal, `rotating:16`, streams and others.
 
-Printed: tokens a second of both. Exit code 1: an answer that ended well is wrong, a request has no end, a page or a
-lease is held when all is done, pages are missing, or the pair that is struck has less than `--share` of the other's
-tokens.
+Printed: tokens a second of both, and their ratio by the CPU time of the engines' thread too (the thread that causes
+faults takes its own share of the machine); violations (a wrong slot is one for each of its stamps and each reader),
+the slots and owners that they are of, and in how many steps one of these was found at most: nothing is found for ever.
+Of each wrong answer its receipt and the faults before it. Exit code 1: an answer that ended well is wrong, a request
+has no end, a page or a lease is held when all is done, pages are missing, or the pair that is struck has less than
+`--share` of the other's tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from serinus.cache import Tier
+from serinus.canary import Violation
 from serinus.core.request import FinishReason
 from serinus.core.rng import Rng
 from serinus.ranks.tier_parts import pause
@@ -53,19 +59,27 @@ class Load:
     def __init__(self, toy: Path, home: Path, seed: int) -> None:
         self.world = Pair(toy, home, "heal", _COVERAGE, **_SETTINGS, **_tiers(home))
         self.tokens = self.answers = self.wrong = self.failed = self.streamed = 0
-        self.seconds = 0.0
+        self.seconds = self.cpu_s = 0.0
         self._rng = Rng(seed)
         self._shared = [self._text(self._rng.choice((9, 40, 90, 150))) for _ in range(24)]
         self._flying: dict[str, tuple[list[int], bool]] = {}
+        self.mistakes: list[str] = []
+        """Of each wrong answer, what is known of it."""
+        self.places: dict[tuple[int, str, int, str], set[int]] = {}
+        """By engine, part, slot and owner what was found wrong, and the steps in which it was."""
+        for engine, driver in enumerate((self.world.pair.prefill, self.world.pair.decode)):
+            assert driver.engine.canary is not None
+            driver.engine.canary.listeners.append(partial(self._hear, engine))
 
     def run(self, seconds: float) -> None:
         """Answer prompts for so long."""
-        begun = time.monotonic()
+        begun, cpu_s = time.monotonic(), time.thread_time()
         while time.monotonic() - begun < seconds:
             while len(self._flying) < _FLYING:
                 self._ask()
             self._turn()
         self.seconds += time.monotonic() - begun
+        self.cpu_s += time.thread_time() - cpu_s
 
     def drain(self) -> None:
         """Answer what is under way. Raises AssertionError: some request has no end."""
@@ -94,6 +108,11 @@ class Load:
                 assert whole == ledger.page_count - 1, f"leaked: {tier.name} {part.name} has {counts}"
             assert Tier.DEVICE in {tier for tier, _ in cache.ledgers}
 
+    def _hear(self, engine: int, finding: object) -> None:
+        if isinstance(finding, Violation):
+            place = engine, finding.part.name, finding.slot, finding.owner
+            self.places.setdefault(place, set()).add(finding.step)
+
     def _ask(self) -> None:
         rng = self._rng
         prompt = [*rng.choice(self._shared), *self._text(rng.randrange(1, 9))]
@@ -110,6 +129,13 @@ class Load:
                 self.answers += 1
                 self.tokens += len(got)
                 self.wrong += got != right
+                if got != right:
+                    at = next((i for i, (one, other) in enumerate(zip(got, right, strict=False)) if one != other), -1)
+                    usage = world.pair.deltas[rid][-1].usage
+                    self.mistakes.append(
+                        f"{time.monotonic():.1f}: {rid} ({stream=}, prompt of {len(prompt)}): token {at} of {len(got)}"
+                        f" is the first wrong one, {got[at : at + 2]} for {right[at : at + 2]}; {usage}"
+                    )
             else:
                 self.failed += 1
                 self.streamed += stream and got != right[: len(got)]
@@ -125,6 +151,7 @@ class Strikes:
     def __init__(self, load: Load, seed: int, every_s: float) -> None:
         self.count = 0
         self.by_site = dict.fromkeys(_NAMES, 0)
+        self.latest: deque[str] = deque(maxlen=12)
         self._load, self._rng, self._every_s = load, Rng(seed), every_s
         self._act: Act | None = None
         self._may, self._ends = threading.Event(), threading.Event()
@@ -172,7 +199,9 @@ class Strikes:
             earlier, self._act = self._act, act
             if earlier is not None:
                 earlier.end()
+            begun = time.monotonic()
             act.strike()
+            self.latest.append(f"{begun:.1f} to {time.monotonic():.1f} {name}")
             self.count += 1
             self.by_site[name] += 1
 
@@ -185,14 +214,17 @@ def soak(home: Path, minutes: float, seed: int, turn_s: float, every_s: float, s
     struck = Load(toy, home / "struck", seed)
     struck.run(1.0)
     for load in (calm, struck):
-        load.tokens, load.seconds = 0, 0.0
-    until, told = time.monotonic() + 60 * minutes, time.monotonic()
+        load.tokens, load.seconds, load.cpu_s = 0, 0.0, 0.0
+    until, told, shown = time.monotonic() + 60 * minutes, time.monotonic(), 0
     with Strikes(struck, seed, every_s) as strikes:
         while time.monotonic() < until:
             calm.run(turn_s)
             strikes.go()
             struck.run(turn_s)
             strikes.pause()
+            for mistake in struck.mistakes[shown:]:
+                say(f"WRONG at {mistake}; faults: {'; '.join(strikes.latest)}")
+            shown = len(struck.mistakes)
             if time.monotonic() - told >= 30:
                 told = time.monotonic()
                 say(_line(calm, struck, strikes))
@@ -210,9 +242,13 @@ def soak(home: Path, minutes: float, seed: int, turn_s: float, every_s: float, s
 
 def _line(calm: Load, struck: Load, strikes: Strikes) -> str:
     rates = [load.tokens / max(load.seconds, 1e-9) for load in (calm, struck)]
+    by_cpu = [load.tokens / max(load.cpu_s, 1e-9) for load in (calm, struck)]
+    most = max(map(len, struck.places.values()), default=0)
     return (
         f"{calm.seconds + struck.seconds:.0f} s: {rates[0]:.0f} tokens/s without faults, {rates[1]:.0f} with"
-        f" ({rates[1] / max(rates[0], 1e-9):.0%}); {strikes.count} faults, {struck.world.told} violations;"
+        f" ({rates[1] / max(rates[0], 1e-9):.0%}; by CPU time of the engines' thread"
+        f" {by_cpu[1] / max(by_cpu[0], 1e-9):.0%}); {strikes.count} faults, {struck.world.told} violations"
+        f" of {len(struck.places)} slots and owners, each in {most} steps at most;"
         f" {struck.answers} answers, {struck.wrong} wrong, {struck.failed} ended with an error"
         f" ({struck.streamed} after wrong tokens of a stream)"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from .adversary import BLIND, Cell, run, table
+from .adversary_weights import strike
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "CANARY.md"
 OTHERS = (
@@ -48,3 +49,10 @@ def test_an_engine_that_only_logs_does_answer_wrong(tmp_path: Path) -> None:
     """Else the right answers above prove nothing."""
     cells = run(30, 2, tmp_path, settings=[("log", "full")], sites=["kv 64 bytes", "pages swapped", "table entry"])
     assert sum(cell.wrong for cell in cells) > 0, table(cells)
+
+
+@pytest.mark.proof
+def test_kv_that_was_stored_with_other_weights_is_not_used(tmp_path: Path) -> None:
+    found = strike(3, 1, tmp_path)
+    assert not [each for each in found if each.is_wrong], found
+    assert any(each.differs for each in found), "no change of weights changed an answer"

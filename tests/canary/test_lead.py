@@ -146,13 +146,28 @@ def test_what_an_idle_engine_finds_is_filed_at_once(engine: TinyEngine) -> None:
     assert verdict.rid == "runs"
 
 
+def test_an_idle_engine_condemns_what_was_cached_since_its_last_step_too(engine: TinyEngine) -> None:
+    """A page that was loaded or handed out after the last step began is swept as it is now."""
+    line, clock, prompt = line_to(), ManualClock(), list(range(50, 59))
+    lead = lead_over(line, engine, clock)
+    lead.begin(PLAN)
+    engine.scheduler.add(make_request("later", prompt, max_new_tokens=1, ignore_eos=True))
+    engine.step()
+    (page, *_) = engine.cache.ledgers[Tier.DEVICE, Part.FULL].owner_P.nonzero()[0][-2:].tolist()
+    assert engine.cache.probe("", np.array(prompt, np.int32)).device == 8
+    line.ranks[0].swept = (replace(violation("", page), tag="SWEEP_K_FULL"),)
+    clock.advance(3600.0)
+    lead.idle()
+    assert engine.cache.probe("", np.array(prompt, np.int32)).device < 8, "it is not found again, sweep by sweep"
+
+
 def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyEngine) -> None:
     lead, page = lead_over(line_to(), engine), page_of(engine, "runs")
     (verdict,) = lead.judge([(0, violation("", page))])
     assert verdict.rid == "runs"
     assert verdict.reason == f"KV integrity: verify_real_kv_hash at slot {4 * page}, position 0 (TAIL_K_FULL, step 1)"
     _, body = error_of(RequestFailed(verdict.reason, 500))
-    for told, page_of_docs in ((body.decode(), "docs/CANARY.md"), (verdict.reason, "README.md")):
+    for told, page_of_docs in ((body.decode(), "docs/CANARY.md"), (verdict.reason, "docs/howto/canary.md")):
         quoted = (Path(__file__).parents[2] / page_of_docs).read_text()
         assert re.sub(r"\d+", "N", told) in re.sub(r"\d+", "N", quoted), f"{page_of_docs} quotes what a client is told"
     assert engine.cache.stats().pages.quarantined == 2, "the page, and the page of the tree behind it"

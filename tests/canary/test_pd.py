@@ -54,6 +54,18 @@ def test_a_shared_prompt_whose_duplicates_are_freed_is_clean_on_both_sides(toys:
     assert tree - before == 16 // 4, "expected one copy of the prompt in prefill's tree: its duplicates are freed"
 
 
+def test_engines_that_begin_no_step_are_told_with_what_they_hold(
+    toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = CanaryPDFixture(toys["full"])
+    pair.send_parallel_short_requests(1, distinct_prompts=True)
+    monkeypatch.setattr(pair, "turn", lambda: None)
+    with pytest.raises(
+        AssertionError, match=r"neither happened nor idle: prefill after step 0: .* decode after step 0"
+    ):
+        pair.run_until(lambda: False, turns_max=3)
+
+
 @pytest.mark.parametrize(("shape", "part"), CASES)
 def test_what_prefill_damages_after_stamping_is_reported_by_decode_alone(
     toys: dict[str, Path], shape: str, part: Part

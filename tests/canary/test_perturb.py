@@ -48,7 +48,14 @@ def resident(seq: DirectSeq, part: Part) -> tuple[list[int], list[int]]:
     return slots[12:20].tolist(), list(range(12, 20))
 
 
-STEP_MODES = ["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "next_token_swap"]
+STEP_MODES = [
+    "req_to_token",
+    "foreign_page",
+    "real_kv_used",
+    "real_kv_unused_cache",
+    "real_kv_post_forward",
+    "next_token_swap",
+]
 
 
 @pytest.mark.slow

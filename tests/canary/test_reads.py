@@ -12,7 +12,7 @@ from serinus.canary import CanaryRank, CheckSettings
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import AttentionBatch, load
-from serinus.models import Model, load_model, load_spec
+from serinus.models import Model, NullHook, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.direct import DirectEngine, DirectSeq
 
@@ -31,8 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_model(load_spec(folder), folder, torch.bfloat16, load("cpu"))
 
 
-class Moth:
+class Moth(NullHook):
     """A hook: KV of one layer is damaged only while that layer is computed."""
+
+    def can_replay(self, room: int) -> bool:
+        return False  # it acts between layers
 
     def __init__(self) -> None:
         self.engine: DirectEngine | None = None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from serinus.canary.hook import StepChecks
 from serinus.canary.lanes import PartLanes
 from serinus.canary.perturb import (
+    foreign_page,
     next_token_swap,
     page_bytes,
     real_kv_post_forward,
@@ -87,6 +88,10 @@ class Perturber:
                 self._rngs["req_to_token"], self._lanes[part], checks, self.plan.seed + self._counts["req_to_token"]
             )
             self._note("req_to_token", done, "no two slots of different requests are read")
+        if self._due("foreign_page"):
+            pages, size = self.cached.get(("device", part), np.empty(0, np.int64)), self._shapes[part].page_size
+            done = foreign_page.run(self._rngs["foreign_page"], self._lanes[part], checks, pages, size)
+            self._note("foreign_page", done, "no page is read that another prompt has a page of the same positions of")
         if self._due("real_kv_used") and (place := self._place("real_kv_used")):
             lanes, spared = self._lanes[part], self._damaged_slots()
             done = real_kv_used.run(self._rngs["real_kv_used"], lanes, checks, place, spared)

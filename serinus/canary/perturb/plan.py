@@ -37,6 +37,12 @@ MODES: Mapping[str, FaultMode] = {
         reasons=Reason.VERIFY_CHAIN_HASH | Reason.VERIFY_POSITION,
         reads_bytes=False,
     ),
+    "foreign_page": FaultMode(
+        damage="one page of a running request's row is pointed at another prompt's page of the same positions",
+        found_by="HEAD|TAIL",
+        reasons=Reason.VERIFY_CHAIN_HASH,
+        reads_bytes=False,
+    ),
     "real_kv_used": FaultMode(
         damage="one bit of a slot that a running request reads",
         found_by="TAIL",

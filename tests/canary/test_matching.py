@@ -1,0 +1,71 @@
+"""Which planted fault a violation is the report of: where one report would fit two faults, each gets its own."""
+
+from __future__ import annotations
+
+from serinus.canary import Violation
+from serinus.canary.perturb import Injection
+from serinus.canary.perturb.plan import Place
+from serinus.core.parts import Part
+from serinus.kernels import Reason
+from serinus.selftest import Planted
+from serinus.selftest.matching import matched
+
+PAGE = 4
+
+
+def planted(mode: str, slot: int, place: Place | None, **more: object) -> Planted:
+    injection = Injection(mode=mode, step=1, part="FULL", slot=slot, place=place, **more)  # type: ignore[arg-type]
+    return Planted(injection=injection, side="prefill", steps={"prefill": 1, "decode": 0})
+
+
+def report(tag: str, position: int, reasons: Reason, rid: str) -> tuple[str, Violation]:
+    violation = Violation(
+        step=2, tag=f"{tag}_FULL", reasons=reasons, part=Part.FULL, slot=40 + position, page=10 + position // PAGE,
+        position=position, stored_position=position, stored_token=0, expected_token=0, stored_hash=0, expected_hash=0,
+        stored_digest=0, found_digest=0, rid=rid,
+    )  # fmt: skip
+    return "decode", violation
+
+
+def test_a_damaged_digest_does_not_take_the_report_of_a_byte_of_the_other_half() -> None:
+    """Both lie in slot 0 of a page of one request, in keys and in values, and both are wrong digests."""
+    faults = [
+        planted("transfer_bytes", 0, Place(lane="TAIL_V", field="digest")),
+        planted("transfer_bytes", 0, Place(layer=2, half="K", head=0)),
+    ]
+    found = [
+        report("TAIL_K", 12, Reason.VERIFY_REAL_KV_HASH, "r"),
+        report("TAIL_V", 4, Reason.VERIFY_REAL_KV_HASH, "r"),
+    ]
+    matches = matched(faults, found, "decode", PAGE)
+    assert matches.detected() == [2, 2]
+    assert not matches.unexplained
+
+
+def test_what_follows_on_the_other_half_is_of_the_same_fault() -> None:
+    """Keys are held against values: a wrong hash of the values' stamp is told at the keys' first."""
+    faults = [
+        planted("transfer_bytes", 0, Place(lane="TAIL_K", field="position")),
+        planted("transfer_bytes", 0, Place(lane="TAIL_V", field="hash")),
+    ]
+    found = [
+        report("TAIL_K", 8, Reason.VERIFY_POSITION, "r1"),
+        report("TAIL_K", 4, Reason.VERIFY_CHAIN_HASH, "r2"),
+        report("TAIL_V", 4, Reason.VERIFY_CHAIN_HASH, "r2"),
+        report("TAIL_V", 5, Reason.VERIFY_CHAIN_HASH, "r2"),
+    ]
+    matches = matched(faults, found, "decode", PAGE)
+    assert matches.detected() == [2, 2]
+    assert not matches.unexplained
+
+
+def test_a_chunk_that_was_under_way_is_written_on_the_foreign_chain_and_found_at_its_last_slot() -> None:
+    """With two stages: the entry of position 7 is wrong, a chunk of the positions 8 to 15 goes on from there."""
+    fault = planted("req_to_token", 9, None, position=7, rid="r")
+    both = Reason.VERIFY_POSITION | Reason.VERIFY_CHAIN_HASH
+    found = [("prefill", report(f"{check}_K", 7, both, "r")[1]) for check in ("HEAD", "TAIL")]
+    found.append(("prefill", report("HEAD_K", 15, Reason.VERIFY_CHAIN_HASH, "r")[1]))
+    matches = matched([fault], found, "prefill", PAGE)
+    assert not matches.unexplained
+    before = ("prefill", report("HEAD_K", 6, Reason.VERIFY_CHAIN_HASH, "r")[1])
+    assert matched([fault], [before], "prefill", PAGE).unexplained == [before]
