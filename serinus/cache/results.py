@@ -14,6 +14,7 @@ from serinus.cache.node import NO_PAGES, WHOLE, Lease, Node, Tier
 from serinus.core.errors import ConfigError
 from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
+from serinus.core.times import TimeCounts
 
 __all__ = [
     "CacheGeometry",
@@ -387,12 +388,12 @@ class CacheStats:
     """Every pool of device and host."""
     backup_tokens: int = 0
     """Counter: tokens copied to the host."""
-    backup_seconds: float = 0.0
-    """Counter: time those copies took."""
+    backup_times: TimeCounts = field(default_factory=TimeCounts)
+    """Seconds of those copies."""
     loaded_tokens: int = 0
     """Counter: tokens loaded back."""
-    load_seconds: float = 0.0
-    """Counter: time those copies took."""
+    load_times: TimeCounts = field(default_factory=TimeCounts)
+    """Seconds of those copies."""
     failed_copies: int = 0
     """Counter: copies that failed, either way."""
     dropped_tokens: int = 0
@@ -403,8 +404,8 @@ class CacheStats:
     """Counter: device pages of parts with a window that eviction took alone (tombstones)."""
     host_evicted_pages: int = 0
     """Counter: host FULL pages that eviction took, duplicates included."""
-    eviction_seconds: float = 0.0
-    """Counter: time spent evicting from the device, waiting for write-backs included; 0 without a clock."""
+    eviction_times: TimeCounts = field(default_factory=TimeCounts)
+    """Seconds of evictions from the device, waiting for write-backs included; none without a clock."""
     prefetched_tokens: int = 0
     """Counter: tokens that prefetches grafted."""
     stored_tokens: int = 0
@@ -419,6 +420,8 @@ class CacheStats:
 class NodeView:
     """One node of a TreeView."""
 
+    id: int
+    """Its name in the ledgers; a split may give it to the other half."""
     depth: int
     """Nodes above it; a namespace's first nodes have 0."""
     namespace: str

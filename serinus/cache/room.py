@@ -16,6 +16,7 @@ from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.tiers import TierController
 from serinus.core.clock import Clock
 from serinus.core.parts import Part
+from serinus.core.times import TimeCounts
 
 __all__ = ["DeviceRoom"]
 
@@ -33,8 +34,8 @@ class DeviceRoom:
         self._whole_first = sorted(self._device, key=lambda pool: pool.part in self._tree.windowed)
         """Evicting a leaf for a part that covers whole prefixes frees what it has of the other parts too."""
         self._evicted_pages = 0
-        self.eviction_seconds = 0.0
-        """Counter: time spent evicting, waiting for write-backs included; 0 without a clock."""
+        self.eviction_times = TimeCounts()
+        """Of evictions, waiting for write-backs included; none without a clock."""
 
     @property
     def evicted_pages(self) -> int:
@@ -92,7 +93,7 @@ class DeviceRoom:
             self._evicted_pages += victims.pages
             freed = victims.freed
         if self._clock is not None:
-            self.eviction_seconds += self._clock.now() - began
+            self.eviction_times.observe(self._clock.now() - began)
         return freed
 
     # Holds

@@ -23,6 +23,7 @@ from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
+from serinus.core.times import TimeCounts
 
 __all__ = ["TierController"]
 
@@ -59,9 +60,9 @@ class TierController:
         """Completions that came while something else was waited for: they count at the next poll."""
         self._ended_loads: list[int] = []
         self.backup_tokens = 0
-        self.backup_seconds = 0.0
+        self.backup_times = TimeCounts()
         self.loaded_tokens = 0
-        self.load_seconds = 0.0
+        self.load_times = TimeCounts()
         self.failed_copies = 0
 
     @property
@@ -182,11 +183,11 @@ class TierController:
             self.loads.end(copy, ok=done.ok)
             self._ended_loads.append(done.op)
             self.loaded_tokens += tokens if done.ok else 0
-            self.load_seconds += done.seconds
+            self.load_times.observe(done.seconds)
             return
         saved = self.backups.end(copy, ok=done.ok)
         self.quarantine.release()
         self.backup_tokens += tokens if done.ok else 0
-        self.backup_seconds += done.seconds
+        self.backup_times.observe(done.seconds)
         if self.writes is not None:
             self.writes.saved(saved)

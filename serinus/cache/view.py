@@ -52,15 +52,15 @@ def cache_stats(
         sanity_checks=counters.sanity_checks,
         pools=_pools(tree, pools),
         backup_tokens=tiers.backup_tokens,
-        backup_seconds=tiers.backup_seconds,
+        backup_times=tiers.backup_times,
         loaded_tokens=tiers.loaded_tokens,
-        load_seconds=tiers.load_seconds,
+        load_times=tiers.load_times,
         failed_copies=tiers.failed_copies,
         dropped_tokens=backups.dropped_tokens,
         demoted_pages=backups.demoted_pages,
         window_evicted_pages=backups.window_evicted_pages,
         host_evicted_pages=tiers.host.evicted_pages,
-        eviction_seconds=room.eviction_seconds,
+        eviction_times=room.eviction_times,
         prefetched_tokens=0 if tiers.prefetches is None else tiers.prefetches.tokens,
         stored_tokens=0 if tiers.writes is None else tiers.writes.tokens,
         removed_pages=0 if tiers.removals is None else tiers.removals.pages,
@@ -99,6 +99,7 @@ def _recent_last(node: Node) -> list[Node]:
 
 def _node_view(node: Node, depth: int, namespace: str) -> NodeView:
     return NodeView(
+        id=node.id,
         depth=depth,
         namespace=namespace,
         start=node.start,
