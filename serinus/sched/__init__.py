@@ -4,7 +4,8 @@ Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, token
 """
 
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
-from serinus.sched.request_state import Healing
+from serinus.sched.handoff_choice import PrefillPace
+from serinus.sched.request_state import Healing, Phase, ReqState
 from serinus.sched.scheduler import Scheduler
 from serinus.sched.settings import POLICIES, SchedSettings
 from serinus.sched.stats import Outcome, SchedStats, Totals
@@ -15,6 +16,9 @@ __all__ = [
     "HandoffSpec",
     "Healing",
     "Outcome",
+    "Phase",
+    "PrefillPace",
+    "ReqState",
     "Reservation",
     "SchedSettings",
     "SchedStats",

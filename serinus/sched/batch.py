@@ -16,7 +16,7 @@ from serinus.sched.request_state import Phase, ReqState
 
 __all__ = ["Batch", "Growth"]
 
-_NONE_BARRED = 1 << 100
+_NONE_BARRED = 1 << 200
 _turn = attrgetter("turn")
 _seq = attrgetter("seq")
 
@@ -73,10 +73,10 @@ class Batch:
         """Choose the requests that decode next and give each the page that its next token needs. The oldest prefilling
         request gets a page of each part with a window.
 
-        Where no page is free or evictable, the youngest running request is retracted, even if it is the one that lacks
-        the page; its full pages stay cached until they are needed. A request that is under way is never retracted:
-        while the youngest is, the request that lacks a page is left out of this plan, and no younger request gets
-        work that would make it wait longer. The oldest request is never retracted for another one, so at least one
+        Where no page is free or evictable, the youngest running request (`_victim`) is retracted, even if it is the one
+        that lacks the page; its full pages stay cached until they are needed. A request that is under way is never
+        retracted: while the youngest is, the request that lacks a page is left out of this plan, and no younger request
+        gets work that would make it wait longer. The oldest request is never retracted for another one, so at least one
         request makes progress. A request that runs alone lacks a page only while handoffs hold some.
         """
         growth = Growth(decoding=self.decoding if self._depth == 1 else self._share())
@@ -101,22 +101,36 @@ class Batch:
         return sorted((state for state in self.decoding if not state.under_way), key=_turn)[:count]
 
     def _make_room(self, state: ReqState, full_end: int, growth: Growth) -> None:
-        """Allocate one more page of each part with a window, and pages of the others up to `full_end`; retract the
-        youngest requests until that succeeds."""
+        """Allocate one more page of each part with a window, and pages of the others up to `full_end`; retract
+        others (`_victim`) until that succeeds."""
         while state.running:
             window_end = 1 + min((row.end for row in state.windowed), default=0)
             if self._allocator.extend(state, full_end, window_end):
                 return
-            victim = max(self, key=_seq)
+            victim = self._victim()
             if not self.retract(victim):
                 growth.barred_seq = min(growth.barred_seq, state.seq)
                 return
             victim.cold = victim is state and self.rows_needed == 0 and bool(state.windowed)
             growth.gone.append(victim)
 
-    def last(self) -> ReqState | None:
-        """The running request whose turn comes last: the one that gives way to any other."""
-        return max(self, key=_seq, default=None)
+    def _victim(self) -> ReqState:
+        """The running request to retract: of the API key whose running requests hold the most pages for its weight the
+        youngest, so that no key pays for the growth of another. The oldest of all is kept, where there is another one:
+        it gets on, whatever it holds."""
+        held: dict[str, float] = {}
+        for state in self:
+            share = state.request.share
+            held[share.name] = held.get(share.name, 0.0) + state.full.end / share.weight
+        if len(held) == 1:
+            return max(self, key=_seq)
+        oldest = min(self, key=_seq)
+        others = (state for state in self if state is not oldest)
+        return max(others, key=lambda state: (held[state.request.share.name], state.seq))
+
+    def last_of(self, share: str) -> ReqState | None:
+        """The running request of an API key whose turn comes last: the one that gives way to any other of that key."""
+        return max((state for state in self if state.request.share.name == share), key=_seq, default=None)
 
     def retract(self, victim: ReqState) -> bool:
         """Take its row and its pages, which stay cached until they are needed; the caller puts it back in line. False =
@@ -126,6 +140,7 @@ class Batch:
         if victim.under_way or victim.rid in self.unverified:
             return False
         self.remove(victim)
+        victim.settle_right()
         self._allocator.release(victim, park=True)
         victim.move(Phase.WAITING)
         victim.retractions += 1

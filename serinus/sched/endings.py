@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,16 @@ from serinus.core.request import FinishReason, Request
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["ExitReason", "check_handoff", "check_request", "ending_of", "is_last", "stop_ids_of", "token_limit"]
+__all__ = [
+    "ExitReason",
+    "check_handoff",
+    "check_request",
+    "deadline_of",
+    "ending_of",
+    "is_last",
+    "stop_ids_of",
+    "token_limit",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,12 @@ def token_limit(request: Request, settings: SchedSettings, pool_tokens: int) -> 
     limit = min(settings.context_length, pool_tokens)
     wanted = request.sampling.max_new_tokens
     return limit if wanted is None else min(limit, len(request.prompt) + wanted)
+
+
+def deadline_of(request: Request, settings: SchedSettings) -> float:
+    """Clock at which it must have ended: by its own timeout, or by that of all; inf = there is none."""
+    bounds = [seconds for seconds in (request.timeout_s, settings.request_s_max) if seconds > 0]
+    return request.arrival + min(bounds, default=math.inf)
 
 
 def ending_of(state: ReqState, *, ends: bool = False) -> ExitReason | None:

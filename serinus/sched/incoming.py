@@ -7,10 +7,12 @@ from collections.abc import Callable
 from serinus.core.handoff import Reservation
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
+from serinus.sched.handoff_choice import HandoffChoice, Paces
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
+from serinus.sched.shares import FairShares
 from serinus.sched.stats import Totals
 
 __all__ = ["Incoming"]
@@ -22,16 +24,21 @@ _LOOK_REQUESTS = 32
 class Incoming:
     """Requests whose prompt a prefill engine is to compute."""
 
-    def __init__(self, settings: SchedSettings, allocator: PageAllocator, batch: Batch, admission: Admission) -> None:
+    def __init__(
+        self, settings: SchedSettings, allocator: PageAllocator, batch: Batch, admission: Admission, shares: FairShares
+    ) -> None:
         self._settings = settings
         self._allocator = allocator
         self._batch = batch
         self._admission = admission
-        self.prealloc = ReqQueue()
+        self._shares = shares
+        self.prealloc = ReqQueue(shares)
         self._blocked: ReqState | None = None
         self._looked_seq = 0
         """`seq` of the last request beyond the oldest that was looked at; the next turn goes on behind it."""
-        self._short: list[str] = []
+        self._kept: list[tuple[str, str]] = []
+        self.choice = HandoffChoice(settings.local_gain)
+        """Whether a prompt is handed over at all."""
 
     @property
     def blocked_seq(self) -> int | None:
@@ -40,20 +47,22 @@ class Incoming:
         return blocked.seq if blocked is not None and blocked.phase is Phase.PREALLOC else None
 
     def reserve(
-        self, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None]
+        self, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None], paces: Paces
     ) -> list[Reservation]:
-        """Reserve pages for as many requests as there is room for, oldest first. `older_seq` is the age of a local
-        request that waits for room and must not be overtaken. A request that lacks less than `min_remote_tokens` is
-        passed to `go_local`. Cost: a bounded number of requests is looked at, however many wait: the oldest, and behind
-        them some in turn, so that requests that wait for their twins do not keep others from being seen."""
+        """Reserve pages for as many requests as there is room for, in turn. `older_seq` is the age of a local
+        request that waits for room and must not be overtaken. A request that lacks less than `min_remote_tokens`, or
+        gets its first token sooner from here, is passed to `go_local`. Cost: a bounded number of requests is looked
+        at, however many wait: the first, and behind them some others, so that requests that wait for their twins do not
+        keep others from being seen."""
         reservations = self._granted(now)
         self._blocked = None
-        oldest = self.prealloc.first(_LOOK_REQUESTS)
-        younger = self.prealloc.behind(max(oldest[-1].seq, self._looked_seq), _LOOK_REQUESTS) if oldest else []
-        looked_seq = younger[-1].seq if len(younger) == _LOOK_REQUESTS else 0
-        for state in (*oldest, *younger):
-            if not self._try(state, now, older_seq, go_local):
-                looked_seq = state.seq - 1 if state.seq > oldest[-1].seq else self._looked_seq
+        first = self.prealloc.in_turn(_LOOK_REQUESTS)
+        reach = max((state.seq for state in first), default=0)
+        others = self.prealloc.behind(max(reach, self._looked_seq), _LOOK_REQUESTS)
+        looked_seq = others[-1].seq if len(others) == _LOOK_REQUESTS else 0
+        for state in (*first, *others):
+            if not self._try(state, now, older_seq, go_local, paces):
+                looked_seq = state.seq - 1 if state.seq > reach else self._looked_seq
                 break
             if state.phase is Phase.TRANSFER and not state.awaited:
                 reservations.append(self._grant(state, now))
@@ -61,17 +70,20 @@ class Incoming:
         return reservations
 
     def _try(
-        self, state: ReqState, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None]
-    ) -> bool:
+        self, state: ReqState, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None],
+        paces: Paces,
+    ) -> bool:  # fmt: skip
         """Reserve pages for one request, unless it waits for its prefix or goes local; False = there is no room, for
         younger ones neither."""
         if self._batch.rows_needed >= self._settings.max_running_requests:
             return False
         if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
             return True
-        if state.prompt_len - self._allocator.cached(state) < max(1, self._settings.min_remote_tokens):
-            go_local(state, "short")
-            self._short.append(state.rid)
+        lacking = state.prompt_len - self._allocator.cached(state)
+        reason = self._local_reason(state, lacking, paces)
+        if reason:
+            go_local(state, reason)
+            self._kept.append((state.rid, reason))
             return True
         if older_seq is not None and older_seq < state.seq:
             return False
@@ -79,15 +91,28 @@ class Incoming:
             self._blocked = state
             return False
         self.prealloc.remove(state)
+        self._shares.serve(state.request.share)
         state.move(Phase.TRANSFER)
         self._batch.transfer[state.rid] = state
         state.awaited = frozenset(self._allocator.open_loads)
+        if (pace := paces.there.get(state.request.prefill_address)) is not None:
+            paces.there[state.request.prefill_address] = pace.behind(lacking)
         return True
 
-    def take_short(self) -> list[str]:
-        """Requests that went local since the last call, as they lack too little."""
-        short, self._short = self._short, []
-        return short
+    def _local_reason(self, state: ReqState, lacking: int, paces: Paces) -> str:
+        """Why a request that lacks so many prompt tokens is computed here; empty = it is not."""
+        if lacking < max(1, self._settings.min_remote_tokens):
+            return "short"
+        there = paces.there.get(state.request.prefill_address)
+        if there is None:
+            return ""
+        streams = bool(self._batch.decoding)
+        return "sooner_here" if self.choice.stays(lacking, paces.here(), there, streams=streams) else ""
+
+    def take_kept(self) -> list[tuple[str, str]]:
+        """Requests that went local since the last call, and why."""
+        kept, self._kept = self._kept, []
+        return kept
 
     def _granted(self, now: float) -> list[Reservation]:
         """Reservations of requests whose loads have ended by now: tokens that the host had count as held only then."""
@@ -104,6 +129,7 @@ class Incoming:
     def _grant(self, state: ReqState, now: float) -> Reservation:
         state.granted = state.sure = True
         state.held = state.computed
+        self._shares.charge(state.request.share, state.prompt_len - state.held)
         if state.started is None:
             state.started = now
         state.cached_tokens = {tier: count for tier, count in state.found.items() if count}

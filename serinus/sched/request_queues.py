@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serinus.cache import Lease
-from serinus.core.errors import CapacityError
+from serinus.core.errors import CapacityError, RateLimited
+from serinus.core.request import Request
 from serinus.sched.batch import Batch
 from serinus.sched.incoming import Incoming
 from serinus.sched.loads import begin_again
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
-from serinus.sched.queues import ReqQueue, class_end
+from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
+from serinus.sched.settings import SchedSettings
+from serinus.sched.shares import FairShares
 
 __all__ = ["RequestQueues"]
 
@@ -26,30 +29,49 @@ _QUEUES_MAX = 8
 class RequestQueues:
     """The requests by id, and the moves between queues that touch more than one of them."""
 
-    def __init__(self, allocator: PageAllocator, batch: Batch, incoming: Incoming, outgoing: Outgoing) -> None:
+    def __init__(
+        self, allocator: PageAllocator, batch: Batch, incoming: Incoming, outgoing: Outgoing, shares: FairShares
+    ) -> None:
         self._allocator = allocator
         self._batch = batch
         self._incoming = incoming
         self._outgoing = outgoing
         self.states: dict[str, ReqState] = {}
         """All requests by id, in any state."""
-        self.waiting = ReqQueue()
+        self.shares = shares
+        """Which API key is due."""
+        self.waiting = ReqQueue(shares)
         """Those that want to be computed here and have no pages."""
 
-    def check_room(self, seq: int, most: int) -> None:
-        """Raise CapacityError where too many wait for a newcomer of this place: `most` of its own priority or a more
-        important one, so that a flood of others does not keep it out; or eight times as many altogether."""
+    def check_room(self, request: Request, settings: SchedSettings) -> None:
+        """Raise CapacityError where too many wait for a newcomer: under the policy `priority` of its own priority or a
+        more important one, so that a flood of others does not keep it out, and eight times as many altogether; or of
+        its own priority alone. Raise RateLimited where too many of its share wait."""
         queues = (self.waiting, self._incoming.prealloc)
-        ahead = sum(queue.count_before(class_end(seq)) for queue in queues)
+        most, priority, share = settings.max_queued_requests, request.priority, request.share
+        queued = sum(map(len, queues))
+        by_priority = settings.schedule_policy == "priority"
+        ahead = sum(queue.count_up_to(priority) for queue in queues) if by_priority else queued
         if ahead >= most:
             raise CapacityError(
                 f"sched: {ahead} requests wait already, expected less than max_queued_requests = {most}"
             )
-        queued = sum(map(len, queues))
         if queued >= _QUEUES_MAX * most:
             raise CapacityError(
                 f"sched: {queued} requests of all priorities wait already, expected less than {_QUEUES_MAX} times"
                 f" max_queued_requests = {most}"
+            )
+        own, own_max = sum(queue.count_of(priority) for queue in queues), settings.queued_max_of.get(priority)
+        if own_max is not None and own >= own_max:
+            raise CapacityError(
+                f"sched: {own} requests of priority {priority} wait already, expected less than {own_max}"
+                " (--max-queued-by-priority)"
+            )
+        of_share = self.shares.waiting_of(share.name)
+        if 0 < share.queued_max <= of_share:
+            raise RateLimited(
+                f"sched: {of_share} requests of the API key {share.name!r} wait already, expected less than"
+                f" max_queued_requests = {share.queued_max}"
             )
 
     def enter(self, state: ReqState) -> None:

@@ -14,6 +14,7 @@ tokens up to and including position `verified` are right; what lies beyond may h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -97,6 +98,8 @@ class ReqState:
     seq: int
     """Its place in the order of service: lower = older or, under the policy `priority`, more important first. Survives
     retraction, so the first always gets on."""
+    deadline: float = math.inf
+    """Clock at which it ends, whatever it has."""
     limit: int
     """Known tokens at which it ends with LENGTH: max_new_tokens, the context or the whole pool."""
     stop_ids: tuple[int, ...]
@@ -313,10 +316,18 @@ class ReqState:
         if self.history is not None:
             self.history.add(token)
 
+    def settle_right(self) -> None:
+        """Its pages go: note which of its tokens are known to be right."""
+        self.right = max(self.right, min(self.known, self.verified + 1))
+
+    def contradicts(self, token: int) -> bool:
+        """Whether this is its next token, and another one was given out before a heal."""
+        return self.known < self.left and int(self.tokens[self.known]) != token
+
     def rewind(self) -> None:
         """Forget the tokens that are not known to be right; to be called while it has its pages. Cost: with penalties
         one pass over its tokens."""
-        self.right = max(self.right, min(self.known, self.verified + 1))
+        self.settle_right()
         del self.kept[max(0, self.right - self.left) :]
         if self.right == self.known:
             return

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache import PrefixCache
-from serinus.core.errors import BadRequest, InvariantError
+from serinus.core.errors import BadRequest, InvariantError, TooLate
 from serinus.core.handoff import HandoffSpec, Reservation
 from serinus.core.parts import OwnPages, PageSpan, Part
 from serinus.core.plan import StepPlan, StepResult
@@ -27,7 +27,8 @@ from serinus.core.stamps import ChainHashes
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
-from serinus.sched.endings import check_handoff, check_request, is_last, stop_ids_of, token_limit
+from serinus.sched.endings import check_handoff, check_request, deadline_of, is_last, stop_ids_of, token_limit
+from serinus.sched.handoff_choice import HandoffChoice, Paces, PrefillPace
 from serinus.sched.healing import Heals
 from serinus.sched.incoming import Incoming
 from serinus.sched.open_step import OpenStep
@@ -37,6 +38,7 @@ from serinus.sched.queues import place_of
 from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
+from serinus.sched.shares import FairShares
 from serinus.sched.stats import Outcome, SchedStats, Totals, sched_stats
 from serinus.sched.step_commit import StepCommit
 from serinus.sched.step_pace import StepPace
@@ -55,9 +57,10 @@ class Scheduler:
         self._allocator = allocator = PageAllocator(settings, cache)
         self._batch = batch = Batch(allocator, settings.depth, verifies=settings.heals or settings.raises)
         admission = Admission(settings, allocator, batch)
-        self._incoming = Incoming(settings, allocator, batch, admission)
+        shares = FairShares()
+        self._incoming = Incoming(settings, allocator, batch, admission, shares)
         self._outgoing = Outgoing(allocator)
-        self._requests = RequestQueues(allocator, batch, self._incoming, self._outgoing)
+        self._requests = RequestQueues(allocator, batch, self._incoming, self._outgoing, shares)
         self._totals = Totals()
         self._pace = StepPace(
             step_s_max=settings.step_s_max, tokens_max=settings.chunked_prefill_size, page_size=settings.page_size
@@ -69,6 +72,8 @@ class Scheduler:
             settings.vocab_size, settings.verify_steps, allocator, batch, self._outgoing, self._requests, self._totals
         )
         self._states, self._waiting = self._requests.states, self._requests.waiting
+        self.requests = self._states.values()
+        """All requests, in any state, oldest first; to be read."""
         windows = allocator.windows.items()
         self._verify_windows = {part: window for part, window in windows if part in settings.verify_parts}
         self._open: deque[OpenStep] = deque()
@@ -101,7 +106,8 @@ class Scheduler:
 
         A remote request that wants prompt log-probabilities is computed here: a handoff does not carry them.
         Raises BadRequest (id in use, ids outside the vocabulary, bad `held`), PromptTooLong (it could never be
-        served), CapacityError (max_queued_requests wait already).
+        served), CapacityError (max_queued_requests wait already), RateLimited (too many of its API key do),
+        TooLate (its prompt cannot be computed before its deadline).
         """
         assert not (remote and handoff), "sched: a request is remote or has a handoff, not both"
         if request.rid in self._states:
@@ -109,8 +115,8 @@ class Scheduler:
         self.check(request)
         if handoff is not None:
             check_handoff(handoff, request, self.settings.page_size)
-        seq = place_of(request.priority, self._arrivals + 1, self.settings.schedule_policy)
-        self._requests.check_room(seq, self.settings.max_queued_requests)
+        self._requests.check_room(request, self.settings)
+        deadline = deadline_of(request, self.settings)
         if remote and request.sampling.prompt_logprobs is not None:
             remote, local_reason = False, "prompt_logprobs"
         self._arrivals += 1
@@ -118,7 +124,8 @@ class Scheduler:
             request=request,
             page_size=self.settings.page_size,
             windows=self._allocator.windows,
-            seq=seq,
+            seq=place_of(request, self._arrivals, deadline, self.settings),
+            deadline=deadline,
             limit=token_limit(request, self.settings, self._pool_tokens),
             stop_ids=stop_ids_of(request, self.settings),
             handoff=handoff,
@@ -130,6 +137,11 @@ class Scheduler:
             verify_windows=self._verify_windows,
             confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),
         )
+        if not remote and self._planner.is_late(state, request.arrival):
+            raise TooLate(
+                f"sched: the prompt has {len(request.prompt)} tokens, which takes longer than the"
+                f" {deadline - request.arrival:g} s that its timeout (or --request-timeout) leaves"
+            )
         if handoff is not None:
             self._outgoing.start(state, handoff)
         self._requests.enter(state)
@@ -140,6 +152,10 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise what `add` would raise for this request by itself: BadRequest, PromptTooLong."""
         check_request(request, self.settings, self._pool_tokens)
+
+    def deadline_of(self, request: Request) -> float:
+        """Clock at which a request must have ended; inf = there is no such time."""
+        return deadline_of(request, self.settings)
 
     def abort(
         self, rid: str, reason: str, finish: FinishReason = FinishReason.ABORT, *, untrusted: bool = False,
@@ -217,6 +233,10 @@ class Scheduler:
         self._open.append(step)
         return step.plan
 
+    def take_late(self) -> list[str]:
+        """Requests whose turn came in the latest plans, too late for their deadline: they are to be ended."""
+        return self._planner.take_late()
+
     def settle(self) -> None:
         """The oldest step under way has run: settle the loads that it waited for. Requests whose KV never came begin
         again, and what the step found or computed for them is dropped. To be called before its findings are
@@ -250,7 +270,8 @@ class Scheduler:
 
     def ending(self, result: StepResult) -> dict[str, OwnPages]:
         """Requests that this result of the oldest step under way ends, but whose KV it does not verify as a whole: what
-        is to be verified of each before its last token leaves, the KV that this step wrote included."""
+        is to be verified of each before its last token leaves, the KV that this step wrote included. A token that is
+        another one than was given out before a heal ends its request too: which of the two is wrong is known then."""
         verify_steps, step = self.settings.verify_steps, self._open[0]
         rows: dict[str, OwnPages] = {}
         if verify_steps <= 1:
@@ -258,7 +279,7 @@ class Scheduler:
         for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
             if state is None or state.aborting or work.whole or seq.token is None:
                 continue
-            if seq.ends or is_last(state, seq.token):
+            if seq.ends or is_last(state, seq.token) or state.contradicts(seq.token):
                 rows[state.rid] = state.own_pages(work.start + len(work.tokens))
         return rows
 
@@ -314,18 +335,29 @@ class Scheduler:
         """No peer writes these pages any more: they may be allocated."""
         self._allocator.quarantine_over(spans)
 
-    def take_reservations(self, now: float) -> tuple[Reservation, ...]:
+    def take_reservations(
+        self, now: float, there: Mapping[str, PrefillPace] | None = None
+    ) -> tuple[Reservation, ...]:  # fmt: skip
         """Reserve pages for remote requests, oldest first, as far as there is room; their cached prefix is locked.
 
         To be called before every plan while remote requests wait: the planner admits no request that is younger than
-        a remote one without room.
+        a remote one without room. `there`: paces of prefill engines, by address.
         """
-        return tuple(self._incoming.reserve(now, self._planner.blocked_seq, self._requests.go_local))
+        paces = Paces(here=self._planner.prefill_pace, there=dict(there or {}))
+        return tuple(self._incoming.reserve(now, self._planner.blocked_seq, self._requests.go_local, paces))
 
-    def take_short(self) -> list[str]:
-        """Remote requests that `take_reservations` decided to compute here since the last call, as they lack too little
-        to be sent away."""
-        return self._incoming.take_short()
+    def take_kept(self) -> list[tuple[str, str]]:
+        """Remote requests that `take_reservations` decided to compute here since the last call, and why."""
+        return self._incoming.take_kept()
+
+    @property
+    def choice(self) -> HandoffChoice:
+        """Whether a prompt is handed over at all: to be told how late handoffs come."""
+        return self._incoming.choice
+
+    def prefill_pace(self) -> PrefillPace:
+        """How soon a prompt that comes now is computed here."""
+        return self._planner.prefill_pace()
 
     def landed(
         self, rid: str, token: int, logprobs: TokenLogprobs | None, now: float, *, prefill_engine: str = "",
@@ -429,8 +461,10 @@ class Scheduler:
     def users_of(self, part: Part, pages: int | NDArray[np.int32]) -> tuple[str, ...]:
         """Requests whose rows name a device page (or one of some) now, its owner or not. Cost: all pages of all
         requests."""
-        rows = ((state.rid, row) for state in self._states.values() for row in state.rows if row.part is part)
-        return tuple(rid for rid, row in rows if np.isin(row.named(), pages).any())
+        rows = [(state.rid, row.named()) for state in self._states.values() for row in state.rows if row.part is part]
+        if isinstance(pages, int):
+            return tuple(rid for rid, named in rows if (named == pages).any())
+        return tuple(rid for rid, named in rows if np.isin(named, pages).any())
 
     def rows_of(self, rids: Iterable[str]) -> dict[Part, NDArray[np.int32]]:
         """The device pages that rows of these requests name, by part; unknown ones have none. Cost: their pages."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
@@ -37,6 +38,13 @@ class SchedSettings:
     max_queued_requests: int = 4096
     """Requests that wait at most; one more is refused (CapacityError). Under the policy `priority`: of the priority of
     the new one, or a more important one; and eight times as many altogether."""
+    queued_max_of: Mapping[int, int] = field(default_factory=dict)
+    """Under the policy `priority`: how many of these priorities may wait, besides that."""
+    priority_ageing_s: float = 0.0
+    """Under the policy `priority`: a request goes before those of one step more importance that came so many seconds
+    later (and half as many, see queues.place_of); 0 = never."""
+    request_s_max: float = 0.0
+    """Seconds that a request may take; 0 = no bound but its own."""
     chunked_prefill_size: int = 2048
     """Prompt tokens of one step at most; -1 = no bound, prompts are never split."""
     step_s_max: float = 0.0
@@ -48,6 +56,9 @@ class SchedSettings:
     """A newcomer is admitted only if every running request could still grow by this much (or to its end)."""
     min_remote_tokens: int = 0
     """A remote request that lacks fewer prompt tokens than this is computed here."""
+    local_gain: float = 0.0
+    """A remote request is computed here where its first token then comes so many times sooner, by what the engines
+    measured (handoff_choice.py); 0 = never for that."""
     prefetch_policy: str = "none"
     """How long a request waits for the storage: none (it is not asked), best_effort, timeout or wait_complete."""
     prefetch_s_max: float = 1.0
@@ -88,8 +99,9 @@ class SchedSettings:
                 f"sched: chunked_prefill_size is {self.chunked_prefill_size}, expected -1 (no bound) or at least one"
                 f" page = {self.page_size} tokens"
             )
-        if not self.step_s_max >= 0:
-            raise ConfigError(f"sched: step_s_max is {self.step_s_max}, expected at least 0")
+        for name in ("step_s_max", "priority_ageing_s", "request_s_max", "local_gain"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"sched: {name} is {getattr(self, name)}, expected at least 0")
         if self.schedule_policy not in POLICIES:
             raise ConfigError(f"sched: schedule_policy is {self.schedule_policy!r}, expected one of {list(POLICIES)}")
         if self.prefetch_policy not in PREFETCH_POLICIES:

@@ -112,7 +112,7 @@ class StepCommit:
 
         Raises InvariantError where `found` is not an id of the vocabulary."""
         token, place = self._known_token(state, found), state.known
-        if place < state.left and int(state.tokens[place]) != token:
+        if state.contradicts(token):
             return self._end_wrong(state, f"id {int(state.tokens[place])}, computed again it is {token}")
         state.append(token)
         if state.first_token is None:

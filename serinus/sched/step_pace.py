@@ -5,7 +5,9 @@ Pure: times are those of `plan` and `commit`. Knows no requests.
 
 from __future__ import annotations
 
-__all__ = ["StepPace"]
+import math
+
+__all__ = ["PaceLine", "StepPace"]
 
 _TOKENS_FIRST = 128
 """Of a step before anything was measured..."""
@@ -35,8 +37,10 @@ class StepPace:
         self._step_s_max = step_s_max
         self._tokens_max = 1 << 62 if tokens_max == -1 else tokens_max
         self._tokens_min = min(max(page_size, _TOKENS_MIN), self._tokens_max)
-        self._lines = {False: _Line(), True: _Line()}
+        self._lines = {False: PaceLine(), True: PaceLine()}
         self._steps = 0
+        self._token_s_least = math.inf
+        self._tokens_seen = 0
 
     def budget(self, *, decodes: bool) -> int:
         """Prompt tokens of the next step; `decodes`: it has decoding requests too.
@@ -54,15 +58,26 @@ class StepPace:
             tokens = self._tokens_min * (1 + (self._steps % _LOOK_STEPS == 0))
         return min(tokens, self._tokens_max)
 
+    def seconds(self, tokens: int, *, decodes: bool) -> float:
+        """What so many prompt tokens are going to take, in as many steps as they need; 0 where none was measured."""
+        line = self._lines[decodes] if self._lines[decodes].token_s else self._lines[not decodes]
+        return line.step_s * -(-tokens // self.budget(decodes=decodes)) + line.token_s * tokens
+
     def took(self, seconds: float, *, prompt_tokens: int, decodes: bool) -> None:
         """A step with these tokens took so long."""
         if prompt_tokens and seconds > 0:
             self._steps += 1
             self._lines[decodes].add(prompt_tokens, seconds)
+            self._token_s_least = min(self._token_s_least, seconds / prompt_tokens)
+            self._tokens_seen = max(self._tokens_seen, prompt_tokens)
+
+    def seconds_least(self, tokens: int) -> float:
+        """Seconds below which so many prompt tokens were never computed; 0 where no step was large enough to tell."""
+        return tokens * self._token_s_least if min(tokens, self._tokens_max) <= self._tokens_seen else 0.0
 
 
-class _Line:
-    """Seconds of a step over its prompt tokens, by least squares; the latest steps count most."""
+class PaceLine:
+    """Seconds of a step (or of a handoff) over its prompt tokens, by least squares; the latest ones count most."""
 
     def __init__(self) -> None:
         self.step_s = 0.0

@@ -5,12 +5,14 @@ Decides which requests get work; knows nothing of the results of earlier steps, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from serinus.core.plan import SeqWork, StepPlan
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch, Growth
+from serinus.sched.handoff_choice import PrefillPace
 from serinus.sched.incoming import Incoming
 from serinus.sched.open_step import OpenStep
 from serinus.sched.page_allocator import PageAllocator
@@ -26,6 +28,10 @@ __all__ = ["StepPlanner"]
 _ENDLESS = 1 << 62
 _LOOK_REQUESTS = 16
 """Of those that wait, so many are looked at for one that is shorter than what runs."""
+_AHEAD_REQUESTS = 64
+"""...and so many for how long the line is; the others count as long as these."""
+_PROMPT_TOKENS = 2048
+"""A token takes what it does in a prompt of so many, or in one step where that has fewer."""
 
 
 class StepPlanner:
@@ -51,6 +57,7 @@ class StepPlanner:
         self._totals = totals
         self._pace = pace
         self._blocked: ReqState | None = None
+        self._late: dict[str, None] = {}
         self._step = 0
 
     @property
@@ -58,6 +65,30 @@ class StepPlanner:
         """Age of the request that found no room at the last try: younger remote ones must not overtake it."""
         blocked = self._blocked
         return blocked.seq if blocked is not None and blocked.phase is Phase.WAITING else None
+
+    def take_late(self) -> list[str]:
+        """Requests whose turn has come since the last call too late for their deadline: they are to be ended."""
+        late, self._late = list(self._late), {}
+        return late
+
+    def prefill_pace(self) -> PrefillPace:
+        """How soon a prompt that comes now is computed here. Cost: a look at some of the requests that wait."""
+        waiting, decodes = self._requests.waiting, bool(self._batch.decoding)
+        first = waiting.first(_AHEAD_REQUESTS)
+        ahead = sum(state.known - state.planned for state in (*self._batch.prefilling, *first))
+        ahead = ahead * len(waiting) // len(first) if len(first) < len(waiting) else ahead
+        step = min(self._pace.budget(decodes=decodes), _PROMPT_TOKENS)
+        return PrefillPace(
+            queue_s=self._pace.seconds(ahead, decodes=decodes),
+            token_s=self._pace.seconds(step, decodes=decodes) / step,
+        )
+
+    def is_late(self, state: ReqState, now: float) -> bool:
+        """Whether its prompt cannot be computed before its deadline, not even at once and as fast as any ever was.
+        Cost: a comparison; with a deadline one cache probe."""
+        if state.deadline == math.inf:
+            return False
+        return now + self._pace.seconds_least(state.known - self._allocator.cached(state)) > state.deadline
 
     def next_step(self, now: float) -> OpenStep | None:
         """Decide it; None = nothing can run now."""
@@ -87,6 +118,10 @@ class StepPlanner:
             return None
         self._hand_out_rest(work, states, decode_count, left)
         self._step += 1
+        if self._requests.shares.divided:
+            for each, of_it in zip(states, work, strict=True):
+                assert each is not None, f"sched: work for {of_it.rid} without its request"
+                self._requests.shares.charge(each.request.share, len(of_it.tokens))
         computed = sum(len(w.tokens) for w in work[decode_count:])
         self._totals.computed_tokens += computed + decode_count
         return OpenStep(
@@ -105,13 +140,14 @@ class StepPlanner:
         )
 
     def _give_way(self) -> list[ReqState]:
-        """Under the policy `priority`: the last of the running requests, where the first that waits is more important
-        and lacks its pages, or its row. One in a step: the next plan sees whether that is enough."""
-        first = next(iter(self._requests.waiting), None)
-        last = self._batch.last()
-        if self._settings.schedule_policy != "priority" or first is None or last is None:
+        """Under the policy `priority`: the last of the running requests of an API key, where the first of its that
+        waits is more important and lacks its pages, or its row. One in a step: the next plan sees whether that is
+        enough. One that waits for what has aged past it takes nothing from that."""
+        if self._settings.schedule_policy != "priority" or not self._requests.waiting:
             return []
-        if first.request.priority >= last.request.priority:
+        (first,) = self._requests.waiting.in_turn(1)
+        last = self._batch.last_of(first.request.share.name)
+        if last is None or first.request.priority >= last.request.priority or first.seq > last.seq:
             return []
         if first is not self._blocked:
             rows_are_taken = self._batch.rows_needed >= self._settings.max_running_requests
@@ -136,7 +172,7 @@ class StepPlanner:
         """Tokens of the shortest of the oldest waiting requests, as far as there are rows for them."""
         if self._batch.rows_needed >= self._settings.max_running_requests:
             return _ENDLESS
-        return min((state.known for state in self._requests.waiting.first(_LOOK_REQUESTS)), default=_ENDLESS)
+        return min((state.known for state in self._requests.waiting.in_turn(_LOOK_REQUESTS)), default=_ENDLESS)
 
     def _share(self, state: ReqState, left: int, shortest: int) -> int:
         """What a request may take of the budget that is left: half of it, where it needs more than that and a shorter
@@ -172,6 +208,9 @@ class StepPlanner:
                 break
             if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
                 continue
+            if self.is_late(state, now):
+                self._late[state.rid] = None
+                continue
             if (older_seq is not None and older_seq < state.seq) or not self._admission.place(state):
                 self._blocked = state
                 break
@@ -188,6 +227,7 @@ class StepPlanner:
     def _start(self, state: ReqState, budget: int, shortest: int, now: float) -> SeqWork:
         """Let a placed request run."""
         self._requests.waiting.remove(state)
+        self._requests.shares.serve(state.request.share)
         state.move(Phase.PREFILL)
         self._allocator.take_row(state)
         self._batch.prefilling.append(state)
