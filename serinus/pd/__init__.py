@@ -169,6 +169,7 @@ from serinus.pd.stores import (
     Stores,
     StoresOf,
 )
+from serinus.pd.trail import HandoffTrail
 
 __all__ = [
     "MOVING_S",
@@ -199,6 +200,7 @@ __all__ = [
     "HandoffOver",
     "HandoffPort",
     "HandoffSettings",
+    "HandoffTrail",
     "Intake",
     "Landed",
     "LocalBackend",

@@ -159,8 +159,10 @@ class Landed:
     """That came, of all ranks."""
     seconds: float
     """From the first Data to here."""
+    verify_seconds: float
+    """From the last Data to here: what was not checked, and confirmed, before."""
     copy_seconds: float
-    """Of it, spent copying and checking."""
+    """Of `seconds`, spent copying and checking."""
     wait_seconds: float
     """From StartHandoff to the first Data."""
     connect_seconds: float

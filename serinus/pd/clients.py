@@ -217,7 +217,9 @@ class Clients:
     def tick(self, event: Tick, now: float, out: list[PrefillAction]) -> list[Client]:
         """Keep alive; returns those that were silent for too long."""
         self._step_s = event.step_s
-        keepalive = Keepalive(load=event.load, turn=event.turn, step_s_max=event.step_s)
+        keepalive = Keepalive(
+            load=event.load, turn=event.turn, step_s_max=event.step_s, queue_s=event.queue_s, token_s=event.token_s
+        )  # fmt: skip
         silent: list[Client] = []
         for client in self._clients.values():
             client.pulse.tick(now)

@@ -194,6 +194,8 @@ class DecodeSide:
             if handoff is None:
                 return
         handoff.held, handoff.started = event.held, now
+        if (peer := self._registry.at(event.address)) is not None:
+            peer.queue_s += peer.token_s * (len(event.request.prompt) - event.held)
         handoff.spans = tuple(PageSpan(part=s.part, first=s.first, pages=s.pages.copy()) for s in event.spans)
         if handoff.peer:
             self._grant(handoff, out)
@@ -329,6 +331,7 @@ class DecodeSide:
                 self._lose(peer, message.reason[:REASON_CHARS], now, out, hang_up=True)
             case Keepalive():
                 peer.load, peer.pulse.step_s = message.load, message.step_s_max
+                peer.queue_s, peer.token_s = message.queue_s, message.token_s
             case AbortAck() if peer.state is PeerState.UP:
                 if not self._table.quarantines.acknowledged(message.grant, event.peer, message.ranks, now, out):
                     self.rejects["unknown_grant"] += 1
@@ -406,6 +409,7 @@ class DecodeSide:
             return
         if not account.piece_count:
             handoff.first_data_at = now
+        handoff.last_data_at = now
         span = account.take(data)
         handoff.copying += 1
         peer = self._registry.named(event.peer)

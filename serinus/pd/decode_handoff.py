@@ -46,6 +46,7 @@ class DecodeHandoff:
     """Data messages that ranks have not taken in yet."""
     copy_seconds: float = 0.0
     first_data_at: float = 0.0
+    last_data_at: float = 0.0
     done: Done | None = None
     confirming_since: float | None = None
     """Pull: CONFIRM is on its way."""
@@ -75,6 +76,7 @@ class DecodeHandoff:
             page_count=sum(len(span.pages) for span in account.spans.values()),
             byte_count=account.byte_count,
             seconds=now - self.first_data_at,
+            verify_seconds=now - self.last_data_at,
             copy_seconds=self.copy_seconds,
             wait_seconds=self.first_data_at - self.started,
             connect_seconds=max(0.0, self.asked_at - self.begun),

@@ -43,6 +43,10 @@ class Tick:
     """Turns of the scheduler; told to the peers."""
     step_s: float = 0.0
     """The longest that we did not listen lately (a step of the model); told to the peers."""
+    queue_s: float = 0.0
+    """Seconds until a prompt that comes now would be begun here; told to decode engines."""
+    token_s: float = 0.0
+    """Seconds of a prompt token here, 0 = not measured yet; told to decode engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

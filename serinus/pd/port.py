@@ -161,15 +161,18 @@ class HandoffPort(Generic[M]):
         self._offences = 0
         self._blamed: Counter[str] = Counter()
         """Messages without sense, by peer."""
+        self.tap: Callable[[object, Sequence[object], float], None] | None = None
+        """Where it is set, it is told every event of the machine, what came of it, and when."""
 
     def turn(
-        self, now: float, messages: Sequence[PeerMessage | Gone] = (), *, load: int = 0, turn: int = 0
+        self, now: float, messages: Sequence[PeerMessage | Gone] = (), *, load: int = 0, turn: int = 0,
+        queue_s: float = 0.0, token_s: float = 0.0,
     ) -> list[Any]:  # fmt: skip
         """Deal with what peers said and ranks answered; returns what the engine must act on, in order.
 
-        Pump the line before, and flush it after `take_outgoing` was delivered. `load`, `turn`: see events.Tick. Pages
-        that came are copied in here on the leader's own rank: that is the time it takes. Raises what the line's `pump`
-        raises.
+        Pump the line before, and flush it after `take_outgoing` was delivered. `load` to `token_s`: see events.Tick.
+        Pages that came are copied in here on the leader's own rank: that is the time it takes. Raises what the line's
+        `pump` raises.
         """
         out: list[Any] = []
         self._pace.look(now)
@@ -185,7 +188,8 @@ class HandoffPort(Generic[M]):
             self._reap(now, out)
         if self._ticked_at is None or now - self._ticked_at >= TICK_S / 2:
             self._ticked_at = now
-            self._run(Tick(load=load, turn=turn, step_s=self._pace.longest_s), now, out)
+            step_s = self._pace.longest_s
+            self._run(Tick(load=load, turn=turn, step_s=step_s, queue_s=queue_s, token_s=token_s), now, out)
         out.extend(self.settle(now))
         return out
 
@@ -258,7 +262,10 @@ class HandoffPort(Generic[M]):
         """Give one event to the machine, perform what it asks, and so on with what happens at once."""
         events = deque((event,))
         while events:
-            for action in self.machine.handle(events.popleft(), now):
+            actions = self.machine.handle(next_event := events.popleft(), now)
+            if self.tap is not None:
+                self.tap(next_event, actions, now)
+            for action in actions:
                 self._perform(action, events, out)
 
     def _perform(self, action: Any, events: deque[object], out: list[Any]) -> None:

@@ -71,6 +71,10 @@ class Peer:
     backend: str = ""
     load: int = 0
     """Requests running or waiting there, as it says itself."""
+    queue_s: float = 0.0
+    """Seconds until it would begin with another prompt: as it said, and what was sent there since."""
+    token_s: float = 0.0
+    """Seconds of a prompt token there, as it says itself; 0 = not known."""
     layout: RankLayout | None = None
     """Of its ranks, once it was greeted."""
     routes: Routes | None = None
@@ -282,7 +286,7 @@ class Registry:
         is_news = peer.state is PeerState.UP or not peer.failures or peer.reason != reason
         peer.state, peer.since, peer.suspect, peer.slow, peer.reason = state, now, True, False, reason
         peer.failures += 1
-        peer.load = 0
+        peer.load, peer.queue_s, peer.token_s = 0, 0.0, 0.0
         if is_news:
             out.append(self._news(peer, state.value, reason))
 

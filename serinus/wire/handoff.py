@@ -115,6 +115,10 @@ class Keepalive(MessageBase, frozen=True, kw_only=True):
     """Scheduler turns: a hung scheduler is visible, not only a dead socket."""
     step_s_max: Seconds = 0.0
     """The longest that the sender was silent lately because it computed; 0 = it has no idea."""
+    queue_s: Seconds = 0.0
+    """P -> D: seconds until it would begin with a prompt that comes now..."""
+    token_s: Seconds = 0.0
+    """...and those of a prompt token; 0 = not measured yet."""
 
 
 class Prepare(MessageBase, frozen=True, kw_only=True):

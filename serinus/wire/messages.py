@@ -14,6 +14,7 @@ import msgspec
 
 from serinus.core.bounds import Count, Name, Text, TopIds
 from serinus.core.request import Request, TokenDelta
+from serinus.core.trace import SPANS_MAX, SpanRecord
 from serinus.wire.fields import MessageBase
 from serinus.wire.handoff import (
     AbortAck,
@@ -75,6 +76,7 @@ __all__ = [
     "RankWelcome",
     "Ready",
     "SourceLease",
+    "Spans",
     "StopEngine",
     "Tokens",
 ]
@@ -144,11 +146,11 @@ class EngineCall(MessageBase, frozen=True, kw_only=True):
 
     call: Count
     what: Name
-    """flush_cache | metrics | info | load | cache | canary | perturb"""
+    """flush_cache | metrics | info | load | cache | canary | perturb | watch | look"""
     limit: Count = 0
     """Of `cache`: nodes of the tree at most."""
     body: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
-    """Of `perturb`: the faults to plant, as JSON; empty = only tell."""
+    """Of `perturb`: the faults to plant, as JSON; empty = only tell. Of `look`: what is looked at, as JSON."""
 
 
 class EngineReply(MessageBase, frozen=True, kw_only=True):
@@ -158,7 +160,14 @@ class EngineReply(MessageBase, frozen=True, kw_only=True):
     """That of the EngineCall; 0 = none: the engine has broken, and answers nothing more."""
     ok: bool = True
     body: bytes = b""
-    """JSON, or the Prometheus text of `metrics`; with ok=False the reason in words."""
+    """JSON, the Prometheus text of `metrics`, or for `watch` a frame (watched.py) in msgpack; with ok=False the reason
+    in words."""
+
+
+class Spans(MessageBase, frozen=True, kw_only=True):
+    """Engine -> front: parts of traces that have ended, for the front to export."""
+
+    spans: Annotated[tuple[SpanRecord, ...], msgspec.Meta(max_length=SPANS_MAX)]
 
 
 class StopEngine(MessageBase, frozen=True, kw_only=True):
@@ -209,5 +218,6 @@ Message = (
     | RankExit
     | EngineEnd
     | KvFound
+    | Spans
 )
 """What a frame can carry."""

@@ -113,11 +113,6 @@ class TcpListener:
         """What to wait for."""
         return [self._socket]
 
-    @property
-    def connection_count(self) -> int:
-        """Connections that are open, strangers among them."""
-        return len(self._connections)
-
     def take(self, ready: dict[Any, int], events: list[ChannelEvent]) -> None:
         """What came, and the peers that are gone. Called in every turn, whether the socket is ready or not."""
         if self._socket in ready:

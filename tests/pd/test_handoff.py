@@ -377,7 +377,12 @@ def test_both_sides_give_signs_of_life() -> None:
     assert side.peers[0].load == 17
     prefill = PrefillSide(make_settings("p", 2, keepalive_s=1.0))
     tell(prefill, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    assert sent(prefill.handle(Tick(load=2), 1.0)) == [Keepalive(load=2)]
+    said = sent(prefill.handle(Tick(load=2, queue_s=3.0, token_s=0.5), 1.0))
+    assert said == [Keepalive(load=2, queue_s=3.0, token_s=0.5)]
+    tell(side, "p0#1", said[0])
+    side.handle(start_event(rid="more"), 1.6)
+    sent_tokens = len(start_event().request.prompt) - start_event().held
+    assert side.peers[0].queue_s == 3.0 + 0.5 * sent_tokens, "as it said, and what was sent there since"
 
 
 def test_a_connection_that_takes_the_place_of_another_is_told_to_the_other() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from serinus.core.errors import FrameError
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
+from serinus.core.trace import SpanRecord
 from serinus.testing.builders import make_request
 from serinus.wire import decode, encode
 from serinus.wire.arrays import to_extension
@@ -50,6 +51,7 @@ from serinus.wire.messages import (
     RankHello,
     RankWelcome,
     SourceLease,
+    Spans,
     Tokens,
 )
 
@@ -99,6 +101,19 @@ MESSAGES: tuple[Message, ...] = (
     RankWelcome(store="127.0.0.1:4000"),
     RankExit(reason="ConfigError: no model", code=2, suffers=True),
     EngineEnd(reason="TP1 PP0 died of SIGKILL", code=3),
+    Spans(
+        spans=(
+            SpanRecord(
+                name="handoff",
+                traceparent="00-1-2-01",
+                start=1.0,
+                end=2.5,
+                attributes={"pages": 3},
+                parts=(("grant", 1.0, 2.0),),
+                error="late",
+            ),
+        )
+    ),
 )
 
 
@@ -163,7 +178,7 @@ def test_a_truncated_or_longer_frame_is_always_noticed(message: Message, data: s
 def _forged(body: bytes, kind: int, *, body_bytes: int | None = None, payload_bytes: int = 0) -> bytes:
     """A frame whose CRC is right, whatever it says."""
     length = len(body) if body_bytes is None else body_bytes
-    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 7, kind, 0, length, payload_bytes, 1, 1, 0)
+    head = struct.pack("<4sBBHIQQQQ", b"SRNS", 9, kind, 0, length, payload_bytes, 1, 1, 0)
     return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
 
 
