@@ -26,6 +26,7 @@ from report import best_ms, emit
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from serinus import LLM, Grammar, SamplingParams
+from serinus.core.clock import WallClock
 from serinus.core.plan import SampleSpec
 from serinus.runner.grammar_masks import GrammarMasks, StepMasks
 from serinus.text import GrammarVocabulary, byte_of_char, load_tokenizer
@@ -68,7 +69,7 @@ class TimedMasks(GrammarMasks):
     """Notes what a step spends on its masks."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        super().__init__(lambda: vocabulary, width=VOCAB)
+        super().__init__(lambda: vocabulary, WallClock(), width=VOCAB)
         self.begins: list[float] = []
         self.waits: list[float] = []
         self.makes: list[float] = []
@@ -81,9 +82,9 @@ class TimedMasks(GrammarMasks):
         self.begins.append(time.perf_counter() - begin)
         return None if begun is None else _Timed(begun, self.waits)
 
-    def _masks(self, *arguments: Any) -> StepMasks:
+    def _made(self, *arguments: Any) -> StepMasks:
         begin = time.perf_counter()
-        self.last = super()._masks(*arguments)
+        self.last = super()._made(*arguments)
         self.makes.append(time.perf_counter() - begin)
         return self.last
 
@@ -163,9 +164,9 @@ def measure(folder: Path, layers: int, count: int) -> None:
     steps: list[float] = []
     compute = runner._compute
 
-    def timed(work: Any) -> Any:
+    def timed(work: Any, *staged: Any) -> Any:
         start = time.perf_counter()
-        found = compute(work)
+        found = compute(work, *staged)
         if len(work) == ROWS and all(len(each.tokens) == 1 for each in work):
             steps.append(time.perf_counter() - start)
         return found

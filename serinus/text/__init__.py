@@ -13,7 +13,9 @@ from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswe
 from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
+from serinus.text.forced_calls import forced_tag
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
+from serinus.text.grammar_source import tag_rules
 from serinus.text.grammars import GrammarFailed, GrammarState, GrammarVocabulary
 from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
@@ -42,7 +44,9 @@ __all__ = [
     "answer_style",
     "byte_of_char",
     "checked_messages",
+    "forced_tag",
     "load_generation_config",
     "load_tokenizer",
+    "tag_rules",
     "tokenizer_eos_ids",
 ]

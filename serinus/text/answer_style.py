@@ -7,10 +7,19 @@ from functools import lru_cache
 
 from serinus.core.errors import ConfigError
 from serinus.text.answer import AnswerParser, PlainAnswer
+from serinus.text.forced_calls import reads_pairs
 from serinus.text.harmony import HARMONY_HINT, HARMONY_MARKS, HarmonyParser
 from serinus.text.reasoning import REASONING_FORMATS, ReasoningFormat, ThinkParser, reasoning_format_of
 from serinus.text.tool_bodies import Tools
-from serinus.text.tool_formats import FORCED_CALLS, HARMONY_NAMES, TOOL_FORMATS, ToolFormat, tool_format_of
+from serinus.text.tool_formats import (
+    FORCED_CALLS,
+    HARMONY_NAMES,
+    HARMONY_WRITES,
+    TOOL_FORMATS,
+    CallForm,
+    ToolFormat,
+    tool_format_of,
+)
 from serinus.text.tool_parser import ToolParser
 
 __all__ = ["AnswerStyle", "answer_style", "reasoning_parser_names", "tool_parser_names"]
@@ -22,6 +31,8 @@ class AnswerStyle:
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    template: str = ""
+    """The chat template, by which a family's form of calls is chosen."""
     harmony_tools: bool = False
     harmony_reasoning: bool = False
 
@@ -29,11 +40,6 @@ class AnswerStyle:
     def reads_tools(self) -> bool:
         """Whether tool calls are found in its answers."""
         return self.tools is not None or self.harmony_tools
-
-    @property
-    def reads_reasoning(self) -> bool:
-        """Whether thoughts are found in them."""
-        return self.reasoning is not None or self.harmony_reasoning
 
     def marks(self, *, tools: bool, reasoning: bool) -> frozenset[str]:
         """What tools or reasoning are known by: where any is a special token, the text must show special tokens."""
@@ -46,15 +52,27 @@ class AnswerStyle:
             marks.update(HARMONY_MARKS)
         return frozenset(marks)
 
+    def call_form(self, schemas: Tools) -> CallForm:
+        """How calls of these functions are written where they must be."""
+        if self.harmony_tools:
+            return HARMONY_WRITES
+        form = self._forced_format(schemas)
+        return next(each for each in form.writes if each.hint in self.template)
+
+    def _forced_format(self, schemas: Tools) -> ToolFormat:
+        form = self.tools or FORCED_CALLS
+        as_pairs = form.writes[0].pair is not None
+        return FORCED_CALLS if as_pairs and not all(map(reads_pairs, schemas.values())) else form
+
     def parser(self, *, prompt: str, tools: Tools | None, reasoning: bool, forced: bool = False) -> AnswerParser | None:
         """A parser for one answer to this prompt; None = all of it is content.
 
-        `tools`: may be called, None = none may; `forced`: a grammar makes a list of calls (FORCED_CALLS) of the answer.
+        `tools`: may be called, None = none may; `forced`: a grammar makes calls of the answer (`call_form`).
         """
         is_harmony = (tools is not None and self.harmony_tools) or (reasoning and self.harmony_reasoning)
-        if is_harmony and not forced:
+        if is_harmony:
             return HarmonyParser(tools or {})
-        form = FORCED_CALLS if forced else self.tools if tools is not None else None
+        form = None if tools is None else self._forced_format(tools) if forced else self.tools
         inner = ToolParser(form, tools or {}) if form is not None else None
         if not reasoning or self.reasoning is None:
             return inner
@@ -97,6 +115,7 @@ def answer_style(template: str, *, tool_call_parser: str = "auto", reasoning_par
         reasoning = reasoning_format_of(template)
     harmony = {*HARMONY_NAMES, "openai_gptoss", *(("auto",) if is_harmony else ())}
     return AnswerStyle(
+        template=template,
         tools=tools,
         reasoning=reasoning,
         harmony_tools=tool_call_parser in harmony,

@@ -10,7 +10,7 @@ from typing import Any
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 
-__all__ = ["library_source"]
+__all__ = ["library_source", "tag_rules"]
 
 _SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between tokens of JSON: more is of no use, and a model could write it for ever."""
@@ -45,7 +45,12 @@ def library_source(grammar: Grammar, special_ids: Mapping[str, int]) -> str:
         return str(matcher.grammar_from_lark(_lark(text)))
     if kind == "choice":
         return str(matcher.grammar_from_lark(f"start: {' | '.join(_literal(each) for each in _choices(text))}"))
-    return str(matcher.grammar_from_lark(_Tags(special_ids).rules(_json(text, "a structural tag"))))
+    return str(matcher.grammar_from_lark("%llguidance {}\n" + tag_rules(text, special_ids, "start")))
+
+
+def tag_rules(text: str, special_ids: Mapping[str, int], start: str) -> str:
+    """Rules of Lark of a structural tag, the first of which is `start`. Raises BadRequest, as above."""
+    return _Tags(special_ids).rules(_json(text, "a structural tag"), start)
 
 
 def _as_object(text: str, schema: Any) -> str:
@@ -92,14 +97,14 @@ class _Tags:
         self._specials = re.compile("|".join(map(re.escape, names))) if names else None
         self._rules: list[str] = []
 
-    def rules(self, tag: Any) -> str:
+    def rules(self, tag: Any, start: str = "start") -> str:
         if not isinstance(tag, dict):
             raise BadRequest("grammar", tag, "a structural tag: an object")
         given = tag.get("format")
         if given is None:
             given = self._old_form(tag)
-        start = self._format(given, "format", 0)
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, f"ANY_TEXT: /{_ANY}/"])
+        first = self._format(given, "format", 0)
+        return "\n".join([f"{start}: {first}", *self._rules, f"ANY_TEXT: /{_ANY}/"])
 
     def _old_form(self, tag: dict[str, Any]) -> dict[str, Any]:
         structures, triggers = tag.get("structures"), tag.get("triggers")

@@ -70,6 +70,11 @@ class GrammarVocabulary:
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = threading.Lock()
 
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled."""
+        with self._lock:
+            return grammar in self._compiled
+
     def begin(self, grammar: Grammar) -> GrammarState:
         """The state before the first token. Raises BadRequest, by the name `grammar`: it cannot be compiled; the
         message says where it is wrong.

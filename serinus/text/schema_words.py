@@ -4,42 +4,70 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["where_in"]
 
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _QUOTED = re.compile(r'"([^"]+)"')
-_WORDS = (
-    (re.compile(r"Invalid type: (.+)$"), "type", True),
-    (re.compile(r"Unknown format: (.+)$"), "format", True),
-    (re.compile(r"Pointer '(.+)' does not exist"), "$ref", False),
-    (re.compile(r"regex parse error|invalid regex|look-?around"), "pattern", False),
-    (re.compile(r"type must be a string"), "type", False),
-    (re.compile(r"for '([A-Za-z$]+)'"), "", False),
+_REFERENCES = ("$ref", "$dynamicRef", "$schema")
+_Fits = Callable[[Any, "re.Match[str]"], bool]
+
+
+def _any(held: Any, found: re.Match[str]) -> bool:
+    return True
+
+
+def _shown(held: Any, found: re.Match[str]) -> bool:
+    return bool(held == found[1])
+
+
+def _same_document(held: Any, found: re.Match[str]) -> bool:
+    """A reference may be relative to an `$id`: its last step names the document."""
+    return isinstance(held, str) and held.partition("#")[0].rpartition("/")[2] == found[1].rpartition("/")[2]
+
+
+def _has_false(held: Any, found: re.Match[str]) -> bool:
+    return held is False or (isinstance(held, list) and False in held)
+
+
+_WORDS: tuple[tuple[re.Pattern[str], tuple[str, ...], _Fits], ...] = (
+    (re.compile(r"Invalid type: (.+)$"), ("type",), _shown),
+    (re.compile(r"Unknown format: (.+)$"), ("format",), _shown),
+    (re.compile(r"Unknown format"), ("$ref",), _any),  # it stands in another document
+    (re.compile(r"(Pointer|Anchor) '(.+)' does not exist"), ("$ref", "$dynamicRef"), _any),
+    (re.compile(r"Resource '(.+?)' is not present"), _REFERENCES, _same_document),
+    (re.compile(r"patternProperty regexes"), ("patternProperties",), _any),
+    (re.compile(r"oneOf constraints"), ("oneOf",), _any),
+    (re.compile(r"schema is false"), ("allOf", "anyOf", "oneOf", "$defs", "$ref"), _has_false),
+    (re.compile(r"schema is false while processing"), ("$ref",), _any),
+    (re.compile(r"regex parse error|invalid regex|look-?around"), ("pattern",), _any),
+    (re.compile(r"type must be a string"), ("type",), _any),
 )
-"""What a message looks like, the keyword that it is about, and whether it shows the keyword's value."""
+"""What a message looks like, the keywords that it may be about, and whether it is about one with this value."""
+_NAMED = re.compile(r"for '([A-Za-z$]+)'")
 
 
 def where_in(schema: str, message: str) -> str:
     """`#/properties/a/not` and the like, the first place that fits; empty = the message names no keyword."""
-    found = _UNKNOWN_KEYS.search(message)
-    names, value = (_QUOTED.findall(found[1]), None) if found else _named(message)
-    if not names:
-        return ""
-    for path, key, held in _walk(json.loads(schema), "#"):
-        if key in names and (value is None or held == value):
-            return f"{path}/{key}"
-    return ""
-
-
-def _named(message: str) -> tuple[list[str], str | None]:
-    for pattern, keyword, shows in _WORDS:
+    given = json.loads(schema)
+    unknown = _UNKNOWN_KEYS.search(message)
+    if unknown is not None:  # in the schema, or in a document that it refers to
+        keys = tuple(_QUOTED.findall(unknown[1]))
+        return _place(given, keys, unknown) or _place(given, _REFERENCES[:2], unknown)
+    for pattern, names, fits in _WORDS:
         found = pattern.search(message)
-        if found:
-            return [keyword or found[1]], found[1] if shows else None
-    return [], None
+        if found is not None and (place := _place(given, names, found, fits)):
+            return place
+    named = _NAMED.search(message)
+    return "" if named is None else _place(given, (named[1],), named)
+
+
+def _place(schema: Any, names: tuple[str, ...], found: re.Match[str], fits: _Fits = _any) -> str:
+    """The first keyword of one of these names with a value that fits."""
+    places = (f"{path}/{key}" for path, key, held in _walk(schema, "#") if key in names and fits(held, found))
+    return next(places, "")
 
 
 def _walk(schema: Any, path: str) -> Iterator[tuple[str, str, Any]]:

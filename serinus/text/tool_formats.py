@@ -9,7 +9,39 @@ from functools import partial
 
 from serinus.text.tool_bodies import CallBody, EitherBody, HeaderBody, ObjectBody, PairForm, PairsBody, Tools
 
-__all__ = ["FORCED_CALLS", "HARMONY_NAMES", "TOOL_FORMATS", "ToolFormat", "tool_format_of"]
+__all__ = [
+    "FORCED_CALLS",
+    "HARMONY_NAMES",
+    "HARMONY_WRITES",
+    "TOOL_FORMATS",
+    "CallForm",
+    "ToolFormat",
+    "tool_format_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a model writes calls where it must: what a grammar makes of `tool_choice` required or a named function."""
+
+    hint: str = ""
+    """A chat template with this text asks for it; empty = any does."""
+    begin: str = ""
+    """Before the first call."""
+    before_name: str
+    """Before the name of the function."""
+    before_arguments: str
+    """Between the name and the arguments."""
+    after: str = ""
+    """Behind the arguments of each call."""
+    between: str = ""
+    """Between one call and the next."""
+    end: str = ""
+    """Behind the last call."""
+    pair: tuple[str, str, str] | None = None
+    """What stands before a key, before its value and behind it, where arguments are pairs; None = they are JSON."""
+    single: bool = False
+    """Whether an answer has one call at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +64,8 @@ class ToolFormat:
     """What stands in a call."""
     closers: tuple[str, ...] = ()
     """What may follow a call and belongs to it."""
+    writes: tuple[CallForm, ...]
+    """How calls are written; the first that fits the chat template."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -69,6 +103,17 @@ TOOL_FORMATS = (
         begins=("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>"),
         body=partial(HeaderBody, pattern=_DEEPSEEK),
         closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        writes=(
+            CallForm(
+                hint="```json", begin="<｜tool▁calls▁begin｜>",
+                before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>", before_arguments="\n```json\n",
+                after="\n```<｜tool▁call▁end｜>", between="\n", end="<｜tool▁calls▁end｜>",
+            ),
+            CallForm(
+                begin="<｜tool▁calls▁begin｜>", before_name="<｜tool▁call▁begin｜>", before_arguments="<｜tool▁sep｜>",
+                after="<｜tool▁call▁end｜>", end="<｜tool▁calls▁end｜>",
+            ),
+        ),
     ),
     ToolFormat(
         name="mistral",
@@ -77,18 +122,43 @@ TOOL_FORMATS = (
         follows="{",
         body=partial(EitherBody, pattern=_MISTRAL),
         closers=(",", "]"),
+        writes=(
+            CallForm(hint="[ARGS]", before_name="[TOOL_CALLS]", before_arguments="[ARGS]"),
+            CallForm(
+                begin="[TOOL_CALLS][", before_name='{"name": "', before_arguments='", "arguments": ', after="}",
+                between=", ", end="]",
+            ),
+        ),
     ),
     ToolFormat(
         name="glm45", aliases=("glm", "glm47"), hints=("<arg_key>",), begins=("<tool_call>",),
         body=partial(PairsBody, form=_GLM),
+        writes=(
+            CallForm(
+                before_name="<tool_call>", before_arguments="\n", after="</tool_call>", between="\n",
+                pair=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            ),
+        ),
     ),
     ToolFormat(
         name="qwen3_coder", aliases=("qwen3_xml",), hints=("<function=",), begins=("<tool_call>",),
         body=partial(PairsBody, form=_QWEN_CODER), closers=("</tool_call>",),
+        writes=(
+            CallForm(
+                before_name="<tool_call>\n<function=", before_arguments=">\n", after="</function>\n</tool_call>",
+                between="\n", pair=("<parameter=", ">\n", "\n</parameter>\n"),
+            ),
+        ),
     ),
     ToolFormat(
         name="hermes", aliases=("qwen", "qwen25"), hints=("<tool_call>",), begins=("<tool_call>",),
         body=ObjectBody, closers=("</tool_call>",),
+        writes=(
+            CallForm(
+                before_name='<tool_call>\n{"name": "', before_arguments='", "arguments": ', after="}\n</tool_call>",
+                between="\n",
+            ),
+        ),
     ),
     ToolFormat(
         name="llama3_json",
@@ -99,12 +169,23 @@ TOOL_FORMATS = (
         follows="{",
         body=ObjectBody,
         closers=(";",),
+        writes=(CallForm(before_name='{"name": "', before_arguments='", "parameters": ', after="}", between="; "),),
     ),
 )  # fmt: skip
 """Most particular hints first."""
 
-FORCED_CALLS = ToolFormat(name="forced", starts="[", follows="{", body=ObjectBody, closers=(",", "]"))
-"""A list of calls as JSON, whatever the family: what a grammar makes of `tool_choice` required or a named function."""
+FORCED_CALLS = ToolFormat(
+    name="forced", starts="[", follows="{", body=ObjectBody, closers=(",", "]"),
+    writes=(
+        CallForm(
+            begin="[", before_name='{"name": "', before_arguments='", "parameters": ', after="}", between=", ", end="]"
+        ),
+    ),
+)  # fmt: skip
+"""A list of calls as JSON: what calls that are forced are written as where the family's form is not known."""
+HARMONY_WRITES = CallForm(
+    before_name="<|channel|>commentary to=functions.", before_arguments=" <|constrain|>json<|message|>", single=True
+)
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
