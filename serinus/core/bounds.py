@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = ["Count", "Ids", "Name", "Priority", "Seconds", "Text", "Tiers", "TopIds", "TopLogprobs"]
+__all__ = ["Count", "Ids", "Name", "Priority", "Seconds", "Text", "Tiers", "TopIds", "TopLogprobs", "Weight"]
 
 Name = Annotated[str, Meta(max_length=256)]
 """An identifier or an address."""
@@ -19,6 +19,8 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """A number or an index."""
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """A priority, smaller = more important."""
+Weight = Annotated[float, Meta(ge=1e-3, le=1e6)]
+"""A part, against others."""
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 """A duration in seconds."""
 Ids = Annotated[tuple[int, ...], Meta(max_length=1 << 20)]

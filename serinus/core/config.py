@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serinus.core.errors import ConfigError
-from serinus.core.fleet_settings import ROLES, RouteSettings, UpSettings, role_settings
+from serinus.core.fleet_settings import ROLES, RaySettings, RouteSettings, UpSettings, role_settings
 from serinus.core.setting import KINDS, Setting, check_value, settings_of
 from serinus.core.settings import (
     CacheSettings,
@@ -52,7 +52,7 @@ _GROUPS: dict[str, type] = {
     group.__name__: group
     for group in (
         ModelSettings, ServerSettings, MemorySettings, ScheduleSettings, CacheSettings, CanarySettings, PdSettings,
-        ParallelSettings, KernelSettings, UpSettings, RouteSettings,
+        ParallelSettings, KernelSettings, UpSettings, RaySettings, RouteSettings,
     )
 }  # fmt: skip
 _ROUTER_PORT = 8000
@@ -152,10 +152,12 @@ class ServeConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig(EngineConfig):
-    """`serinus up`: several engines and the router on one machine. Inherited groups are each engine's."""
+    """`serinus up`: several engines and the router, here or on a Ray cluster. Inherited groups are each engine's."""
 
     up: UpSettings = field(default_factory=UpSettings)
     """Number of the engines."""
+    ray: RaySettings = field(default_factory=RaySettings)
+    """Whether they are on a Ray cluster."""
     server: ServerSettings = field(default_factory=_router_server)
     """The router's HTTP server; its keys and log level hold for the engines too."""
 
@@ -175,6 +177,7 @@ class UpConfig(EngineConfig):
                     raise ConfigError(f"config: {setting.flag} is {value!r} with --prefill 0, expected prefill engines")
             self.ranks_of(role)
             self.canary_of(role)
+            self.ray.between(role, getattr(self.up, role))
 
     def ranks_of(self, role: str) -> ParallelSettings:
         """The numbers of ranks of an engine of this role."""

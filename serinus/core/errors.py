@@ -8,6 +8,7 @@
           PromptTooLong      the prompt does not fit the context or the KV pool
         UnknownModel       no such served model (404)
         Unauthorized       missing or wrong API key (401)
+        RateLimited        its API key has as much as it may have now (429)
       PeerError          another process is at fault; retry, reroute, recompute
         PeerGone           the other process ended or stopped answering
         TransferFailed     pages did not arrive whole
@@ -15,6 +16,7 @@
         LayoutMismatch     the two engines cannot exchange KV (other model, dtype, page size...)
         FrameError         bytes that are no frame of ours
       CapacityError      no room now: back-pressure, never a crash (503)
+        TooLate            the deadline of a request cannot be met (504)
       OutOfMemory        a step needs more memory than there is: its requests fail (500), the engine goes on
       StepAbandoned      another rank of the engine cannot go on with this step; its ranks leave it together
       KvViolation        the canary saw a broken promise
@@ -25,6 +27,7 @@ A message reads `room: what is wrong, which value, what was expected`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from serinus.core.shown import shown
@@ -43,9 +46,11 @@ __all__ = [
     "PeerError",
     "PeerGone",
     "PromptTooLong",
+    "RateLimited",
     "RequestError",
     "SerinusError",
     "StepAbandoned",
+    "TooLate",
     "TransferFailed",
     "Unauthorized",
     "UnknownModel",
@@ -112,6 +117,19 @@ class Unauthorized(RequestError):
     kind = "authentication_error"
 
 
+class RateLimited(RequestError):
+    """The API key of the request has as much as it may have now."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_s: float = 1.0) -> None:
+        """`retry_s`: seconds after which it may be tried again."""
+        super().__init__(message)
+        self.headers = ((b"retry-after", str(max(1, math.ceil(retry_s))).encode()),)
+
+
 class PeerError(SerinusError):
     """Another process is at fault: retry, reroute or recompute."""
 
@@ -145,6 +163,13 @@ class CapacityError(SerinusError):
 
     status: int = 503
     kind: str = "overloaded_error"
+
+
+class TooLate(CapacityError):
+    """A request cannot end by its deadline: it is refused before it costs anything."""
+
+    status = 504
+    kind = "timeout_error"
 
 
 class OutOfMemory(SerinusError):

@@ -10,10 +10,11 @@ from functools import cache
 from typing import Any
 
 from serinus.core.canary_settings import CanarySettings
+from serinus.core.errors import ConfigError
 from serinus.core.setting import Setting, check_fields, of_role, setting, settings_of
 from serinus.core.settings import ParallelSettings
 
-__all__ = ["POLICIES", "ROLES", "RouteSettings", "UpSettings", "role_settings"]
+__all__ = ["POLICIES", "ROLES", "RaySettings", "RouteSettings", "UpSettings", "role_settings"]
 
 ROLES = ("prefill", "decode")
 """Of engines under `serinus up`; with `--prefill 0` those of `--decode` do both."""
@@ -53,6 +54,50 @@ class UpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """Engines on the nodes of a Ray cluster, and between which numbers they scale."""
+
+    ray: bool = setting(False, "place engines and routers on the nodes of a Ray cluster (pip install 'serinus[ray]')")
+    ray_address: str = setting(
+        "auto", "host:port of the cluster's head; auto = the one that this machine belongs to", metavar="ADDRESS"
+    )
+    ray_namespace: str = setting("serinus", "where the actors of this group have their names; one group in each")
+    min_prefill: int | None = setting(None, "with --ray: scale down to so many prefill engines", low=1, high=1024)
+    max_prefill: int | None = setting(None, "with --ray: scale up to so many prefill engines", low=1, high=1024)
+    min_decode: int | None = setting(None, "with --ray: scale down to so many decode engines", low=1, high=1024)
+    max_decode: int | None = setting(None, "with --ray: scale up to so many decode engines", low=1, high=1024)
+    scale_up_s: float = setting(
+        10.0, "seconds for which more engines must be needed before they are added", flag="--scale-up-after", low=1
+    )
+    scale_down_s: float = setting(
+        300.0, "seconds for which fewer must do before one is drained", flag="--scale-down-after", low=1
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.ray and self.scales:
+            raise ConfigError("config: engines scale between --min-... and --max-... with --ray only, expected it")
+        if self.ray_address.startswith("ray://"):
+            raise ConfigError(
+                f"config: --ray-address is {self.ray_address!r}, expected auto or host:port: run this command on a node"
+                f" of the cluster, not as a Ray client"
+            )
+
+    @property
+    def scales(self) -> bool:
+        """Whether a number of engines may change."""
+        return any(n is not None for n in (self.min_prefill, self.max_prefill, self.min_decode, self.max_decode))
+
+    def between(self, role: str, count: int) -> tuple[int, int]:
+        """The fewest and the most engines of a role that starts with `count`. Raises ConfigError."""
+        low, high = getattr(self, f"min_{role}"), getattr(self, f"max_{role}")
+        low, high = count if low is None else low, count if high is None else high
+        if not low <= count <= high or high > count == 0:  # engines of --prefill 0 do both
+            raise ConfigError(f"config: --{role} is {count}, expected --min-{role} to --max-{role}: {low} to {high}")
+        return low, high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSettings:
     """Which engines stand behind a router."""
 
@@ -66,7 +111,11 @@ class RouteSettings:
     prefill_urls: tuple[str, ...] = setting((), "prefill engines, likewise", flag="--prefill", metavar="[MODEL=]URL")
     policy: str = _policy()
     retry_max_retries: int = setting(
-        5, "further engines that a request is sent to where one has no room or cannot be reached", low=0
+        5, "further tries of a request where an engine has no room or cannot be reached: others first, then, after"
+        " pauses, all again", low=0,
+    )  # fmt: skip
+    retry_most_ms: int = setting(
+        2000, "milliseconds of the longest such pause; the first is of 50", flag="--retry-max-backoff-ms", low=1
     )
     cb_failure_threshold: int = setting(
         5,

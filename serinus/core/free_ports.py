@@ -15,8 +15,8 @@ _PORTS_FROM = 20_000
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct free ports on loopback, for processes that are started now.
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Distinct free ports at an address of this machine, for processes that are started now.
 
     They lie outside of the range from which the kernel gives ports to connections: none of those takes one before it is
     used. Raises ConfigError where there are not so many.
@@ -29,10 +29,10 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             break
         with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
+            sock.bind((host, port))
             found.append(port)
     if len(found) < count:
-        raise ConfigError(f"core: {len(found)} ports of loopback are free, expected {count}")
+        raise ConfigError(f"core: {len(found)} ports of {host} are free, expected {count}")
     return found
 
 

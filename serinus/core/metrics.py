@@ -7,21 +7,27 @@ tokens, whole requests) is measured by the front. Knows no HTTP. Cost of a call:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from serinus.core.errors import InvariantError
+from serinus.core.times import MOVE_S, TimeCounts
 
-__all__ = ["METRICS", "MetricSpec", "Metrics"]
+__all__ = ["METRICS", "MetricSpec", "Metrics", "TimeSeries"]
 
 _LABELS = ("engine", "role", "rank", "tp_rank", "pp_rank")
 _QUEUE_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _MOVE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
-_MOVE_S = tuple(each / 1000 for each in _MOVE_MS)
 _MOVE_MB = (0.1, 0.5, 1, 5, 10, 50, 100, 250, 500, 1000, 2500, 5000)
 _MOVE_GB_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
@@ -42,6 +48,11 @@ class MetricSpec:
     """Upper bounds of a histogram; the last bucket, infinity, is not among them."""
     alias: str = ""
     """The name under which routers for vLLM (llm-d) look for it."""
+
+    @property
+    def series(self) -> str:
+        """Its name in a scrape."""
+        return f"serinus:{self.name}" + ("_total" if self.kind == "counter" else "")
 
 
 def _gauge(name: str, help: str, *labels: str, alias: str = "") -> MetricSpec:
@@ -99,11 +110,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("computed_tokens", "Tokens that went through the model, recomputed ones included"),
     _counter("cached_tokens", "Prompt tokens whose KV was found, by tier", "source"),
     _counter("evicted_tokens", "Cached tokens that left the device to make room"),
-    _counter("eviction_duration_seconds", "Seconds spent on that, waits for copies to the host included"),
+    _histogram("eviction_duration_seconds", "Seconds of one eviction, waits for copies to the host included", MOVE_S),
     _counter("load_back_tokens", "Tokens that came back from the host"),
-    _counter("load_back_duration_seconds", "Seconds of those copies; forward passes run meanwhile"),
+    _histogram("load_back_duration_seconds", "Seconds of one such copy; forward passes run meanwhile", MOVE_S),
     _counter("hicache_failed_copies", "Copies between device and host that failed; nothing was lost but time"),
     _counter("hicache_backup_tokens", "Tokens copied to the host"),
+    _histogram("hicache_backup_duration_seconds", "Seconds of one such copy", MOVE_S),
     _counter("hicache_dropped_tokens", "Tokens that left the device without a copy, as the host had no room"),
     _counter("prefetched_tokens", "Tokens that came from storage to the host"),
     _counter("backuped_tokens", "Tokens written to storage"),
@@ -115,6 +127,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_transfer_pages", "Pages handed over, by direction", "direction"),
     _counter("kv_transfer_bytes", "Bytes of KV handed over, by direction", "direction"),
     _counter("num_local_prompts", "Decode: prompts that were never sent away, by reason", "reason"),
+    _gauge("kv_transfer_peers", "Decode: prefill engines that it knows, by state of the connection", "state"),
     _gauge("kv_transfer_quarantined_pages", "Pages of closed grants that a peer may still write"),
     _gauge("kv_transfer_parked_tokens", "Prefill: tokens of finished prompts without a grant"),
     _counter("kv_transfer_forgotten", "Prefill: finished prompts that gave their pages up before a grant came"),
@@ -122,6 +135,8 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_canary_violations", "Broken promises about KV, by reason and check", "reason", "tag"),
     _counter("kv_canary_incidents", "Places found wrong: one for each slot, reason and owner of the page"),
     _counter("kv_canary_slots", "Slots the canary had to verify, and did", "state"),
+    _counter("kv_canary_checks", "Slots that were verified, by leg: where the canary stands", "leg"),
+    _counter("kv_canary_overhead_seconds", "Seconds of ranks in calls of the canary, around steps and beside them"),
     _gauge("kv_canary_coverage_ratio", "Verified part of the slots the canary had to verify, 0 to 1"),
     _counter("kv_canary_heals", "Requests that read wrong KV in mode heal, by what became of them", "result"),
     _counter("kv_canary_healed_tokens", "Tokens computed again because KV was found wrong"),
@@ -133,22 +148,52 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("wire_retransmits", "Control frames that were sent again"),
     _histogram("queue_time_seconds", "From arrival to the first step that worked for a request", _QUEUE_S),
     _histogram("step_seconds", "One step of the loop: plan, run, commit", _STEP_S),
+    _histogram("grammar_mask_seconds", "Seconds to make the masks of a step, beside its forward pass", MOVE_S),
+    _histogram("grammar_wait_seconds", "Seconds that such a step waited for them", MOVE_S),
     _histogram("kv_transfer_speed_gb_s", "GB/s of one handoff, first byte to last", _MOVE_GB_S),
     _histogram("kv_transfer_latency_ms", "Milliseconds of one handoff, first byte to last", _MOVE_MS),
     _histogram("kv_transfer_bootstrap_ms", "Milliseconds from PREPARE to the first byte", _MOVE_MS),
-    _histogram("kv_transfer_connect_seconds", "Seconds a handoff waited for its peer to be greeted", _MOVE_S),
-    _histogram("kv_transfer_grant_wait_seconds", "Prefill: seconds from PREPARE to GRANT", _MOVE_S),
-    _histogram("kv_transfer_queue_seconds", "Decode: seconds a prompt waited in the queue of prefill", _MOVE_S),
-    _histogram("kv_transfer_compute_seconds", "Decode: seconds prefill computed a prompt", _MOVE_S),
-    _histogram("kv_transfer_confirm_seconds", "Decode, pull: seconds from CONFIRM to its answer", _MOVE_S),
-    _histogram("kv_transfer_quarantine_seconds", "Seconds pages of a closed grant were held back", _MOVE_S),
-    _histogram("kv_transfer_first_token_seconds", "Seconds from arrival to a first token that came over", _MOVE_S),
+    _histogram("kv_transfer_connect_seconds", "Seconds a handoff waited for its peer to be greeted", MOVE_S),
+    _histogram("kv_transfer_grant_wait_seconds", "Prefill: seconds from PREPARE to GRANT", MOVE_S),
+    _histogram("kv_transfer_queue_seconds", "Decode: seconds a prompt waited in the queue of prefill", MOVE_S),
+    _histogram("kv_transfer_compute_seconds", "Decode: seconds prefill computed a prompt", MOVE_S),
+    _histogram("kv_transfer_confirm_seconds", "Decode, pull: seconds from CONFIRM to its answer", MOVE_S),
+    _histogram("kv_transfer_quarantine_seconds", "Seconds pages of a closed grant were held back", MOVE_S),
+    _histogram("kv_transfer_first_token_seconds", "Seconds from arrival to a first token that came over", MOVE_S),
     _histogram("kv_transfer_alloc_ms", "Milliseconds a remote request waited for pages", _MOVE_MS),
     _histogram("kv_transfer_total_mb", "Megabytes of one handoff", _MOVE_MB),
 )
 """All families that an engine has."""
 
 _MAKERS: Final = {"gauge": Gauge, "counter": Counter}
+
+
+class TimeSeries(Collector):
+    """Shows TimeCounts as a histogram of one series."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        where: Sequence[str],
+        times: TimeCounts,
+        *,
+        empty: bool = True,
+    ) -> None:
+        """`where`: the values of `labels`; `empty`: it is shown before the first observation too."""
+        self._name, self._text, self._labels, self._where = name, text, labels, where
+        self.times = times
+        self._empty = empty
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        times = self.times
+        if not self._empty and not any(times.counts):
+            return
+        names = map(floatToGoString, (*times.bounds, inf))
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        family.add_metric(self._where, list(zip(names, accumulate(times.counts), strict=True)), times.seconds)
+        yield family
 
 
 class Metrics:
@@ -173,6 +218,8 @@ class Metrics:
         self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         """Counters that are set to a total: the last one."""
+        self._shown: dict[str, TimeSeries] = {}
+        """Histograms that are counted elsewhere."""
         self._registry: CollectorRegistry = CollectorRegistry() if beside is None else beside._registry
         self._families: dict[str, MetricWrapperBase] = {} if beside is None else beside._families
         if beside is not None:
@@ -218,6 +265,21 @@ class Metrics:
         series = self._find(name, ())
         for _ in range(count):
             series.observe(value)
+
+    def show_times(self, name: str, times: TimeCounts) -> None:
+        """Show a histogram that is counted elsewhere; to be called again changes nothing.
+
+        Raises InvariantError: no such histogram, or with other bounds.
+        """
+        spec = _SPECS.get(name)
+        if spec is None or spec.kind != "histogram" or spec.buckets != times.bounds:
+            raise InvariantError(
+                f"core: metric {name!r} with the bounds {times.bounds}, expected a histogram of METRICS"
+            )
+        if name not in self._shown:
+            self._shown[name] = TimeSeries(f"serinus:{name}", spec.help, _LABELS, self._where, times, empty=False)
+            self._registry.register(self._shown[name])
+        self._shown[name].times = times
 
     def get(self, name: str, *labels: str) -> float:
         """The present value of a gauge or counter; 0 where nothing was set yet. Slow: for tests."""

@@ -118,3 +118,7 @@ class StepResult:
 
     step: int
     seqs: tuple[SeqResult, ...] = field(default=())
+    mask_seconds: float | None = None
+    """Spent on the masks of grammars, beside the forward pass; None = no request has one."""
+    mask_wait_seconds: float = 0.0
+    """Of these, what the step waited for."""

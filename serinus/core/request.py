@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from serinus.core.bounds import Ids, Name, Priority, Seconds, Text, TopIds, TopLogprobs
+from serinus.core.bounds import Count, Ids, Name, Priority, Seconds, Text, TopIds, TopLogprobs, Weight
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["FinishReason", "KvIntegrity", "Request", "TokenDelta", "TokenLogprobs", "Usage"]
+__all__ = ["FinishReason", "KvIntegrity", "Request", "Share", "TokenDelta", "TokenLogprobs", "Usage"]
 
 
 class FinishReason(Enum):
@@ -46,6 +46,18 @@ Places = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=1 << 20)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The API key that a request came with, as far as the queue goes by it. Requests without one are one share."""
+
+    name: Name = ""
+    """The name of the key, never the key."""
+    weight: Weight = 1.0
+    """Its part of the work while others wait, against their weights."""
+    queued_max: Count = 0
+    """Requests of it that may wait in one engine; 0 = as many as of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to continue. `n` answers are `n` requests: the front splits them.
 
@@ -65,10 +77,14 @@ class Request:
     priority: Priority = 0
     """Smaller = served sooner, under the schedule policy `priority`; and its cached prefix stays longer, under the
     eviction policy of that name."""
+    share: Share = Share()
+    """The API key that it came with."""
     prefill_address: Name = ""
     """Control address of the prefill engine the router suggests; empty = none."""
     timeout_s: Seconds = 0.0
     """Seconds from its arrival within which it must end, in whatever state it is; 0 = none."""
+    traceparent: Name = ""
+    """W3C form of the span of a trace under which it runs; empty = it is not traced."""
     stream: bool = False
     """Its tokens are shown as they come; otherwise only its whole answer is."""
     arrival: float = 0.0

@@ -15,16 +15,46 @@ from serinus.core.bounds import TopIds
 from serinus.core.errors import BadSampling
 from serinus.core.grammar import Grammar
 
-__all__ = ["SamplingParams", "TokenBias"]
+__all__ = ["RANGES", "STOP_CHARS_MAX", "STOP_COUNT_MAX", "Range", "SamplingParams", "TokenBias"]
 
 _N_MAX = 128
 _WORD_MAX = (1 << 63) - 1
 _ID_MAX = (1 << 31) - 1
 _LOGPROBS_MAX = 64
-_STOP_COUNT_MAX = 64
-_STOP_CHARS_MAX = 1024
+STOP_COUNT_MAX = 64
+STOP_CHARS_MAX = 1024
 _STOP_IDS_MAX = 1024
 _BIASES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a number may be."""
+
+    low: float
+    """The lowest that it may be."""
+    high: float | None = None
+    """The highest value; None = any number from `low` on."""
+    above: bool = False
+    """`low` itself is outside."""
+
+
+RANGES: Mapping[str, Range] = {
+    "max_new_tokens": Range(1),
+    "min_new_tokens": Range(0),
+    "temperature": Range(0.0, 1e4),
+    "top_p": Range(0.0, 1.0, above=True),
+    "top_k": Range(-1, _WORD_MAX),
+    "min_p": Range(0.0, 1.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.0, 10.0, above=True),
+    "seed": Range(-(1 << 63), _WORD_MAX),
+    "n": Range(1, _N_MAX),
+    "logprobs": Range(0, _LOGPROBS_MAX),
+    "prompt_logprobs": Range(0, _LOGPROBS_MAX),
+}
+"""Of the parameters that are numbers: what SamplingParams checks, and what the server's description says."""
 
 
 def _number(name: str, value: Any, low: float, high: float, expected: str, *, low_open: bool = False) -> None:
@@ -40,6 +70,18 @@ def _whole(name: str, value: Any, low: int, high: int | None, expected: str) -> 
         raise BadSampling(name, value, f"an integer, {expected}")
     if value < low or (high is not None and value > high):
         raise BadSampling(name, value, expected)
+
+
+def _number_in(name: str, value: Any, expected: str) -> None:
+    """...of RANGES; one without a high end is no number of this kind."""
+    allowed = RANGES[name]
+    assert allowed.high is not None, f"core: {name} has no highest value"
+    _number(name, value, allowed.low, allowed.high, expected, low_open=allowed.above)
+
+
+def _whole_in(name: str, value: Any, expected: str) -> None:
+    allowed = RANGES[name]
+    _whole(name, value, int(allowed.low), None if allowed.high is None else int(allowed.high), expected)
 
 
 def _items(name: str, value: Any, count_max: int, what: str) -> tuple[Any, ...]:
@@ -119,7 +161,7 @@ class SamplingParams:
     """Same seed, same prompt: same tokens, whatever else is in the batch. None = the engine draws one."""
     logit_bias: Annotated[Mapping[int, float], Meta(max_length=_BIASES_MAX)] = field(default_factory=dict)
     """Added to the logits of these token ids, at most 65,536."""
-    stop: Annotated[tuple[Annotated[str, Meta(max_length=_STOP_CHARS_MAX)], ...], Meta(max_length=_STOP_COUNT_MAX)] = ()
+    stop: Annotated[tuple[Annotated[str, Meta(max_length=STOP_CHARS_MAX)], ...], Meta(max_length=STOP_COUNT_MAX)] = ()
     """Texts that end the answer (at most 64, each of at most 1,024 characters); they are not part of it. A single text,
     a list or None may be given."""
     stop_token_ids: TopIds = ()
@@ -145,42 +187,42 @@ class SamplingParams:
         if self.max_tokens is not None:
             object.__setattr__(self, "max_new_tokens", self.max_tokens)
             object.__setattr__(self, "max_tokens", None)
-        object.__setattr__(self, "stop", _items("stop", self.stop, _STOP_COUNT_MAX, "texts"))
+        object.__setattr__(self, "stop", _items("stop", self.stop, STOP_COUNT_MAX, "texts"))
         ids = _items("stop_token_ids", self.stop_token_ids, _STOP_IDS_MAX, "ids")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
         if self.max_new_tokens is not None:
-            _whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1")
-        _whole("min_new_tokens", self.min_new_tokens, 0, None, "at least 0")
+            _whole_in("max_new_tokens", self.max_new_tokens, "at least 1")
+        _whole_in("min_new_tokens", self.min_new_tokens, "at least 0")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise BadSampling("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
-        _number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) or more")
-        _number("top_p", self.top_p, 0.0, 1.0, "above 0, at most 1", low_open=True)
-        _whole("top_k", self.top_k, -1, _WORD_MAX, "-1 or 0 (all) or at least 1, a 64-bit integer")
+        _number_in("temperature", self.temperature, "0 (greedy) or more")
+        _number_in("top_p", self.top_p, "above 0, at most 1")
+        _whole_in("top_k", self.top_k, "-1 or 0 (all) or at least 1, a 64-bit integer")
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
-        _number("min_p", self.min_p, 0.0, 1.0, "between 0 and 1")
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "above 0, at most 10", low_open=True)
+        _number_in("min_p", self.min_p, "between 0 and 1")
+        _number_in("frequency_penalty", self.frequency_penalty, "between -2 and 2")
+        _number_in("presence_penalty", self.presence_penalty, "between -2 and 2")
+        _number_in("repetition_penalty", self.repetition_penalty, "above 0, at most 10")
         if self.seed is not None:
-            _whole("seed", self.seed, -(1 << 63), _WORD_MAX, "a 64-bit integer")
+            _whole_in("seed", self.seed, "a 64-bit integer")
         _check_bias(self.logit_bias)
         if self.logit_bias and not isinstance(self.logit_bias, TokenBias):
             object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
         for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= _STOP_CHARS_MAX:
-                raise BadSampling("stop", text, f"a text that is not empty, of at most {_STOP_CHARS_MAX} characters")
+            if not isinstance(text, str) or not 0 < len(text) <= STOP_CHARS_MAX:
+                raise BadSampling("stop", text, f"a text that is not empty, of at most {STOP_CHARS_MAX} characters")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, None, "token ids, at least 0")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BadSampling("grammar", self.grammar, "a serinus.Grammar")
-        _whole("n", self.n, 1, _N_MAX, f"between 1 and {_N_MAX}")
+        _whole_in("n", self.n, f"between 1 and {_N_MAX}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _whole(name, value, 0, _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}")
+                _whole_in(name, value, f"between 0 and {_LOGPROBS_MAX}")
 
     @property
     def bias(self) -> TokenBias | None:

@@ -13,6 +13,8 @@ from serinus.core.addresses import check_host, check_tcp_url, is_wildcard, split
 from serinus.core.canary_settings import CanarySettings, coverage_stride
 from serinus.core.errors import ConfigError
 from serinus.core.eviction import EVICTION_POLICIES
+from serinus.core.queue_bounds import bounds_by_priority
+from serinus.core.server_settings import ServerSettings
 from serinus.core.setting import check_fields, setting, settings_of
 
 __all__ = [
@@ -49,6 +51,12 @@ class ModelSettings:
         "auto = safetensors; dummy = random weights, only config.json is read",
         choices=("auto", "safetensors", "dummy"),
     )
+    model_impl: str = setting(
+        "auto",
+        "code that computes the model: serinus = a family of docs/MODELS.md; transformers = that package, over our KV,"
+        " slower, one rank; auto = the first if it can",
+        choices=("auto", "serinus", "transformers"),
+    )
     revision: str | None = setting(None, "branch, tag or commit of a hub id")
     context_length: int | None = setting(
         None, "tokens of one sequence at most; default: the model's own", "--max-model-len", low=2
@@ -66,6 +74,11 @@ class ModelSettings:
         "auto",
         "how the model marks its thoughts: qwen3, deepseek_r1, ... (docs/TOOLS.md); auto = as its template shows",
     )
+    grammar_backend: str = setting(
+        "auto",
+        "what holds answers to a grammar (docs/STRUCTURED.md); none: such requests are refused, which saves its memory",
+        choices=("auto", "llguidance", "none"),
+    )
     skip_tokenizer_init: bool = setting(False, "no tokenizer: token ids in, token ids out")
     generation_config: str = setting(
         "auto",
@@ -78,61 +91,13 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Address, keys and limits of the HTTP server."""
-
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 or :: = every interface")
-    port: int = setting(30000, "port to listen on; 0 = a free one", low=0, high=65535)
-    name: str = setting(
-        "", "name of this engine in metrics and meta_info; default: its role and 0", flag="--engine-name"
-    )
-    api_key: str = setting("", "clients must send it as `Authorization: Bearer KEY`; default: open")
-    admin_api_key: str = setting("", "asked for flush and abort; default: the api key")
-    ssl_certfile: str = setting(
-        "", "PEM file of the server's certificate and its chain: https instead of http; read anew when it changes",
-        metavar="FILE",
-    )  # fmt: skip
-    ssl_keyfile: str = setting("", "PEM file of the key to it; default: in the same file", metavar="FILE")
-    ssl_ca_certs: str = setting(
-        "", "PEM file of certificates by which a router trusts engines at https, besides the system's", metavar="FILE"
-    )
-    allowed_origins: tuple[str, ...] = setting(
-        (),
-        "web pages of these origins may ask this server (CORS), as in https://chat.example.com; * = any; default: none",
-        metavar="ORIGIN",
-    )
-    log_level: str = setting(
-        "info", "least important line that is logged", choices=("debug", "info", "warning", "error")
-    )
-    body_bytes_max: int = setting(
-        32 << 20, "larger request bodies are refused with 413", flag="--max-body-bytes", low=1024
-    )
-    drain_s_max: float = setting(
-        60.0, "seconds that running requests get after SIGTERM before they are cut off", flag="--drain-timeout", low=0
-    )
-    watchdog_s_max: float = setting(
-        300.0, "a step that takes longer ends the engine, with the stacks of its threads in the log; from a fifth of it"
-        " on /health is 503; 0 = wait for ever", flag="--watchdog-timeout", low=0,
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_host(self.host, "config: --host")
-        if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError(f"config: --ssl-keyfile is {self.ssl_keyfile!r}, expected --ssl-certfile as well")
-        for origin in self.allowed_origins:
-            scheme, _, rest = origin.partition("://")
-            if origin != "*" and not (scheme in ("http", "https") and rest and not set(rest) & set("/*?# ")):
-                raise ConfigError(f"config: --allowed-origins has {origin!r}, expected * or https://host[:port]")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
     """How much KV is kept."""
 
     mem_fraction_static: float | None = setting(
         None,
-        "part of the memory that is free once the weights are loaded, for KV; default: 0.2 of a host, 0.85 of a GPU",
+        "a GPU: part of its memory for weights and KV, default: what the largest step leaves; a CPU: part of the memory"
+        " that is free once the weights are loaded, for KV, default: 0.2",
         "--gpu-memory-utilization",
         low=0.01,
         high=0.98,
@@ -166,6 +131,11 @@ class ScheduleSettings:
         "--max-num-queued-reqs",
         low=1,
     )
+    max_queued_by_priority: tuple[str, ...] = setting(
+        (),
+        "under the policy priority, how many requests of a priority may wait, as in 0=32 5=8; one more gets 503",
+        metavar="PRIORITY=COUNT",
+    )
     chunked_prefill_size: int | None = setting(
         None,
         "prompt tokens of one step at most; -1 = whole prompts; default: 2048, on the stages of a CPU 256",
@@ -178,10 +148,17 @@ class ScheduleSettings:
     )  # fmt: skip
     schedule_policy: str = setting(
         "fcfs",
-        "order of waiting requests: fcfs = first come, lpm = longest cached prefix, priority = smallest `priority` of a"
-        " request first, to which others give way",
+        "order of waiting requests of one API key: fcfs = first come, lpm = longest cached prefix (of all keys alike),"
+        " priority = smallest `priority` of a request first, to which others give way, then the earliest deadline",
         "--scheduling-policy",
         choices=("fcfs", "lpm", "priority"),
+    )
+    priority_ageing_s: float = setting(
+        60.0,
+        "under the policy priority, a request goes before those of one step more importance that came so many seconds"
+        " later, so that none waits for ever; 0 = strictly by priority",
+        flag="--priority-ageing",
+        low=0,
     )
     disable_radix_cache: bool = setting(
         False, "share no prefixes", "--no-enable-prefix-caching", inverse=("--enable-prefix-caching",)
@@ -197,6 +174,11 @@ class ScheduleSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if bounds_by_priority(self.max_queued_by_priority) and self.schedule_policy != "priority":
+            raise ConfigError(
+                f"config: --max-queued-by-priority is {self.max_queued_by_priority} with --schedule-policy"
+                f" {self.schedule_policy}, expected --schedule-policy priority"
+            )
 
 
 _NEEDS_TIERS = "hicache_"
@@ -293,7 +275,17 @@ class PdSettings:
         metavar="TCP_ADDRESS",
     )
     min_remote_tokens: int = setting(
-        32, "prompts that lack fewer tokens are prefilled by decode itself", flag="--disaggregation-min-tokens", low=0
+        32,
+        "prompts that lack fewer tokens are prefilled by decode itself; 0, 1 = none is",
+        flag="--disaggregation-min-tokens",
+        low=0,
+    )
+    local_gain: float = setting(
+        0.0,
+        "longer ones too where that brings the first token so many times sooner (1.5, say), by what both engines"
+        " measured; 0 = never for that",
+        flag="--disaggregation-local-gain",
+        low=0,
     )
     on_failure: str = setting(
         "recompute",
@@ -366,6 +358,13 @@ class KernelSettings:
     threads: int | None = setting(
         None, "threads of one engine, or of each of its ranks; default: cores / ranks on this machine", low=1, high=1024
     )
+    disable_cuda_graph: bool = setting(
+        False, "on a GPU: queue each kernel of a decode step by itself", "--enforce-eager"
+    )
+    cuda_graph_max_bs: int | None = setting(
+        None, "on a GPU: largest decode batch that is recorded and replayed as a CUDA graph; default: 256", low=1,
+        high=256,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)

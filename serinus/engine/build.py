@@ -22,6 +22,7 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
+from serinus.core.queue_bounds import bounds_by_priority
 from serinus.core.request import Request
 from serinus.core.sampling import SamplingParams
 from serinus.core.settings import coverage_stride
@@ -29,10 +30,13 @@ from serinus.core.stamps import ChainHashes
 from serinus.engine.engine import Engine
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_handoffs
 from serinus.engine.healing import Healer
-from serinus.engine.inspect import EngineFacts
+from serinus.engine.inspect import EngineFacts, stamps_reader
 from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.messages import FrontEvent, TurnOutput
 from serinus.engine.peers import Peers
+from serinus.engine.progress import counted
+from serinus.engine.spans import SpanLog
+from serinus.engine.step_floor import step_floor
 from serinus.engine.step_metrics import StepMetrics
 from serinus.kernels import load
 from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
@@ -46,11 +50,12 @@ from serinus.ranks.build import (
     choose_device,
     context_of,
     overrides_of,
+    record_steps,
     rows_of,
 )
 from serinus.ranks.rank_metrics import RankMetrics
 from serinus.ranks.rank_processes import RankProcesses, mesh_of
-from serinus.ranks.sizes import part_specs
+from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, host_counts, pause
 from serinus.ranks.tiers import TierPorts, lead_tiers
 from serinus.sched import SchedSettings, Scheduler
@@ -58,10 +63,6 @@ from serinus.text import GenerationConfig, load_generation_config, tokenizer_eos
 
 __all__ = ["Built", "KvSizes", "LeadKinds", "RankStarter", "build_engine", "kv_sizes", "lead"]
 
-_CHUNK: Final = 2048
-"""Prompt tokens of a step where the settings do not say."""
-_STAGES_CHUNK: Final = 256
-"""...on the stages of a CPU."""
 _CPU_STEP_S: Final = 0.3
 """Seconds of a step on a CPU, where the settings do not say."""
 _FIRST_TOKENS: Final = 40
@@ -174,7 +175,8 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     """
     device = choose_device(config.model.device)
     folder = resolve(config.model.model_path, config.model.revision)
-    spec = load_spec(folder, overrides=overrides_of(config), load_format=config.model.load_format)
+    model = config.model
+    spec = load_spec(folder, overrides=overrides_of(config), load_format=model.load_format, model_impl=model.model_impl)
     dtype = choose_dtype(spec, config.model.dtype, device)
     pools = part_specs(config, spec, dtype, device, context_of(config, spec), taken=weight_bytes)
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
@@ -246,6 +248,7 @@ def build_engine(
         parts = build_rank(config, mesh, 0, SoloComm(), clock)
         line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
         _first_steps(parts, line, clock)
+        record_steps(parts, counted)
         return lead(parts, line, clock, handoffs_of, backends=backends)
     starter = RankProcesses(config, clock) if starter is None else starter
     with ExitStack() as undo:
@@ -288,12 +291,13 @@ def lead(
     rank = "TP0" if starter is None else names[0]
     metrics = kinds.metrics(engine=config.engine_name, role=config.role, rank=rank)
     incarnation = kinds.incarnation()
+    spans = SpanLog() if config.server.otlp_traces_endpoint else None
     made = handoffs_of(
         HandoffParts(
             config=config, spec=spec, pools=parts.pools, scheduler=scheduler, line=line, metrics=metrics,
             outgoing=parts.outgoing, arrived=None if canary is None else canary.arrived,
             heard=None if canary is None else canary.heard, trace=cache.trace,
-            incarnation=incarnation, backends=backends,
+            incarnation=incarnation, backends=backends, spans=spans,
         ),
         clock,
     )  # fmt: skip
@@ -306,9 +310,9 @@ def lead(
         metrics=_step_metrics(config, metrics, None if starter is None else line, clock.now()),
         canary=canary,
         healer=Healer(config.canary, scheduler, made.role, metrics) if heals else None,
-        facts=_facts(config, parts.tiers, starter),
+        facts=_facts(parts, starter, clock),
+        spans=spans,
         stream_interval=config.sched.stream_interval,
-        request_s_max=config.sched.request_s_max,
         sanity=config.cache.enable_sanity_check,
         publishes=events is not None,
     )
@@ -335,10 +339,17 @@ def lead(
     )
 
 
-def _facts(config: ServeConfig, tiers: Tiers | None, starter: RankStarter | None) -> EngineFacts:
-    shelf = tiers.storage.shelf if tiers is not None and tiers.storage is not None else None
-    ranks = list if starter is None else starter.facts
-    return EngineFacts(engine=config.engine_name, role=config.role, shelf=shelf, ranks=ranks)
+def _facts(parts: RankParts, starter: RankStarter | None, clock: Clock) -> EngineFacts:
+    config, tiers = parts.config, parts.tiers
+    return EngineFacts(
+        engine=config.engine_name,
+        role=config.role,
+        shelf=tiers.storage.shelf if tiers is not None and tiers.storage is not None else None,
+        ranks=list if starter is None else starter.facts,
+        device=parts.device,
+        step_floor_s=step_floor(parts.spec.on(parts.shard), parts.pools, parts.dtype, parts.device, clock),
+        stamps_of=stamps_reader(parts.pools),
+    )
 
 
 def _step_metrics(config: ServeConfig, metrics: Metrics, line: LeaderLine | None, now: float) -> StepMetrics:
@@ -421,15 +432,6 @@ def _run_out(line: LeaderLine, scheduler: Scheduler, clock: Clock, room: int) ->
         scheduler.commit(plan, finished.result, clock.now())
 
 
-def _chunk_of(config: ServeConfig, device: str) -> int:
-    """Prompt tokens of one step. Stages wait for each other until as many chunks are under way as there are stages, so
-    short ones are better for them; a CPU loses nothing by short ones, an accelerator does."""
-    asked = config.sched.chunked_prefill_size
-    if asked is not None:
-        return asked
-    return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
-
-
 def _step_s_max(config: ServeConfig, device: str) -> float:
     """Seconds of a step at most; 0 = no bound. On a CPU a chunk of full length takes seconds, in which no stream gets a
     token; whole prompts, where they are asked for, stay whole."""
@@ -460,10 +462,14 @@ def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> S
         max_total_tokens=(pool.page_count - 1) * pool.page_size,
         max_running_requests=running,
         max_queued_requests=config.sched.max_queued_requests,
-        chunked_prefill_size=_chunk_of(config, pool.device),
+        queued_max_of=bounds_by_priority(config.sched.max_queued_by_priority),
+        priority_ageing_s=config.sched.priority_ageing_s,
+        request_s_max=config.sched.request_s_max,
+        chunked_prefill_size=chunk_of(config, pool.device),
         step_s_max=_step_s_max(config, pool.device),
         schedule_policy=config.sched.schedule_policy,
         min_remote_tokens=config.pd.min_remote_tokens,
+        local_gain=config.pd.local_gain,
         prefetch_policy=(
             "none" if config.cache.hicache_storage_backend == "none" else config.cache.hicache_storage_prefetch_policy
         ),

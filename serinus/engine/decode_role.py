@@ -15,6 +15,8 @@ from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages
 from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.engine.roles import HandoffEars
+from serinus.engine.spans import SpanLog
 from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     CancelHandoff,
@@ -33,7 +35,7 @@ from serinus.pd import (
     StartHandoff,
     WantPeer,
 )
-from serinus.sched import ChunkReady, Scheduler
+from serinus.sched import ChunkReady, PrefillPace, Scheduler
 from serinus.wire import Gone, PeerMessage
 
 __all__ = ["DecodeRole"]
@@ -59,11 +61,12 @@ class DecodeRole:
         trace: Callable[[Sequence[PageTrace]], None],
         arrived: Callable[[str, OwnPages | None], str] | None = None,
         heard: Callable[[HandoffFinding], None] | None = None,
+        spans: SpanLog | None = None,
     ) -> None:
         """`addresses`: prefill engines to use for requests that name none; `on_failure`: recompute or error;
         `optimistic`: ask for a prompt before there are pages for it; `trace`: notes which pages came from where
         (PrefixCache.trace); `arrived`: the canary's check of pages that came
-        (CanaryLead.arrived)."""
+        (CanaryLead.arrived); `spans`: records what is traced."""
         self._scheduler = scheduler
         self.port = port
         self._metrics = metrics
@@ -71,6 +74,7 @@ class DecodeRole:
         self._fails = on_failure == "error"
         self._optimistic = optimistic
         self._trace, self._arrived, self._heard = trace, arrived, heard
+        self._spans = spans
         self._deltas: list[TokenDelta] = []
         self._rejects = BadFrames()
         self._rarely = Rarely()
@@ -92,6 +96,8 @@ class DecodeRole:
             self._metrics.add("num_local_prompts", 1, "prompt_logprobs")
         elif self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
             event = PrepareHandoff(rid=request.rid, request=request, address=address)
+            if self._spans is not None:
+                self._spans.asked(request.rid)
             self._act(self.port.handle(event, now), now)
 
     def _known_address(self) -> str:
@@ -104,22 +110,30 @@ class DecodeRole:
             self._metrics.add("num_recomputed_requests", 1, code)
 
     def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
-        for reservation in self._scheduler.take_reservations(now):
+        for reservation in self._scheduler.take_reservations(now, self._paces()):
             request = reservation.request
             self._metrics.observe("kv_transfer_alloc_ms", 1e3 * (now - request.arrival))
             start = StartHandoff(
                 rid=reservation.rid, request=request, address=request.prefill_address, held=reservation.held,
                 spans=reservation.spans,
             )  # fmt: skip
+            if self._spans is not None:
+                self._spans.asked(reservation.rid)
             self._act(self.port.handle(start, now), now)
-        for rid in self._scheduler.take_short():  # the prefill engine hears of it, if it was asked
-            self._metrics.add("num_local_prompts", 1, "short")
-            event = CancelHandoff(rid=rid, reason="computed by decode itself: too short")
+        for rid, reason in self._scheduler.take_kept():  # the prefill engine hears of it, if it was asked
+            self._metrics.add("num_local_prompts", 1, reason)
+            event = CancelHandoff(rid=rid, reason=f"computed by decode itself: {reason}")
             self._act(self.port.handle(event, now), now)
         load = self._scheduler.running_count + self._scheduler.waiting_count
         self._act(self.port.turn(now, messages, load=load, turn=turns), now)
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def _paces(self) -> dict[str, PrefillPace]:
+        """Of the prefill engines that are up, by address; none where prompts are asked for before there are pages, as
+        these stand in a prefill engine's line already when it is decided where they are computed."""
+        up = [] if self._optimistic else [p for p in self.port.machine.peers if p.state is PeerState.UP]
+        return {peer.address: PrefillPace(queue_s=peer.queue_s, token_s=peer.token_s) for peer in up}
 
     def take_outgoing(self) -> list[PeerAction]:
         return self.port.take_outgoing()
@@ -157,9 +171,15 @@ class DecodeRole:
             for peer in self.port.machine.peers
         ]
 
+    def tap(self, hear: HandoffEars | None) -> None:
+        self.port.tap = hear
+
     def refresh(self, metrics: Metrics) -> None:
         metrics.set("kv_transfer_late_frames", self.port.machine.rejects["closed_grant"])
         metrics.set("kv_transfer_quarantined_pages", self.port.machine.quarantined_pages)
+        states = [PeerState.DOWN if peer.refusal[0] == "peer_gone" else peer.state for peer in self.port.machine.peers]
+        for state in PeerState:  # one that was lost is down until it answers, also while it is tried again
+            metrics.set("kv_transfer_peers", states.count(state), state.value)
         self._rejects.refresh(metrics, self.port.machine.rejects)
 
     def drain(self, now: float) -> None:
@@ -195,6 +215,7 @@ class DecodeRole:
 
     def _landed(self, result: Landed, now: float) -> None:
         self._trace(result.traces)
+        self._record_landed(result)
         arrived = self._arrived
         wrong = "" if arrived is None else arrived(result.rid, self._scheduler.prompt_pages(result.rid))
         if wrong:
@@ -219,6 +240,9 @@ class DecodeRole:
         )
         if delta is not None:
             self._deltas.append(delta)
+        if delta is not None and delta.usage is not None:
+            there_s = result.queue_seconds + result.compute_seconds
+            self._scheduler.choice.landed(delta.usage.handoff_tokens, result.wait_seconds + result.seconds - there_s)
         metrics = self._metrics
         metrics.add("kv_transfer_pages", result.page_count, "received")
         metrics.add("kv_transfer_bytes", result.byte_count, "received")
@@ -235,13 +259,27 @@ class DecodeRole:
         if result.copy_seconds > 0:
             metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)
 
+    def _record_landed(self, result: Landed) -> None:
+        if self._spans is not None:
+            about: dict[str, str | float] = {
+                "serinus.prefill_engine": result.engine, "serinus.xid": result.xid, "serinus.pages": result.page_count,
+                "serinus.bytes": result.byte_count, "serinus.connect_s": result.connect_seconds,
+                "serinus.queue_s": result.queue_seconds, "serinus.compute_s": result.compute_seconds,
+                "serinus.copy_s": result.copy_seconds,
+            }  # fmt: skip
+            self._spans.handed_over(result.rid, about, pieces_s=result.seconds, verify_s=result.verify_seconds)
+
     def _count(self, result: Recompute, now: float) -> None:
         name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
+        if self._spans is not None:
+            error = f"{result.code}: {result.reason}"
+            self._spans.handed_over(result.rid, {"serinus.xid": result.xid, "serinus.code": result.code}, error=error)
         self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
             _log.warning(
-                "handoff %s of request %s failed (%s): %s", result.xid or "-", result.rid, result.code, result.reason
-            )
+                "handoff %s of request %s failed (%s): %s", result.xid or "-", result.rid, result.code, result.reason,
+                extra={"rid": result.rid, "xid": result.xid, "code": result.code},
+            )  # fmt: skip
 
     def _failed(self, result: Recompute, now: float) -> None:
         self._count(result, now)

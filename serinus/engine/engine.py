@@ -12,15 +12,14 @@ agreed (`pd`, through roles.py).
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from serinus.cache import PrefixCache
-from serinus.canary import CanaryLead, Verdict, perturb
-from serinus.core.errors import CapacityError, InvariantError, RequestError, SerinusError
+from serinus.canary import CanaryLead, Verdict
+from serinus.core.errors import CapacityError, RequestError
 from serinus.core.log import get_logger
 from serinus.core.parts import OwnPages
 from serinus.core.plan import StepPlan
@@ -28,10 +27,13 @@ from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.engine.deadlines import Deadlines
 from serinus.engine.healing import Healer
 from serinus.engine.inspect import EngineFacts, cache_view, engine_info
+from serinus.engine.look import flush_answer, look_answer, perturb_answer
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, TurnOutput, failed_delta
 from serinus.engine.outbox import Outbox
 from serinus.engine.roles import Handoffs
+from serinus.engine.spans import SpanLog
 from serinus.engine.step_metrics import StepMetrics
+from serinus.engine.watcher import Watcher
 from serinus.ranks import FinishedStep, LeaderLine
 from serinus.sched import Outcome, Scheduler
 from serinus.wire import Gone, PeerMessage
@@ -62,8 +64,8 @@ class Engine:
         canary: CanaryLead | None = None,
         healer: Healer | None = None,
         facts: EngineFacts | None = None,
+        spans: SpanLog | None = None,
         stream_interval: int = 1,
-        request_s_max: float = 0.0,
         sanity: bool = False,
         publishes: bool = False,
     ) -> None:
@@ -73,8 +75,8 @@ class Engine:
             handoffs: the engine's role.
             canary: the leader's half of the canary, which checks each step; None = there is none.
             healer: has requests that read wrong KV computed again; None = they end.
+            spans: records what is traced; None = nothing is.
             facts: what `info` and `cache` calls tell beside the state.
-            request_s_max: seconds that a request may take; 0 = no bound but its own.
             sanity: check the cache's invariants, some nodes a step, all when idle.
             publishes: whether changes of the cache are part of the output.
         """
@@ -84,12 +86,15 @@ class Engine:
         self.metrics = metrics
         self.canary = canary
         self.healer = healer
+        self.spans = spans
         self.turns = 0
         """Turns so far; peers see by it that the engine goes on."""
         self._cache = cache
-        self._facts = facts
+        self._facts = facts = facts or EngineFacts()
+        self.watcher = Watcher(
+            scheduler=scheduler, cache=cache, handoffs=handoffs, metrics=metrics, canary=canary, facts=facts
+        )
         self._outbox = Outbox(stream_interval=stream_interval)
-        self._request_s_max = request_s_max
         self._deadlines = Deadlines()
         self._replies: list[tuple[str, EngineReply]] = []
         self._fronts: set[str] = set()
@@ -113,6 +118,10 @@ class Engine:
         is lost), InvariantError, KvViolation.
         """
         self.turns += 1
+        if self.spans is not None:
+            self.spans.turn(now)
+        if self.watcher.on:
+            self.watcher.turn(now)
         self.line.pump()
         finished = self.line.finished()
         verdicts: Sequence[Verdict] = ()
@@ -161,7 +170,7 @@ class Engine:
     def stop(self, now: float) -> TurnOutput:
         """The last turn: end every request and tell peers that this engine stops."""
         for delta in self.scheduler.abort_all("the engine is stopping"):
-            self._outbox.put(delta)
+            self._put(delta)
         self.handoffs.shut_down(now)
         return self._output()
 
@@ -178,15 +187,21 @@ class Engine:
         a token of it leaves."""
         plan, start = self._open.popleft()
         if finished.failed:
-            _log.error("engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed)
+            said = {"step": plan.step, "rids": [work.rid for work in plan.work]}
+            _log.error(
+                "engine: step %d fails its %d requests: %s", plan.step, len(plan.work), finished.failed, extra=said
+            )
         ended = [self._violated(verdict, now) for verdict in verdicts]
         ended += [self._fail(work.rid, "error", finished.failed, now) for work in plan.work if finished.failed]
         pairs = zip(plan.work, finished.result.seqs, strict=False)
-        ended += [self._fail(work.rid, "grammar", seq.failure, now, 400) for work, seq in pairs if seq.failure]
+        ended += [self._refuse(work.rid, seq.failure, now) for work, seq in pairs if seq.failure]
         ended += self._check_rows(self.scheduler.ending(finished.result), now)
         outcome = self.scheduler.commit(plan, finished.result, now)
         outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
         self.metrics.stepped(outcome, now - start, self.scheduler, now)
+        self.metrics.masked(finished.result)
+        if self.spans is not None:
+            self.spans.stepped(plan, start, now)
         if self._sanity:
             self._unchecked = True
             self._cache.sanity_step(_SANITY_NODES)
@@ -205,6 +220,9 @@ class Engine:
     def _send_outcome(self, outcome: Outcome, now: float) -> None:
         for delta in outcome.deltas:
             self._outbox.put(delta)
+        if self.spans is not None:
+            for delta in outcome.deltas:
+                self.spans.answered(delta)
         if outcome.chunks:
             self.handoffs.computed(outcome.chunks, now)
 
@@ -213,6 +231,8 @@ class Engine:
         plan = self.scheduler.plan(now) if len(self._open) < self.line.depth else None
         if self._verify_retracted(now) and plan is None:
             plan = self.scheduler.plan(now)
+        for rid in self.scheduler.take_late():
+            self._time_out(rid, now, "its turn came too late for")
         if plan is None:
             return False
         if self.canary is not None:
@@ -240,13 +260,18 @@ class Engine:
             return None
         return self._fail(verdict.rid, "kv_canary", reason, now)
 
-    def _fail(self, rid: str, code: str, reason: str, now: float, status: int = 500) -> TokenDelta | None:
-        """End a request that cannot go on (wrong KV, a step that failed, a grammar that cannot be followed), before
-        anything more of it leaves: none of its KV is published. Its last delta, with this HTTP status; `code` and
-        `reason`: what a peer is told."""
+    def _fail(self, rid: str, code: str, reason: str, now: float) -> TokenDelta | None:
+        """End a request that cannot go on (wrong KV, a step that failed), before anything more of it leaves: none of
+        its KV is published. Its last delta; `code` and `reason`: what a peer is told."""
         self.handoffs.aborted(rid, now, code=code, reason=reason)  # while its pages are still its own
         delta = self.scheduler.abort(rid, reason, FinishReason.ERROR, untrusted=True)
-        return None if delta is None else replace(delta, error_status=status)
+        return None if delta is None else replace(delta, error_status=500)
+
+    def _refuse(self, rid: str, reason: str, now: float) -> TokenDelta | None:
+        """End a request with a grammar that cannot be followed; its KV is sound. Its last delta."""
+        self.handoffs.aborted(rid, now, code="grammar", reason=reason)
+        delta = self.scheduler.abort(rid, reason, FinishReason.ERROR)
+        return None if delta is None else replace(delta, error_status=400)
 
     def _look_around(self, now: float) -> bool:
         """No step is under way: the time for what takes long. Returns whether requests can run now that could not."""
@@ -321,22 +346,25 @@ class Engine:
 
     def _generate(self, front: str, request: Request, now: float) -> None:
         if request.rid in self.scheduler:
-            _log.warning("engine: request %s is here already, dropped the second one", request.rid)
+            _log.warning(
+                "engine: request %s is here already, dropped the second one", request.rid, extra={"rid": request.rid}
+            )
             return
         self._outbox.expect(request.rid, front)
         if self._draining:
             self._outbox.put(failed_delta(request.rid, "engine: shutting down, expected no new requests", 503))
             return
+        if self.spans is not None:
+            self.spans.begin(request)
         try:
             self.handoffs.admit(request, now)
         except (RequestError, CapacityError) as error:
-            self._outbox.put(failed_delta(request.rid, str(error), error.status))
+            self._put(failed_delta(request.rid, str(error), error.status))
             return
-        bounds = [seconds for seconds in (request.timeout_s, self._request_s_max) if seconds > 0]
-        self._deadlines.add(request.rid, now + min(bounds, default=math.inf), self.scheduler)
+        self._deadlines.add(request.rid, self.scheduler.deadline_of(request), self.scheduler)
 
-    def _time_out(self, rid: str, now: float) -> None:
-        """Its deadline has come: end it, where it has not ended."""
+    def _time_out(self, rid: str, now: float, how: str = "reached") -> None:
+        """Its deadline has come, or comes before it can end: end it, where it has not ended."""
         if rid not in self.scheduler:
             return
         self.handoffs.aborted(rid, now)
@@ -346,7 +374,7 @@ class Engine:
         self.metrics.metrics.add("num_timed_out_requests")
         count = delta.usage.completion_tokens if delta.usage is not None else 0
         reason = (
-            f"engine: the request reached its deadline with {count} tokens generated, expected it to end within its"
+            f"engine: the request {how} its deadline with {count} tokens generated, expected it to end within its"
             f" timeout (or --request-timeout)"
         )
         self._answer(replace(delta, error=reason, error_status=504))
@@ -393,14 +421,21 @@ class Engine:
     def _answer(self, delta: TokenDelta) -> None:
         """A delta that no step brought."""
         self.metrics.answered(delta)
+        self._put(delta)
+
+    def _put(self, delta: TokenDelta) -> None:
+        if self.spans is not None:
+            self.spans.answered(delta)
         self._outbox.put(delta)
 
     def _output(self) -> TurnOutput:
         replies, self._replies = self._replies, []
         events = self._cache.take_events() if self._publishes else ()
+        front = "" if self.spans is None else min(self._fronts, default="")
         return TurnOutput(
-            deltas=self._outbox.take(), replies=replies, peers=self.handoffs.take_outgoing(), cache_events=events
-        )
+            deltas=self._outbox.take(), replies=replies, peers=self.handoffs.take_outgoing(), cache_events=events,
+            spans=self.spans.take() if self.spans is not None and front else (), spans_to=front,
+        )  # fmt: skip
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -411,15 +446,19 @@ class Engine:
         elif message.what in ("info", "load"):
             body = json.dumps(self._info()).encode()
         elif message.what == "flush_cache":
-            ok, body = self._flush()
+            ok, body = flush_answer(self._cache)
         elif message.what == "canary":
             body = json.dumps(self._canary_view()).encode()
         elif message.what == "perturb":
-            ok, body = self._perturb(message.body)
+            ok, body = perturb_answer(self.canary, message.body)
+        elif message.what == "watch":
+            body = self.watcher.frame(now)
+        elif message.what == "look":
+            ok, body = look_answer(message.body, self._cache, self.scheduler, self._facts)
         elif message.what == "cache":
             body = json.dumps(cache_view(self._cache, message.limit, self._facts)).encode()
         else:
-            expected = "metrics, info, load, cache, canary, perturb or flush_cache"
+            expected = "metrics, info, load, cache, canary, perturb, watch, look or flush_cache"
             ok, body = False, f"engine: call {message.what!r}, expected {expected}".encode()
         self._replies.append((front, EngineReply(call=message.call, ok=ok, body=body)))
 
@@ -434,29 +473,16 @@ class Engine:
         return metrics.render()
 
     def _canary_view(self) -> dict[str, Any]:
-        facts = self._facts or EngineFacts()
+        facts = self._facts
         view = {"mode": "none"} if self.canary is None else self.canary.view()
         return {"engine": facts.engine, "role": facts.role, **view}
 
-    def _perturb(self, order: bytes) -> tuple[bool, bytes]:
-        """Plant the faults of an order, where there is one; what is planted now, or why it is refused."""
-        try:
-            return True, json.dumps(perturb(self.canary, order)).encode()
-        except InvariantError:
-            raise
-        except SerinusError as error:
-            return False, str(error).encode()
-
-    def _flush(self) -> tuple[bool, bytes]:
-        try:
-            self._cache.reset()
-        except InvariantError:
-            raise
-        except SerinusError as error:
-            return False, str(error).encode()
-        return True, b"cache flushed"
-
     def _info(self) -> dict[str, Any]:
         degraded = "" if self.canary is None else self.canary.health.degraded
-        own = {"turns": self.turns, "peers": self.handoffs.peers(), "degraded": degraded}
+        own = {
+            "turns": self.turns,
+            "busy_seconds": self.metrics.busy_seconds,
+            "peers": self.handoffs.peers(),
+            "degraded": degraded,
+        }
         return engine_info(self.scheduler.stats(), own, self._facts)

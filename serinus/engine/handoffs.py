@@ -18,6 +18,7 @@ from serinus.engine.decode_role import DecodeRole
 from serinus.engine.peers import Peers
 from serinus.engine.prefill_role import PrefillRole
 from serinus.engine.roles import Handoffs, NoHandoffs
+from serinus.engine.spans import SpanLog
 from serinus.models import ModelSpec
 from serinus.pd import (
     AnyBackend,
@@ -61,6 +62,8 @@ class HandoffParts:
     trace: Callable[[Sequence[PageTrace]], None]
     """Notes which pages handoffs moved."""
     incarnation: int
+    spans: SpanLog | None = None
+    """Records what is traced."""
     backends: Sequence[AnyBackend] = ()
     """How pages travel; none = as the settings say."""
 
@@ -111,7 +114,12 @@ def make_role(
     if is_prefill:
         prefill = port(PrefillSide, settings, **common)
         return PrefillRole(
-            scheduler=parts.scheduler, port=prefill, metrics=parts.metrics, trace=parts.trace, heard=parts.heard
+            scheduler=parts.scheduler,
+            port=prefill,
+            metrics=parts.metrics,
+            trace=parts.trace,
+            heard=parts.heard,
+            spans=parts.spans,
         )
     return DecodeRole(
         scheduler=parts.scheduler,
@@ -124,6 +132,7 @@ def make_role(
         trace=parts.trace,
         arrived=parts.arrived,
         heard=parts.heard,
+        spans=parts.spans,
     )
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serinus.cache import PrefixCache
+from serinus.core.parts import Part
+from serinus.kernels import StampLane
+from serinus.pool import DevicePool
 from serinus.pool.storage import ShelfCounts
 from serinus.sched import SchedStats
 
-__all__ = ["EngineFacts", "cache_view", "engine_info"]
+__all__ = ["EngineFacts", "StampsOf", "cache_view", "engine_info", "stamps_reader"]
+
+StampsOf = Callable[[Part, int], dict[str, list[list[str]]]]
+"""The stamps of a device page: by lane, of each slot token, position, chain hash and digest."""
 
 
 class _Counted(Protocol):
     def counts(self) -> ShelfCounts: ...
+
+
+def _no_floor(tokens: int) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,12 @@ class EngineFacts:
     """The page store of the storage tier; None = there is none."""
     ranks: Callable[[], list[dict[str, Any]]] = list
     """All ranks with their processes, where there are several."""
+    device: str = ""
+    """Where the model runs."""
+    step_floor_s: Callable[[int], float] = _no_floor
+    """Seconds that a decode step takes at least, by the tokens that its requests have; 0 = not known."""
+    stamps_of: StampsOf | None = None
+    """Reads the stamps of a page of the leader's rank; None = there are none."""
 
 
 def engine_info(stats: SchedStats, own: dict[str, Any], facts: EngineFacts | None) -> dict[str, Any]:
@@ -69,6 +85,7 @@ def cache_view(cache: PrefixCache, limit: int, facts: EngineFacts | None = None)
     ]
     nodes = [
         {
+            "id": node.id,
             "depth": node.depth,
             "namespace": node.namespace,
             "start": node.start,
@@ -96,3 +113,26 @@ def cache_view(cache: PrefixCache, limit: int, facts: EngineFacts | None = None)
             "pages": held.pages, "bytes": held.byte_count, "removed": held.removed, "bad": held.bad,
         }  # fmt: skip
     return view
+
+
+def stamps_reader(pools: Mapping[Part, DevicePool]) -> StampsOf:
+    """Reads the stamps of pages of these pools, those of one rank. Waits for the device."""
+
+    def stamps_of(part: Part, page: int) -> dict[str, list[list[str]]]:
+        pool = pools[part]
+        if pool.stamps_LS4 is None:
+            return {}
+        size = pool.spec.page_size
+        stamps = pool.stamps_LS4[:, page * size : (page + 1) * size].tolist()
+        return {
+            lane.name.lower(): [
+                [str(token), str(place), _hex(chain), _hex(digest)] for token, place, chain, digest in rows
+            ]
+            for lane, rows in zip(StampLane, stamps, strict=True)
+        }
+
+    return stamps_of
+
+
+def _hex(value: int) -> str:
+    return f"{value & (1 << 64) - 1:016x}"

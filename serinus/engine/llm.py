@@ -187,7 +187,9 @@ class LLM:
 
         Args:
             messages: dicts with `role` and `content` (a text, or a list of parts of type text), or lists of those.
-            add_generation_prompt, continue_final_message, chat_template_kwargs: as /v1/chat/completions has them.
+            add_generation_prompt: as /v1/chat/completions has it, like the two that follow.
+            continue_final_message: the last message is gone on with.
+            chat_template_kwargs: more names for the template.
         Raises BadRequest: no messages, or none that the template takes; no chat template; or see `generate`.
         """
         if self.tokenizer is None or self.tokenizer.template is None:
@@ -269,6 +271,8 @@ class LLM:
 
     def _check_grammar(self, grammar: Grammar) -> None:
         """Raises BadRequest: it cannot be compiled, or there is no tokenizer."""
+        if self.config.model.grammar_backend == "none":
+            raise BadRequest("grammar", grammar.text, "nothing, as grammar_backend is none")
         if self.tokenizer is None:
             raise BadRequest("grammar", grammar.text, "nothing, as no tokenizer is loaded (skip_tokenizer_init)")
         if self._vocabulary is None:

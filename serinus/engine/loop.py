@@ -14,7 +14,7 @@ from serinus.core.request import TokenDelta
 from serinus.engine.build import Built
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, FrontMessage, TurnOutput, failed_delta
 from serinus.wire import Arrived, ZmqChannel, decode, encode
-from serinus.wire.messages import Abort, EngineCall, Generate, Message, Ready, StopEngine, Tokens
+from serinus.wire.messages import Abort, EngineCall, Generate, Message, Ready, Spans, StopEngine, Tokens
 
 __all__ = ["EngineLoop"]
 
@@ -105,6 +105,8 @@ class EngineLoop:
                 self._send_apart(front, deltas)
         for front, reply in output.replies:
             self._send_one(front, reply)
+        if output.spans:
+            self._send_one(output.spans_to, Spans(spans=output.spans))
 
     def _send_apart(self, front: str, deltas: Sequence[TokenDelta]) -> None:
         """Deltas that are too long for one frame together; one that is too long alone ends its request as an error."""
@@ -116,7 +118,7 @@ class EngineLoop:
                 self._send_one(front, Tokens(deltas=(delta,)))
             except FrameError as error:
                 reason = f"engine: the answer does not fit a message ({error}), expected fewer log-probabilities"
-                _log.warning("engine: request %s fails: %s", delta.rid, reason)
+                _log.warning("engine: request %s fails: %s", delta.rid, reason, extra={"rid": delta.rid})
                 failed.add(delta.rid)
                 self._waiting.append(FrontMessage(front=front, message=FailRequest(rid=delta.rid, reason=reason)))
                 self._send_one(front, Tokens(deltas=(failed_delta(delta.rid, reason, 400),)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from serinus.cache import KvEvent
 from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.core.trace import SpanRecord
 from serinus.pd import PeerAction
 from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, StopEngine
 
@@ -50,6 +51,10 @@ class TurnOutput:
     """Answers to calls, with their front."""
     peers: Sequence[PeerAction] = ()
     """Messages to other engines, and connections to open or end, in order."""
+    spans: tuple[SpanRecord, ...] = ()
+    """Of traces, for any front."""
+    spans_to: str = ""
+    """The front that gets `spans`."""
     cache_events: Sequence[KvEvent] = field(default=())
     """What became cached or uncached, where that is published."""
 

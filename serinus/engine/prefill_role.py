@@ -13,6 +13,8 @@ from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
+from serinus.engine.roles import HandoffEars
+from serinus.engine.spans import SpanLog
 from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     AbortPrefill,
@@ -45,10 +47,11 @@ class PrefillRole:
     def __init__(
         self, *, scheduler: Scheduler, port: HandoffPort[PrefillSide], metrics: Metrics,
         trace: Callable[[Sequence[PageTrace]], None], heard: Callable[[HandoffFinding], None] | None = None,
+        spans: SpanLog | None = None,
     ) -> None:  # fmt: skip
         """`trace`: notes which pages were sent where (PrefixCache.trace); `heard`: takes what canaries of decode
-        engines found (CanaryLead.heard)."""
-        self._trace, self._heard = trace, heard
+        engines found (CanaryLead.heard); `spans`: records what is traced."""
+        self._trace, self._heard, self._spans = trace, heard, spans
         self._scheduler = scheduler
         self.port = port
         self._metrics = metrics
@@ -67,7 +70,9 @@ class PrefillRole:
         self._stuck_turns = self._stuck_turns + 1 if is_stuck else 0
         if self._stuck_turns > 1:  # a request that came during the last turn has been tried by now
             self._act(self.port.handle(ReclaimParked(), now), now)
-        self._act(self.port.turn(now, messages, load=running + waiting, turn=turns), now)
+        pace, load = self._scheduler.prefill_pace(), running + waiting
+        out = self.port.turn(now, messages, load=load, turn=turns, queue_s=pace.queue_s, token_s=pace.token_s)
+        self._act(out, now)
         return []
 
     def take_outgoing(self) -> list[PeerAction]:
@@ -117,6 +122,9 @@ class PrefillRole:
             for client in self.port.machine.clients
         ]
 
+    def tap(self, hear: HandoffEars | None) -> None:
+        self.port.tap = hear
+
     def refresh(self, metrics: Metrics) -> None:
         metrics.set("num_prefill_bootstrap_queue_reqs", self.port.machine.ungranted_count)
         metrics.set("kv_transfer_parked_tokens", self.port.machine.parked_tokens)
@@ -147,6 +155,8 @@ class PrefillRole:
                 case ForgetPrefill():
                     self._asked.pop(result.xid, None)
                     self._scheduler.handoff_ended(result.xid)
+                    if self._spans is not None:
+                        self._spans.failed(result.xid, "gave its pages up before a grant came")
                     self._metrics.add("kv_transfer_forgotten")
                 case AbortPrefill():
                     self._ended(result, now)
@@ -160,6 +170,8 @@ class PrefillRole:
 
     def _add(self, result: AddPrefill, now: float) -> None:
         self._asked[result.xid] = result
+        if self._spans is not None:
+            self._spans.begin(result.request)
         try:
             self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held, rid=result.rid))
         except (RequestError, CapacityError) as error:
@@ -173,12 +185,22 @@ class PrefillRole:
         self._metrics.add("kv_transfer_pages", result.page_count, "sent")
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
         self._metrics.observe("kv_transfer_grant_wait_seconds", result.grant_wait_seconds)
+        if self._spans is not None:
+            self._spans.sent(
+                result.xid, result.page_count, result.byte_count,
+                grant_s=result.grant_wait_seconds, pieces_s=result.seconds,
+            )  # fmt: skip
 
     def _ended(self, result: AbortPrefill, now: float) -> None:
         self._asked.pop(result.xid, None)
         known = self._scheduler.handoff_ended(result.xid)
+        if self._spans is not None:
+            self._spans.failed(result.xid, f"{result.code}: {result.reason}")
         if known or result.code != "rejected":  # a rejected one was counted when it was
             name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
             self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
-            _log.warning("handoff %s of request %s ended (%s): %s", result.xid, result.rid, result.code, result.reason)
+            _log.warning(
+                "handoff %s of request %s ended (%s): %s", result.xid, result.rid, result.code, result.reason,
+                extra={"rid": result.rid, "xid": result.xid, "code": result.code},
+            )  # fmt: skip

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     started = clock.now()
     config = ServeConfig.from_json(Path(arguments.config).read_text())
     several = config.parallel.size > 1
-    setup_logging(config.server.log_level, "TP0 PP0" if several else "TP0")
+    setup_logging(config.server.log_level, "TP0 PP0" if several else "TP0", config.server.log_format)
     exit_record = ExitRecord(Path(arguments.words) if arguments.words else None)
     log = get_logger("engine")
     loop: EngineLoop | None = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "counted"]
 
 
 class Progress:
@@ -47,5 +49,12 @@ class Progress:
             return
         self._tokens += tokens
         elapsed = self._bar.tasks[0].elapsed or 0.0
-        rate = f"{self._tokens / elapsed:.0f} tok/s" if elapsed else ""
+        rate = f"{self._tokens / elapsed:.0f} tok/s" if elapsed and self._tokens else ""
         self._bar.update(self._task, advance=done, rate=rate)
+
+
+@contextmanager
+def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar over so many equal steps; calling what it gives says that one is done."""
+    with Progress(title, total=total, show=True) as bar:
+        yield lambda: bar.advance(done=1, tokens=0)

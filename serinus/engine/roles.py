@@ -6,7 +6,7 @@ and has pages moved, the scheduler keeps pages and queues; a role connects the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from serinus.core.handoff import HandoffFinding
@@ -16,7 +16,10 @@ from serinus.pd import PeerAction
 from serinus.sched import ChunkReady, Scheduler
 from serinus.wire import Gone, PeerMessage
 
-__all__ = ["Handoffs", "NoHandoffs"]
+__all__ = ["HandoffEars", "Handoffs", "NoHandoffs"]
+
+HandoffEars = Callable[[object, Sequence[object], float], None]
+"""Takes an event of a handoff machine, the actions that came of it, and the time."""
 
 
 class Handoffs(Protocol):
@@ -68,6 +71,10 @@ class Handoffs(Protocol):
 
     def peers(self) -> list[dict[str, Any]]:
         """The connected engines, for /server_info."""
+        ...
+
+    def tap(self, hear: HandoffEars | None) -> None:
+        """Tell this every event of the handoff machine, with what came of it; None = tell nothing any more."""
         ...
 
     def refresh(self, metrics: Metrics) -> None:
@@ -124,6 +131,9 @@ class NoHandoffs:
 
     def peers(self) -> list[dict[str, Any]]:
         return []
+
+    def tap(self, hear: HandoffEars | None) -> None:
+        """There are no handoffs to tell of."""
 
     def refresh(self, metrics: Metrics) -> None:
         """There are no handoffs to count."""

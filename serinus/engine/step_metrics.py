@@ -7,16 +7,18 @@ Per step only histograms and a few sums are touched; gauges and totals are read 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from serinus.cache import CacheStats, PageCounts, PrefixCache, Tier
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
+from serinus.core.plan import StepResult
 from serinus.core.request import TokenDelta
 from serinus.ranks.rank_metrics import RankMetrics
-from serinus.sched import Outcome, Scheduler
+from serinus.sched import Outcome, SchedStats, Scheduler
 
-__all__ = ["StepMetrics"]
+__all__ = ["StepListener", "StepMetrics"]
 
 _WINDOW_S = 1.0
 """Seconds of steps over which rates are taken; after a longer pause a new window begins with the next step."""
@@ -42,12 +44,26 @@ class _Window:
         return self.generated / max(now - self.since, 1e-9)
 
 
+class StepListener(Protocol):
+    """What is told of steps while a dashboard is open."""
+
+    def stepped(self, outcome: Outcome, seconds: float, now: float) -> None:
+        """One step ended at `now`, after `seconds`."""
+        ...
+
+    def answered(self, delta: TokenDelta) -> None:
+        """A delta left for its client that says what the request cost."""
+        ...
+
+
 class StepMetrics:
     """Told of every step; speaks every `every_steps` decode steps (0 = never) and at every step with a prompt."""
 
     def __init__(self, metrics: Metrics, now: float, *, every_steps: int, ranks: RankMetrics | None = None) -> None:
         """`ranks`: shows the ranks of this engine, where there are several."""
         self.metrics = metrics
+        self.busy_seconds = 0.0
+        """Time spent in steps since the start."""
         self._ranks = ranks
         self._every_steps = every_steps
         self._decode_steps = 0
@@ -56,10 +72,15 @@ class StepMetrics:
         """The window of the gauges."""
         self._logged = _Window(self._last_step)
         """For the log line, which has a pace of its own."""
+        self.listener: StepListener | None = None
+        """Where it is set, it is told of every step and of every answer."""
 
     def stepped(self, outcome: Outcome, seconds: float, scheduler: Scheduler, now: float) -> None:
         """One step ended at `now`, after `seconds`."""
         self.metrics.observe("step_seconds", seconds)
+        self.busy_seconds += seconds
+        if self.listener is not None:
+            self.listener.stepped(outcome, seconds, now)
         for delta in outcome.deltas:
             self.answered(delta)
         self._count(outcome, seconds, now)
@@ -70,10 +91,18 @@ class StepMetrics:
             if self._every_steps and self._decode_steps % self._every_steps == 0:
                 self._log_decode(scheduler, now)
 
+    def masked(self, result: StepResult) -> None:
+        """Masks of grammars were made for a step, or were not."""
+        if result.mask_seconds is not None:
+            self.metrics.observe("grammar_mask_seconds", result.mask_seconds)
+            self.metrics.observe("grammar_wait_seconds", result.mask_wait_seconds)
+
     def answered(self, delta: TokenDelta) -> None:
         """A delta left for its client, from a step or from a handoff."""
         if delta.usage is None:
             return
+        if self.listener is not None:
+            self.listener.answered(delta)
         if delta.token_ids and delta.usage.completion_tokens == 1:  # an abort after one token brings none
             self.metrics.observe("queue_time_seconds", delta.usage.queue_seconds)
         if delta.finish is not None:
@@ -117,9 +146,7 @@ class StepMetrics:
         metrics, size = self.metrics, kept.page_size
         for name, value in (
             ("evicted_tokens", kept.evicted_pages * size),
-            ("eviction_duration_seconds", kept.eviction_seconds),
             ("load_back_tokens", kept.loaded_tokens),
-            ("load_back_duration_seconds", kept.load_seconds),
             ("hicache_failed_copies", kept.failed_copies),
             ("hicache_backup_tokens", kept.backup_tokens),
             ("hicache_dropped_tokens", kept.dropped_tokens),
@@ -130,6 +157,9 @@ class StepMetrics:
             ("cache_sanity_steps", kept.sanity_steps),
         ):
             metrics.set(name, value)
+        metrics.show_times("eviction_duration_seconds", kept.eviction_times)
+        metrics.show_times("load_back_duration_seconds", kept.load_times)
+        metrics.show_times("hicache_backup_duration_seconds", kept.backup_times)
         self._set_pages("device", "full", kept.pages)
         for (tier, part), pool in kept.pools.items():
             self._set_pages(tier.name.lower(), part.name.lower(), pool.pages)
@@ -171,6 +201,7 @@ class StepMetrics:
             stats.num_running_reqs,
             stats.num_queue_reqs,
             outcome.prompt_tokens / max(seconds, 1e-9),
+            extra={"new_tokens": outcome.prompt_tokens, "cached_tokens": outcome.cached_tokens, **_queues(stats)},
         )
 
     def _log_decode(self, scheduler: Scheduler, now: float) -> None:
@@ -185,4 +216,11 @@ class StepMetrics:
             stats.token_usage,
             throughput,
             stats.num_queue_reqs,
+            extra={"gen_throughput": throughput, **_queues(stats)},
         )
+
+
+def _queues(stats: SchedStats) -> dict[str, float]:
+    """What a line about a step has as fields, besides its own."""
+    names = ("num_running_reqs", "num_queue_reqs", "token_usage")
+    return {name: getattr(stats, name) for name in names}

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serinus.core.errors import InvariantError
 from serinus.core.metrics import METRICS, Metrics
+from serinus.core.times import TimeCounts
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -125,3 +126,21 @@ def test_other_ranks_show_what_they_were_told_and_nothing_else(metrics: Metrics)
     assert found == {"serinus:num_queue_reqs": 3}, (
         "a router that knows vLLM's name sums over series, and a rank's is not another request"
     )
+
+
+def test_a_histogram_that_is_counted_elsewhere_shows_what_it_has_and_no_other_bounds(metrics: Metrics) -> None:
+    times = TimeCounts()
+    metrics.show_times("eviction_duration_seconds", times)
+    assert "eviction_duration" not in metrics.render().decode(), "nothing was observed"
+    times.observe(0.003)
+    times.observe(99.0, 2)
+    metrics.show_times("eviction_duration_seconds", times)
+    found = {name + dict(labels).get("le", ""): value for (name, labels), value in read(metrics).items()}
+    family = "serinus:eviction_duration_seconds"
+    assert found[f"{family}_bucket0.002"] == 0
+    assert found[f"{family}_bucket0.005"] == found[f"{family}_bucket10.0"] == 1
+    assert found[f"{family}_bucket+Inf"] == found[f"{family}_count"] == 3
+    assert found[f"{family}_sum"] == pytest.approx(198.003)
+    for name, wrong in (("eviction_duration_seconds", TimeCounts((1.0,))), ("evicted_tokens", TimeCounts())):
+        with pytest.raises(InvariantError):
+            metrics.show_times(name, wrong)

@@ -132,21 +132,46 @@ def test_the_rank_that_samples_makes_the_masks(toy: Path, alone: list[int], mesh
         assert "#/not" in engine.deltas["wrong"][-1].error
 
 
+def test_a_scrape_tells_what_masks_and_canary_took_and_how_much_each_leg_verified(toy: Path) -> None:
+    engine = driver(toy, kv_canary="raise", kv_canary_sweep_interval=1)
+    engine.add("one", PROMPT, 40, **SAMPLED)
+    engine.run()
+    engine.add("again", PROMPT, 4)
+    engine.run()
+    scraped = engine.engine._render_metrics(0.0).decode()
+    lines = [line.rpartition(" ") for line in scraped.splitlines() if not line.startswith("#")]
+    found = {name: float(value) for name, _, value in lines}
+
+    def of(name: str, label: str = "") -> float:
+        return next(value for key, value in found.items() if key.startswith(f"serinus:{name}{{") and label in key)
+
+    assert of("grammar_mask_seconds_count") == of("grammar_wait_seconds_count") > 10
+    assert of("kv_canary_coverage_ratio") == 1
+    slots = {leg: of("kv_canary_checks_total", f'leg="{leg}"') for leg in ("head", "tail", "sweep", "end", "arrival")}
+    assert slots["arrival"] == 0, "nothing came from another engine"
+    assert min(slots["head"], slots["tail"], slots["sweep"]) > 0, slots
+    assert of("kv_canary_overhead_seconds_total") >= 0  # the clock of these engines stands still
+    engine.built.close()
+
+
 def test_a_grammar_that_cannot_be_followed_fails_its_request_and_no_other(toy: Path, alone: list[int]) -> None:
     engine = driver(toy)
     engine.add("one", PROMPT, 120, **SAMPLED)
-    engine.add("wrong", PROMPT[:9], 20, grammar=Grammar.of("json_schema", {"not": {}}))
+    engine.add("wrong", PROMPT[:15:-1], 20, grammar=Grammar.of("json_schema", {"not": {}}))
     engine.run()
     end = engine.deltas["wrong"][-1]
     assert (end.finish, end.error_status) == (FinishReason.ERROR, 400)
     assert "#/not" in end.error
+    found = engine.built.cache.probe("", np.array(PROMPT[:15:-1], np.int32))
+    assert found.device > 0, "the KV of its prompt is sound, and stays cached"
     assert engine.tokens("one") == alone
     engine.engine.scheduler.sanity_check()
     engine.built.close()
 
 
-def test_an_engine_without_a_tokenizer_says_so(toy: Path) -> None:
-    engine = driver(toy, skip_tokenizer_init=True)
+@pytest.mark.parametrize("without", [{"skip_tokenizer_init": True}, {"grammar_backend": "none"}])
+def test_an_engine_without_a_tokenizer_or_grammars_says_so(toy: Path, without: dict[str, Any]) -> None:
+    engine = driver(toy, **without)
     engine.add("one", PROMPT, 20, **SAMPLED)
     engine.add("free", PROMPT, 5)
     engine.run()

@@ -26,6 +26,9 @@ _TOO_MUCH = 1 << 60
 class Hungry(NullHook):
     """Wants more memory than there is, once it is told to."""
 
+    def can_replay(self, room: int) -> bool:
+        return False  # it acts between layers
+
     def __init__(self, runner: Any) -> None:
         self.is_hungry = False
         runner._hook = compose_hooks([runner._hook, self])

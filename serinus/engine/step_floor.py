@@ -1,0 +1,55 @@
+"""The floor of a decode step: the bytes that it must read over the bandwidth of the memory that they lie in.
+
+Weights once, KV of all tokens that the running requests have. An estimate for people, from the shape of the model; of
+the leader's rank. The bandwidth is measured on a CPU when it is first asked for (some 20 ms), and known of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Final
+
+import torch
+
+from serinus.core.clock import Clock
+from serinus.core.parts import Part
+from serinus.models import ModelSpec
+from serinus.pool import DevicePool
+
+__all__ = ["step_floor", "weight_bytes"]
+
+_PROBE_BYTES: Final = 64 << 20
+_PROBES: Final = 3
+
+
+def step_floor(
+    spec: ModelSpec, pools: Mapping[Part, DevicePool], dtype: torch.dtype, device: str, clock: Clock
+) -> Callable[[int], float]:
+    """Seconds that a decode step takes at least, by the tokens of its requests. `spec`, `pools`: of this rank."""
+    weights = weight_bytes(spec, dtype.itemsize)
+    slot = sum(pool.spec.page_bytes for pool in pools.values()) / next(iter(pools.values())).spec.page_size
+    bandwidth = cache(lambda: _bandwidth(device, clock))
+    return lambda tokens: (weights + tokens * slot) / bandwidth()
+
+
+def weight_bytes(spec: ModelSpec, item_bytes: int) -> int:
+    """Of the matrices that a decode step reads: attention, MLP and head."""
+    width, heads, kv_heads = spec.hidden_size, spec.head_count * spec.head_size, spec.kv_head_count * spec.head_size
+    layer = width * (2 * heads + 2 * kv_heads) + 3 * width * spec.intermediate_size
+    return item_bytes * (spec.layer_count * layer + width * spec.vocab_size)
+
+
+def _bandwidth(device: str, clock: Clock) -> float:
+    """Bytes a second that reads come at."""
+    if device.startswith("cuda"):
+        about = torch.cuda.get_device_properties(device)
+        bits = about.memory_bus_width * about.memory_clock_rate * 1e3 * 2  # two transfers a clock
+        return float(bits / 8)
+    probe = torch.zeros(_PROBE_BYTES // 4, dtype=torch.float32)
+    best = 0.0
+    for _ in range(_PROBES):
+        began = clock.now()
+        probe.sum()
+        best = max(best, _PROBE_BYTES / max(clock.now() - began, 1e-9))
+    return best
