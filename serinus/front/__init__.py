@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from serinus.front.app import create_app
     from serinus.front.client import EngineClient, EngineDown
     from serinus.front.fleet import Fleet
+    from serinus.front.key_file import KeyFile
     from serinus.front.router import create_router_app
     from serinus.front.server import HttpServer, bind, router_limits
     from serinus.front.settings import FrontSettings, RouterSettings
     from serinus.front.tls import ServerTls, client_tls, server_tls
-    from serinus.front.upstream import Upstream, UpstreamBroken
+    from serinus.front.tracing import check_endpoint
+    from serinus.front.upstream import Upstream, UpstreamBroken, fetch
 
 __all__ = [
     "EngineClient",
@@ -24,14 +26,17 @@ __all__ = [
     "Fleet",
     "FrontSettings",
     "HttpServer",
+    "KeyFile",
     "RouterSettings",
     "ServerTls",
     "Upstream",
     "UpstreamBroken",
     "bind",
+    "check_endpoint",
     "client_tls",
     "create_app",
     "create_router_app",
+    "fetch",
     "router_limits",
     "server_tls",
 ]
@@ -41,6 +46,7 @@ _HOMES = {
     "EngineClient": "client",
     "EngineDown": "client",
     "Fleet": "fleet",
+    "KeyFile": "key_file",
     "create_router_app": "router",
     "HttpServer": "server",
     "bind": "server",
@@ -50,8 +56,10 @@ _HOMES = {
     "ServerTls": "tls",
     "client_tls": "tls",
     "server_tls": "tls",
+    "check_endpoint": "tracing",
     "Upstream": "upstream",
     "UpstreamBroken": "upstream",
+    "fetch": "upstream",
 }
 
 

@@ -20,12 +20,13 @@ from serinus.front import info
 from serinus.front.chat import chat_completions
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
+from serinus.front.dashboard import DashboardFeed
 from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
 from serinus.front.messages import messages
 from serinus.front.native import generate
 from serinus.front.perturb import perturb
 from serinus.front.responses import embeddings, responses
-from serinus.front.routes import routes_of
+from serinus.front.routes import DASHBOARD, Handler, routes_of
 from serinus.front.settings import FrontSettings
 from serinus.front.state import IGNORED_HEADER, Front
 from serinus.wire.messages import Ready
@@ -142,9 +143,18 @@ def create_app(
             coming.cancel()
             front.stop()
             await asyncio.gather(coming, return_exceptions=True)
+            if front.tracing is not None:
+                await asyncio.to_thread(front.tracing.close)
 
-    handlers = {path: partial(handler, front) for path, handler in _OF_FRONT.items()}
-    routes = routes_of(handlers, keys=front.keys, metrics=front.metrics, body_bytes_max=settings.body_bytes_max)
+    dashboard = DashboardFeed(front)
+    handlers: dict[str, Handler] = {path: partial(handler, front) for path, handler in _OF_FRONT.items()}
+    handlers |= {
+        "/dashboard": dashboard.page, "/dashboard/events": dashboard.events, "/dashboard/look": dashboard.look,
+    }  # fmt: skip
+    routes = routes_of(
+        handlers, keys=front.keys, metrics=front.metrics, body_bytes_max=settings.body_bytes_max,
+        tracing=front.tracing, off="" if settings.dashboard else DASHBOARD,
+    )  # fmt: skip
     app = Starlette(
         routes=routes,
         middleware=cross_origin(settings.allowed_origins),

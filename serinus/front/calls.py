@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.clock import Clock
-from serinus.core.errors import BadRequest, RequestError
-from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs, Usage
+from serinus.core.errors import BadRequest, RateLimited, RequestError
+from serinus.core.request import FinishReason, Request, Share, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import choice_seed
 from serinus.core.sampling import SamplingParams
 from serinus.front.client import DeltaQueue, EngineClient
@@ -21,14 +21,14 @@ from serinus.front.exchange import ClientGone
 from serinus.front.metrics import FrontMetrics
 from serinus.text import OutputProcessor, Tokenizer
 
-__all__ = ["Ask", "Call", "Event", "RequestFailed", "SequenceState"]
+__all__ = ["NAME_MAX", "PRIORITY_END", "TIMEOUT_MAX", "Ask", "Call", "Event", "RequestFailed", "SequenceState"]
 
 _KINDS = {503: "overloaded_error", 504: "timeout_error"}
-_NAME_MAX = 256
-_PRIORITY_END = 1 << 31
+NAME_MAX = 256
+PRIORITY_END = 1 << 31
 _TAIL_TOKENS = 16
 """Tokens of a prompt that a detokenizer may look at: the last ones."""
-_TIMEOUT_MAX = 1e6
+TIMEOUT_MAX = 1e6
 
 
 class RequestFailed(RequestError):
@@ -40,6 +40,9 @@ class RequestFailed(RequestError):
         self.status = status
         if wrong_token is not None:
             self.code, self.field = "kv_integrity", f"output[{wrong_token}]"
+        if status == RateLimited.status:
+            limited = RateLimited(message)
+            self.kind, self.code, self.headers = limited.kind, limited.code, limited.headers
         if status >= 500:
             self.kind = _KINDS.get(status, "internal_server_error")
 
@@ -160,8 +163,8 @@ class Call:
                 index = len(self.sequences)
                 base = ask.rid or (request_id if count == 1 else f"{request_id}-{index}")
                 rid = base if not (ask.rid and ask.sampling.n > 1) else f"{base}-{choice}"
-                if len(rid) > _NAME_MAX or client.has(rid):
-                    raise BadRequest("rid", rid, f"an id of at most {_NAME_MAX} characters that is not in use")
+                if len(rid) > NAME_MAX or client.has(rid):
+                    raise BadRequest("rid", rid, f"an id of at most {NAME_MAX} characters that is not in use")
                 output = OutputProcessor(tokenizer, ask.sampling, ask.prompt[-_TAIL_TOKENS:].tolist())
                 self.sequences.append(SequenceState(index, rid, ask, output))
         self._open = {sequence.rid: sequence for sequence in self.sequences}
@@ -170,19 +173,19 @@ class Call:
         self.queue: DeltaQueue | None = None
 
     def submit(
-        self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, prefill_address: str = "",
-        timeout: float | None = None, streamed: bool = False,
+        self, *, seeds: Sequence[int], cache_salt: str = "", priority: int = 0, share: Share,
+        prefill_address: str = "", traceparent: str = "", timeout: float | None = None, streamed: bool = False,
     ) -> DeltaQueue:  # fmt: skip
         """Send the sequences to the engine; `seeds`: one per prompt; `streamed`: the client sees tokens as they come.
         Raises EngineDown, CapacityError."""
-        if len(cache_salt) > _NAME_MAX:
-            raise BadRequest("cache_salt", cache_salt, f"at most {_NAME_MAX} characters")
-        if not -_PRIORITY_END <= priority < _PRIORITY_END:
+        if len(cache_salt) > NAME_MAX:
+            raise BadRequest("cache_salt", cache_salt, f"at most {NAME_MAX} characters")
+        if not -PRIORITY_END <= priority < PRIORITY_END:
             raise BadRequest("priority", priority, "an integer of 32 bits, smaller = served sooner")
-        if timeout is not None and not 0 < timeout <= _TIMEOUT_MAX:
-            raise BadRequest("timeout", timeout, f"seconds, more than 0 and at most {_TIMEOUT_MAX:.0f}")
-        if len(prefill_address) > _NAME_MAX:
-            raise BadRequest("prefill_address", prefill_address, f"at most {_NAME_MAX} characters")
+        if timeout is not None and not 0 < timeout <= TIMEOUT_MAX:
+            raise BadRequest("timeout", timeout, f"seconds, more than 0 and at most {TIMEOUT_MAX:.0f}")
+        if len(prefill_address) > NAME_MAX:
+            raise BadRequest("prefill_address", prefill_address, f"at most {NAME_MAX} characters")
         choices = [
             (ask.prompt, sampling, choice_seed(seed, choice))
             for ask, seed in zip(self.asks, seeds, strict=True)
@@ -197,8 +200,10 @@ class Call:
                 seed=seed,
                 cache_salt=cache_salt,
                 priority=priority,
+                share=share,
                 prefill_address=prefill_address,
                 timeout_s=timeout or 0.0,
+                traceparent=traceparent,
                 stream=streamed,
             )
             for sequence, (prompt, sampling, seed) in zip(self.sequences, choices, strict=True)

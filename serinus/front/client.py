@@ -17,8 +17,9 @@ from serinus.core.errors import CapacityError, FrameError, PeerGone, SerinusErro
 from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.request import Request, TokenDelta
+from serinus.core.trace import SpanRecord
 from serinus.wire import codec
-from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, Message, Ready, Tokens
+from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, Message, Ready, Spans, Tokens
 
 __all__ = ["BROKE_HEADER", "AnswerLost", "DeltaQueue", "EngineBroke", "EngineClient", "EngineDown"]
 
@@ -140,6 +141,8 @@ class EngineClient:
         self._draining = False
         self.on_bad_frame: Callable[[str], None] | None = None
         """Told why a frame from the engine could not be read."""
+        self.on_spans: Callable[[Sequence[SpanRecord]], None] | None = None
+        """Takes the spans that the engine recorded."""
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -365,6 +368,8 @@ class EngineClient:
             call = self._calls.get(message.call)
             if call is not None and not call.done():
                 call.set_result(message)
+        elif isinstance(message, Spans) and self.on_spans is not None:
+            self.on_spans(message.spans)
         elif isinstance(message, Ready) and self._ready_waiter is not None and not self._ready_waiter.done():
             self._ready_waiter.set_result(message)
 

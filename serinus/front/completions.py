@@ -34,7 +34,7 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
         "prompt",
         prompts,
         [params] * len(prompts),
-        limit_field="max_tokens",
+        limit_fields=["" if body.max_tokens is None else "max_tokens"] * len(prompts),
         add_special_tokens=special,
         grammar_fields=[grammar_field(body)] * len(prompts),
     )

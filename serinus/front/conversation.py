@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serinus.core.errors import BadRequest, PromptTooLong
-from serinus.core.grammar import Grammar
 from serinus.core.ids import new_rid
 from serinus.core.request import FinishReason
 from serinus.front.calls import Ask, Event, SequenceState
@@ -167,7 +166,7 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         if use.must:
             if params.grammar is not None:
                 raise BadRequest("tool_choice", body.tool_choice, f"none or auto beside {grammar_name}")
-            params = replace(params, grammar=Grammar.of("json_schema", use.forced_schema))
+            params = replace(params, grammar=use.forced(style))
             grammar_name = "tool_choice"
         if "tools" not in source:
             raise BadRequest("tools", list(use.schemas), "none: the chat template of this model shows no tools to it")
@@ -176,7 +175,7 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
                 "tools", list(use.schemas), "a server with --tool-call-parser: its form of calls is unknown"
             )
         extra["tools"] = use.tools
-    marks = style.marks(tools=use is not None and not use.must, reasoning=body.separate_reasoning is not False)
+    marks = style.marks(tools=use is not None, reasoning=body.separate_reasoning is not False)
     if marks & tokenizer.special_texts.keys():
         params = replace(params, skip_special_tokens=bool(body.skip_special_tokens))
     text = await render_chat(
@@ -194,7 +193,7 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         field,
         [text],
         [params],
-        limit_field=limit_field,
+        limit_fields=[limit_field],
         add_special_tokens=special,
         grammar_fields=[grammar_name],
     )

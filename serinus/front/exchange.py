@@ -14,12 +14,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusError
 from serinus.core.ids import new_rid
+from serinus.core.request import Share
+from serinus.front.proofs import TOKENS_HEADER
+from serinus.front.tracing import RequestSpan
 
 __all__ = [
     "CHUNK_WRITER",
     "REQUEST_ID_HEADER",
     "BodyTooLarge",
     "ClientGone",
+    "ErrorAnswer",
+    "ErrorInfo",
     "HttpExchange",
     "error_json",
     "error_of",
@@ -46,20 +51,24 @@ class BodyTooLarge(RequestError):
     status = 413
 
 
-class _ErrorInfo(msgspec.Struct):
+class ErrorInfo(msgspec.Struct):
+    """What went wrong, in OpenAI's form."""
+
     message: str
     type: str
     param: str | None
     code: str | int | None
 
 
-class _ErrorJson(msgspec.Struct):
-    error: _ErrorInfo
+class ErrorAnswer(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorInfo
 
 
 def error_json(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
     """{"error": {"message", "type", "param", "code"}}."""
-    return _ENCODER.encode(_ErrorJson(_ErrorInfo(message, kind, param, code)))
+    return _ENCODER.encode(ErrorAnswer(ErrorInfo(message, kind, param, code)))
 
 
 def error_of(err: SerinusError) -> tuple[int, bytes]:
@@ -101,8 +110,12 @@ class HttpExchange:
         "request_id",
         "rid",
         "scope",
+        "share",
+        "span",
         "started",
         "status",
+        "tells_tokens",
+        "tokens",
         "watcher",
     )
 
@@ -122,6 +135,14 @@ class HttpExchange:
         self.request_id = request_id_of(scope)
         self.rid = ""
         """Id of the request in the engine; empty while there is none."""
+        self.share = Share()
+        """The API key that it came with."""
+        self.span: RequestSpan | None = None
+        """Its part of a trace; None where nothing is traced."""
+        self.tokens: Callable[[], int] | None = None
+        """Tokens of prompt and answer so far; None where there are none, or they are not known."""
+        self.tells_tokens = False
+        """Whether the answer says them: to a router of ours."""
         self.watcher: asyncio.Task[None] | None = None
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of the answer, besides those that every answer has."""
@@ -176,6 +197,8 @@ class HttpExchange:
     async def reply(self, status: int, body: bytes, content_type: bytes) -> None:
         """The whole answer at once."""
         self.status, self.started, self.answered = status, True, True
+        if self.tells_tokens and self.tokens is not None:
+            self.headers.append((TOKENS_HEADER.encode(), str(self.tokens()).encode()))
         sized = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *self.headers]
         await self._send({"type": "http.response.start", "status": status, "headers": sized})
         await self._send({"type": "http.response.body", "body": body})
@@ -232,6 +255,8 @@ class HttpExchange:
 
     async def end(self, last: bytes = b"") -> None:
         """End the stream, with `last` as its last bytes."""
+        if self.tells_tokens and self.tokens is not None:
+            last += f": {TOKENS_HEADER} {self.tokens()}\n\n".encode()
         await self._send({"type": "http.response.body", "body": last})
 
     async def fail(self, err: SerinusError) -> None:

@@ -14,16 +14,22 @@ from serinus.core.addresses import reachable
 from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest, CapacityError, UnknownModel
 from serinus.core.log import get_logger
+from serinus.core.request import Share
 from serinus.core.shown import shown
 from serinus.front.circuit import Circuit, CircuitLimits, CircuitState
+from serinus.front.keys import share_headers
 from serinus.front.metrics import RouterMetrics
 from serinus.front.policies import Policy, make_policy
 from serinus.front.settings import RouterSettings, split_alias
 from serinus.front.upstream import Upstream, UpstreamBroken, fetch
 
-__all__ = ["Fleet", "FleetEngine", "NoEngineAlive", "reason_of"]
+__all__ = ["Fleet", "FleetEngine", "NoEngineAlive", "engine_secrets", "reason_of"]
 
 _log = get_logger("front")
+_SLACK_REQUESTS: Final = 8
+"""A decode engine may have so many requests more than another and still be preferred for its cache..."""
+_SLACK_BYTES: Final = 64 << 10
+"""...a prefill engine so many bytes of bodies that wait: some ten thousand tokens."""
 _DRAIN_LOOK_S: Final = 0.05
 """Between two looks at the requests of an engine that is being drained."""
 
@@ -36,6 +42,11 @@ def reason_of(body: bytes) -> str:
         return body[:400].decode(errors="replace")
     error = said.get("error", said) if isinstance(said, dict) else said
     return str(error.get("message", error) if isinstance(error, dict) else error)[:400]
+
+
+def engine_secrets(settings: RouterSettings) -> tuple[str, ...]:
+    """What a router proves itself to its engines with: any of it, an engine may know."""
+    return (settings.admin_api_key or settings.api_key, *settings.router_secrets)
 
 
 class NoEngineAlive(CapacityError):
@@ -137,10 +148,12 @@ class Fleet:
         self._limits = CircuitLimits(failures=settings.cb_failure_threshold, open_s=settings.cb_open_s)
         self.decode = [FleetEngine(url, "decode", self._limits) for url in settings.decode_urls]
         self.prefill = [FleetEngine(url, "prefill", self._limits) for url in settings.prefill_urls]
-        self._policy: Policy[FleetEngine] = make_policy(settings.policy)
-        self._prefill_policy: Policy[_Waiting] = Policy()
+        self._policy: Policy[FleetEngine] = make_policy(settings.policy, slack=_SLACK_REQUESTS)
+        self._prefill_policy: Policy[_Waiting] = make_policy(settings.policy, slack=_SLACK_BYTES)
         self._tasks: dict[FleetEngine, asyncio.Task[None]] = {}
-        self._headers = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
+        self._headers = share_headers(Share(), engine_secrets(settings))
+        if settings.api_key:
+            self._headers.append(("authorization", f"Bearer {settings.api_key}"))
 
     @property
     def members(self) -> list[FleetEngine]:
@@ -293,14 +306,15 @@ class Fleet:
             raise NoEngineAlive(f"front: no decode engine{of} is alive, expected one of {len(owners)} ({why[:400]})")
         return [member for member in alive if member.circuit.lets_in(now)] or alive
 
-    def pick_prefill(self, model: str = "") -> FleetEngine | None:
-        """The prefill engine with the least work waiting; None where none is alive (decode then prefills itself)."""
+    def pick_prefill(self, body: bytes, *, model: str = "") -> FleetEngine | None:
+        """The prefill engine for a request, by the same policy, loaded with what waits for its first token; None where
+        none is alive (decode then prefills itself)."""
         alive = [
             _Waiting(member)
             for member in self.prefill
             if member.alive and member.pd_address and not member.draining and model in ("", member.model)
         ]
-        return self._prefill_policy.choose(b"", alive).engine if alive else None
+        return self._prefill_policy.choose(body, alive).engine if alive else None
 
     # ---- what became of a request -----------------------------------------------------------------------------------
 

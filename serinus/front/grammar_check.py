@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from serinus.core.clock import Clock
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.core.sampling import SamplingParams
+from serinus.front.metrics import FrontMetrics
 from serinus.text import GrammarVocabulary, Tokenizer
 from serinus.wire.messages import Ready
 
@@ -23,9 +25,14 @@ class GrammarCheck:
     """Compiles each grammar once; the vocabulary is read when the first one comes."""
 
     def __init__(
-        self, tokenizer: Callable[[], Awaitable[Tokenizer | None]], *, compile_s_max: float = _COMPILE_S_MAX
-    ) -> None:
-        """`tokenizer`: that of the front; None = it has none."""
+        self, tokenizer: Callable[[], Awaitable[Tokenizer | None]], metrics: FrontMetrics, clock: Clock, *,
+        enabled: bool = True, compile_s_max: float = _COMPILE_S_MAX,
+    ) -> None:  # fmt: skip
+        """`tokenizer`: that of the front; None = it has none. `enabled`: whether the engine has grammars. `metrics`
+        count what came of each grammar."""
+        self._enabled = enabled
+        self._metrics = metrics
+        self._clock = clock
         self._tokenizer = tokenizer
         self._compile_s_max = compile_s_max
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
@@ -42,15 +49,19 @@ class GrammarCheck:
             if grammar is None or grammar in checked:
                 continue
             checked.add(grammar)
+            if not self._enabled:
+                raise BadRequest(field, grammar.kind, "nothing: this server runs with --grammar-backend none")
             tokenizer = await self._tokenizer()
             if tokenizer is None:
                 raise BadRequest(field, grammar.kind, "nothing: this server runs without a tokenizer")
             try:
                 await self._compile(grammar, tokenizer, ready)
             except TimeoutError:
+                self._metrics.grammar("timeout")
                 expected = f"a {grammar.kind} that compiles in {self._compile_s_max:g} s"
                 raise BadRequest(field, grammar.text, expected) from None
             except BadRequest as error:
+                self._metrics.grammar("aborted")
                 raise BadRequest(field + error.field.removeprefix("grammar"), error.value, error.expected) from error
 
     async def _compile(self, grammar: Grammar, tokenizer: Tokenizer, ready: Ready) -> None:
@@ -62,7 +73,9 @@ class GrammarCheck:
         if self._vocabulary is None:
             self._vocabulary = loop.run_in_executor(self._threads, read)
         known = await asyncio.shield(self._vocabulary)
+        hit, began = known.knows(grammar), self._clock.now()
         await asyncio.wait_for(loop.run_in_executor(self._threads, known.begin, grammar), self._compile_s_max)
+        self._metrics.grammar("cache_hit" if hit else "compiled", self._clock.now() - began)
 
     def stop(self) -> None:
         """Begin nothing more; what runs ends by itself."""

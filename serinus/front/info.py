@@ -12,6 +12,7 @@ from serinus.core.errors import BadRequest, PeerError, RequestError
 from serinus.core.ids import new_rid
 from serinus.core.sampling import SamplingParams
 from serinus.core.version import package_version
+from serinus.front.calls import NAME_MAX
 from serinus.front.client import EngineDown
 from serinus.front.conversation import render_chat
 from serinus.front.exchange import HttpExchange
@@ -53,6 +54,8 @@ CACHE_NODES_MAX = 10_000
 """The highest number that `limit` may be."""
 _TOKENIZED_MAX = 1 << 19
 """A text or chat that surely has more tokens is not tokenized by /tokenize."""
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+"""Texts of a query that say yes or no."""
 _TEXTS_MAX = 4096
 """Texts of one request to /tokenize."""
 
@@ -77,7 +80,7 @@ async def health_generate(front: Front, exchange: HttpExchange) -> None:
     await exchange.body()
     start = front.clock.now()
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    asks = await front.asks("prompt", [[0]], [params], limit_field="max_tokens")
+    asks = await front.asks("prompt", [[0]], [params], limit_fields=["max_tokens"])
     apart = GenerateBody(cache_salt="health")
     async with front.calling(exchange, asks, apart, request_id=new_rid("health"), start=start) as call:
         assert call.queue is not None, "front: a call without a queue"
@@ -236,11 +239,16 @@ async def abort_request(front: Front, exchange: HttpExchange) -> None:
     """
     raw = await exchange.body()
     body = parse_body(raw, AbortBody) if raw.strip() else AbortBody()
-    query = parse_qs(exchange.query)
+    query = parse_qs(exchange.query, keep_blank_values=True)
     rid = body.rid or next(iter(query.get("rid", ())), "")
-    everything = bool(body.abort_all) or query.get("abort_all", [""])[0] in ("true", "1")
+    asked = query.get("abort_all", ["false"])[0]
+    if asked not in _SWITCHES:
+        raise BadRequest("abort_all", asked, f"one of {', '.join(_SWITCHES)}")
+    everything = bool(body.abort_all) or _SWITCHES[asked]
     if not rid and not everything:
         raise BadRequest("rid", rid, "the id of a request, or abort_all: true")
+    if len(rid) > NAME_MAX:
+        raise BadRequest("rid", rid, f"an id of at most {NAME_MAX} characters")
     _ = front.ready
     rids = [] if everything else front.client.rids_of(rid)
     count = front.client.open_count if everything else len(rids)

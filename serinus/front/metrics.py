@@ -6,16 +6,12 @@ Stems are those users of SGLang and vLLM know, under `serinus:`; labels engine, 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from math import inf
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+
+from serinus.core.metrics import MetricSpec, TimeSeries
+from serinus.core.times import TimeCounts
 
 if TYPE_CHECKING:
     from serinus.front.connection import ConnectionTable
@@ -25,6 +21,7 @@ __all__ = ["FrontMetrics", "HttpMetrics", "RouterMetrics"]
 _LABELS = ("engine", "role", "rank")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
 _BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 5)
+_GRAMMAR_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _WHOLE_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
 
 
@@ -34,33 +31,14 @@ def _registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-class _Times(Collector):
-    """A histogram of one series. Belongs to the loop's thread; the library's takes five times as long a token."""
-
-    def __init__(self, name: str, text: str, where: Sequence[str], bounds: Sequence[float]) -> None:
-        self._name, self._text, self._where, self._bounds = name, text, where, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, count: int = 1) -> None:
-        """`count` times took so long each."""
-        self._counts[bisect_left(self._bounds, seconds)] += count
-        self._sum += seconds * count
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        names = map(floatToGoString, (*self._bounds, inf))
-        family = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        family.add_metric(self._where, buckets, self._sum)
-        yield family
-
-
 class HttpMetrics:
     """What every HTTP app counts. `serinus:http_requests_total` is also labelled by path and status."""
 
     def __init__(self, *, engine: str, role: str) -> None:
         """`engine`, `role`: labels of every series."""
         self.registry = _registry()
+        self.specs: list[MetricSpec] = []
+        """All families of this server."""
         self._where = (engine, role, "front")
         self._requests = self._counter("http_requests", "HTTP requests answered", "path", "status")
         self._disconnects = self._counter("http_disconnects", "Requests aborted because the client hung up")
@@ -68,12 +46,25 @@ class HttpMetrics:
         self._connections = self._gauge("http_connections", "Open HTTP connections, also those without a request")
         self._refused = self._counter("http_connections_refused", "Connections beyond the bound, answered 503")
         self._timed_out = self._counter("http_connections_timed_out", "Connections closed as their client was too slow")
+        self._key_requests = self._counter("api_key_requests", "Generating requests that ended, by API key", "key")
+        self._key_tokens = self._counter("api_key_tokens", "Their tokens of prompts and answers", "key")
+        self._key_refused = self._counter(
+            "api_key_refused", "Requests answered 429, by API key and limit", "key", "limit"
+        )
+        self._key_running = self._gauges(
+            "api_key_running_requests", "Requests being answered, of API keys with limits", "key"
+        )
 
     def _gauge(self, stem: str, text: str) -> Gauge:
-        return Gauge(f"serinus:{stem}", text, _LABELS, registry=self.registry).labels(*self._where)
+        return self._gauges(stem, text).labels(*self._where)
+
+    def _gauges(self, stem: str, text: str, *labels: str) -> Gauge:
+        self.specs.append(MetricSpec(name=stem, kind="gauge", help=text, labels=labels))
+        return Gauge(f"serinus:{stem}", text, (*_LABELS, *labels), registry=self.registry)
 
     def _counter(self, stem: str, text: str, *labels: str) -> Counter:
         """Without `labels` of its own: the one series, which is shown from the start."""
+        self.specs.append(MetricSpec(name=stem, kind="counter", help=text, labels=labels))
         family = Counter(f"serinus:{stem}", text, (*_LABELS, *labels), registry=self.registry)
         return family if labels else family.labels(*self._where)
 
@@ -87,6 +78,20 @@ class HttpMetrics:
         if status == 499:
             self._disconnects.inc()
         self._requests.labels(*self._where, path, str(status)).inc()
+
+    def key_limited(self, key: str, limit: str) -> None:
+        """A request was refused, as its API key has as much as it may have; `limit` says of what."""
+        self._key_refused.labels(*self._where, key, limit).inc()
+
+    def key_running(self, key: str, count: int) -> None:
+        """So many requests of an API key are being answered."""
+        self._key_running.labels(*self._where, key).set(count)
+
+    def key_ended(self, key: str, tokens: int, running: int) -> None:
+        """A request of an API key has ended, and cost so many tokens; `running` are left."""
+        self._key_requests.labels(*self._where, key).inc()
+        self._key_tokens.labels(*self._where, key).inc(tokens)
+        self.key_running(key, running)
 
     def watch_connections(self, table: ConnectionTable) -> None:
         """Show the connections of the server that this app runs on."""
@@ -109,16 +114,39 @@ class FrontMetrics(HttpMetrics):
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first, by answer", _BETWEEN_S
         )
+        self._grammars = self._counter("num_grammar", "Grammars of requests that were looked at")
+        self._grammar_ends = {
+            "cache_hit": self._counter("num_grammar_cache_hit", "Grammars that were compiled already"),
+            "aborted": self._counter("num_grammar_aborted", "Grammars that were refused, as they are wrong"),
+            "timeout": self._counter("num_grammar_timeout", "Grammars that were refused, as they take too long"),
+        }
+        self._compiling = self._histogram(
+            "grammar_compilation_time_seconds", "Seconds to compile a grammar", _GRAMMAR_S
+        )
         self._bad_frames = self._counter("wire_bad_frames", "Frames that were refused, by reason", "reason")
+        self._model = self._gauges("model_info", "1, with the name that requests use for the model", "model_name")
 
-    def _histogram(self, stem: str, text: str, bounds: tuple[float, ...]) -> _Times:
-        times = _Times(f"serinus:{stem}", text, self._where, bounds)
-        self.registry.register(times)
+    def _histogram(self, stem: str, text: str, bounds: tuple[float, ...]) -> TimeCounts:
+        self.specs.append(MetricSpec(name=stem, kind="histogram", help=text, buckets=bounds))
+        times = TimeCounts(bounds)
+        self.registry.register(TimeSeries(f"serinus:{stem}", text, _LABELS, self._where, times))
         return times
+
+    def serves(self, model_name: str) -> None:
+        """The front answers for a model of this name."""
+        self._model.labels(*self._where, model_name).set(1)
 
     def bad_frame(self, reason: str) -> None:
         """A frame of the engine could not be read."""
         self._bad_frames.labels(*self._where, reason).inc()
+
+    def grammar(self, end: str, seconds: float = 0.0) -> None:
+        """A grammar was looked at: cache_hit, aborted, timeout, or compiled within `seconds`."""
+        self._grammars.inc()
+        if end == "compiled":
+            self._compiling.observe(seconds)
+        else:
+            self._grammar_ends[end].inc()
 
     def first_token(self, seconds: float) -> None:
         """An answer's first token came."""
@@ -144,13 +172,10 @@ class RouterMetrics(HttpMetrics):
         self._retries = self._counter("router_retries", "Requests sent again because an engine failed")
         self._broken = self._counter("router_broken_streams", "Streams an engine broke midway")
         self._given_up = self._counter("router_given_up_requests", "Requests under which two engines broke")
-        self._circuit = Gauge(
-            "serinus:router_circuit_open", "1 while an engine that failed often gets no requests, or one at a time",
-            (*_LABELS, "to"), registry=self.registry,
-        )  # fmt: skip
-        self._up = Gauge(
-            "serinus:router_engine_up", "1 while an engine answers the router", (*_LABELS, "to"), registry=self.registry
+        self._circuit = self._gauges(
+            "router_circuit_open", "1 while an engine that failed often gets no requests, or one at a time", "to"
         )
+        self._up = self._gauges("router_engine_up", "1 while an engine answers the router", "to")
 
     def routed(self, to: str) -> None:
         """A request went to the engine at this address."""

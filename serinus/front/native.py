@@ -16,7 +16,7 @@ from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange, error_of
 from serinus.front.grammars import grammar_field
 from serinus.front.render import event, meta_info, stream
-from serinus.front.sampling import asks_for_none, from_native
+from serinus.front.sampling import asks_for_none, from_native, limit_field
 from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupported
 from serinus.front.state import Front, Prompt
 from serinus.text import Tokenizer
@@ -66,8 +66,9 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
         )
     grammar_fields = [f"sampling_params.{grammar_field(each)}" for each in samplings]
     asks = await front.asks(
-        field, prompts, params, limit_field="max_new_tokens", rids=rids, grammar_fields=grammar_fields
-    )
+        field, prompts, params, limit_fields=list(map(limit_field, samplings)), rids=rids,
+        grammar_fields=grammar_fields,
+    )  # fmt: skip
     asks = [replace(ask, prompt_only=asks_for_none(each)) for ask, each in zip(asks, samplings, strict=True)]
     for ask, want in zip(asks, wanted, strict=True):
         if want.prompt_from > len(ask.prompt):

@@ -144,12 +144,14 @@ def _named(raw: bytes, message: str, body_type: type[msgspec.Struct]) -> BadRequ
     try:
         unknown = re.match(r"Object contains unknown field `(.*)`$", what)
         if unknown:
-            value = _value_at(raw, f"{path}.{unknown[1]}", what)
+            value = _value_at(raw, path, what)[unknown[1]]  # its name may have any characters
             names = f"one of {', '.join(body_type.__struct_fields__)}" if not path else "a field that is known"
             return BadRequest(f"{field}.{unknown[1]}".lstrip("."), value, names)
         value = _value_at(raw, path, what)
-    except (msgspec.DecodeError, RecursionError):  # and what follows is no JSON either
+    except msgspec.DecodeError:  # and what follows is no JSON either
         return _malformed(raw, what)
+    except RecursionError:
+        return BadRequest(field or "body", _Verbatim(raw), "JSON of sane depth")
     typed = re.match(r"Expected (.*?)(?:, got `[^`]*`)?$", what, re.DOTALL)
     expected = typed[1].replace("`", "") if typed else _EXPECTED.get(what, what)
     return BadRequest(field or "body", value, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 import xxhash
@@ -21,10 +22,8 @@ _BLOCKS_MAX: Final = 512
 """Of the beginning of one prompt: 64 KiB. What lies behind is not compared."""
 _BLOCKS_KEPT: Final = 1 << 16
 """Of all prompts together, the ones used last: some ten megabytes."""
-_BALANCE_ABS: Final = 8
-"""An engine has too much to do where it has so many requests more than the least loaded one..."""
 _BALANCE_REL: Final = 1.5
-"""...and so many times as many."""
+"""An engine has too much to do where it has so many times as much as the least loaded one, and `slack` more."""
 
 
 class Candidate(Protocol):
@@ -34,7 +33,7 @@ class Candidate(Protocol):
     def url(self) -> str: ...
 
     @property
-    def load(self) -> int: ...
+    def load(self) -> int: ...  # requests, or bytes of prompts that wait
 
     turn: int
     """When it was chosen last, in choices."""
@@ -72,8 +71,10 @@ class RoundRobin(Policy[_EngineT]):
 class CacheAware(Policy[_EngineT]):
     """The engine that was sent the longest beginning of this prompt before, unless it has too much to do already."""
 
-    def __init__(self) -> None:
+    def __init__(self, slack: int) -> None:
+        """`slack`: how much more load than the least is not too much."""
         super().__init__()
+        self._slack = slack
         self._seen: OrderedDict[int, dict[str, int]] = OrderedDict()
         """By the hash of a prompt up to the end of a block: the engines that had it, and in which life."""
 
@@ -89,7 +90,7 @@ class CacheAware(Policy[_EngineT]):
             if knows:
                 best = super()._choose(body, knows)
                 break
-        if best.load > least.load + _BALANCE_ABS and best.load > least.load * _BALANCE_REL:
+        if best.load > least.load + self._slack and best.load > least.load * _BALANCE_REL:
             best = least
         for hashed in blocks:
             self._seen.setdefault(hashed, {})[best.url] = best.life
@@ -110,10 +111,10 @@ def _blocks(body: bytes) -> list[int]:
     return found
 
 
-def make_policy(name: str) -> Policy[_EngineT]:
-    """The policy of that name."""
+def make_policy(name: str, *, slack: int) -> Policy[_EngineT]:
+    """The policy of that name; `slack` of CacheAware."""
     made: Mapping[str, Callable[[], Policy[_EngineT]]] = {
-        "cache_aware": CacheAware,
+        "cache_aware": partial(CacheAware, slack),
         "least_loaded": Policy,
         "round_robin": RoundRobin,
     }

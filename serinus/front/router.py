@@ -2,8 +2,8 @@
 
 A request that has not begun to stream is sent to another decode engine when its own breaks, once: a request under which
 two engines broke may be what breaks them, and is answered 500. An engine that cannot be reached, or has no room, never
-had the request: it may go on to all others. A stream that breaks midway ends with an error event. Knows nothing of
-tokens: it passes bytes on.
+had the request: it may go on to all others, and after a pause to all again. A stream that breaks midway ends with an
+error event. Knows nothing of tokens: it passes bytes on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -19,22 +20,28 @@ from starlette.applications import Starlette
 
 from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import RequestError, SerinusError
+from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
+from serinus.core.rng import Rng
 from serinus.core.version import package_version
 from serinus.front.app import cross_origin, error_handlers
+from serinus.front.backoff import Backoff
 from serinus.front.client import BROKE_HEADER
+from serinus.front.dashboard import answer_page
+from serinus.front.dashboard_fleet import FleetDashboard
 from serinus.front.exchange import REQUEST_ID_HEADER, ClientGone, HttpExchange
 from serinus.front.exposition import answer_scrape
-from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, reason_of
+from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, engine_secrets, reason_of
 from serinus.front.info import cache_limit
-from serinus.front.keys import Keys
+from serinus.front.keys import Keys, share_headers
 from serinus.front.metrics import RouterMetrics
 from serinus.front.openapi import openapi
 from serinus.front.perturb import perturb_all
-from serinus.front.routes import ENDPOINTS, Handler, routes_of
+from serinus.front.proofs import PREFILL_HEADER, PROOF_HEADER, TOKENS_HEADER, proof_of
+from serinus.front.routes import DASHBOARD, ENDPOINTS, Handler, routes_of
 from serinus.front.settings import RouterSettings
 from serinus.front.state import IGNORED_HEADER
-from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, proof_of
+from serinus.front.tracing import TRACE_HEADERS, make_tracing
 from serinus.front.upstream import NotConnected, Upstream, UpstreamBroken
 from serinus.front.workers import list_models, one_model, renamed, workers
 
@@ -44,10 +51,12 @@ _ALL_S_MAX = 10.0
 """Seconds a request to all engines may take."""
 _BREAKS_MAX = 2
 """Engines that may break under one request."""
-_PASSED_ON = ("content-type", "accept", "user-agent", "traceparent")
+_PASSED_ON = ("content-type", "accept", "user-agent")
 """Request headers the engines get to see; never a client's own `x-serinus-*`."""
 _LOST = b'"code":503}}\n\n'
 """Ends the error event of an engine that broke when its stream had begun; in a text every quote is escaped."""
+_TOKENS = f": {TOKENS_HEADER} ".encode()
+"""Begins the comment that says the tokens of a stream; in a text every line break is escaped."""
 _log = get_logger("front")
 
 
@@ -61,14 +70,30 @@ class BrokeTwice(SerinusError):
     """Two engines broke while they had this request: it is sent to no third (500)."""
 
 
+def _take_tokens(exchange: HttpExchange, events: bytes) -> bytes:
+    """The events without the comment at the end of a stream that says its tokens, which is for the router."""
+    at = events.rfind(_TOKENS)
+    if at < 0 or events[at - 2 : at] not in (b"", b"\n\n") or not (told := events[at + len(_TOKENS) : -2]).isdigit():
+        return events
+    exchange.tokens = partial(int, told)
+    return events[:at]
+
+
 class Router:
     """State and endpoints of one router."""
 
-    def __init__(self, settings: RouterSettings, clock: Clock) -> None:
+    def __init__(self, settings: RouterSettings, clock: Clock, rng: Rng | None = None) -> None:
+        """`rng`: of the pauses between tries; None = one that no seed repeats."""
         self.settings = settings
+        self._backoff = Backoff(
+            rng or Rng(new_incarnation()), first_s=settings.retry_first_s, most_s=settings.retry_most_s
+        )
         self.metrics = RouterMetrics(engine=settings.name)
         self.fleet = Fleet(settings, self.metrics, clock)
-        self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
+        self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key, file=settings.api_keys_file)
+        self._secrets = engine_secrets(settings)
+        self.tracing = make_tracing(settings.otlp_traces_endpoint, role="router", name=settings.name, clock=clock)
+        self.dashboard = FleetDashboard(self.fleet, key=self.keys.operator, ca_certs=settings.ssl_ca_certs)
         self.open_count = 0
         """Requests that are with an engine."""
 
@@ -101,15 +126,19 @@ class Router:
         model = self.fleet.model_of(body)
         tried: list[FleetEngine] = []
         broke: list[str] = []
-        last = ""
-        while True:
-            if len(tried) > self.settings.retry_max_retries:
-                raise NoEngineAlive(f"front: {len(tried)} engines failed this request, expected one to take it; {last}")
+        last, pauses = "", 0
+        for attempt in range(self.settings.retry_max_retries + 1):
             try:
                 member = self.fleet.pick_decode(body, model=model, but=tried)
             except NoEngineAlive as err:
-                raise NoEngineAlive(f"{err}; {last}" if last else str(err)) from err
-            if tried:
+                may_come = any(member.url not in broke for member in self.fleet.owners(model))
+                if not last or not may_come or attempt == self.settings.retry_max_retries:
+                    raise NoEngineAlive(f"{err}; {last}" if last else str(err)) from err
+                await asyncio.sleep(self._backoff.pause_s(pauses))  # all had it: by then one may have room, or be back
+                pauses += 1
+                tried = [member for member in tried if member.url in broke]
+                continue
+            if attempt:
                 self.metrics.retried()
             tried.append(member)
             try:
@@ -128,6 +157,8 @@ class Router:
                 broke.append(member.url)
                 if len(broke) == _BREAKS_MAX:
                     raise self._given_up(exchange.request_id, broke, last) from err
+        tries = self.settings.retry_max_retries + 1
+        raise NoEngineAlive(f"front: {tries} tries of this request failed, expected an engine to take it; {last}")
 
     def _given_up(self, request_id: str, broke: Sequence[str], last: str) -> BrokeTwice:
         self.metrics.given_up()
@@ -135,18 +166,22 @@ class Router:
             f"front: request {request_id} was under way at {' and '.join(broke)} when they broke, so it is"
             f" sent to no other engine; the last one: {last}"
         )
-        _log.error("%s", said)
+        _log.error("%s", said, extra={"rid": request_id})
         return BrokeTwice(said)
 
     def _headers(self, exchange: HttpExchange, prefill: FleetEngine | None) -> list[tuple[str, str]]:
         headers = [(name, value) for name in _PASSED_ON if (value := exchange.header(name))]
         headers.append((REQUEST_ID_HEADER, exchange.request_id))
+        traced = {name: exchange.header(name) for name in TRACE_HEADERS}
+        if exchange.span is not None and exchange.span.traceparent:
+            traced["traceparent"] = exchange.span.traceparent
+        headers += [(name, value) for name, value in traced.items() if value]
         if self.settings.api_key:
             headers.append(("authorization", f"Bearer {self.settings.api_key}"))
+        headers += share_headers(exchange.share, self._secrets)
         if prefill is not None:
             headers.append((PREFILL_HEADER, prefill.pd_address))
-            secrets = (self.keys.operator, *self.settings.router_secrets)
-            headers.append((PROOF_HEADER, proof_of(prefill.pd_address, secrets)))
+            headers.append((PROOF_HEADER, proof_of(prefill.pd_address, self._secrets)))
         return headers
 
     async def _try(self, exchange: HttpExchange, member: FleetEngine, body: bytes, model: str) -> bool:
@@ -174,7 +209,7 @@ class Router:
 
     async def _send(self, exchange: HttpExchange, member: FleetEngine, body: bytes, model: str) -> int:
         """Let one engine answer; the status, or 0 where it has no room and others may. Raises UpstreamBroken."""
-        prefill = self.fleet.pick_prefill(model)
+        prefill = self.fleet.pick_prefill(body, model=model)
         others = len(self.fleet.owners(model)) > 1
         if member.alias not in ("", member.own_model):
             body = renamed(body, member.own_model)
@@ -212,6 +247,10 @@ class Router:
     ) -> None:
         if ignored := upstream.headers.get(IGNORED_HEADER):
             exchange.headers.append((IGNORED_HEADER.encode(), ignored.encode("latin-1")))
+        if retry := upstream.headers.get("retry-after"):
+            exchange.headers.append((b"retry-after", retry.encode("latin-1")))
+        if (told := upstream.headers.get(TOKENS_HEADER, "")).isdecimal():
+            exchange.tokens = partial(int, told)
         content_type = upstream.headers.get("content-type", "application/json")
         if not content_type.startswith("text/event-stream"):
             body = await upstream.body()
@@ -231,7 +270,7 @@ class Router:
                 rest = data
                 continue
             rest = data[whole:]
-            events = data if not rest else data[:whole]
+            events = _take_tokens(exchange, data if not rest else data[:whole])
             if not exchange.answered:
                 if b"data:" not in events:
                     await exchange.keep_alive(events)
@@ -372,6 +411,9 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
         "/cache": router.cache_trees,
         "/canary": router.canaries,
         "/canary/perturb": router.perturb,
+        "/dashboard": answer_page,
+        "/dashboard/events": router.dashboard.events,
+        "/dashboard/look": router.dashboard.look,
         "/abort_request": router.abort_request,
         "/openapi.json": router.description,
         "/v1/models": router.models,
@@ -386,8 +428,14 @@ def create_router_app(settings: RouterSettings, *, clock: Clock | None = None) -
             yield
         finally:
             await router.fleet.stop()
+            if router.tracing is not None:
+                await asyncio.to_thread(router.tracing.close)
 
-    routes = routes_of(handlers, keys=router.keys, metrics=router.metrics, body_bytes_max=settings.body_bytes_max)
+    routes = routes_of(
+        handlers, keys=router.keys, metrics=router.metrics, body_bytes_max=settings.body_bytes_max,
+        tracing=router.tracing,
+        off="" if settings.dashboard else DASHBOARD,
+    )  # fmt: skip
     app = Starlette(
         routes=routes,
         middleware=cross_origin(settings.allowed_origins),

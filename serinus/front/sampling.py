@@ -17,6 +17,7 @@ from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
 __all__ = [
+    "TOP_LOGPROBS_MAX",
     "asks_for_none",
     "check_chars",
     "check_limits",
@@ -24,6 +25,7 @@ __all__ = [
     "from_chat",
     "from_completion",
     "from_native",
+    "limit_field",
     "token_row",
 ]
 
@@ -34,7 +36,7 @@ _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 _NATIVE_TOKENS = 128
 """SGLang's default of max_new_tokens."""
-_TOP_LOGPROBS_MAX = 20
+TOP_LOGPROBS_MAX = 20
 _SLICE_IDS = 1 << 16
 
 
@@ -108,8 +110,8 @@ def from_completion(body: CompletionBody, defaults: Defaults) -> SamplingParams:
     params = _prompt_only(params) if none else params
     if body.logprobs is None:
         return params
-    if not 0 <= body.logprobs <= _TOP_LOGPROBS_MAX:
-        raise BadSampling("logprobs", body.logprobs, f"between 0 and {_TOP_LOGPROBS_MAX}")
+    if not 0 <= body.logprobs <= TOP_LOGPROBS_MAX:
+        raise BadSampling("logprobs", body.logprobs, f"between 0 and {TOP_LOGPROBS_MAX}")
     return replace(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
 
 
@@ -121,14 +123,20 @@ def from_chat(body: ChatBody, defaults: Defaults) -> SamplingParams:
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise BadSampling("top_logprobs", body.top_logprobs, "logprobs to be true as well")
-        if not 0 <= body.top_logprobs <= _TOP_LOGPROBS_MAX:
-            raise BadSampling("top_logprobs", body.top_logprobs, f"between 0 and {_TOP_LOGPROBS_MAX}")
+        if not 0 <= body.top_logprobs <= TOP_LOGPROBS_MAX:
+            raise BadSampling("top_logprobs", body.top_logprobs, f"between 0 and {TOP_LOGPROBS_MAX}")
     return replace(params, logprobs=body.top_logprobs or 0) if body.logprobs else params
 
 
 def asks_for_none(body: NativeSampling) -> bool:
     """Whether only the prompt is of interest: its log-probabilities, or that it is cached afterwards."""
     return 0 in (body.max_new_tokens, body.max_tokens if body.max_new_tokens is None else None)
+
+
+def limit_field(body: NativeSampling) -> str:
+    """The field that bounds the answer, as the client names it; empty = it named none."""
+    given = {"max_new_tokens": body.max_new_tokens, "max_tokens": body.max_tokens}
+    return next((name for name, value in given.items() if value is not None), "")
 
 
 def from_native(
@@ -144,8 +152,8 @@ def from_native(
     params = _prompt_only(params) if none else params
     if body.sampling_seed is not None:
         params = replace(params, seed=body.sampling_seed)
-    if not 0 <= top_logprobs_num <= _TOP_LOGPROBS_MAX:
-        raise BadSampling("top_logprobs_num", top_logprobs_num, f"between 0 and {_TOP_LOGPROBS_MAX}")
+    if not 0 <= top_logprobs_num <= TOP_LOGPROBS_MAX:
+        raise BadSampling("top_logprobs_num", top_logprobs_num, f"between 0 and {TOP_LOGPROBS_MAX}")
     if not return_logprob:
         return params
     return replace(params, logprobs=top_logprobs_num, prompt_logprobs=top_logprobs_num if prompt_logprobs else None)
@@ -191,7 +199,7 @@ def token_row(field: str, ids: list[int], ready: Ready) -> NDArray[np.int32]:
 
 def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, *, limit_field: str) -> None:
     """Check a prompt of `length` tokens and what is asked for it against the engine; `field`, `limit_field`: as the
-    client names them.
+    client names them; no limit_field = it named no limit, and the answer ends where there is no more room.
 
     Raises BadRequest, PromptTooLong, BadSampling.
     """
@@ -203,7 +211,7 @@ def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, 
         raise PromptTooLong(field, f"{length} tokens", expected, context=ready.max_total_tokens)
     room, asked = ready.context_length - length, params.max_new_tokens
     default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
-    if asked is not None and asked > room and asked != default:
+    if limit_field and asked is not None and asked > room and asked != default:
         expected = f"at most {room}: the prompt has {length} tokens, the context holds {ready.context_length}"
         raise PromptTooLong(limit_field, params.max_new_tokens, expected, context=ready.context_length)
     if params.min_new_tokens > room:

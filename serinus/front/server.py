@@ -24,6 +24,7 @@ from serinus.core.log import get_logger
 from serinus.front.connection import SAID_EVERY_S, ConnectionLimits, ConnectionTable, HttpConnection
 
 if TYPE_CHECKING:
+    from serinus.front.keys import Keys
     from serinus.front.metrics import HttpMetrics
     from serinus.front.tls import ServerTls
 
@@ -87,10 +88,12 @@ class HttpServer(uvicorn.Server):
         limits: ConnectionLimits | None = None,
         metrics: HttpMetrics | None = None,
         tls: ServerTls | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """`on_drain` is called once, when draining begins, in the loop's thread; `limits`: default engine_limits().
 
-        `metrics` count the connections; `tls`: it speaks https.
+        `metrics` count the connections; `tls`: it speaks https. Files of certificates and of `keys` are read again
+        where they change, and at SIGHUP.
         """
         config = uvicorn.Config(
             app,
@@ -112,6 +115,7 @@ class HttpServer(uvicorn.Server):
         self._accept_failed_at = -SAID_EVERY_S
         self._sock = sock
         self._tls = tls
+        self._keys = keys
         self._on_drain = on_drain
 
     @property
@@ -139,6 +143,9 @@ class HttpServer(uvicorn.Server):
             with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: its owner calls stop()
                 loop.add_signal_handler(number, self.stop)
                 taken.append(number)
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(signal.SIGHUP, self._refresh, True)
+            taken.append(signal.SIGHUP)
         try:
             yield
         finally:
@@ -162,9 +169,16 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         now = asyncio.get_running_loop().time()
         self.connections.sweep(now)
+        self._refresh()
+        return await super().on_tick(counter)
+
+    def _refresh(self, asked: bool = False) -> None:
+        """Read certificate and keys again where their files have changed; `asked`: an operator says so."""
+        now = asyncio.get_running_loop().time()
         if self._tls is not None:
             self._tls.refresh(now)
-        return await super().on_tick(counter)
+        if self._keys is not None:
+            self._keys.refresh(now, asked=asked)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.connections.end_leaving()

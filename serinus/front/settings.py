@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
+from serinus.front.key_file import KeyFile
 from serinus.front.tls import client_tls
+from serinus.front.tracing import check_endpoint
 from serinus.text import answer_style
 
 __all__ = ["FrontSettings", "RouterSettings"]
@@ -36,6 +38,8 @@ class FrontSettings:
     """How the model writes tool calls; auto = as its chat template shows, none = they are not looked for."""
     reasoning_parser: str = "auto"
     """How it marks its thoughts; auto and none as before."""
+    grammars: bool = True
+    """Whether answers may be held to a grammar."""
     skip_tokenizer_init: bool = False
     """No tokenizer at all: ids in, ids out."""
     lazy_tokenizer: bool = False
@@ -44,12 +48,19 @@ class FrontSettings:
     """Asked of every request but health, metrics and the schema; empty = open."""
     admin_api_key: str = ""
     """Asked for flush and abort; empty = api_key."""
+    api_keys_file: str = ""
+    """More keys, each with a name, a weight and limits (key_file.py); empty = none."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may ask (CORS); `*` = of any."""
+    dashboard: bool = True
+    """Whether there is a live page at /dashboard."""
     router_secrets: tuple[str, ...] = ()
-    """A router that knows one of these, or the key that opens operations, may name prefill engines (suggestion.py)."""
+    """A router that knows one of these, or the key that opens operations, may say the share of a request
+    and name prefill engines (proofs.py)."""
     prefill_addresses: tuple[str, ...] = ()
     """Prefill engines that any request may name."""
+    otlp_traces_endpoint: str = ""
+    """Where traces are sent (tracing.py); empty = nowhere."""
     engine: str = "engine-0"
     """Name of the engine behind this front, in metrics and meta_info."""
     role: str = "unified"
@@ -73,6 +84,10 @@ class FrontSettings:
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "n_max", "health_generate_s_max", "call_s_max", "keep_alive_s"):
             _check_positive(name, getattr(self, name))
+        if self.api_keys_file:
+            KeyFile(self.api_keys_file)
+        if self.otlp_traces_endpoint:
+            check_endpoint(self.otlp_traces_endpoint)
         answer_style("", tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         if self.role not in ("unified", "prefill", "decode"):
             raise ConfigError(f"front: role is {self.role!r}, expected unified, prefill or decode")
@@ -97,8 +112,9 @@ class RouterSettings:
     """One router before decode (or unified) engines and, if any, prefill engines. Raises ConfigError."""
 
     decode_urls: tuple[str, ...]
-    """http(s)://host:port of the engines that own requests from end to end (decode or unified), at least one; or
-    MODEL=http(s)://host:port, where requests call its model otherwise than the engine does."""
+    """http(s)://host:port of the engines that own requests from end to end (decode or unified); at least one where no
+    key lets them come later; or MODEL=http(s)://host:port, where requests call its model otherwise than the
+    engine does."""
     prefill_urls: tuple[str, ...] = ()
     """Those of the prefill engines."""
     ssl_ca_certs: str = ""
@@ -107,10 +123,16 @@ class RouterSettings:
     """Asked of clients, and shown to the engines."""
     admin_api_key: str = ""
     """Asked for flush and abort, and shown to the engines for them; empty = api_key."""
+    api_keys_file: str = ""
+    """More keys of clients, each with a name, a weight and limits (key_file.py); empty = none."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may ask (CORS); `*` = of any."""
+    dashboard: bool = True
+    """Whether there is a live page at /dashboard, of all engines."""
     router_secrets: tuple[str, ...] = ()
     """What proves to engines that a prefill engine was named here: those of FrontSettings."""
+    otlp_traces_endpoint: str = ""
+    """Where traces are sent (tracing.py); empty = nowhere."""
     name: str = "router"
     """Name of the router in its metrics."""
     poll_s: float = 1.0
@@ -127,17 +149,29 @@ class RouterSettings:
     """Which decode engine gets a request: one of POLICIES."""
     retry_max_retries: int = 5
     """Further engines that a request may be sent to where one has no room, or cannot be reached."""
+    retry_first_s: float = 0.05
+    """Seconds before it may go to all of them again, the first time; then twice as long..."""
+    retry_most_s: float = 2.0
+    """...up to so many seconds."""
     cb_failure_threshold: int = 5
     """Failures in a row after which an engine gets no requests for a while; 0 = never."""
     cb_open_s: float = 30.0
     """How long that while is."""
 
     def __post_init__(self) -> None:
-        if not self.decode_urls:
-            raise ConfigError("front: decode_urls is empty, expected the address of at least one decode engine")
+        if not (self.decode_urls or self.admin_api_key or self.api_key):
+            raise ConfigError(
+                "front: decode_urls is empty, expected the address of at least one decode engine, or a key with which"
+                " engines can be added"
+            )
         for where in (*self.decode_urls, *self.prefill_urls):
             split_alias(where)
+        if self.api_keys_file:
+            KeyFile(self.api_keys_file)
+        if self.otlp_traces_endpoint:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.ssl_ca_certs:
             client_tls(self.ssl_ca_certs)
-        for name in ("poll_s", "poll_s_max", "hang_s_max", "connect_s_max", "body_bytes_max"):
+        for name in ("poll_s", "poll_s_max", "hang_s_max", "connect_s_max", "body_bytes_max", "retry_first_s",
+                     "retry_most_s"):  # fmt: skip
             _check_positive(name, getattr(self, name))

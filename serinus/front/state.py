@@ -25,11 +25,12 @@ from serinus.front.grammar_check import GrammarCheck
 from serinus.front.keys import Keys
 from serinus.front.metrics import FrontMetrics
 from serinus.front.parse import VALUES_MAX, parse_body, unknown_fields
+from serinus.front.proofs import PREFILL_HEADER, PROOF_HEADER, SuggestionCheck
 from serinus.front.sampling import check_limits, check_text, token_row
 from serinus.front.schemas import GenerateBody, OpenAiBody, refuse_unsupported
 from serinus.front.settings import FrontSettings
-from serinus.front.suggestion import PREFILL_HEADER, PROOF_HEADER, SuggestionCheck
 from serinus.front.threads import TextThreads
+from serinus.front.tracing import call_attributes, make_tracing
 from serinus.text import Tokenizer, load_tokenizer
 from serinus.wire.messages import Ready
 
@@ -76,15 +77,25 @@ class Front:
         self.client = client
         self.clock = clock
         self.metrics = FrontMetrics(engine=settings.engine, role=settings.role)
+        self.metrics.serves(settings.model_name)
         self.created = int(clock.unix())
         seed = settings.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
-        self.keys = Keys(user=settings.api_key, admin=settings.admin_api_key)
+        self.keys = Keys(
+            user=settings.api_key, admin=settings.admin_api_key, file=settings.api_keys_file,
+            secrets=settings.router_secrets,
+        )  # fmt: skip
         self.threads = TextThreads()
         """Where long texts are parsed, rendered and tokenized."""
-        self.grammars = GrammarCheck(self.tokenizer_or_none)
+        self.grammars = GrammarCheck(self.tokenizer_or_none, self.metrics, clock, enabled=settings.grammars)
         """Compiles the grammars of requests, so that a wrong one is refused."""
+        self.tracing = make_tracing(
+            settings.otlp_traces_endpoint, role=settings.role, name=settings.engine, clock=clock
+        )
+        """Sends traces; None = there are none."""
+        if self.tracing is not None:
+            client.on_spans = self.tracing.export
         self.open_count = 0
         """Requests that the engine is answering."""
         self._suggestions = SuggestionCheck(
@@ -177,7 +188,8 @@ class Front:
 
         body, ignored = await self.threads.run(len(raw) // _PARSED_PER_CHAR, work)
         if ignored:
-            exchange.headers.append((IGNORED_HEADER.encode(), quote(", ".join(ignored), safe=", ").encode()))
+            names = ", ".join(quote(name, safe="") for name in ignored)  # a space at an end would be no header
+            exchange.headers.append((IGNORED_HEADER.encode(), names.encode()))
         for field in ignored:
             if field not in self._warned_of and len(self._warned_of) < _WARNED_MAX:
                 self._warned_of.add(field)
@@ -205,14 +217,14 @@ class Front:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         *,
-        limit_field: str,
+        limit_fields: Sequence[str],
         add_special_tokens: bool = True,
         rids: Sequence[str] = (),
         grammar_fields: Sequence[str] = (),
     ) -> list[Ask]:
         """Prompts and what is asked for each, tokenized and checked; in a thread where they are long together.
 
-        `limit_field`, `grammar_fields`: as the client names the limit, and the grammar of each that has one.
+        `limit_fields`, `grammar_fields`: as the client names limit and grammar of each; empty where it has none.
 
         Raises BadRequest, PromptTooLong, BadSampling, EngineDown.
         """
@@ -222,7 +234,7 @@ class Front:
         await self.grammars.check(params, grammar_fields, ready)
         tokenizer = await self.tokenizer(field) if any(isinstance(prompt, str) for prompt in prompts) else None
 
-        def ask(prompt: Prompt, wanted: SamplingParams, rid: str) -> Ask:
+        def ask(prompt: Prompt, wanted: SamplingParams, limit_field: str, rid: str) -> Ask:
             text = prompt if isinstance(prompt, str) else None
             if text is None:
                 ids = cast(list[int], prompt)
@@ -236,7 +248,8 @@ class Front:
             return Ask(prompt=token_row(field, ids, ready), text=text, sampling=wanted, rid=rid)
 
         def work() -> list[Ask]:
-            return [ask(*each) for each in zip(prompts, params, rids or [""] * len(prompts), strict=True)]
+            names = rids or [""] * len(prompts)
+            return [ask(*each) for each in zip(prompts, params, limit_fields, names, strict=True)]
 
         return await self.threads.run(sum(map(len, prompts)), work)
 
@@ -272,18 +285,24 @@ class Front:
             seeds=[self.seed(ask.sampling) for ask in asks],
             cache_salt=body.salt,
             priority=body.priority or 0,
+            share=exchange.share,
             timeout=body.timeout,
             streamed=bool(body.stream),
             prefill_address=self._suggested_prefill(exchange),
+            traceparent=exchange.span.traceparent if exchange.span is not None else "",
         )
         exchange.watch(queue.leave)
         self.open_count += 1
+        exchange.tokens = lambda: call.prompt_tokens + call.completion_tokens
         try:
             yield call
         finally:
             self.open_count -= 1
             exchange.unwatch()
             queue.close()
+            if exchange.span is not None:
+                model, now = self.settings.model_name, self.clock.now()
+                exchange.span.set(call_attributes(call, path=exchange.path, model=model, start=start, now=now))
 
     def _suggested_prefill(self, exchange: HttpExchange) -> str:
         """The prefill engine that the router suggests; suggestions without its proof are ignored."""

@@ -8,7 +8,7 @@ from typing import Any
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.front.schemas import ChatBody
-from serinus.text import AnswerStyle, Tokenizer
+from serinus.text import AnswerStyle, Tokenizer, tag_rules
 
 __all__ = ["thinking_budget", "thoughts_first"]
 
@@ -36,15 +36,15 @@ def thoughts_first(
     """The grammar of an answer to `prompt` that begins with thoughts, of `budget` tokens at most, if the prompt opens
     them or the model does; it goes on as `then` says, None = as it likes.
 
-    `then` itself, where no other is needed, or none can be made: it is no JSON, or the marks are no tokens. Raises
-    BadRequest: a budget beside a grammar that is no JSON.
+    `then` itself, where no other is needed, or none can be made: it is no JSON and no structural tag, or the marks are
+    no tokens. Raises BadRequest: a budget beside such a grammar.
     """
     form = style.reasoning
     is_open = form is not None and form.is_open(prompt)
     if form is None or (budget is None and (then is None or not is_open)):
         return then
     begin, end = tokenizer.token_id(form.begin), tokenizer.token_id(form.end)
-    rest = _rest(then)
+    rest = _rest(then, tokenizer)
     if end is None or begin is None or rest is None:
         if budget is None:
             return then
@@ -56,10 +56,12 @@ def thoughts_first(
     return Grammar.of("lark", "\n".join(["%llguidance {}", f"start: {start}", rest]))
 
 
-def _rest(then: Grammar | None) -> str | None:
+def _rest(then: Grammar | None, tokenizer: Tokenizer) -> str | None:
     """The rule `rest`; None = it cannot be said in one grammar with thoughts."""
     if then is None:
         return "rest: <[*]>*"
+    if then.kind == "structural_tag":
+        return f"rest: SPACE? calls\nSPACE: /\\s{{1,4}}/\n{tag_rules(then.text, tokenizer.special_texts, 'calls')}"
     if then.kind not in ("json_object", "json_schema"):
         return None
     schema: Any = {"type": "object"} if then.kind == "json_object" else json.loads(then.text)

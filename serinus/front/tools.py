@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from serinus.core.errors import BadRequest
+from serinus.core.grammar import Grammar
 from serinus.front.schemas import ChatBody
+from serinus.text import AnswerStyle, forced_tag
 
 __all__ = ["ToolUse", "tool_use"]
 
@@ -28,37 +30,11 @@ class ToolUse:
     calls_max: int | None = None
     """Calls that one answer may have; None = any number."""
 
-    @property
-    def forced_schema(self) -> dict[str, Any]:
-        """The JSON schema of an answer that must be calls (text.FORCED_CALLS)."""
-        calls, schemas = [], {}
-        for index, name in enumerate(self.must):
-            schemas[f"f{index}"] = _moved(self.schemas[name] or {"type": "object"}, f"#/$defs/f{index}")
-            parameters = {"$ref": f"#/$defs/f{index}"}
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "parameters": parameters},
-                    "required": ["name", "parameters"],
-                    "additionalProperties": False,
-                }
-            )
-        bounds = {"minItems": 1} if self.calls_max is None else {"minItems": 1, "maxItems": self.calls_max}
-        items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        return {"type": "array", "items": items, **bounds, "$defs": schemas}
-
-
-def _moved(value: Any, place: str) -> Any:
-    """A schema that stands at `place` now: what it refers to in itself is found there."""
-    if isinstance(value, list):
-        return [_moved(each, place) for each in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: _moved(each, place) for key, each in value.items()}
-    reference = value.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+    def forced(self, style: AnswerStyle) -> Grammar:
+        """The grammar of an answer that must be calls, in the form of the model's family."""
+        form = style.call_form(self.schemas)
+        tag = forced_tag(form, {name: self.schemas[name] for name in self.must}, calls_max=self.calls_max)
+        return Grammar.of("structural_tag", tag)
 
 
 def tool_use(body: ChatBody) -> ToolUse | None:

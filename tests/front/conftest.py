@@ -63,11 +63,11 @@ class RunningRouter:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Ask /server_info until `holds`; the router looks at its engines meanwhile."""
+        """Ask /health until `holds`; the router looks at its engines meanwhile."""
         end = CLOCK.now() + 60
         while not holds():
             assert CLOCK.now() < end, "the router never came to see it so"
-            self.http.get("/server_info")
+            self.http.get("/health")
 
     def alive(self) -> list[bool]:
         return [member.alive for member in self.router.fleet.members]
@@ -117,10 +117,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
             routed = RouterSettings(
                 decode_urls=tuple(front.url for front in fronts["decode"]),
                 prefill_urls=tuple(front.url for front in fronts["prefill"]),
-                poll_s=0.02,
-                poll_s_max=20.0,
-                **{"router_secrets": ("a router's",), **(keys or {})},
-                **more,
+                **{"poll_s": 0.02, "poll_s_max": 20.0, "router_secrets": ("a router's",), **(keys or {}), **more},
             )
             app = create_router_app(routed)
             with serving(app) as server:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from serinus.core.errors import BadRequest, ConfigError
 from serinus.front import bind
 from serinus.front.parse import parse_body
+from serinus.front.proofs import proof_of
 from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
-from serinus.front.suggestion import proof_of
 from serinus.testing.running_front import RunningFront
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import BadRequest, UnknownModel
+from serinus.core.rng import Rng
 from serinus.front import RouterSettings, create_router_app
+from serinus.front.backoff import Backoff
 from serinus.front.circuit import Circuit, CircuitLimits, CircuitState
 from serinus.front.fleet import Fleet, NoEngineAlive
 from serinus.front.metrics import RouterMetrics
@@ -97,7 +99,7 @@ def test_equally_loaded_engines_take_turns_and_dead_ones_are_left_out(policy: st
     assert {some.pick_decode(b"").url for _ in range(6)} == set(ABC[1:])
     with pytest.raises(NoEngineAlive, match="it died"):
         some.pick_decode(b"", but=some.decode[1:])
-    assert some.pick_prefill() is None, "a prefill engine without an address was suggested"
+    assert some.pick_prefill(b"") is None, "a prefill engine without an address was suggested"
 
 
 def test_in_turn_means_whatever_they_have_to_do_and_least_loaded_whatever_they_had() -> None:
@@ -179,7 +181,7 @@ def test_no_more_engines_are_tried_than_the_operator_allows() -> None:
         for member in members:
             member.alive = True  # as where they went since the last look
         answer = http.post("/generate", json=GREEDY)
-        assert (answer.status_code, "front: 2 engines failed this request" in answer.text) == (503, True)
+        assert (answer.status_code, "front: 2 tries of this request failed" in answer.text) == (503, True)
         assert sum(member.alive for member in members) == 2
         assert re.search(r"serinus:router_retries_total{[^}]*} 1.0", http.get("/metrics").text)
 
@@ -310,3 +312,83 @@ def test_a_router_that_asks_for_no_key_lets_no_client_change_its_engines(route: 
     with route(1, 0, keys={"api_key": "k", "admin_api_key": "a"}) as running:
         user = {"authorization": "Bearer k"}
         assert running.http.post("/workers", json={"url": "http://evil:1"}, headers=user).status_code == 401
+
+
+# ---- prefill engines, and pauses -----------------------------------------------------------------------------------
+
+
+def prefills(policy: str = "cache_aware") -> Fleet:
+    made = RouterSettings(decode_urls=("http://d:1",), prefill_urls=ABC, policy=policy)
+    some = Fleet(made, RouterMetrics(engine="router"), ManualClock())
+    for member in some.members:
+        member.alive, member.info = True, {"pd_address": "tcp://x:1"}
+    return some
+
+
+def prefill_of(some: Fleet, body: bytes) -> Any:
+    chosen = some.pick_prefill(body)
+    assert chosen is not None
+    return chosen
+
+
+def test_prompts_that_begin_alike_go_to_one_prefill_engine_unless_too_much_waits_there() -> None:
+    some = prefills()
+    first = {kind: prefill_of(some, prompt(kind)).url for kind in range(9)}
+    assert set(first.values()) == set(ABC)
+    assert {kind: prefill_of(some, prompt(kind, "and more")).url for kind in reversed(range(9))} == first
+    liked = prefill_of(some, prompt(1))
+    liked.waiting_bytes = 64 << 10
+    assert prefill_of(some, prompt(1)) is liked
+    liked.waiting_bytes += 1
+    assert prefill_of(some, prompt(1)) is not liked
+    liked.waiting_bytes = 0
+    some.lost(liked, "it died")
+    liked.alive = True
+    assert prefill_of(some, prompt(1)) is not liked, "its cache is empty"
+
+
+def test_other_policies_hold_for_prefill_engines_too() -> None:
+    turns, least = prefills("round_robin"), prefills("least_loaded")
+    for some in (turns, least):
+        some.prefill[0].waiting_bytes = 1
+    assert [prefill_of(turns, prompt(1)).url for _ in range(6)] == [*ABC, *ABC]
+    assert {prefill_of(least, prompt(1)).url for _ in range(6)} == set(ABC[1:])
+
+
+def test_pauses_double_up_to_a_bound_and_a_seed_repeats_their_random_part() -> None:
+    pauses = [Backoff(Rng(7), first_s=0.1, most_s=1.0).pause_s(number) for number in range(100)]
+    backoff = Backoff(Rng(7), first_s=0.1, most_s=1.0)
+    drawn = [backoff.pause_s(number) for number in range(100)]
+    assert drawn[0] == pauses[0]
+    for number, pause in enumerate(drawn):
+        whole = min(1.0, 0.1 * 2**number)
+        assert 0.5 * whole <= pause <= whole
+    assert len({round(pause, 6) for pause in drawn[10:]}) > 50
+
+
+@pytest.mark.slow
+def test_a_request_that_no_engine_took_goes_to_all_again_after_a_pause(route: Any) -> None:
+    with route(2, 0, retry_first_s=0.05, retry_max_retries=40, poll_s=20.0) as running:
+        for front in running.decode:
+            front.client.drain()  # 503 to what comes; the router does not look meanwhile
+
+        def open_again() -> None:
+            running.decode[1].client._draining = False
+
+        threading.Timer(0.3, open_again).start()
+        answer = running.http.post("/generate", json=GREEDY)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["output_ids"] == EXPECTED
+
+
+@pytest.mark.slow
+def test_tries_end_where_no_engine_ever_takes_the_request(route: Any) -> None:
+    with route(2, 0, retry_first_s=0.001, retry_max_retries=6, poll_s=20.0) as running:
+        for front in running.decode:
+            front.client.drain()
+        answer = running.http.post("/generate", json=GREEDY)
+        assert answer.status_code == 503
+        assert "has no room" in answer.text
+        sent = sum(float(line.rsplit(" ", 1)[1]) for line in running.http.get("/metrics").text.splitlines()
+                   if line.startswith("serinus:router_requests_total{"))  # fmt: skip
+        assert 1 <= sent <= 7  # fewer where the router has seen meanwhile that they drain

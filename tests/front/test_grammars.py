@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any, cast
 
 import pytest
 
+from serinus.core.clock import WallClock
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.core.sampling import SamplingParams
 from serinus.front import FrontSettings
 from serinus.front.grammar_check import GrammarCheck
 from serinus.front.grammars import asked_grammar
+from serinus.front.metrics import FrontMetrics
 from serinus.front.schemas import ChatBody, NativeSampling
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
@@ -98,6 +101,13 @@ def test_a_grammar_that_does_not_compile_is_refused_by_field_and_place(
 def test_a_grammar_reaches_the_engine(front: RunningFront) -> None:
     body = {"prompt": "x", "max_tokens": 2, "guided_choice": ["yes", "no"], "n": 2}
     assert front.post("/v1/completions", body).status_code == 200
+    assert front.post("/v1/completions", body).status_code == 200
+    shown = front.http.get("/metrics").text
+    assert re.search(r"^serinus:num_grammar_cache_hit_total{.*} [1-9]", shown, re.MULTILINE), (
+        "compiled once, then known"
+    )
+    assert front.post("/v1/completions", {"prompt": "x", "guided_regex": "("}).status_code == 400
+    assert re.search(r"^serinus:num_grammar_aborted_total{.*} [1-9]", front.http.get("/metrics").text, re.MULTILINE)
 
 
 def test_a_server_without_a_tokenizer_says_so(new_endpoint: Callable[[], str], byte_folder: Path) -> None:
@@ -117,11 +127,15 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(tokenizer
         def begin(self, grammar: Grammar) -> None:
             slow.wait(20)
 
+        def knows(self, grammar: Grammar) -> bool:
+            return False
+
     async def story() -> None:
         async def given() -> Tokenizer:
             return tokenizer
 
-        check = GrammarCheck(given, compile_s_max=0.05)
+        metrics = FrontMetrics(engine="e", role="unified")
+        check = GrammarCheck(given, metrics, WallClock(), compile_s_max=0.05)
         params = [SamplingParams(grammar=Grammar("regex", "a"))]
         await check.check(params, ["regex"], READY)
         vocabulary: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -131,5 +145,22 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(tokenizer
             await check.check([SamplingParams(grammar=Grammar("regex", "b"))], ["regex"], READY)
         slow.set()
         check.stop()
+        shown = re.findall(
+            r"^serinus:(num_grammar\w*|grammar_\w+_count){.*} (\S+)$", metrics.exposition(), re.MULTILINE
+        )
+        assert {name: float(value) for name, value in shown} == {
+            "num_grammar_total": 2, "num_grammar_cache_hit_total": 0, "num_grammar_aborted_total": 0,
+            "num_grammar_timeout_total": 1, "grammar_compilation_time_seconds_count": 1,
+        }  # fmt: skip
 
     asyncio.run(story())
+
+
+def test_a_server_without_grammars_refuses_them_in_words(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
+    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary", grammars=False)
+    with running_front(settings, FakeEngine(endpoint=new_endpoint())) as front:
+        answer = front.http.post("/v1/completions", json={"prompt": "x", "regex": "a+"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "regex"
+        assert "--grammar-backend none" in answer.json()["error"]["message"]
+        assert front.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200

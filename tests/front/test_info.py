@@ -205,3 +205,27 @@ def test_the_schema_describes_every_path_that_is_served(front: RunningFront) -> 
     assert "guided_json" in body["properties"]
     assert "logits_processors" not in body["properties"]
     assert {"type": "null"} in body["properties"]["max_tokens"]["anyOf"]
+
+
+def test_bounds_in_the_description_are_those_that_are_checked(front: RunningFront) -> None:
+    properties = front.http.get("/openapi.json").json()["components"]["schemas"]["CompletionBody"]["properties"]
+    tried = 0
+    for field, schema in properties.items():
+        for part in schema.get("anyOf", [schema]):
+            if part.get("type") not in ("number", "integer"):
+                continue
+            for keyword, step in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)):
+                if keyword in part:
+                    tried += 1
+                    body = {"prompt": "x", "max_tokens": 4, field: part[keyword] + step}
+                    answer = front.http.post("/v1/completions", json=body)
+                    assert answer.status_code == 400, (field, keyword)
+                    assert field.replace("min_tokens", "min_new_tokens") in answer.json()["error"]["message"]
+    assert tried > 20
+
+
+def test_abort_all_of_a_query_says_yes_or_no(front: RunningFront) -> None:
+    assert front.http.post("/abort_request?abort_all=1").status_code == 200
+    answer = front.http.post("/abort_request?rid=x&abort_all=maybe")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "abort_all")
+    assert front.http.post("/abort_request", json={"rid": "x" * 257}).status_code == 400

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serinus.front import FrontSettings
-from serinus.front.suggestion import proof_of
+from serinus.front.proofs import proof_of
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import running_front
 from serinus.wire.messages import Generate

@@ -15,7 +15,7 @@ import pytest
 
 from serinus.core.clock import WallClock
 from serinus.front import EngineClient, EngineDown, FrontSettings, create_app
-from serinus.front.suggestion import proof_of
+from serinus.front.proofs import proof_of
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front, serving
 from serinus.wire.messages import Abort, Generate, Message

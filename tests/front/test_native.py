@@ -36,6 +36,19 @@ def test_ids_are_a_prompt_too(front: RunningFront) -> None:
     assert answer["output_ids"] == fake_continue([1, 2, 3], 6, vocab_size=VOCAB)
 
 
+def test_an_answer_without_a_limit_ends_with_the_context(front: RunningFront) -> None:
+    ids = list(range(1, 201))  # the default of 128 new tokens does not fit behind them
+    answer = front.post("/generate", {"input_ids": ids, "sampling_params": {"temperature": 0}}).json()
+    assert answer["meta_info"]["prompt_tokens"] == 200
+    refused = front.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 128}}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("max_new_tokens", "context_length_exceeded")
+    assert "at most 56: the prompt has 200 tokens, the context holds 256" in refused["message"]
+    refused = front.post("/generate", {"input_ids": ids, "sampling_params": {"max_tokens": 57}}).json()["error"]
+    assert refused["param"] == "max_tokens"
+    short = front.post("/v1/completions", {"model": "canary", "prompt": ids + ids[:50]})  # 16 by default
+    assert short.status_code == 200, short.text
+
+
 def test_a_batch_is_answered_in_order(front: RunningFront) -> None:
     body = {
         "input_ids": [[1], [2, 3]],

@@ -283,7 +283,8 @@ def test_a_model_without_marks_as_tokens_has_no_budget(scripted: tuple[RunningFr
     assert "two tokens" in said
 
 
-FORCED = '[{"name": "now", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "Rome"}}]'
+NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+FORCED = f'{NOW_CALL}\n<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "Rome"}}}}\n</tool_call>'
 
 
 def test_required_calls_are_enforced_by_a_grammar(scripted: tuple[RunningFront, Script]) -> None:
@@ -302,19 +303,19 @@ def test_required_calls_are_enforced_by_a_grammar(scripted: tuple[RunningFront, 
     grammar = grammar_of(front)
     assert takes(script, grammar, FORCED) == FORCED
     assert takes(script, grammar, "Rome") == ""
-    assert takes(script, grammar, "[]") == "["
-    assert takes(script, grammar, '[{"name": "fly"').endswith('"name": "')
+    assert takes(script, grammar, "<tool_call>{") == "<tool_call>"
+    assert takes(script, grammar, FORCED.replace("now", "fly")).endswith('"name": "')
 
 
 def test_a_named_function_is_called_once(scripted: tuple[RunningFront, Script]) -> None:
     front, script = scripted
-    one = '[{"name": "now", "parameters": {}}]'
+    one = NOW_CALL
     named = {"type": "function", "function": {"name": "now"}}
     choice = ask(scripted, one, tools=[WEATHER, NOW], tool_choice=named)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
     assert takes(script, grammar_of(front), one) == one
-    assert takes(script, grammar_of(front), FORCED) == '[{"name": "now", "parameters": {}}'
-    assert takes(script, grammar_of(front), '[{"name": "get').endswith('"name": "')
+    assert takes(script, grammar_of(front), FORCED) == NOW_CALL
+    assert takes(script, grammar_of(front), one.replace("now", "get")).endswith('"name": "')
 
 
 def test_thoughts_that_the_template_opens_come_before_required_calls(thinker: tuple[RunningFront, Script]) -> None:
@@ -332,7 +333,7 @@ def test_schemas_of_parameters_keep_what_they_refer_to(scripted: tuple[RunningFr
     inner = {"type": "object", "properties": {"at": {"$ref": "#/$defs/At"}}, "required": ["at"],
              "$defs": {"At": {"enum": ["noon"]}}}  # fmt: skip
     tool = {"type": "function", "function": {"name": "meet", "parameters": inner}}
-    good = '[{"name": "meet", "parameters": {"at": "noon"}}]'
+    good = '<tool_call>\n{"name": "meet", "arguments": {"at": "noon"}}\n</tool_call>'
     ask(scripted, good, tools=[NOW, tool], tool_choice="required")
     assert takes(script, grammar_of(front), good) == good
     assert takes(script, grammar_of(front), good.replace("noon", "one")).endswith('"at": "')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -80,6 +81,19 @@ def test_fields_of_other_servers_are_ignored_and_the_answer_names_them(
     ignored = "reasoning_effort, store, %C3%A9%0D%0A, stream_options.other"
     assert response.headers["x-serinus-ignored"] == ignored
     assert "x-serinus-ignored" not in front.post(path, body).headers
+
+
+@pytest.mark.parametrize("name", [" a", "a ", "\r\n x: y", "é,", "[-;.$"])
+def test_any_name_of_an_ignored_field_makes_a_header(front: RunningFront, name: str) -> None:
+    answer = front.http.post("/v1/completions", json={**COMPLETION, name: 1})
+    assert answer.status_code == 200
+    assert unquote(answer.headers["x-serinus-ignored"]) == name
+
+
+def test_an_unknown_field_of_any_name_is_refused_with_its_value(front: RunningFront) -> None:
+    answer = front.http.post("/canary/perturb", json={"perturb": {}, "a.b[-;": 41})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("a.b[-;: got 41, expected one of")
 
 
 def test_the_log_names_an_ignored_field_once(front: RunningFront, caplog: pytest.LogCaptureFixture) -> None:
