@@ -6,30 +6,33 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serinus.cli.parser import Command, UsageProblem, make_parser
+from serinus.cli.parser import Command, Parser, UsageProblem, make_parser
 from serinus.core.config import environment
 from serinus.core.errors import ConfigError
 
-__all__ = ["ask_arguments", "ask_server"]
+__all__ = ["ask_server", "asking_parser", "read_asked"]
 
 _URL = "http://127.0.0.1:30000"
 _ASK_S_MAX = 30.0
 
 
-def ask_arguments(command: Command, words: Sequence[str], *, path: str, limit: int, of: str) -> argparse.Namespace:
-    """`url`, `limit`, `api_key` and `json` of a command that shows what `GET path` says.
+def asking_parser(command: Command, *, path: str, limit: int, of: str) -> Parser:
+    """The flags of a command that shows what `GET path` says: `url`, `limit`, `api_key` and `json`.
 
     Args:
         limit: the default of --limit.
         of: what the limit counts, for the help.
-    Raises:
-        UsageProblem: an unknown flag, or a limit below 1.
     """
     parser = make_parser(command, settings=False)
     parser.add_argument("url", nargs="?", default=_URL, metavar="URL", help=f"engine or router; default: {_URL}")
     parser.add_argument("--limit", type=int, default=limit, metavar="N", help=f"{of} at most; default: {limit}")
     parser.add_argument("--api-key", default="", help="admin key; default: SERINUS_ADMIN_API_KEY")
     parser.add_argument("--json", action="store_true", help=f"print the JSON of GET {path} instead")
+    return parser
+
+
+def read_asked(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """The values of the flags. Raises UsageProblem: an unknown flag, or a limit below 1."""
     arguments = parser.arguments(words)
     if arguments.limit < 1:
         raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")

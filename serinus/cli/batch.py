@@ -48,7 +48,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     answered, bad = done_before(arguments.output_file)
     if not arguments.url:
         check_shape(config)
-    setup_logging(config.server.log_level, "batch")
+    setup_logging(config.server.log_level, "batch", config.server.log_format)
     from serinus.cli.batch_run import answer_all
 
     return asyncio.run(answer_all(config, arguments, total, answered, bad))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serinus.cli.ask import ask_arguments, ask_server
+from serinus.cli.ask import ask_server, asking_parser, read_asked
 from serinus.cli.parser import Command
 
 __all__ = ["cache_lines", "run"]
@@ -18,7 +18,7 @@ _GB = 10**9
 
 def run(command: Command, words: Sequence[str]) -> int:
     """Ask and print. Exit code 1 where an engine does not answer."""
-    arguments = ask_arguments(command, words, path="/cache", limit=40, of="nodes of the tree")
+    arguments = read_asked(asking_parser(command, path="/cache", limit=40, of="nodes of the tree"), words)
     view = ask_server(arguments, "/cache", mark="tree", params={"limit": arguments.limit})
     if arguments.json:
         print(json.dumps(view, indent=2))

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from serinus.cli.ask import ask_arguments, ask_server
+from serinus.cli.ask import ask_server, asking_parser, read_asked
 from serinus.cli.parser import Command
+from serinus.cli.show import check_folder, write_text
+from serinus.core.clock import WallClock
 
-__all__ = ["canary_lines", "show", "story_lines"]
+__all__ = ["FOUND", "PLANTED", "TOLD", "CanaryEvent", "canary_lines", "show", "stories", "story_lines"]
+
+PLANTED, FOUND, TOLD = 0, 1, 2
+"""Kinds of events, in the order in which they are told."""
 
 
 def show(command: Command, words: Sequence[str]) -> int:
     """Print what the canaries of running engines have found. 0 = nothing, 1 = something, or no answer."""
-    arguments = ask_arguments(command, words, path="/canary", limit=20, of="incidents")
+    parser = asking_parser(command, path="/canary", limit=20, of="incidents")
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page: each request across the engines")
+    arguments = read_asked(parser, words)
+    check_folder("--html", arguments.html)
     view = ask_server(arguments, "/canary", mark="mode")
     if arguments.json:
         print(json.dumps(view, indent=2))
     members = view.get("engines", [{"canary": view, "url": arguments.url}])
+    if arguments.html:
+        from serinus.cli.canary_page import canary_page
+
+        write_text(arguments.html, canary_page(arguments.url, members, arguments.limit, WallClock().unix()))
     found = False
     for member in members:
         canary = member.get("canary")
@@ -61,44 +74,65 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
     return lines
 
 
-def story_lines(views: Sequence[dict[str, Any]], limit: int) -> list[str]:
-    """What happened to each request over all engines, of the JSON of their /canary; the latest `limit` requests that
-    something was found of. A request is called as its client calls it, on every engine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryEvent:
+    """What one engine knows of one request: a fault that was planted, one that was found, or what a peer told."""
+
+    kind: int
+    """PLANTED, FOUND or TOLD."""
+    engine: str
+    text: str
+    """One line for a terminal, without the engine's name."""
+    time: float = 0.0
+    """Seconds since 1970; 0 = not known."""
+    step: int | None = None
+    """Of the engine; None = not known."""
+    incident: dict[str, Any] | None = None
+    """The record of `GET /canary`, of what was found."""
+
+
+def stories(views: Sequence[dict[str, Any]], limit: int) -> list[tuple[str, list[CanaryEvent]]]:
+    """What happened to each request over all engines, of the JSON of their /canary: the latest `limit` requests that
+    something was found of, each with its events: faults, what was found in the order of time, and what other engines
+    were told. A request is called as its client calls it, on every engine."""
     views = [view for view in views if view["mode"] != "none"]
     names = {told["xid"]: told["rid"] for view in views for told in view["told"]}
     for item in (item for view in views for item in view["incidents"]):
         names |= {item["rid"]: item["client"]} if item["client"] else {}
         names |= {item["handoff"]["xid"]: item["handoff"]["rid"]} if item["handoff"] else {}
-    events: list[tuple[str, int, float, str]] = []
+    events: list[tuple[str, CanaryEvent]] = []
     for view in views:
         engine = view["engine"]
         for fault in view["injected"]:
-            name = names.get(fault["rid"], fault["rid"])
             where = f"slot {fault['slot']}{_of_rank(fault)}, position {fault['position']}"
-            events.append(
-                (name, 0, 0.0, f"{engine}: step {fault['step']}: {fault['mode']} planted on purpose, {where}")
-            )
+            text = f"{fault['mode']} planted on purpose, {where}"
+            event = CanaryEvent(kind=PLANTED, engine=engine, step=fault["step"], text=text)
+            events.append((names.get(fault["rid"], fault["rid"]), event))
         for item in view["incidents"]:
             handoff, rid = item["handoff"], names.get(item["rid"], item["rid"])
-            name = rid or (handoff["rid"] if handoff else "")
-            events.append((name, 1, item["first_time"], f"{engine}: {_incident(item)}{_handoff(handoff)}"))
+            event = CanaryEvent(
+                kind=FOUND, engine=engine, step=item["first_step"], time=item["first_time"], incident=item,
+                text=f"{_incident(item)}{_handoff(handoff)}",
+            )  # fmt: skip
+            events.append((rid or (handoff["rid"] if handoff else ""), event))
         for told in view["told"]:
-            events.append((told["rid"], 2, 0.0, f"{engine}: was told by {told['by']}: {told['reason']!a}"))
-    found = list(dict.fromkeys(name for name, kind, _, _ in sorted(events, key=_by_time) if name and kind))
+            text = f"was told by {told['by']}: {told['reason']!a}"
+            events.append((told["rid"], CanaryEvent(kind=TOLD, engine=engine, text=text)))
+    events.sort(key=lambda each: each[1].time)
+    found = list(dict.fromkeys(name for name, event in events if name and event.kind != PLANTED))
+    ordered = sorted((event for event in events), key=lambda each: (each[1].kind, each[1].time))
+    return [(name, [event for other, event in ordered if other == name]) for name in found[-limit:]]
+
+
+def story_lines(views: Sequence[dict[str, Any]], limit: int) -> list[str]:
+    """`stories` for a terminal."""
     lines = []
-    for name in found[-limit:]:
+    for name, events in stories(views, limit):
         lines.append(f"request {name!a}")
-        lines += [f"  {text}" for other, _, _, text in sorted(events, key=_by_kind) if other == name]
+        for event in events:
+            step = f"step {event.step}: " if event.kind == PLANTED else ""
+            lines.append(f"  {event.engine}: {step}{event.text}")
     return lines
-
-
-def _by_time(event: tuple[str, int, float, str]) -> float:
-    return event[2]
-
-
-def _by_kind(event: tuple[str, int, float, str]) -> tuple[int, float]:
-    """Faults, what was found in the order of time, and what other engines were told."""
-    return event[1], event[2]
 
 
 def _incident(item: dict[str, Any]) -> str:

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from serinus.cli.http_doc import http_markdown
+from serinus.cli.metrics_doc import metrics_markdown
 from serinus.cli.parser import Command, add_settings, make_parser, read_config
 from serinus.cli.settings_doc import settings_markdown
 from serinus.core.config import ServeConfig, environment
@@ -31,9 +33,10 @@ _SHM_BYTES_MIN = 256 << 20
 _MEMORY_BYTES_MIN = 2 << 30
 _EXTRAS = {
     "nixl": ("nixl._api", "pip install -e '.[nixl]'"),
+    "ray": ("ray", "pip install -e '.[ray]'"),
     "mooncake": ("mooncake.engine", "pip install -e '.[mooncake]', and libibverbs (apt-get install libibverbs1)"),
 }
-"""Optional ways of a handoff: what must load, and how it is installed."""
+"""Optional: ways of a handoff, a cluster; what must load, and how it is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +62,18 @@ def run(command: Command, words: Sequence[str]) -> int:
     """Look and report. Exit code 1 when something is bad."""
     parser = make_parser(command)
     parser.add_argument("--settings-doc", action="store_true", help="print docs/settings.md and nothing else")
+    parser.add_argument("--http-doc", action="store_true", help="print docs/HTTP.md and nothing else")
+    parser.add_argument("--metrics-doc", action="store_true", help="print docs/METRICS.md and nothing else")
     add_settings(parser, ServeConfig, positional_model=True)
     config, arguments = read_config(ServeConfig, parser, words)
     if arguments.settings_doc:
         print(settings_markdown(), end="")
+        return 0
+    if arguments.http_doc:
+        print(http_markdown(), end="")
+        return 0
+    if arguments.metrics_doc:
+        print(metrics_markdown(), end="")
         return 0
     from serinus.cli.show import console
 
@@ -262,7 +273,7 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     from serinus.text import load_tokenizer
 
     folder = resolve(config.model.model_path, config.model.revision)
-    spec = load_spec(folder)
+    spec = load_spec(folder, model_impl=config.model.model_impl)
     window = "" if spec.window is None else f", window {spec.window}"
     yield MachineCheck(
         what="model",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from serinus.cli.processes import stop_server
+from serinus.cli.processes import child_order, server_words, stop_server
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
 from serinus.core.ids import new_token
@@ -47,14 +46,14 @@ async def own_server(config: ServeConfig) -> AsyncIterator[OwnServer]:
         port=0,
         api_key=key,
         admin_api_key="",
+        api_keys_file="",
         log_level=level,
         ssl_certfile="",
         ssl_keyfile="",
     )
     read_end, write_end = os.pipe()
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "serinus", "serve", "--child", str(write_end)),
+        *server_words("serve", write_end),
         stdin=asyncio.subprocess.PIPE,
         pass_fds=(write_end,),
         process_group=0,  # Ctrl-C reaches this process alone
@@ -62,8 +61,7 @@ async def own_server(config: ServeConfig) -> AsyncIterator[OwnServer]:
     os.close(write_end)
     try:
         assert process.stdin is not None, "cli: a child without stdin"
-        order = {"parent": os.getpid(), "config": replace(config, server=server).to_json()}
-        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.write(child_order(replace(config, server=server)))
         reader = asyncio.StreamReader()
         with os.fdopen(read_end, "rb") as pipe:
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(

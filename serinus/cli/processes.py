@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from serinus.core.config import ServeConfig
+from serinus.core.config import ConfigTree, ServeConfig
 from serinus.core.cores import cores, threads_env
+from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger
 from serinus.core.private_folder import PrivateFolder
 from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
@@ -22,9 +24,10 @@ from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
 if TYPE_CHECKING:
     from serinus.wire.messages import Message
 
-__all__ = ["EngineProcess", "connection_lost", "stop_process", "stop_server"]
+__all__ = ["EngineProcess", "child_order", "connection_lost", "obeyed", "server_words", "stop_process", "stop_server"]
 
 _log = get_logger("cli")
+_TreeT = TypeVar("_TreeT", bound=ConfigTree)
 _LOOK_S = 0.2
 """Seconds between two checks of a connection that only shows whether the process lives."""
 _STOP_NOW_S = 5.0
@@ -35,6 +38,24 @@ _STACKS_S = 1.0
 """For the threads of an engine that is about to be killed to write where they stand."""
 _ENDING_SAID_S = 5.0
 """The same for one that has said why it ends."""
+
+
+def server_words(command: str, report_to: int) -> list[str]:
+    """The command line of a `serinus COMMAND` that gets a `child_order` on stdin and writes a line of JSON to the file
+    descriptor `report_to` when it is ready."""
+    return [sys.executable, "-m", "serinus", command, "--child", str(report_to)]
+
+
+def child_order(config: ConfigTree) -> bytes:
+    """What such a child, which ends with this process, is told."""
+    return json.dumps({"parent": os.getpid(), "config": config.to_json()}).encode() + b"\n"
+
+
+def obeyed(tree: type[_TreeT]) -> _TreeT:
+    """In the child: the settings it is told; it gets SIGTERM when its parent ends. Raises ConfigError."""
+    given = json.loads(sys.stdin.readline())
+    end_with_parent(int(given["parent"]), signal.SIGTERM)
+    return tree.from_json(given["config"])
 
 
 async def stop_process(process: asyncio.subprocess.Process, *, s_max: float) -> int:

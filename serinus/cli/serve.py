@@ -12,21 +12,19 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import EngineProcess
+from serinus.cli.processes import EngineProcess, obeyed
 from serinus.cli.router import drain_within
 from serinus.cli.shape import check_shape
 from serinus.core.addresses import http_url
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
-from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.user_secret import user_secret
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, exit_words
@@ -55,9 +53,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     config, arguments = read_config(ServeConfig, parser, words)
     child: int | None = arguments.child
     if child is not None:
-        given = json.loads(sys.stdin.readline())
-        end_with_parent(int(given["parent"]), signal.SIGTERM)
-        config = ServeConfig.from_json(given["config"])
+        config = obeyed(ServeConfig)
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus serve MODEL")
     check_shape(config)
@@ -66,9 +62,9 @@ def run(command: Command, words: Sequence[str]) -> int:
     if config.parallel.node_rank:
         from serinus.cli.node import run_node
 
-        setup_logging(config.server.log_level, f"node {config.parallel.node_rank}")
+        setup_logging(config.server.log_level, f"node {config.parallel.node_rank}", config.server.log_format)
         return run_node(config)
-    setup_logging(config.server.log_level, "" if child is not None else "front")
+    setup_logging(config.server.log_level, "" if child is not None else "front", config.server.log_format)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_early)
     from serinus.front import bind, server_tls
@@ -99,12 +95,16 @@ def front_settings(config: ServeConfig) -> FrontSettings:
         chat_template=config.model.chat_template,
         tool_call_parser=config.model.tool_call_parser,
         reasoning_parser=config.model.reasoning_parser,
+        grammars=config.model.grammar_backend != "none",
         skip_tokenizer_init=config.model.skip_tokenizer_init,
         lazy_tokenizer=config.pd.mode == "prefill",
         api_key=config.server.api_key,
         admin_api_key=config.server.admin_api_key,
+        api_keys_file=config.server.api_keys_file,
         allowed_origins=config.server.allowed_origins,
-        router_secrets=(config.pd.cluster_secret, user_secret()) if config.role == "decode" else (),
+        otlp_traces_endpoint=config.server.otlp_traces_endpoint,
+        dashboard=not config.server.no_dashboard,
+        router_secrets=(config.pd.cluster_secret, user_secret()),
         prefill_addresses=config.pd.prefill_addresses,
         engine=config.engine_name,
         role=config.role,
@@ -170,8 +170,9 @@ class _Service:
             loading = app.state.front.start_tokenizer()
             loading.add_done_callback(lambda _: self._phases.update(tokenizer=self._clock.now() - began))
         self._server: HttpServer = HttpServer(
-            app, self._sock, on_drain=lambda: self._drain(client), metrics=app.state.front.metrics, tls=self._tls
-        )
+            app, self._sock, on_drain=lambda: self._drain(client), metrics=app.state.front.metrics, tls=self._tls,
+            keys=app.state.front.keys,
+        )  # fmt: skip
         watch = asyncio.create_task(self._watch(client))
         try:
             await self._server.serve(sockets=[self._sock])

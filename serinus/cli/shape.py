@@ -29,7 +29,8 @@ def check_shape(config: ServeConfig) -> None:
     except ValueError:
         return
     if isinstance(overrides, dict):
-        spec = load_spec(folder, overrides=overrides, load_format="dummy")  # of the weights nothing is read
+        model_impl = config.model.model_impl
+        spec = load_spec(folder, overrides=overrides, load_format="dummy", model_impl=model_impl)  # reads no weights
         shards = spec.shards(mesh_of(config), config.parallel.partition)
         if faults:
             from serinus.canary.perturb import check_faults

@@ -1,4 +1,4 @@
-"""Where commands write: the terminal, and the file of --json."""
+"""Where commands write: the terminal, and files that flags name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from serinus.cli.parser import UsageProblem
 from serinus.core.errors import ConfigError
 
-__all__ = ["console", "write_json"]
+__all__ = ["check_folder", "console", "write_json", "write_text"]
 
 _FILE_WIDTH = 160
 """Columns where the output is no terminal."""
@@ -30,7 +31,18 @@ def write_json(path: str | None, result: Any) -> None:
     if path == "-":
         print(text)
         return
+    write_text(path, text + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file anew. Raises ConfigError."""
     try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cli: cannot write {path}: {error.strerror}") from None
+
+
+def check_folder(flag: str, path: str | None) -> None:
+    """Before a long run: the folder of the file that it will write is there. Raises UsageProblem."""
+    if path is not None and not Path(path).parent.is_dir():
+        raise UsageProblem(f"{flag} is {path!r}, expected a file in a folder that exists")

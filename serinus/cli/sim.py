@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from serinus.cli.parser import Command, UsageProblem, make_parser
-from serinus.cli.show import console, write_json
+from serinus.cli.show import check_folder, console, write_json, write_text
+from serinus.cli.sim_picture import draw_timeline
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 
@@ -57,7 +58,11 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     how.add_argument("--workers", type=int, default=1, metavar="N", help="processes, one core each (default: 1)")
     how.add_argument("--no-shrink", action="store_true", help="show a failure as it came")
     how.add_argument("--json", metavar="FILE", help="write the result there (- is standard output)")
+    how.add_argument("--timeline", metavar="FILE", help="draw the run of --seed or --scenario as a timeline (SVG)")
     arguments = parser.arguments(words)
+    check_folder("--timeline", arguments.timeline)
+    if arguments.timeline and arguments.seed is None and not arguments.scenario:
+        raise UsageProblem("--timeline draws one run, expected --seed N or --scenario FILE beside it")
     if arguments.workers < 1:
         raise UsageProblem(f"--workers is {arguments.workers}, expected at least 1")
     if arguments.backend not in ("", "local", "shm", "tcp", "push", "pull"):
@@ -79,9 +84,13 @@ def _read(path: str) -> Scenario:
 
 
 def _replay(scenario: Scenario, arguments: Any, out: Console) -> int:
+    from serinus.sim import Moment
     from serinus.sim import run as run_world
 
-    result = run_world(scenario)
+    moments: list[Moment] = []
+    result = run_world(scenario, moments)
+    if arguments.timeline:
+        write_text(arguments.timeline, draw_timeline(scenario, result, moments))
     for line in scenario.describe():
         out.print(line, markup=False, highlight=False)
     _print_run(result, out)

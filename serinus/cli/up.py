@@ -12,12 +12,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import stop_server
+from serinus.cli.processes import child_order, server_words, stop_server
 from serinus.cli.router import drain_within, router_settings
 from serinus.cli.shape import check_shape
 from serinus.core.addresses import http_url
@@ -27,7 +27,7 @@ from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.fleet_settings import RouteSettings
 from serinus.core.free_ports import free_ports
-from serinus.core.log import get_logger, setup_logging
+from serinus.core.log import child_line, get_logger, setup_logging
 
 if TYPE_CHECKING:
     from serinus.front import Fleet, HttpServer, ServerTls
@@ -89,9 +89,23 @@ def run(command: Command, words: Sequence[str]) -> int:
     config, arguments = read_config(UpConfig, parser, words)
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus up MODEL")
-    setup_logging(config.server.log_level, "up")
-    from serinus.front import bind, server_tls
+    setup_logging(config.server.log_level, "up", config.server.log_format)
+    if config.server.otlp_traces_endpoint:
+        from serinus.front import check_endpoint
 
+        check_endpoint(config.server.otlp_traces_endpoint)
+    if config.ray.ray:
+        try:
+            from serinus.cli.on_ray.run import run_on_ray
+        except ModuleNotFoundError as err:
+            if err.name != "ray":
+                raise
+            raise ConfigError("--ray: ray is not installed, expected it: pip install 'serinus[ray]'") from err
+        return run_on_ray(config, clock, started, arguments.ready_fd)
+    from serinus.front import KeyFile, bind, server_tls
+
+    if config.server.api_keys_file:
+        KeyFile(config.server.api_keys_file)  # a wrong one is refused before anything starts
     tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock:
         return asyncio.run(_Group(config, sock, tls, clock, started, arguments.ready_fd).live())
@@ -144,6 +158,7 @@ class _Group:
         )
         app = create_router_app(router_settings(config.server, route))
         self._fleet: Fleet = app.state.router.fleet
+        self._end_streams: Callable[[], None] = app.state.router.dashboard.drain
         self._server: HttpServer = HttpServer(
             app,
             self._sock,
@@ -151,6 +166,7 @@ class _Group:
             limits=router_limits(),
             metrics=app.state.router.metrics,
             tls=self._tls,
+            keys=app.state.router.keys,
         )
         rising = asyncio.create_task(self._rise())
         try:
@@ -163,6 +179,7 @@ class _Group:
 
     def _drain(self) -> None:
         self._ending = True
+        self._end_streams()
         if not self._code:
             drain_within(self._server, self._config.server.drain_s_max)
 
@@ -173,8 +190,7 @@ class _Group:
         read_end, write_end = os.pipe()
         member.report = {}
         member.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "serinus", "serve", "--child", str(write_end)),
+            *server_words("serve", write_end),
             env=threads_env(member.config.kernels.threads or 1),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -184,8 +200,7 @@ class _Group:
         )
         os.close(write_end)
         assert member.process.stdin is not None, "cli: a child without stdin"
-        order = {"parent": os.getpid(), "config": member.config.to_json()}
-        member.process.stdin.write(json.dumps(order).encode() + b"\n")
+        member.process.stdin.write(child_order(member.config))
         self._keep(self._echo(member, member.process))
         self._keep(self._await_report(member, read_end))
 
@@ -204,7 +219,12 @@ class _Group:
                 continue
             if not line:
                 return
-            print(f"{member.name:>10} | {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+            text = line.decode(errors="replace").rstrip()
+            if self._config.server.log_format == "json":
+                shown = child_line(text, member.name, self._clock.unix())
+            else:
+                shown = f"{member.name:>10} | {text}"
+            print(shown, file=sys.stderr, flush=True)
 
     async def _await_report(self, member: Member, read_end: int) -> None:
         """Read the one line that a child writes when it is ready; nothing where it dies before."""
@@ -250,8 +270,9 @@ class _Group:
 
     def _say_ready(self) -> None:
         seconds = self._clock.now() - self._started
-        group_table(self._members, self._url, seconds)
-        _log.info("The server is fired up and ready to roll! %s", self._url)
+        if self._config.server.log_format == "text":
+            group_table(self._members, self._url, seconds)
+        _log.info("The server is fired up and ready to roll! %s", self._url, extra={"url": self._url})
         if self._ready_fd is not None:
             engines = {member.name: member.report for member in self._members}
             report = {"url": self._url, "seconds": seconds, "engines": engines}

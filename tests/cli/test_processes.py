@@ -160,7 +160,7 @@ def test_free_ports_are_different_ones_that_no_connection_gets() -> None:
 
 
 def test_too_few_free_ports_are_said() -> None:
-    with pytest.raises(ConfigError, match="ports of loopback are free, expected 70000"):
+    with pytest.raises(ConfigError, match=r"ports of 127\.0\.0\.1 are free, expected 70000"):
         free_ports(70_000)
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
 
 REPO = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.proof
+
+MODES = ("log", "raise", "heal")
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +51,33 @@ def test_it_has_every_file_of_the_package_and_no_other(wheel: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_demo_runs_from_it(wheel: Path, tmp_path: Path) -> None:
-    """It makes a model, chats through a prefill and a decode engine, shows what each did, and stops everything."""
+    """One fault under three canaries: a foreign code, an error, the right code; all engines are stopped at the end."""
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(wheel).extractall(unpacked)
 
-    def run(*words: str) -> str:
-        env = {**os.environ, "PYTHONPATH": str(unpacked)}
-        command = [sys.executable, *words]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def run(*words: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "PYTHONPATH": str(unpacked), "PYTHONUNBUFFERED": "1"}
+        command, pipe = [sys.executable, *words], subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stdout=pipe, stderr=subprocess.STDOUT)
 
-    assert str(unpacked) in run("-c", "import serinus; print(serinus.__file__)")
-    out = run("-m", "serinus", "demo", "--checkpoint", "model", "--max-tokens", "8")
-    assert "All went right" in out
+    assert str(unpacked) in run("-c", "import serinus; print(serinus.__file__)").communicate()[0]
+    demo, out = run("-m", "serinus", "demo", "--stay"), ""
+    assert demo.stdout is not None
+    while "/dashboard" not in out and (line := demo.stdout.readline()):
+        out += line
+    page = re.search(r"http://\S+/dashboard", out)
+    assert page is not None, out
+    assert "KV map" in httpx.get(page[0]).text
+    demo.send_signal(signal.SIGINT)
+    out += demo.communicate()[0]
+    assert demo.returncode == 0, out
+    assert "All went as it should" in out
+    acts = [re.search(rf"--kv-canary {mode}.*?customer B:.*?HTTP (\d+) ([^\n]+)", out, re.DOTALL) for mode in MODES]
+    assert [act and act[1] for act in acts] == ["200", "500", "200"], out
+    log, failed, healed = (act[2] for act in acts if act is not None)
+    assert "KV integrity: verify_chain_hash at slot" in failed
+    assert log != healed
     pages = re.search(r"prefill-0 │ +\d+ │ +0 │ +(\d+) │ +0 │", out)
     assert pages is not None, out
     assert int(pages[1]) > 0
-    assert re.search(rf"decode-0 .* │ +24 │ +0 │ +{pages[1]} │ .* GB/s", out), out
+    assert re.search(rf"decode-0 .* │ +0 │ +{pages[1]} │ .* GB/s", out), out

@@ -18,9 +18,11 @@ from serinus.cli.bench.answer import BenchAnswer, read_answer
 from serinus.cli.bench.dataset import DATASETS, DatasetSpec, Prompt, TextMaker, make_prompts
 from serinus.cli.bench.dialect import DIALECTS, Asking, Dialect
 from serinus.cli.bench.drive import BenchRun, Load, drive
+from serinus.cli.bench.plot import plot_run
 from serinus.cli.bench.report import Goodput, Report, make_report, result_block
 from serinus.cli.bench.transport import Target, trace_request
 from serinus.cli.parser import Command, Parser, UsageProblem, make_parser
+from serinus.cli.show import check_folder, write_text
 from serinus.core.addresses import http_url
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
@@ -100,6 +102,7 @@ def bench_parser(command: Command) -> Parser:
     out = parser.add_argument_group("What comes out")
     out.add_argument("--output-file", metavar="FILE", help="append one line of JSON")
     out.add_argument("--output-details", action="store_true", help="with the lengths, times and texts of all requests")
+    out.add_argument("--plot", metavar="FILE", help="draw throughput, latencies and their spread (SVG)")
     out.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="count answers within e.g. ttft:500 tpot:50")
     out.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
@@ -119,6 +122,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     parser = bench_parser(command)
     arguments = parser.arguments(words)
     extra = _extra(arguments.extra_request_body)
+    check_folder("--plot", arguments.plot)
     goodput = Goodput.parse(arguments.goodput) if arguments.goodput else None
     return asyncio.run(_bench(arguments, extra, goodput))
 
@@ -258,6 +262,8 @@ def _tell(arguments: argparse.Namespace, report: Report, answers: list[BenchAnsw
     errors = [answer.error for answer in answers if answer.error]
     for error in sorted(set(errors))[:5]:
         print(f"failed ({errors.count(error)}x): {error}")
+    if arguments.plot:
+        write_text(arguments.plot, plot_run(answers, report))
     if not arguments.output_file:
         return
     line = report.to_json()

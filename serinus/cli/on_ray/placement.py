@@ -1,0 +1,47 @@
+"""What an engine asks of a Ray cluster, and why it may have to wait for it. Plain functions of plain data.
+
+An engine is a placement group with one bundle for each stage, spread over nodes: a bundle is on one node, so the ranks
+of a stage are together, where their tensors travel by shared memory or NVLink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serinus.core.config import ServeConfig
+
+__all__ = ["Bundle", "NodeTable", "bundles_of", "shown_resources", "why_unplaced"]
+
+Bundle = dict[str, float]
+NodeTable = Sequence[Mapping[str, Any]]
+"""As `ray.nodes()` gives it."""
+
+
+def bundles_of(config: ServeConfig, *, gpus: bool) -> list[Bundle]:
+    """For each stage: a GPU and a core for each of its ranks, or without GPUs the cores of `--threads` (1)."""
+    ranks = float(config.parallel.tp_size)
+    one = {"GPU": ranks, "CPU": ranks} if gpus else {"CPU": ranks * (config.kernels.threads or 1)}
+    return [dict(one) for _ in range(config.parallel.pp_size)]
+
+
+def shown_resources(resources: Mapping[str, float]) -> str:
+    """`2 GPU, 16 CPU`: what matters of some resources."""
+    named = [f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if resources.get(name)]
+    return ", ".join(named) or "nothing"
+
+
+def why_unplaced(bundles: Sequence[Bundle], nodes: NodeTable, free: Mapping[str, float]) -> str:
+    """The bundle that no node has room for, and what the cluster has. `free`: in the whole cluster."""
+    alive = [node for node in nodes if node["Alive"]]
+    has = ", ".join(f"{node['NodeManagerAddress']} ({shown_resources(node['Resources'])})" for node in alive[:8])
+    more = f" and {len(alive) - 8} more" if len(alive) > 8 else ""
+    too_large = [
+        number
+        for number, bundle in enumerate(bundles)
+        if not any(all(node["Resources"].get(key, 0) >= need for key, need in bundle.items()) for node in alive)
+    ]
+    which = too_large[0] if too_large else 0
+    what = f"bundle {which} of {len(bundles)} ({shown_resources(bundles[which])} on one node)"
+    why = "is more than any node has" if too_large else "finds no room"
+    return f"{what} {why}: {len(alive)} nodes, {has}{more}; free in all: {shown_resources(free)}"
