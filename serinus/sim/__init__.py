@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serinus.sim.cluster import Cluster, Finding, Run, run
 from serinus.sim.draw import draw
+from serinus.sim.moments import Moment
 from serinus.sim.options import Options, Scenario
 from serinus.sim.shrink import shrink
 from serinus.sim.sweep import at_every_step, calm_scenario, pairs_of_faults
@@ -11,6 +12,7 @@ from serinus.sim.sweep import at_every_step, calm_scenario, pairs_of_faults
 __all__ = [
     "Cluster",
     "Finding",
+    "Moment",
     "Options",
     "Run",
     "Scenario",

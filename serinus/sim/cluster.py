@@ -20,6 +20,7 @@ from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import StampLane
 from serinus.sim.engine import SimEngine, lanes_of
+from serinus.sim.moments import Moment, noting, silent
 from serinus.sim.network import Network
 from serinus.sim.one_sided import Fabric
 from serinus.sim.options import Cancel, Crash, Fault, Partition, Pause, Scenario, Work
@@ -93,11 +94,13 @@ class Broken(AssertionError):
 class Cluster:
     """Clients, router, engines and adversary of one run."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, moments: list[Moment] | None = None) -> None:
+        """`moments`: what happens is appended to it; None = it is not wanted."""
         self.scenario = scenario
         rng = Rng(scenario.seed).split("run")
         self.timeline = Timeline()
-        self.network = Network(self.timeline, scenario.options, rng.split("network"))
+        self._note = silent if moments is None else noting(moments, self.timeline)
+        self.network = Network(self.timeline, scenario.options, rng.split("network"), self._note)
         self.network.drop_at.update(scenario.drop_frames)
         self.network.repeat_at.update(scenario.repeat_frames)
         self.fabric = Fabric(self.timeline, scenario.options, rng.split("fabric"))
@@ -106,7 +109,7 @@ class Cluster:
         self.engines = {
             shape.name: SimEngine(
                 shape, scenario.shape, timeline=self.timeline, network=self.network, shared=self.shared,
-                options=scenario.options, rng=rng.split(shape.name), answer=self._answer,
+                options=scenario.options, rng=rng.split(shape.name), answer=self._answer, note=self._note,
             )
             for shape in scenario.shape.engines
         }  # fmt: skip
@@ -157,7 +160,7 @@ class Cluster:
         request = Request(
             rid=work.rid, prompt=np.array(work.prompt, np.int32), seed=0, cache_salt=work.salt,
             sampling=SamplingParams(temperature=0.0, max_new_tokens=work.new_tokens),
-            prefill_address=prefill, arrival=self.timeline.now_s,
+            prefill_address=prefill, arrival=self.timeline.now_s, priority=work.priority, timeout_s=work.timeout_s,
         )  # fmt: skip
         engine.submit(request)
 
@@ -168,10 +171,13 @@ class Cluster:
         if client.end:
             raise Broken(f"I7: {delta.rid} got {delta.token_ids} {delta.finish} after its end ({client.end})")
         client.tokens.extend(delta.token_ids)
+        if delta.token_ids:
+            self._note("token", client.engine, delta.rid)
         if client.tokens != client.expected[: len(client.tokens)] and not self._may_stream_wrong:
             raise Broken(f"I6: {delta.rid} got {client.tokens}, expected {client.expected}")
         if delta.finish is not None:
             client.end, client.error = delta.finish.value, delta.error
+            self._note("end", client.engine, delta.rid, client.end)
             self.busy_steps, self.busy_frames = self.timeline.step, self.network.frame_count
             self._check_end(client, delta)
 
@@ -187,6 +193,9 @@ class Cluster:
         if delta.finish is FinishReason.ABORT and not client.cancelled:
             raise Broken(f"I7: {delta.rid} was aborted, and its client had not left: {delta.error}")
         if self._may_fail and "KV integrity" in delta.error:
+            return
+        if client.work.timeout_s and delta.error_status == 504:
+            self.counts["deadlines"] += 1
             return
         if delta.finish is FinishReason.ERROR and self.scenario.shape.on_failure != "error":
             raise Broken(f"I7: {delta.rid} failed: {delta.error}, expected an answer")
@@ -208,7 +217,7 @@ class Cluster:
         for number in range(_ROUNDS):
             self._is_last_round = number == _ROUNDS - 1
             for work in self.scenario.works:
-                again = replace(work, rid=f"{work.rid}.{number}")
+                again = replace(work, rid=f"{work.rid}.{number}", timeout_s=0.0)
                 self.clients[again.rid] = SimClient(work=again, expected=self.clients[work.rid].expected)
                 self._arrive(again)
             self._rest()
@@ -226,6 +235,7 @@ class Cluster:
 
     def _strike(self, fault: Fault) -> None:
         self.counts[type(fault).__name__.lower()] += 1
+        now = self.timeline.now_s
         match fault:
             case Cancel():
                 self._cancel(self.clients[fault.rid])
@@ -233,18 +243,22 @@ class Cluster:
                 self._crash(self.engines[fault.engine], fault.down_s)
             case Pause():
                 engine = self.engines[fault.engine]
-                until = max(engine.process.paused_until, self.timeline.now_s + fault.for_s)
+                until = max(engine.process.paused_until, now + fault.for_s)
                 engine.process.paused_until = until
+                self._note("paused", engine.name, until=until)
                 self._healed_at = max(self._healed_at, until)
             case Partition():
                 self.network.blocked.add((fault.source, fault.target))
+                self._note("fault", fault.source, "", f"partition: {fault.source} to {fault.target}", now + fault.for_s)
                 self.timeline.after(fault.for_s, self.network.blocked.discard, (fault.source, fault.target))
-                self._healed_at = max(self._healed_at, self.timeline.now_s + fault.for_s)
+                self._healed_at = max(self._healed_at, now + fault.for_s)
 
     def _cancel(self, client: SimClient) -> None:
         if client.cancelled or client.end:
             return
         client.cancelled = True
+        rid = client.work.rid
+        self._note("fault", client.engine or client.work.decode, rid, f"the client of {rid} leaves")
         if client.engine:
             engine = self.engines[client.engine]
             if engine.life == client.life and engine.alive:
@@ -257,6 +271,7 @@ class Cluster:
         for client in self.clients.values():
             if client.engine == engine.name and client.life == engine.life and not client.end:
                 client.end = "lost"
+                self._note("end", engine.name, client.work.rid, "lost")
         self._healed_at = max(self._healed_at, self.timeline.now_s + down_s)
         self.timeline.after(down_s, engine.boot)
 
@@ -422,16 +437,16 @@ def _silence() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def run(scenario: Scenario) -> Run:
+def run(scenario: Scenario, moments: list[Moment] | None = None) -> Run:
     """One scenario from beginning to end; without the log lines of its engines (for those: `Cluster(scenario).run()`,
-    which raises what it finds)."""
+    which raises what it finds). `moments`: what happens is appended to it."""
     with _silence():
-        return _run(scenario)
+        return _run(scenario, moments)
 
 
-def _run(scenario: Scenario) -> Run:
+def _run(scenario: Scenario, moments: list[Moment] | None) -> Run:
     finding: Finding | None = None
-    cluster = Cluster(scenario)
+    cluster = Cluster(scenario, moments)
     try:
         cluster.run()
     except (AssertionError, SerinusError, LookupError, ValueError, TypeError, AttributeError) as error:

@@ -29,15 +29,20 @@ MODES = ("raise", "heal")
 _SLIDING = 0.2
 """Worlds in which layers slide."""
 
+_RANKED = 0.15
+"""Worlds in which requests have priorities and deadlines."""
 _STAGES = 0.5
 """Worlds in which the second decode engine has two stages instead of two slices."""
 _SPAN_S = 1.5
 """Work and faults begin within this time."""
 
 
-def draw(seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None) -> Scenario:
-    """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only, and
-    `canary` whether there is one: sound (it must be silent), damaged (it must not), or empty = there is none."""
+def draw(
+    seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None, ranked: bool | None = None
+) -> Scenario:
+    """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only,
+    `canary` whether there is one: sound (it must be silent), damaged (it must not), or empty = there is none; `ranked`
+    whether requests have priorities and deadlines."""
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
@@ -57,6 +62,9 @@ def draw(seed: int, *, backend: str = "", slides: bool | None = None, canary: st
     scenario = Scenario(
         seed=seed, shape=shape, options=_options(rng, more), works=works, faults=_faults(rng, works, decodes, prefills)
     )
+    ranks = Rng(seed).split("ranked")
+    if ranks.random() < _RANKED if ranked is None else ranked:
+        scenario = _ranked(ranks, scenario)
     watched = Rng(seed).split("canary")
     if canary is None:
         canary = watched.choice(("sound", "damaged")) if watched.random() < _CANARIES else ""
@@ -162,6 +170,16 @@ def _works(rng: Rng, shape: Shape, decodes: list[str], prefills: list[str]) -> t
             )
         )
     return tuple(works)
+
+
+def _ranked(rng: Rng, scenario: Scenario) -> Scenario:
+    """Engines run few requests at once, by priority; some requests must end within a time."""
+    shape = replace(scenario.shape, ranked=True, rows=rng.choice((1, 1, 2, 4)), ageing_s=rng.choice((0.0, 0.05, 0.5)))
+    works = tuple(
+        replace(work, priority=rng.choice((-2, 0, 0, 1, 7)), timeout_s=rng.choice((0.0, 0.0, 0.1, 0.4, 2.0, 40.0)))
+        for work in scenario.works
+    )
+    return replace(scenario, shape=shape, works=works)
 
 
 def _options(rng: Rng, more: Rng) -> Options:

@@ -41,6 +41,7 @@ from serinus.sim.disk import SimDisk
 from serinus.sim.links import STEP_S, SimLink, SimLinks
 from serinus.sim.mailbox import SimMailbox
 from serinus.sim.model import sim_spec
+from serinus.sim.moments import Note
 from serinus.sim.network import Network, SimChannel
 from serinus.sim.one_sided import ONE_SIDED
 from serinus.sim.options import EngineShape, Options, Shape
@@ -92,14 +93,14 @@ class SimEngine:
 
     def __init__(
         self, shape: EngineShape, world: Shape, *, timeline: Timeline, network: Network, shared: Shared,
-        options: Options, rng: Rng, answer: Callable[[TokenDelta], None],
+        options: Options, rng: Rng, answer: Callable[[TokenDelta], None], note: Note,
     ) -> None:  # fmt: skip
         self.shape, self.world = shape, world
         self.name = shape.name
         self.address = f"sim://{shape.name}"
         self.timeline, self.network = timeline, network
         self.options, self.rng = options, rng
-        self.shared, self._answer = shared, answer
+        self.shared, self._answer, self._note = shared, answer, note
         self.config = config_of(shape, world)
         self.pages = {Part.FULL: shape.pages, **({Part.SWA: shape.swa_pages} if world.window else {})}
         """Of each part, the padding page included."""
@@ -111,6 +112,7 @@ class SimEngine:
 
     def boot(self) -> None:
         """Start its processes anew."""
+        self._note("up", self.name)
         self.life += 1
         self.checked_turns = 0
         """Turns of this run that were over when it was checked last."""
@@ -163,7 +165,7 @@ class SimEngine:
         self, settings: SchedSettings, cache: PrefixCache, chain_hashes: ChainHashes | None
     ) -> WatchedScheduler:
         self.scheduler = WatchedScheduler(replace(settings, growth_tokens=4), cache, chain_hashes)
-        self.scheduler.watch(self._check_landed)
+        self.scheduler.watch(self._check_landed, partial(self._note, engine=self.name))
         self.watch = self.line.watch = PageWatch(self.name, cache, self.scheduler)
         self.stores = [
             {
@@ -182,6 +184,7 @@ class SimEngine:
 
     def kill(self) -> None:
         """kill -9: no peer is told; the operating system closes the connections and frees the locks."""
+        self._note("down", self.name)
         self.process.alive = False
         self.channel.close()
         self.shared.fabric.kill(self)
@@ -302,8 +305,10 @@ class SimEngine:
             for delta in deltas:
                 self._answer(delta)
         engine.line.flush()
+        self.scheduler.check_deadlines(now)
         self._check_canary()
         if body.steps > steps:
+            self._note("step", self.name, until=now + STEP_S)
             self.process.busy_until = now + STEP_S
         self.process.wake(_IDLE_S if engine.wait_s else 0.0)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from serinus.core.rng import Rng
+from serinus.sim.moments import Note, silent
 from serinus.sim.options import Options
 from serinus.sim.timeline import Timeline
 from serinus.wire import Arrived, Buffer, ChannelEvent, Gone
@@ -46,8 +47,9 @@ class _Wire:
 class Network:
     """All connections; one per cluster."""
 
-    def __init__(self, timeline: Timeline, options: Options, rng: Rng) -> None:
+    def __init__(self, timeline: Timeline, options: Options, rng: Rng, note: Note = silent) -> None:
         self._timeline = timeline
+        self._note = note
         self._options = options
         self._rng = rng
         self._bound: dict[str, SimChannel] = {}
@@ -90,9 +92,10 @@ class Network:
         """A frame leaves `side`; the adversary decides when, how often and in which shape it arrives."""
         self.frame_count += 1
         number = self.frame_count
-        if number in self.drop_at:
-            return
         source, target = wire.ends[side], wire.ends[1 - side]
+        if number in self.drop_at:
+            self._note("lost", source.engine, words=target.engine)
+            return
         frame: tuple[Buffer, ...] = tuple(bytes(part) for part in parts)
         options, rng = self._options, self._rng
         if number in self.repeat_at:
@@ -101,8 +104,10 @@ class Network:
             self._in_order(wire, 1 - side, frame, _DELAY_S)
             return
         if (source.engine, target.engine) in self.blocked:
+            self._note("lost", source.engine, words=target.engine)
             return
         if options.drop and rng.random() < options.drop and wire.may_drop(side, frame):
+            self._note("lost", source.engine, words=target.engine)
             return
         if options.corrupt and rng.random() < options.corrupt:
             frame = _flip(frame, rng)
@@ -117,10 +122,14 @@ class Network:
     def _in_order(self, wire: _Wire, side: int, frame: tuple[Buffer, ...], delay: float) -> None:
         at = max(wire.last_at[side], self._timeline.now_s + delay)
         wire.last_at[side] = at
-        self._timeline.at(at, self._deliver, wire, side, frame)
+        self._send_at(at, wire, side, frame)
 
     def _arrive_later(self, wire: _Wire, side: int, frame: tuple[Buffer, ...], delay: float) -> None:
-        self._timeline.after(delay, self._deliver, wire, side, frame)
+        self._send_at(self._timeline.now_s + delay, wire, side, frame)
+
+    def _send_at(self, at: float, wire: _Wire, side: int, frame: tuple[Buffer, ...]) -> None:
+        self._note("frame", wire.ends[1 - side].engine, words=wire.ends[side].engine, until=at)
+        self._timeline.at(at, self._deliver, wire, side, frame)
 
     def _deliver(self, wire: _Wire, side: int, frame: tuple[Buffer, ...]) -> None:
         if wire.open[side]:

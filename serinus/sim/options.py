@@ -77,6 +77,12 @@ class Shape:
     """What they do with what they find: raise or heal."""
     optimistic: bool = False
     """Prompts are asked for before there are pages for them."""
+    rows: int = 0
+    """Requests that an engine runs at once; 0 = as many as it has rows for."""
+    ranked: bool = False
+    """Requests are served by the policy `priority`."""
+    ageing_s: float = 0.0
+    """With it: seconds of waiting that weigh as much as one step of priority; 0 = none do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +157,10 @@ class Work:
     prefill: str
     """Engine that may compute the prompt; empty = none is named."""
     salt: str = ""
+    priority: int = 0
+    """Smaller = sooner, where requests are ranked."""
+    timeout_s: float = 0.0
+    """Within which it must end; 0 = whenever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +253,7 @@ class Scenario:
         lines += [f"         canaries, which digest KV: {shape.canary}"] * bool(shape.canary)
         lines += [f"         layers {shape.slides}, a window of {shape.window}"] * bool(shape.slides)
         lines += ["         prompts are asked for before there are pages for them"] * shape.optimistic
+        lines += [f"         by priority, ageing {shape.ageing_s:g} s; {shape.rows} at once"] * shape.ranked
         for field in dataclasses.fields(self.options):
             value = getattr(self.options, field.name)
             if value:
@@ -251,6 +262,8 @@ class Scenario:
             lines.append(
                 f"{work.at:7.3f}  {work.rid}: {len(work.prompt)} tokens {list(work.prompt)}, {work.new_tokens} new,"
                 f" {work.decode} <- {work.prefill or 'no prefill engine'}"
+                + f", priority {work.priority}" * bool(work.priority)
+                + f", within {work.timeout_s:g} s" * bool(work.timeout_s)
             )
         for fault in self.faults:
             when = f"step {fault.step}" if fault.step >= 0 else f"{fault.at:7.3f}"

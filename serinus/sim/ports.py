@@ -91,7 +91,13 @@ def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
         model=ModelSettings(model_path="simulated", context_length=world.context_length),
         server=ServerSettings(name=shape.name),
         memory=MemorySettings(page_size=shape.page_size),
-        sched=ScheduleSettings(max_running_requests=ROWS - 1, chunked_prefill_size=shape.chunk, decode_log_interval=0),
+        sched=ScheduleSettings(
+            max_running_requests=world.rows or ROWS - 1,
+            chunked_prefill_size=shape.chunk,
+            decode_log_interval=0,
+            schedule_policy="priority" if world.ranked else "fcfs",
+            priority_ageing_s=world.ageing_s,
+        ),
         cache=cache,
         pd=PdSettings(
             mode=shape.role,
@@ -245,9 +251,10 @@ class WatchedPort(HandoffPort[Any]):
         self._network = engine.network
 
     def turn(
-        self, now: float, messages: Sequence[PeerMessage | Gone] = (), *, load: int = 0, turn: int = 0
-    ) -> list[DecodeResult | PrefillResult]:
-        results = super().turn(now, messages, load=load, turn=turn)
+        self, now: float, messages: Sequence[PeerMessage | Gone] = (), *, load: int = 0, turn: int = 0,
+        queue_s: float = 0.0, token_s: float = 0.0,
+    ) -> list[DecodeResult | PrefillResult]:  # fmt: skip
+        results = super().turn(now, messages, load=load, turn=turn, queue_s=queue_s, token_s=token_s)
         for result in results:
             if isinstance(result, Quarantine):
                 self._network.quarantined += 1

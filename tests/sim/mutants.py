@@ -41,7 +41,7 @@ from serinus.sim.ports import Shared
 from serinus.sim.process import SimProcess
 from serinus.wire import PeerMessage, ReliableLink
 from serinus.wire.messages import AbortGrant, DataOk, Done, DoneOk, Fail
-from tests.sim import backend_mutants, canary_mutants, line_mutants, rank_mutants, window_mutants  # noqa: F401
+from tests.sim import backend_mutants, canary_mutants, line_mutants, order_mutants, rank_mutants, window_mutants  # noqa: F401
 from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
 __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]

@@ -8,9 +8,12 @@ from serinus.sim import draw, run
 
 
 @pytest.mark.parametrize(
-    ("seed", "what"),
-    [(3473, "a read was lost, all peers were given up, and the reads from one of them went on into free pages")],
+    ("seed", "canary", "what"),
+    [
+        (3473, None, "a read was lost, all peers were given up, and reads from one of them went on into free pages"),
+        (20022, "damaged", "a page was loaded after the last step, and what the idle sweep found of it was dropped"),
+    ],
 )
-def test_a_seed_that_found_something_finds_nothing_now(seed: int, what: str) -> None:
-    finding = run(draw(seed)).finding
+def test_a_seed_that_found_something_finds_nothing_now(seed: int, canary: str | None, what: str) -> None:
+    finding = run(draw(seed, canary=canary)).finding
     assert finding is None, f"{what}: {finding}"

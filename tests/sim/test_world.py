@@ -37,6 +37,27 @@ def test_two_thousand_clusters_come_to_rest_with_every_answer_right(first: int) 
 
 
 @pytest.mark.slow
+def test_requests_are_served_by_priority_and_end_at_their_deadlines() -> None:
+    """I21 and I22, in worlds that are made for them; 15 of 100 others have priorities too."""
+    counts: dict[str, int] = {}
+    for seed in range(40):
+        result = run(draw(seed, ranked=True))
+        assert result.finding is None, f"seed {seed}: {result.finding}"
+        for name, count in [*result.counts.items(), *result.ends.items()]:
+            counts[name] = counts.get(name, 0) + count
+    assert counts["deadlines"] > 10
+    assert counts["length"] > 60
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("first", range(40, 440, SHARE))
+def test_the_same_in_four_hundred_worlds(first: int) -> None:
+    for seed in range(first, first + SHARE):
+        finding = run(draw(seed, ranked=True)).finding
+        assert finding is None, f"seed {seed}: {finding}"
+
+
+@pytest.mark.slow
 def test_a_seed_is_always_the_same_run() -> None:
     for seed in range(24):
         canary = "damaged" if seed < 4 else None
