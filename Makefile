@@ -1,12 +1,13 @@
-# make demo | test | proof | extras | check | bench | wheel | clean. Everything runs from .venv, which is made when it is not there.
+# make demo | test | proof | extras | check | bench | docs | pictures | wheel | clean. Everything runs from .venv, which is made when it is not there.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
+CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
-.PHONY: install demo test proof extras check bench wheel clean
+.PHONY: install demo test proof extras check bench docs pictures pictures-plots pictures-page browser wheel clean
 
 install: $(STAMP)
 
@@ -23,8 +24,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
 
-proof: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'proof and not gpu' $(TEST_FLAGS)
+proof: $(STAMP) browser
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,proof]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'proof and not gpu' $$($(CHROMIUM) || echo --ignore=tests/browser) $(TEST_FLAGS)
 
 extras: $(STAMP)
 	@$(BIN)/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || { echo "make extras: this machine has no libibverbs.so.1, which the backend mooncake needs: apt-get install libibverbs1"; exit 1; }
@@ -40,9 +42,30 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/table.py --run --write README.md
 
+.venv/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,docs]'
+	touch $@
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+	@echo "the site is build/site/index.html"
+
+pictures: pictures-plots pictures-page
+
+pictures-plots: .venv/.docs
+	$(BIN)/python scripts/drawings.py --write docs/pictures
+	$(BIN)/python scripts/plots.py --write docs/pictures
+	$(BIN)/serinus sim --seed 1234 --timeline docs/pictures/sim-1234.svg
+
+pictures-page: $(STAMP) browser
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/pictures_page.py docs/pictures
+
+browser:
+	@$(CHROMIUM) || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium, and it could not be installed (as root: apt-get install chromium): the tests of the dashboard in a browser are left out"
+
 wheel: $(STAMP)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-checkpoint .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

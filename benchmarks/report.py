@@ -9,13 +9,17 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from serinus.core.clock import WallClock
 from serinus.kernels import Kernels
+from serinus.kernels.cpu.body import Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.scalar import at, carray, fetch_add
 
 __all__ = ["bandwidth", "emit", "matmul_rate", "resident_bytes"]
 
@@ -41,21 +45,55 @@ def best_ms(job: Callable[[], object], repeat: int, clock: Callable[[], float] =
 def bandwidth(kernels: Kernels, dtype: torch.dtype, rounds: int = 20) -> float:
     """Bytes per second that all threads read from memory at best: the decode ceiling.
 
-    The better of a plain sum over 400 MB and one-row linears over weights far larger than the caches.
+    The best of three, each over as many bytes as the weights of a small model, far more than most caches: a plain sum,
+    one-row linears, and a compiled loop whose threads take 1 MB at a time and add it up (torch gives each thread one
+    half, and the slower one ends it).
     """
     plain = torch.ones(100_000_000)
     layers = [kernels.pack_linear(torch.randn(6144, 1024).to(dtype), None) for _ in range(24)]
     x = torch.randn(1, 1024).to(dtype)
-    best = 0.0
-    for _ in range(rounds):
-        begin = _CLOCK.now()
-        plain.sum()
-        best = max(best, plain.nbytes / (_CLOCK.now() - begin))
-        begin = _CLOCK.now()
+
+    def linears() -> None:
         for packed in layers:
             kernels.linear(x, packed)
-        best = max(best, len(layers) * 6144 * 1024 * dtype.itemsize / (_CLOCK.now() - begin))
+
+    jobs = (
+        (plain.nbytes, plain.sum),
+        (len(layers) * 6144 * 1024 * dtype.itemsize, linears),
+        (plain.nbytes, lambda: _read(plain)),
+    )
+    best = 0.0
+    for _ in range(rounds):
+        for byte_count, job in jobs:
+            begin = _CLOCK.now()
+            job()
+            best = max(best, byte_count / (_CLOCK.now() - begin))
     return best
+
+
+_Arguments = fields("ticket words count total")
+_PIECE_WORDS = 1 << 17
+
+
+def _read(tensor: torch.Tensor) -> None:
+    _reader()(_Arguments(0, tensor.data_ptr(), tensor.nbytes // 8, 0), thread_count())
+
+
+@cache
+def _reader() -> Body:
+    def add_up(args: Any) -> None:
+        a = carray(args, 4, np.int64)
+        words = carray(at(a[1]), a[2], np.int64)
+        while True:
+            first = fetch_add(a.ctypes.data, 1) * _PIECE_WORDS
+            if first >= a[2]:
+                break
+            total = np.int64(0)
+            for i in range(first, min(first + _PIECE_WORDS, a[2])):
+                total += words[i]
+            fetch_add(a.ctypes.data + 24, total)  # used, so that it is computed
+
+    return compile_body(add_up)
 
 
 def matmul_rate(kernels: Kernels, dtype: torch.dtype, rounds: int = 20) -> float:

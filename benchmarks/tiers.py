@@ -1,15 +1,16 @@
 """What the tiers give and cost: first token of a 2,000-token shared prefix found on the device, on the host, in files.
 
-    python benchmarks/tiers.py [--rounds 5] [--fast] [--folder DIR]
+    python benchmarks/tiers.py [--rounds 5] [--fast] [--costs] [--folder DIR]
 
 The 221M model (bf16, 2 threads), the whole engine but sockets. Claims, all of one run: against the cold prompt, a hit
 on the device is >= 20 times as fast, on the host >= 8, in files >= 4; tiers that are on but never hit cost <= 2 %
 throughput (a job of 16 requests of 256 + 64 tokens in turns on engines without tiers, with the host tier, with files
 too, and with the host tier under write_back, which copies what eviction takes; every round has prompts of its own, and
-the middle ratio of the rounds counts). The memory that page cache will take is touched before: a virtual machine whose
-memory is given to it at the first touch pays 600 to 900 ms of CPU for 251 MB of pages then, and 110 ms later. Copies
-beside a plain memcpy of the same bytes, files beside plain writes and reads of files of the same size without header,
-digest and names.
+the middle ratio of the rounds counts). Beside it the CPU that the threads of the tiers took, of all CPU of the job:
+where a machine is busy with other things, seconds tell nothing. `--costs` measures these two alone, in less time. The
+memory that page cache will take is touched before: a virtual machine whose memory is given to it at the first touch
+pays 600 to 900 ms of CPU for 251 MB of pages then, and 110 ms later. Copies beside a plain memcpy of the same bytes,
+files beside plain writes and reads of files of the same size without header, digest and names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import process_time, thread_time
+from threading import enumerate as all_threads
+from time import clock_gettime, process_time, pthread_getcpuclockid, thread_time
 
 import numpy as np
 import torch
@@ -132,24 +134,39 @@ def touch_memory(byte_count: int) -> None:
         populate(np.frombuffer(memory, np.uint8).ctypes.data, byte_count)
 
 
+def tier_cpu_s() -> float:
+    """CPU seconds so far of all threads that copy, check and write pages."""
+    names = ("serinus-mover", "serinus-storage")
+    idents = [thread.ident for thread in all_threads() if thread.name.startswith(names)]
+    return sum(clock_gettime(pthread_getcpuclockid(ident)) for ident in idents if ident is not None)
+
+
 def job_costs(engines: dict[str, Built], rounds: int) -> dict[str, float]:
-    """Throughput lost against `off`: the median over the rounds of how much longer the same job took."""
+    """Throughput lost against `off`: the median over the rounds of how much longer the same job took. And the CPU that
+    the threads of the tiers took for it, in ms and as a share of all CPU that it took, the best of the rounds."""
 
     def job(index: int) -> list[list[int]]:
         return [text(100 * index + i, PROMPT) for i in range(REQUESTS)]
 
     ratios: dict[str, list[float]] = {name: [] for name in engines}
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for index in range(rounds + 1):
         names = list(engines) if index % 2 else list(engines)[::-1]
         seconds = {}
         for name in names:
+            tiers_s, all_s = tier_cpu_s(), process_time()
             run = serinus_run(engines[name], job(index), OUTPUT)
             seconds[name] = run.prefill_s + run.decode_s
             settle(engines[name])
+            tiers_s, all_s = tier_cpu_s() - tiers_s, process_time() - all_s
+            print(f"{index} {name}: {seconds[name]:.2f} s, tiers {tiers_s:.3f} of {all_s:.2f} s CPU", file=sys.stderr)
+            spent[name].append((tiers_s, tiers_s / all_s))
         if index:  # the first round warms up
             for name in engines:
                 ratios[name].append(seconds[name] / seconds["off"])
-    return {name: statistics.median(values) - 1.0 for name, values in ratios.items() if name != "off"}
+    costs = {f"{name}_cost": statistics.median(values) - 1.0 for name, values in ratios.items() if name != "off"}
+    costs |= {f"{name}_cpu_ms": 1e3 * min(spent[name][1:])[0] for name in engines if name != "off"}
+    return costs | {f"{name}_cpu_share": min(spent[name][1:])[1] for name in engines if name != "off"}
 
 
 def best_gb_s(byte_count: int, work: Callable[[], object], rounds: int = 7) -> float:
@@ -272,6 +289,7 @@ def main() -> None:
     arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
     arguments.add_argument("--folder", default="", help="where files go; default: a temporary folder")
     arguments.add_argument("--fast", action="store_true", help="3 rounds")
+    arguments.add_argument("--costs", action="store_true", help="only what tiers cost that are never hit")
     args = arguments.parse_args()
     rounds = 3 if args.fast else args.rounds
     path = checkpoint_221m(args.checkpoint)
@@ -283,15 +301,20 @@ def main() -> None:
         engines = {
             "off": built_with(path, args.threads),
             "host": built_with(path, args.threads, **on),
-            "write_back": built_with(path, args.threads, **on, hicache_write_policy="write_back"),
             "file": built_with(path, args.threads, **on, **store, hicache_storage_dir=str(folder / "kv")),
         }
+        job_bytes = REQUESTS * (PROMPT + OUTPUT) // engines["off"].pool.spec.page_size * engines["off"].pool.page_bytes
+        if args.costs:
+            touch_memory((rounds + 2) * job_bytes)
+            costs = job_costs(engines, rounds)
+            emit("tiers_costs", **{name: round(value, 4) for name, value in costs.items()})
+            return
+        engines["write_back"] = built_with(path, args.threads, **on, hicache_write_policy="write_back")
         first_token_s(engines["file"], text(1, PREFIX), "warm")
         settle(engines["file"])
         seconds = first_tokens(engines["file"], rounds)
         times = {kind: seconds["cold"] / seconds[kind] for kind in GOALS}
         print(f"first tokens: {seconds}", file=sys.stderr, flush=True)
-        job_bytes = REQUESTS * (PROMPT + OUTPUT) // engines["off"].pool.spec.page_size * engines["off"].pool.page_bytes
         touch_memory((rounds + 2) * job_bytes)
         costs = job_costs(engines, rounds)
         kernels = load("cpu")
@@ -305,8 +328,7 @@ def main() -> None:
         **{f"{kind}_ttft_ms": round(value * 1000, 1) for kind, value in seconds.items()},
         **{f"{kind}_times": round(value, 1) for kind, value in times.items()},
         goals=GOALS,
-        **{f"{kind}_cost": round(value, 4) for kind, value in costs.items()},
-        **{name: round(value, 4) for name, value in speeds.items()},
+        **{name: round(value, 4) for name, value in (costs | speeds).items()},
         prefix_mb=round(PREFIX // pool.spec.page_size * pool.page_bytes / 1e6, 1),
     )
 

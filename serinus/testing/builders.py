@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from serinus.core.request import FinishReason, Request, Share, TokenDelta, TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
 __all__ = ["Answer", "make_request"]
@@ -22,14 +22,17 @@ def make_request(
     cache_salt: str = "",
     priority: int = 0,
     arrival: float = 0.0,
+    timeout_s: float = 0.0,
+    share: Share | None = None,
     **sampling: Any,
 ) -> Request:
     """A request with greedy sampling unless told otherwise."""
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     ids = np.array(prompt, np.int32)
     return Request(
-        rid=rid, prompt=ids, sampling=params, seed=seed, cache_salt=cache_salt, priority=priority, arrival=arrival
-    )
+        rid=rid, prompt=ids, sampling=params, seed=seed, cache_salt=cache_salt, priority=priority, arrival=arrival,
+        timeout_s=timeout_s, share=share or Share(),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from serinus.core.ids import new_incarnation
@@ -27,6 +28,7 @@ from serinus.wire.messages import (
     StopEngine,
     Tokens,
 )
+from serinus.wire.watched import PoolCells, WatchFrame
 
 __all__ = ["FakeEngine", "fake_continue", "fake_token"]
 
@@ -92,6 +94,8 @@ class FakeEngine:
     """Tokens that end an answer."""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """What it says of its checkpoint's defaults."""
+    frames: int = 0
+    """Frames that dashboards asked for."""
     received: list[Message] = field(default_factory=list)
     """Every message that came, in order."""
     garble: bool = False
@@ -230,6 +234,15 @@ class FakeEngine:
         elif call.what == "cache":
             tree = {"total": len(self.running), "nodes": [], "limit": call.limit}
             body = json.dumps({"engine": self.engine, "role": self.role, "pools": [], "tree": tree}).encode()
+        elif call.what == "watch":
+            self.frames += 1
+            raw = {"rates": b'{"number":%d}' % self.frames}
+            pool = PoolCells(tier="device", part="full", state=bytes([5, 2, 0]), seen=bytes(12))
+            body = msgspec.msgpack.encode(WatchFrame(now=1.0 + self.frames, pools=(pool,), sections=raw))
+        elif call.what == "look":
+            ok = b"99" not in call.body
+            found = {"order": msgspec.json.decode(call.body), "tokens": [104, 105], "before": [72]}
+            body = json.dumps(found).encode() if ok else b"page: got 99, expected less"
         elif call.what in ("info", "load"):
             load = {"num_running_reqs": len(self.running), "num_queue_reqs": 0, "degraded": self.degraded}
             body = json.dumps(load).encode()

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from serinus.core.addresses import http_url
 from serinus.front import EngineClient, FrontSettings, HttpServer, ServerTls, bind, create_app
+from serinus.front.keys import Keys
 from serinus.front.metrics import HttpMetrics
 from serinus.testing.fake_engine import FakeEngine
 
@@ -62,9 +63,10 @@ def serving(
     host: str = "127.0.0.1",
     metrics: HttpMetrics | None = None,
     tls: ServerTls | None = None,
+    keys: Keys | None = None,
 ) -> Iterator[HttpServer]:
     """Serve an app on a free port in a thread until left."""
-    server = HttpServer(app, bind(host, 0), on_drain=on_drain, metrics=metrics, tls=tls)
+    server = HttpServer(app, bind(host, 0), on_drain=on_drain, metrics=metrics, tls=tls, keys=keys)
     thread = threading.Thread(target=server.run_here, name="front")
     thread.start()
     try:
@@ -95,7 +97,8 @@ def running_front(
     with engine:
         client = EngineClient(engine.endpoint)
         app = create_app(settings, client, on_ready=lambda _: ready.set(), on_failed=on_failed, on_stuck=on_stuck)
-        with serving(app, on_drain=client.drain, metrics=app.state.front.metrics, tls=tls) as server:
+        front = app.state.front
+        with serving(app, on_drain=client.drain, metrics=front.metrics, tls=tls, keys=front.keys) as server:
             assert ready.wait(60), "testing: the front did not come up"
             assert not failed, f"testing: the front did not come up: {failed}"
             with httpx.Client(base_url=http_url("127.0.0.1", server.port, tls=tls is not None), timeout=30) as http:

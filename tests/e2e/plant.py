@@ -29,6 +29,9 @@ def change(module):
     from serinus.models import NullHook, compose_hooks
 
     class Planted(NullHook):
+        def can_replay(self, room):
+            return False  # it acts between layers
+
         def __init__(self, rank):
             self.sign = Path(os.environ["PLANTED_SIGNS"], str(rank))
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from serinus.core.user_secret import user_secret
-from serinus.front.suggestion import proof_of
+from serinus.front.proofs import proof_of
 from serinus.testing.servers import Server
 
 from .cluster import generate, idle

@@ -11,10 +11,12 @@ import anthropic
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 
 from serinus.testing.running_front import RunningFront
 from serinus.testing.scripted_front import Script, scripted_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
+from serinus.wire.messages import Generate
 
 CALL = '<think>hm</think>So:\n<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -65,6 +67,28 @@ def test_langchain_binds_tools(scripted: tuple[RunningFront, Script]) -> None:
     script.text = "Sunny."
     messages = [HumanMessage("hello"), first, ToolMessage("sun", tool_call_id=first.tool_calls[0]["id"])]
     assert bound.invoke(messages).content == "Sunny."
+
+
+class Weather(BaseModel):
+    """The weather of a city"""
+
+    city: str
+    days: int
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of its own models
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_structures_its_output(scripted: tuple[RunningFront, Script], method: Any) -> None:
+    front, script = scripted
+    model = ChatOpenAI(base_url=f"{front.url}/v1", api_key="none", model="canary", max_retries=0)
+    script.text = '{"city": "Rome", "days": 2}'
+    if method == "function_calling":
+        script.text = f'<tool_call>\n{{"name": "Weather", "arguments": {script.text}}}\n</tool_call>'
+    structured = model.with_structured_output(Weather, method=method)
+    assert structured.invoke("hello, in JSON") == Weather(city="Rome", days=2)
+    *_, last = structured.stream("hello, in JSON")
+    assert last == Weather(city="Rome", days=2)
+    assert all(message.request.sampling.grammar is not None for message in front.engine.of(Generate)[-2:])
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own models

@@ -17,6 +17,7 @@ FLOORS = {
     "cache": 1,
     "kernels": 1,
     "parallel": 1,
+    "scale": 1,
     "pool": 2,
     "models": 2,
     "text": 2,
@@ -34,7 +35,7 @@ FLOORS = {
 }
 """Room -> floor. A room imports lower floors and itself."""
 
-TORCH_FREE = ("core", "wire", "cache", "text", "front", "sched", "parallel")
+TORCH_FREE = ("core", "wire", "cache", "text", "front", "sched", "parallel", "scale")
 """Rooms that never import torch, nor anything that does. `cli` may, but only while a command runs."""
 
 TORCH_FILES = tuple(f"serinus/parallel/{name}.py" for name in ("comm", "near", "thread_comm"))

@@ -1,0 +1,165 @@
+"""deploy/kubernetes: manifests that Kubernetes takes; commands, probes and pauses in them are Serinus's own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from serinus.cli.main import COMMANDS
+from serinus.cli.parser import add_settings, make_parser, read_config
+from serinus.core.config import ConfigTree, RouterConfig, ServeConfig, UpConfig
+from serinus.front.routes import ENDPOINTS
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+TREES: dict[str, type[ConfigTree]] = {"serve": ServeConfig, "router": RouterConfig, "up": UpConfig}
+KUBERNETES = "1.31"
+
+TEMPLATE = {"type": "object", "required": ["spec"]}
+GROUP = {"rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}}, "template": TEMPLATE}
+RAY_JOB = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "spec": {
+            "required": ["entrypoint", "rayClusterSpec"],
+            "additionalProperties": False,
+            "properties": {
+                "entrypoint": {"type": "string"},
+                "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"]},
+                "shutdownAfterJobFinishes": {"type": "boolean"},
+                "ttlSecondsAfterFinished": {"type": "integer"},
+                "backoffLimit": {"type": "integer"},
+                "rayClusterSpec": {
+                    "required": ["headGroupSpec"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "rayVersion": {"type": "string"},
+                        "enableInTreeAutoscaling": {"type": "boolean"},
+                        "autoscalerOptions": {"type": "object"},
+                        "headGroupSpec": {
+                            "required": ["rayStartParams", "template"],
+                            "additionalProperties": False,
+                            "properties": GROUP,
+                        },
+                        "workerGroupSpecs": {
+                            "type": "array",
+                            "items": {
+                                "required": ["groupName", "rayStartParams", "template"],
+                                "additionalProperties": False,
+                                "properties": {
+                                    **GROUP,
+                                    "groupName": {"type": "string"},
+                                    "replicas": {"type": "integer"},
+                                    "minReplicas": {"type": "integer"},
+                                    "maxReplicas": {"type": "integer"},
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""The parts of KubeRay's RayJob that the manifest uses, written by hand: no package carries the schema of its CRD."""
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The objects of one file."""
+    return [each for each in yaml.safe_load_all((FOLDER / name).read_text()) if each]
+
+
+def templates(value: Any) -> Iterator[dict[str, Any]]:
+    """Every pod template in an object."""
+    if isinstance(value, dict):
+        if "containers" in value.get("template", {}).get("spec", {}):
+            yield value["template"]
+        for each in value.values():
+            yield from templates(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from templates(each)
+
+
+def config_of(words: list[str]) -> Any:
+    """The settings that a command line of a manifest stands for."""
+    command = next(each for each in COMMANDS if each.name == words[1])
+    parser = make_parser(command)
+    add_settings(parser, TREES[words[1]], positional_model=words[1] != "router")
+    return read_config(TREES[words[1]], parser, words[2:])[0]
+
+
+def containers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(pod, container) of the plain manifests."""
+    pods = [each["spec"] for each in templates(documents("serinus.yaml"))]
+    return [(pod, pod["containers"][0]) for pod in pods]
+
+
+def test_the_commands_are_ones_that_serinus_takes() -> None:
+    roles = [config_of(container["args"]) for _, container in containers()]
+    assert [getattr(each, "role", "router") for each in roles] == ["prefill", "decode", "router"]
+    (job,) = (each for each in documents("rayjob.yaml") if each["kind"] == "RayJob")
+    up = config_of(shlex.split(job["spec"]["entrypoint"]))
+    assert up.ray.ray
+    assert up.ray.between("decode", up.up.decode) == (1, 8)
+    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    cores = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    assert int(cores) == up.kernels.threads, "an engine fills a worker"
+    assert workers["maxReplicas"] == up.ray.max_prefill + up.ray.max_decode
+
+
+def test_probes_ask_open_endpoints_and_a_pod_lives_long_enough_to_drain() -> None:
+    open_paths = {spec.path for spec in ENDPOINTS if spec.keys == "none"}
+    for pod, container in containers():
+        for probe in ("readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["path"] in open_paths
+        assert container["livenessProbe"]["httpGet"]["path"] != "/health", "it is 503 while requests are drained"
+        pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod["terminationGracePeriodSeconds"] > pause + config_of(container["args"]).server.drain_s_max
+
+
+def test_the_routers_name_every_engine_that_there_is() -> None:
+    sets = [each for each in documents("serinus.yaml") if each["kind"] == "StatefulSet"]
+    names = {
+        role: {
+            f"http://{each['metadata']['name']}-{number}.{each['spec']['serviceName']}:30000"
+            for each in sets
+            for number in range(each["spec"]["replicas"])
+            if each["metadata"]["labels"]["role"] == role
+        }
+        for role in ("prefill", "decode")
+    }
+    router = config_of(containers()[-1][1]["args"])
+    assert set(router.route.decode_urls) == names["decode"]
+    assert set(router.route.prefill_urls) == names["prefill"]
+
+
+def test_the_ray_job_has_the_structure_of_one_and_a_wrong_one_is_seen() -> None:
+    (job,) = (each for each in documents("rayjob.yaml") if each["kind"] == "RayJob")
+    jsonschema.validate(job, RAY_JOB)
+    job["spec"]["rayClusterSpec"]["workerGroupSpec"] = []
+    with pytest.raises(jsonschema.ValidationError, match="workerGroupSpec"):
+        jsonschema.validate(job, RAY_JOB)
+
+
+@pytest.mark.proof
+def test_kubernetes_own_schemas_take_the_manifests() -> None:
+    import kubernetes_validate
+
+    pods = [*templates(documents("rayjob.yaml"))]
+    assert len(pods) == 2
+    plain = [each for name in ("serinus.yaml", "rayjob.yaml") for each in documents(name) if each["kind"] != "RayJob"]
+    assert len(plain) == 8
+    as_pods = [{"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": "x", **pod["metadata"]}} for pod in pods]
+    for each in (*plain, *as_pods):
+        assert kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    plain[0]["spec"]["clusterIp"] = "None"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(plain[0], KUBERNETES, strict=True)

@@ -1,0 +1,189 @@
+"""Engines on the nodes of a Ray cluster: every answer is the toy's right one, whatever happens to nodes and engines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serinus.models import load_spec
+from serinus.models.small_checkpoints import make_toy
+from serinus.testing.oracle import toy_continue
+from serinus.testing.servers import READY
+
+from .cluster import until
+from .ray_group import NODE, RayGroup, ray_group
+
+SMALL = (
+    "--max-total-tokens", "1024", "--context-length", "256", "--page-size", "8", "--max-running-requests", "4",
+    "--disaggregation-min-tokens", "16", "--skip-tokenizer-init", "--threads", "1",
+)  # fmt: skip
+SCALE = (
+    "--prefill", "1", "--decode", "2", "--min-decode", "2", "--max-decode", "3", "--scale-up-after", "5",
+    "--scale-down-after", "10",
+)  # fmt: skip
+pytestmark = [pytest.mark.proof, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+
+class Asker:
+    """Questions with known answers, to any of some routers."""
+
+    def __init__(self, toy: Path) -> None:
+        self._spec = load_spec(toy)
+        self.routers: Sequence[str] = ()
+        self.right = 0
+        self.wrong: list[str] = []
+
+    def ask(self, seed: int) -> None:
+        """One question; what is wrong with its answer is noted."""
+        rng = random.Random(seed)
+        prompt = [rng.randrange(10, 500) for _ in range(rng.choice((5, 30, 60)))]
+        count = rng.randint(8, 60)
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
+        }
+        try:
+            answer = httpx.post(f"{self.routers[seed % len(self.routers)]}/generate", json=body, timeout=120)
+            found = answer.json()["output_ids"] if answer.status_code == 200 else answer.text
+        except httpx.HTTPError as err:
+            found = repr(err)
+        if found == toy_continue(self._spec, prompt, count):
+            self.right += 1
+        else:
+            self.wrong.append(f"{seed}: {found}")
+
+    @contextlib.contextmanager
+    def asking(self, threads: int) -> Iterator[None]:
+        """So many callers that ask one question after the other."""
+        end = threading.Event()
+
+        def call(first: int) -> None:
+            for seed in range(first, 1 << 30, 1000):
+                if end.is_set():
+                    return
+                self.ask(seed)
+
+        with ThreadPoolExecutor(threads) as pool:
+            calls = [pool.submit(call, 1000 + number) for number in range(threads)]
+            try:
+                yield
+            finally:
+                end.set()
+            for each in calls:
+                each.result()
+
+
+def healthy(group: RayGroup, router: str, kind: str) -> set[str]:
+    """The URLs of the engines of a kind that this router sends requests to."""
+    workers = group.workers(router).values()
+    return {each["url"] for each in workers if each["worker_type"] == kind and each["is_healthy"]}
+
+
+def answers(url: str) -> bool:
+    """Whether a server is there."""
+    try:
+        return httpx.get(f"{url}/version", timeout=60).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def refused(*words: str) -> str:
+    """What a command says that ends with exit code 2."""
+    done = subprocess.run(
+        [sys.executable, "-m", "serinus", *words], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_a_node_dies_engines_come_and_go_and_every_answer_is_right(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path / "toy", context=256)
+    asker = Asker(toy)
+    with ray_group(toy, *SMALL, *SCALE) as group:
+        engines, routers = group.engines(), group.routers()
+        assert set(engines) == {"prefill-0", "decode-0", "decode-1"}
+        assert len({each["node"] for each in engines.values()}) == 3, "engines are spread over the nodes"
+        assert len(routers) == 3, "a router on every node"
+        head = group.cluster.head_node.node_id
+        lost = next(each for each in engines.values() if each["name"] != "prefill-0" and each["node"] != head)
+
+        asker.routers = [url for node, url in routers.items() if node != lost["node"]]
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(asker.ask, seed) for seed in range(200)]
+            until(lambda: asker.right > 50 or not group.workers(asker.routers[0]), "50 answers")
+            group.kill_node(lost["node"])
+            for each in asked:
+                each.result()
+        assert (asker.right, asker.wrong) == (200, [])
+
+        again = rf"{lost['name']} is ready again"
+        group.server.wait_line(again, 120)
+        for router in asker.routers:
+            until(lambda url=router: len(healthy(group, url, "decode")) >= 2, f"two decode engines at {router}")
+            assert lost["url"] not in group.workers(router)
+        assert group.engines()[lost["name"]]["node"] != lost["node"]
+        assert set(group.routers().values()) == set(asker.routers)
+
+        with asker.asking(12):
+            group.server.wait_line(r"scale decode 2 -> 3", 120)
+            until(lambda: len(healthy(group, asker.routers[0], "decode")) == 3, "a third decode engine")
+        with asker.asking(1):
+            group.server.wait_line(r"scale decode 3 -> 2", 120)
+            group.server.wait_line(r"decode-\d is drained", 60)
+            group.server.wait_line(r"decode-\d is gone", 120)
+        assert asker.wrong == []
+        assert asker.right > 220
+        assert len(healthy(group, asker.routers[0], "decode")) == 2
+        assert "serinus:router_engine_up" in httpx.get(f"{asker.routers[0]}/metrics", timeout=60).text
+
+
+def test_an_engine_that_finds_no_room_says_why_and_starts_when_a_node_comes(tmp_path: Path) -> None:
+    """Two stages, on nodes of one core each; there is one node at first."""
+    toy = make_toy(tmp_path / "toy", context=256)
+    words = (*SMALL, "--prefill", "0", "--decode", "1", "--pp-size", "2")
+    with ray_group(toy, *words, nodes=0, cores=1, ready="waits for room") as group:
+        said = group.server.wait_line("unified-0 waits for room", 10)
+        assert "bundle 0 of 2 (1 CPU on one node) finds no room: 1 nodes" in said
+        assert said.endswith("free in all: 1 CPU")
+        group.cluster.add_node(**{**NODE, "num_cpus": 1})
+        group.server.wait_line(READY, 240)
+        engine, stage = group.actor("unified-0"), group.actor("unified-0-stage-1")
+        assert engine["node"] != stage["node"], "stages are spread"
+        assert len(group.routers()) == 2
+        asker = Asker(toy)
+        asker.routers = list(group.routers().values())
+        for seed in range(8):
+            asker.ask(seed)
+        assert stage["alive"]
+        os.killpg(stage["pid"], signal.SIGKILL)
+        group.server.wait_line("unified-0 is ready again", 240)
+        until(lambda: bool(healthy(group, asker.routers[0], "decode")), "the engine at the first router")
+        until(lambda: bool(healthy(group, asker.routers[1], "decode")), "the engine at the second router")
+        for seed in range(8, 16):
+            asker.ask(seed)
+        assert (asker.right, asker.wrong) == (16, [])
+
+        other = refused("up", str(toy), *SMALL, "--ray", "--ray-address", group.cluster.address, "--admin-api-key", "k")
+        assert "is in this namespace of the cluster already, expected none: give another --ray-namespace" in other
+        url = group.actor("unified-0")["url"]
+        assert answers(url)
+        os.kill(group.server.process.pid, signal.SIGKILL)
+        until(lambda: not answers(url), "the end of the engine")
+        until(lambda: not any(map(answers, asker.routers)), "the end of the routers")
+
+
+def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path / "toy", context=256)
+    said = refused("up", str(toy), "--ray", "--ray-address", "127.0.0.1:9")
+    assert "--ray-address is '127.0.0.1:9', which does not answer" in said

@@ -1,0 +1,178 @@
+"""One request, one trace: from the client through the router and the decode engine, and over the wire to prefill.
+
+Three real processes send their spans to a receiver of OTLP over HTTP, which stands here. Their logs are JSON.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from serinus.testing.servers import Server
+
+from .cluster import HTTP, generate
+from .conftest import small
+
+pytestmark = pytest.mark.slow
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PROMPT = [5 + i * 7 % 300 for i in range(200)]
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes spans, as dicts with their service, attributes and times in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.spans: list[dict[str, Any]] = []
+        self.news = threading.Condition()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
+
+    def wait(self, check: Callable[[], bool], what: str) -> None:
+        """Until spans have come by which it holds."""
+        with self.news:
+            assert self.news.wait_for(check, 60), f"{what} not among {[(s['trace'], s['name']) for s in self.spans]}"
+
+    def of(self, trace: str) -> list[dict[str, Any]]:
+        return [span for span in self.spans if span["trace"] == trace]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Takes one export of spans."""
+
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Receiver)
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            about = {item.key: item.value.string_value for item in resource.resource.attributes}
+            spans = [_read(span, about) for scope in resource.scope_spans for span in scope.spans]
+            with self.server.news:
+                self.server.spans += spans
+                self.server.news.notify_all()
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not in the output of the tests."""
+
+
+def _read(span: Any, about: dict[str, str]) -> dict[str, Any]:
+    values = {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+    return {
+        "service": about["service.name"], "instance": about["service.instance.id"], "name": span.name,
+        "trace": span.trace_id.hex(), "id": span.span_id.hex(), "parent": span.parent_span_id.hex(), "values": values,
+        "start": 1e-9 * span.start_time_unix_nano, "end": 1e-9 * span.end_time_unix_nano, "error": span.status.message,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as made:
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def traced(checkpoint: Path, receiver: Receiver) -> Iterator[Server]:
+    """Router, decode and prefill, which send their spans every 0.2 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        words = ("--otlp-traces-endpoint", receiver.url, "--log-format", "json")
+        with Server(
+            "up",
+            str(checkpoint),
+            "--prefill",
+            "1",
+            "--decode",
+            "1",
+            *words,
+            *small(),
+            ready=r'ready to roll.*"rank": "up"',
+        ) as server:
+            yield server
+
+
+def names(spans: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(span["service"], span["name"]) for span in spans}
+
+
+def test_one_trace_goes_through_router_decode_and_prefill(traced: Server, receiver: Receiver) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    answer = HTTP.post(f"{traced.url}/v1/completions", json=body, headers={"traceparent": f"00-{TRACE}-{CLIENT}-01"})
+    assert answer.status_code == 200, answer.text
+    wanted = {("serinus-router", "POST /v1/completions"), ("serinus-decode", "POST /v1/completions")}
+    wanted |= {("serinus-decode", name) for name in ("queue", "handoff", "handoff.grant", "handoff.pieces")}
+    wanted |= {("serinus-decode", "handoff.verify"), ("serinus-decode", "decode")}
+    wanted |= {("serinus-prefill", name) for name in ("queue", "prefill", "handoff", "handoff.grant")}
+    receiver.wait(lambda: wanted <= names(receiver.of(TRACE)), f"some of {wanted}")
+    spans = {(span["service"], span["name"]): span for span in receiver.of(TRACE)}
+    router, front = (spans[f"serinus-{role}", "POST /v1/completions"] for role in ("router", "decode"))
+    assert router["parent"] == CLIENT
+    assert front["parent"] == router["id"]
+    assert spans["serinus-decode", "handoff"]["parent"] == front["id"]
+    assert spans["serinus-prefill", "queue"]["parent"] == front["id"]
+    handoff = spans["serinus-decode", "handoff"]
+    for name in ("grant", "pieces", "verify"):
+        assert spans["serinus-decode", f"handoff.{name}"]["parent"] == handoff["id"]
+    for span in receiver.of(TRACE):
+        assert router["start"] - 0.01 <= span["start"] <= span["end"] <= router["end"] + 0.1, (span, router)
+    chunks = [span for span in receiver.of(TRACE) if span["name"] == "prefill"]
+    assert sum(span["values"]["serinus.tokens"] for span in chunks) == len(PROMPT)
+    assert len(chunks) >= 4, "chunks of 64 tokens"
+    values = front["values"]
+    assert values["gen_ai.usage.input_tokens"] == values["gen_ai.usage.prompt_tokens"] == len(PROMPT)
+    assert values["gen_ai.usage.output_tokens"] == 6
+    assert values["gen_ai.operation.name"] == "text_completion"
+    assert values["gen_ai.request.model"]
+    assert 0 < values["gen_ai.latency.time_to_first_token"] < values["gen_ai.latency.e2e"]
+    assert handoff["values"]["serinus.prefill_engine"] == "prefill-0"
+    assert handoff["values"]["serinus.pages"] == len(PROMPT) // 8
+
+
+def test_what_is_not_sampled_is_not_sent_and_what_has_no_trace_begins_one(traced: Server, receiver: Receiver) -> None:
+    trace = "1" * 32
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    HTTP.post(f"{traced.url}/generate", json=body, headers={"traceparent": f"00-{trace}-{CLIENT}-00"})
+    before = {span["trace"] for span in receiver.spans}
+    generate(traced.url, PROMPT[:20], 3)
+    receiver.wait(lambda: len({span["trace"] for span in receiver.spans} - before) == 1, "the trace of the second")
+    assert not receiver.of(trace)
+
+
+def test_a_client_that_leaves_is_an_abort_in_its_trace(traced: Server, receiver: Receiver) -> None:
+    trace = "2" * 32
+    body = {"prompt": PROMPT[:40], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    headers = {"traceparent": f"00-{trace}-{CLIENT}-01"}
+    with HTTP.stream("POST", f"{traced.url}/v1/completions", json=body, headers=headers) as answer:
+        next(answer.iter_lines())
+    receiver.wait(lambda: ("serinus-decode", "abort") in names(receiver.of(trace)), "an abort")
+    (abort,) = (span for span in receiver.of(trace) if span["name"] == "abort")
+    assert abort["error"]
+
+
+def test_every_line_of_the_log_is_an_object_that_names_its_process(traced: Server) -> None:
+    lines = [json.loads(line) for line in traced.output.splitlines()]
+    assert all({"ts", "level", "logger", "message"} <= line.keys() for line in lines)
+    assert {"prefill-0", "decode-0"} <= {line.get("engine") for line in lines}
+    (asked,) = (line for line in lines if line.get("trace_id") == TRACE and line.get("engine") == "decode-0")
+    assert (asked["path"], asked["status"], asked["method"]) == ("/v1/completions", 200, "POST")
+    assert {line.get("engine") for line in lines if line.get("trace_id") == TRACE} == {"decode-0", None}, (
+        "and the router"
+    )
+    steps = [line for line in lines if line["message"].startswith("Prefill batch")]
+    assert all(line["new_tokens"] > 0 for line in steps)
+    assert steps
