@@ -33,14 +33,17 @@ def due_pages(
     canary_due: Callable[[Counts, int], tuple[Counts, int, int]], reads_5B: Counts, page_size: int, window: int | None
 ) -> DuePages:
     """What is due of these reads. Of a part with a window also each slot that leaves it: read for the last time in this
-    step, its turn might come after its last reader."""
+    step, its turn might come after its last reader. The slot behind it is verified with it: that one is the last that
+    can tell whether the slot belongs before it, and with it the page. From there on the chain goes to the last slot
+    that is read, which is held against the request."""
     columns, entries, slots = canary_due(reads_5B, page_size)
     if window is not None:
         low, high, strides = reads_5B[2:5]
-        leaves = (high > low) & (high - low == window - 1) & ((high - low // page_size) % strides != 0)
+        is_due = (high - low // page_size) % strides == 0  # its page is; the slot behind it may be of the next one
+        leaves = (high > low) & (high - low == window - 1) & ~(is_due & ((strides == 1) | ((low + 1) % page_size > 0)))
         if leaves.any():
             last = reads_5B[:, leaves]
-            last[3], last[4] = last[2] + 1, 1
+            last[3], last[4] = np.minimum(last[2] + 2, last[3]), 1
             before, entries_before, slots_before = canary_due(last, page_size)
             columns[6] += entries_before
             # They stand before the others: attention, which digests what it reads, looks for the last of a row.

@@ -1,19 +1,21 @@
 """The horizon, held against an account of its own: which slot of which page each step read, and when that was verified.
 
-A token is right if all that its step read was verified in that step or later, on the page that it was read from. So a
-page that leaves a row (exchanged for the tree's, behind a window, given back) takes nothing unverified along.
+A token is right if all that its step read was verified in that step or later, on the page that it was read from, and so
+was that each slot belongs before the next one (the last one read is held against the request itself). So a page that
+leaves a row (exchanged for the tree's, behind a window, given back) takes nothing unverified along.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from serinus.canary import CanaryLead, CanaryRank
 from serinus.core.parts import OwnPages, Part
@@ -39,6 +41,8 @@ class Account:
         page."""
         self.verified: dict[tuple[str, Part, int, int], int] = {}
         """By request, part, position and page."""
+        self.linked: dict[tuple[str, Part, int, int, int], int] = {}
+        """By request, part, position and page, and the page of the position before it."""
         self.step, self.left = 0, left
 
     def page(self, rid: str, part: Part, position: int) -> int:
@@ -61,12 +65,18 @@ class Account:
                 rid = checks.rids[column[0] - checks.first_sequence]
                 for at in entries_of(column, 0, 1 << 30, PAGE)[0].tolist() if rid in runs else ():
                     self.verified[rid, part, at, self.page(rid, part, at)] = self.step
+                    if at > column[2]:  # what is before the first one is not read
+                        pages = self.page(rid, part, at), self.page(rid, part, at - 1)
+                        self.linked[rid, part, at, *pages] = self.step
 
     def rows(self, rows: Mapping[str, OwnPages]) -> None:
         for rid, own in rows.items():
             for span in own.spans:
-                for at in range(span.first * PAGE, min(span.end * PAGE, len(own.tokens))):
-                    self.verified[rid, span.part, at, int(span.pages[at // PAGE - span.first])] = self.step
+                pages = np.repeat(span.pages, PAGE).tolist()
+                for at, page in enumerate(pages[: max(0, len(own.tokens) - span.first * PAGE)], span.first * PAGE):
+                    self.verified[rid, span.part, at, page] = self.step
+                    if at > span.first * PAGE:
+                        self.linked[rid, span.part, at, page, pages[at - 1 - span.first * PAGE]] = self.step
 
     def check(self, state: ReqState) -> None:
         """All that was read for the tokens up to the horizon is verified by now."""
@@ -74,6 +84,8 @@ class Account:
             if start < state.verified:
                 for at, page in enumerate(pages, low):
                     found = self.verified.get((state.rid, part, at, page), 0)
+                    if at > low:
+                        found = min(found, self.linked.get((state.rid, part, at, page, pages[at - 1 - low]), 0))
                     assert found >= step, (
                         f"{state.rid}: position {start} is within the horizon, {state.verified}, but position {at} of"
                         f" {part.name}, page {page}, was read in step {step} and verified in step {found}"
@@ -216,6 +228,26 @@ def test_a_horizon_that_is_ahead_is_seen(
     """The weakness that this account is for. The product's own is one step behind what it could be."""
     done = ReqState.step_done
     monkeypatch.setattr(ReqState, "step_done", lambda self, work, steps: done(self, work, max(0, steps - 2)))
+    with pytest.raises(AssertionError, match="is within the horizon"):
+        answer_all(tmp_path, accounts)
+
+
+@pytest.mark.slow
+def test_a_slot_that_leaves_a_window_alone_is_seen(
+    tmp_path: Path, accounts: dict[int, Account], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of another prompt, of the same positions, agrees with itself: the slot behind it is what tells."""
+    from serinus.canary import rank
+
+    def alone(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def due(reads_5B: NDArray[np.int64], size: int) -> Any:
+            reads_5B[3] = np.where(reads_5B[4] == 1, np.minimum(reads_5B[3], reads_5B[2] + 1), reads_5B[3])
+            return kernel(reads_5B, size)
+
+        return lambda reads, size: due(reads.copy(), size) if (reads[3] - reads[2] <= 2).all() else kernel(reads, size)
+
+    due = rank.due_pages
+    monkeypatch.setattr(rank, "due_pages", lambda kernel, *more: due(alone(kernel), *more))
     with pytest.raises(AssertionError, match="is within the horizon"):
         answer_all(tmp_path, accounts)
 
