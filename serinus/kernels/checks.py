@@ -185,8 +185,10 @@ def check_paged_attention(
     batch: AttentionBatch,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> None:
-    """Raise ValueError: shapes or dtypes disagree, a pool or the table is strided, or window or cap is too small."""
+    """Raise ValueError: shapes or dtypes disagree, a pool or the table is strided, window or cap is too small, or sinks
+    are not one fp32 number of each query head."""
     heads, size = q_TND.shape[1], q_TND.shape[2]
     kv_heads = k_pool_SHD.shape[1]
     if k_pool_SHD.shape != v_pool_SHD.shape or k_pool_SHD.shape[2] != size:
@@ -209,6 +211,8 @@ def check_paged_attention(
         raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones")
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"kernels: window {window}, softcap {softcap}; expected None, or at least 1 and above 0")
+    if sinks_N is not None and (sinks_N.shape != (heads,) or sinks_N.dtype != torch.float32):
+        raise ValueError(f"kernels: sinks {sinks_N.dtype} {tuple(sinks_N.shape)}, expected torch.float32 ({heads},)")
 
 
 def check_pack_factors(coefficients_22W: Tensor, kv_heads: int) -> None:
@@ -228,9 +232,12 @@ def check_watched_attention(
     req_to_token_RC: Tensor,
     batch: AttentionBatch,
     digest: LayerDigest | None,
+    window: int | None,
+    softcap: float | None,
+    sinks_N: Tensor | None,
 ) -> None:
     """Raise ValueError: as check_paged_attention, or the digest is of others."""
-    check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch)
+    check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap, sinks_N)
     if digest is not None:
         check_layer_digest(k_pool_SHD, batch, digest)
 

@@ -102,6 +102,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -211,6 +212,7 @@ class WatchedAttention(Protocol):
         tiling: Tiling | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor: ...
 
 

@@ -33,6 +33,8 @@ class LayerWeights:
     """Cosines of the rotation, shared by the layers of a part."""
     sin_PF: torch.Tensor
     """Sines of the rotation, likewise."""
+    sinks_N: torch.Tensor | None
+    """Scores that join each head's softmax, fp32, where the family has them."""
     input_norm_E: torch.Tensor
     """Weight of the norm before attention."""
     qkv: PackedLinear

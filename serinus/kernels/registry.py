@@ -103,12 +103,13 @@ class Kernels:
     """(qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, eps, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND,
     written=None)"""
     paged_attention: PagedAttention
-    """(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window=None, softcap=None) -> out_TND"""
+    """(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window=None, softcap=None,
+    sinks_N=None) -> out_TND"""
     pack_factors: Callable[[Tensor, int], PackedFactors]
     """(coefficients_22W, kv_heads) -> packed"""
     watched_attention: WatchedAttention
     """(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, digest=None, tiling=None, window=None,
-    softcap=None) -> out_BND"""
+    softcap=None, sinks_N=None) -> out_BND"""
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]

@@ -122,9 +122,9 @@ class Decoder:
             inputs = q_TND, k_SHD, v_SHD, tables[layer.part], attention, self._scale
             digest = hook.reads(i, attention)
             if digest is None:
-                mixed_TND = kernels.paged_attention(*inputs, layer.window, cap)
+                mixed_TND = kernels.paged_attention(*inputs, layer.window, cap, layer.sinks_N)
             else:
-                mixed_TND = kernels.watched_attention(*inputs, digest, None, layer.window, cap)
+                mixed_TND = kernels.watched_attention(*inputs, digest, None, layer.window, cap, layer.sinks_N)
             x_TE = total(kernels.linear(mixed_TND.view(len(mixed_TND), -1), layer.output))
             if layer.attention_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)

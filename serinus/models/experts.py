@@ -15,6 +15,10 @@ from serinus.models.config_fields import ConfigFields
 __all__ = ["ExpertFamily", "ExpertSpec", "expert_fields"]
 
 
+_SWIGLU_OAI = (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
+"""Numbers of gpt-oss's activation."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFamily:
     """What an architecture with mixtures implies beyond its config.json."""
@@ -106,6 +110,9 @@ def expert_fields(config: ConfigFields, family: ExpertFamily, layer_count: int) 
         biased=family.biased,
         gate=family.gate,
     )
+    for name, fixed in _SWIGLU_OAI if family.gate == "swiglu_oai" else ():
+        if config.real(name, fixed) != fixed:
+            raise config.fail(name, f"{fixed}, which the kernels have")
     if spec.groups_chosen > groups:
         raise config.fail("topk_group", f"at most n_group = {groups}")
     if spec.chosen > spec.groups_chosen * (count // groups):

@@ -120,6 +120,10 @@ class Family:
     """Base of the wavelengths where the config has none."""
     experts: ExpertFamily | None = None
     """What its mixtures of experts imply; None = every MLP is dense."""
+    sinks: bool = False
+    """Each query head has a score that joins its softmax and weighs no value."""
+    quantizations: tuple[str, ...] = ()
+    """Values of `quant_method` that its weights may come in."""
     qk_norm_said: bool = False
     """`use_qk_norm` of the config says whether it has the norms of `qk_norm`."""
 
@@ -138,6 +142,17 @@ FAMILIES: Mapping[str, Family] = {
         rotated=0.5,
         interleaved=True,
         norms=_GLM4_NORMS,
+    ),
+    "GptOssForCausalLM": Family(
+        head_size=64,
+        kv_head_count=8,
+        sliding=Sliding.PATTERN,
+        window=128,
+        pattern=2,
+        theta=150000.0,
+        sinks=True,
+        quantizations=("mxfp4",),
+        experts=ExpertFamily(biased=True, gate="swiglu_oai"),
     ),
     "GraniteForCausalLM": Family(mlp_bias=None, multipliers=True),
     "LlamaForCausalLM": Family(mlp_bias=None),
@@ -237,6 +252,7 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "qkv_bias": attention_bias,
         "output_bias": attention_bias and family.qkv_bias is None if family.output_bias is None else family.output_bias,
         "mlp_bias": config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+        "sinks": family.sinks,
         "qk_norm": family.qk_norm and config.flag("use_qk_norm", not family.qk_norm_said),
         "experts": None if family.experts is None else expert_fields(config, family.experts, layer_count),
         "extra_layers": config.whole("num_nextn_predict_layers", 0, low=0),

@@ -17,6 +17,7 @@ import torch
 from serinus.core.parts import Part
 from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear
 from serinus.models.experts import ExpertSpec
+from serinus.models.interleaved import take_interleaved
 from serinus.models.mixture import Mixture, SharedExpert
 from serinus.models.rope import head_order, rope_tables
 from serinus.models.spec import ModelSpec
@@ -114,6 +115,7 @@ class _Layer:
             window=spec.window if self._part is Part.SWA else None,
             cos_PF=rotation[0],
             sin_PF=rotation[1],
+            sinks_N=self._take("self_attn.sinks", (spec.head_count,), shard.heads).float() if spec.sinks else None,
             input_norm_E=self._norm(before),
             qkv=self._rows(
                 (("self_attn.q_proj", q_size, queries), ("self_attn.k_proj", kv_size, keys),
@@ -154,6 +156,10 @@ class _Layer:
     def _experts(self, spec: ExpertSpec, block: str) -> PackedExperts:
         """Stacked, as kernels read them; stored as stacks or one by one."""
         hidden, size, span = self._spec.hidden_size, spec.size, share(spec.size, self._shard.tp, self._shard.tp_rank)
+        if spec.biased:
+            base, mxfp4 = f"{self._base}{block}.experts", self._spec.quantization == "mxfp4"
+            first = self._shard.tp_rank == 0
+            return take_interleaved(self._source, base, spec, hidden, span, mxfp4=mxfp4, adds_bias=first)
         stacks = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
         for gate_up, down in ((f"{block}.{rows}", f"{block}.{columns}") for rows, columns in stacks):
             if self._source.has(self._base + gate_up):

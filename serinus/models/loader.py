@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from serinus.core.errors import ConfigError
+from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.kernels import Kernels
 from serinus.models.batch import ForwardBatch
@@ -24,6 +25,7 @@ from serinus.parallel.comm import Comm
 
 __all__ = ["Model", "choose_dtype", "load_model"]
 
+_log = get_logger("models")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -129,4 +131,6 @@ def load_model(
         source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
     else:
         source = SafetensorsSource(Path(path), dtype, device, digests, spec.prefix)
+    if spec.quantization is not None and not dummy:
+        _log.info("weights in %s are dequantized to %s as they are loaded", spec.quantization, dtype)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)

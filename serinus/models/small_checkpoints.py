@@ -31,6 +31,7 @@ _GRANITE = {
     "logits_scaling": 8.0,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+_GPT_OSS_ROPE = {**_YARN, "rope_theta": 150000.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _GROUPED = {
@@ -79,12 +80,17 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         {"sliding_window": 24, "query_pre_attn_scalar": 20, "rope_parameters": _GEMMA3_ROPE},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**_EXPERTS, "sliding_window": 24, "rope_parameters": _GPT_OSS_ROPE},
+    ),
 }
 """Family -> config class, architecture, fields unless the caller says otherwise."""
 
 FAMILIES = tuple(_KINDS)
 """`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn YaRN;
-mistral_swa, gemma2 and gemma3_text slide over 24 positions."""
+mistral_swa, gemma2, gemma3_text and gpt_oss slide over 24 positions."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 4."""
@@ -177,11 +183,7 @@ def make_checkpoint(
         if tied and name == "lm_head.weight":
             continue
         noise = torch.empty(shape).normal_(generator=chance)
-        if len(shape) > 1:
-            state[name] = noise * (spread * shape[-1] ** -0.5)
-        else:
-            state[name] = noise * 0.1 + (1.0 if name.endswith("norm.weight") and "gemma" not in family else 0.0)
-        state[name] = state[name].to(getattr(torch, dtype))
+        state[name] = _scaled(family, name, noise, spread).to(getattr(torch, dtype))
     state = _unstacked(family, state, stacked=stacked)
     _write_config(folder, family, settings, dtype)
     names = sorted(state)
@@ -318,6 +320,15 @@ def _skeleton(family: str, settings: dict[str, Any]) -> dict[str, tuple[int, ...
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
+def _scaled(family: str, name: str, noise: Any, spread: float) -> Any:
+    """What a tensor holds, made of normal noise; sinks are apart as much as scores are."""
+    if name.endswith(".sinks"):
+        return noise * 2.0
+    if noise.dim() > 1:
+        return noise * (spread * noise.shape[-1] ** -0.5)
+    return noise * 0.1 + (1.0 if name.endswith("norm.weight") and "gemma" not in family else 0.0)
+
+
 _OLD_NAMES = {
     "granitemoe": (
         (".experts.gate_up_proj", ".input_linear.weight"),
@@ -335,8 +346,9 @@ _OLD_NAMES = {
 
 
 def _unstacked(family: str, state: dict[str, Any], *, stacked: bool) -> dict[str, Any]:
-    """With three tensors of each expert in place of stacks, and other names as in `_OLD_NAMES`; or as it is."""
-    if stacked:
+    """With three tensors of each expert in place of stacks, and other names as in `_OLD_NAMES`; or as it is (`gpt_oss`
+    always: its checkpoints have stacks)."""
+    if stacked or family == "gpt_oss":
         return state
     single = {}
     for name, tensor in state.items():

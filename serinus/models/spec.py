@@ -79,6 +79,8 @@ class ModelSpec:
     """Bias of the MLP's projections."""
     qk_norm: bool = False
     """RMS norm of each q and k head before the rotation."""
+    sinks: bool = False
+    """Each query head has a score that joins its softmax and weighs no value."""
     gelu: bool = False
     """Gate of the MLP: GELU in its tanh form; else SiLU."""
     norm_names: NormNames = LLAMA_NORMS
@@ -111,6 +113,8 @@ class ModelSpec:
     """Bound of the logits, likewise."""
     dtype: str = "bfloat16"
     """Element type the checkpoint was saved in: float32, bfloat16 or float16."""
+    quantization: str | None = None
+    """`quant_method` of its weights, one of the family's `quantizations`; None = they are as `dtype` says."""
     eos_ids: tuple[int, ...] = ()
     """End-of-sequence ids of config.json, sorted; an engine adds those of generation_config.json and tokenizer."""
     bos_id: int | None = None
@@ -205,9 +209,11 @@ def load_spec(
     architecture = _architecture(config, model_impl)
     toy = architecture == TOY_ARCHITECTURE
     if architecture not in KNOWN_ARCHITECTURES or (model_impl == "transformers" and not toy):
+        _quantization(config, architecture, True)
         fields = _by_transformers(folder, architecture, overrides or {})
     else:
         fields = toy_fields(config) if toy else family_fields(config, FAMILIES[architecture])
+        fields["quantization"] = _quantization(config, architecture, False)
     spec = {
         **fields,
         "architecture": architecture,
@@ -254,9 +260,23 @@ def _architecture(config: ConfigFields, model_impl: str) -> str:
             f"models: architecture {named[0]!r} is not known, expected one of"
             f" {', '.join((*KNOWN_ARCHITECTURES, *_MULTIMODAL))}"
         )
-    if config.get("quantization_config") is not None:
-        raise config.fail("quantization_config", "none: only unquantized checkpoints are served")
     return named[0]
+
+
+def _quantization(config: ConfigFields, architecture: str, through_transformers: bool) -> str | None:
+    """How weights are quantized. Raises ConfigError: not as the family's may be."""
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    known = () if through_transformers or architecture not in FAMILIES else FAMILIES[architecture].quantizations
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if method not in known:
+        raise config.fail(
+            "quantization_config",
+            f"none or quant_method {' or '.join(known)} for {architecture}" if known
+            else "none: only unquantized checkpoints are served",
+        )  # fmt: skip
+    return str(method)
 
 
 def _is_decoder(architecture: str) -> bool:

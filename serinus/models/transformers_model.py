@@ -140,14 +140,14 @@ def _digest(folder: Path, files: Mapping[str, str], digests: TensorDigests) -> N
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, **more: Any,
+    softcap: float | None = None, s_aux: torch.Tensor | None = None, **more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention of one layer over the pages: query [1, N, T, D], key and value [1, H, T, D] -> [1, T, N, D]."""
     this: _Pass | None = more.get("serinus_pass")
     layer = module.layer_idx
     if this is None:
         raise ConfigError(f"models: {type(module).__name__} does not pass on what its attention function is given")
-    odd = [name for name in ("s_aux", "position_bias", "cu_seq_lens_q") if more.get(name) is not None]
+    odd = [name for name in ("position_bias", "cu_seq_lens_q") if more.get(name) is not None]
     if odd or attention_mask is not None or not getattr(module, "is_causal", True):
         said = ", ".join(odd) or "a mask of its own, or none that is causal"
         raise ConfigError(f"models: {type(module).__name__} cannot run over pages: its attention has {said}")
@@ -167,9 +167,10 @@ def _attend(
         q_TND, this.hook.writes(layer),
     )  # fmt: skip
     inputs = q_TND, k_SHD, v_SHD, this.table_RC, batch.attention, size**-0.5 if scaling is None else scaling
+    sinks_N = None if s_aux is None else s_aux.float()
     digest = this.hook.reads(layer, batch.attention)
     if digest is None:
-        mixed_TND = kernels.paged_attention(*inputs, sliding_window, softcap)
+        mixed_TND = kernels.paged_attention(*inputs, sliding_window, softcap, sinks_N)
     else:
-        mixed_TND = kernels.watched_attention(*inputs, digest, None, sliding_window, softcap)
+        mixed_TND = kernels.watched_attention(*inputs, digest, None, sliding_window, softcap, sinks_N)
     return mixed_TND[None], None

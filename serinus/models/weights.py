@@ -110,9 +110,9 @@ class SafetensorsSource:
                 f"models: {self._folder / file} cannot be read for tensor {name!r} ({error}), "
                 "expected a complete safetensors file"
             ) from None
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _FLOATS and tensor.dtype != dtype:
             raise ConfigError(
-                f"models: tensor {name!r} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
+                f"models: tensor {name!r} has dtype {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}"
             )
         if self._digests is not None:
             self._digests.add(name, whole)

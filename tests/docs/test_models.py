@@ -37,14 +37,16 @@ def rest_of(family: Family) -> list[str]:
         "fused projections": family.fused_qkv,
         "multipliers": family.multipliers,
         "do not rotate": bool(family.plain_every),
+        "sinks": family.sinks,
         "experts": family.experts is not None,
+        "biases": family.experts is not None and family.experts.biased,
         "sigmoid scores": family.experts is not None and family.experts.sigmoid,
         "corrected": family.experts is not None and family.experts.corrected,
         "weights as scored": family.experts is not None
         and not (family.experts.normalized or family.experts.sigmoid or family.experts.corrected),
         "shared expert with a gate": family.experts is not None and family.experts.shared_gate,
     }
-    return [word for word, holds in facts.items() if holds]
+    return [word for word, holds in facts.items() if holds] + [each.upper() for each in family.quantizations]
 
 
 def test_every_family_has_a_row_that_says_what_its_data_says() -> None:

@@ -123,7 +123,8 @@ def watched_case(seed: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, La
     coefficients = torch.from_numpy(digest_coefficients([3], range(heads), lanes, 2, partial=partial))[0]
     sums = torch.randint(-9, 9, (rng.randint(1, 3), 2, 2, entries), dtype=torch.int32)
     inputs = paged.q, paged.k_pool, paged.v_pool, paged.table, paged.batch, 0.1
-    given = {"window": window, "softcap": 20.0 if size == 64 and rng.random() < 0.4 else None}
+    given: dict[str, Any] = {"window": window, "softcap": 20.0 if size == 64 and rng.random() < 0.4 else None}
+    given["sinks_N"] = torch.randn(heads * group) if rng.random() < 0.5 else None
     return inputs, given, coefficients, LayerDigest(
         factors=plain(coefficients), due_7B=due, sums_P22E=sums, page_size=page
     )  # fmt: skip

@@ -99,7 +99,8 @@ def drawn(rng: random.Random, seed: int, device: str, kind: str) -> tuple[tuple[
         seed=seed, sequences=sequences, heads=heads * group, kv_heads=heads, head_size=size, page_size=page, dtype=dtype
     )
     tensors = (each.to(device) for each in (paged.q, paged.k_pool, paged.v_pool, paged.table))
-    given = {"window": rng.choice((None, None, 5, 20, 300)), "softcap": rng.choice((None, None, 1.5))}
+    given: dict[str, Any] = {"window": rng.choice((None, None, 5, 20, 300)), "softcap": rng.choice((None, None, 1.5))}
+    given["sinks_N"] = torch.randn(heads * group).to(device) if rng.random() < 0.5 else None
     return (*tensors, batch_on(paged.batch, device), size**-0.5), given, page
 
 

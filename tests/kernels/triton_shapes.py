@@ -3,6 +3,8 @@ Nothing is computed: tensors are not even filled."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,20 +30,19 @@ def batch_of(tokens: int, sequences: int) -> AttentionBatch:
     )
 
 
-def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int, size: int, *, slides: bool) -> None:
-    """A decode step or a chunk; `slides`: with window and cap, as Gemma 2. Decodes with digests too."""
+def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int, size: int, **given: Any) -> None:
+    """A decode step or a chunk, with the window, cap or sinks that are given. Decodes with digests too."""
     pool = blank(64 * PAGE, kv_heads, size)
     batch, table = batch_of(tokens, sequences), torch.zeros((sequences + 1, 40960), dtype=torch.int32)
     inputs = (blank(tokens, heads, size), pool, pool, table, batch, size**-0.5)
-    given = {"window": 4096, "softcap": 50.0} if slides else {}
-    ops.paged_attention(*inputs, **given)  # type: ignore[arg-type]
+    ops.paged_attention(*inputs, **given)
     if tokens == sequences:
         factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, 2, partial=False))[0]
         digest = LayerDigest(
             factors=ops.pack_factors(factors, kv_heads), due_7B=torch.zeros((7, sequences), dtype=torch.int64),
             sums_P22E=torch.zeros((1, 2, 2, 64), dtype=torch.int32), page_size=PAGE,
         )  # fmt: skip
-        ops.watched_attention(*inputs, digest, None, **given)  # type: ignore[arg-type]
+        ops.watched_attention(*inputs, digest, None, **given)
 
 
 def multiply(ops: Kernels, rows: int) -> None:
@@ -62,16 +63,19 @@ def mix(ops: Kernels, rows: int) -> None:
 
 
 def call_all() -> None:
-    """Call the ops of a step with the sizes of Qwen3-8B and of Gemma 2 9B."""
+    """Call the ops of a step with the sizes of Qwen3-8B, of Gemma 2 9B and of gpt-oss."""
     ops = load("cpu", "triton")
     for sequences in (1, 16, 64):
-        attend(ops, sequences, sequences, 32, 8, 128, slides=False)
+        attend(ops, sequences, sequences, 32, 8, 128)
         multiply(ops, sequences)
         mix(ops, sequences)
     mix(ops, 8192)
-    attend(ops, 16, 16, 16, 8, 256, slides=True)
-    attend(ops, 8192, 1, 32, 8, 128, slides=False)
-    attend(ops, 4096, 2, 16, 8, 256, slides=True)
+    attend(ops, 16, 16, 16, 8, 256, window=4096, softcap=50.0)
+    sinks = torch.zeros(64)
+    attend(ops, 16, 16, 64, 8, 64, window=128, sinks_N=sinks)
+    attend(ops, 8192, 1, 64, 8, 64, sinks_N=sinks)
+    attend(ops, 8192, 1, 32, 8, 128)
+    attend(ops, 4096, 2, 16, 8, 256, window=4096, softcap=50.0)
     pool, slots = blank(64 * PAGE, 8, 128), torch.arange(16)
     factors = torch.from_numpy(digest_coefficients([0], range(8), 128, 2, partial=False))[0]
     written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((16, 2), dtype=torch.int64))

@@ -34,5 +34,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2_yarn": {"layers": 3},
         "gemma2": {"tied": True, "layers": 4},
         "gemma3_text": {"tied": True, "layers": 7, "kv_heads": 1, "head_size": 32},
+        "gpt_oss": {"layers": 3, "head_size": 32, "intermediate": 96, "shards": 2},
     }
     return {f: make_checkpoint(root / f, f, seed=i, **extra.get(f, {})) for i, f in enumerate(FAMILIES)}

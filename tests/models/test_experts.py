@@ -117,9 +117,10 @@ def test_configs_that_make_no_sense_are_refused_by_field(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_mixture_is_cached_on_all_tiers_handed_over_and_watched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_is_cached_on_all_tiers_handed_over_and_watched(tmp_path: Path, family: str) -> None:
     """The tokens of an engine that caches nothing, with a device that holds two of the prompts."""
-    path = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    path = make_checkpoint(tmp_path, family, tokenizer=False)
     prompts = [[*range(20 + 50 * (turn // 2 % 3), 61 + 50 * (turn // 2 % 3)), 300 + turn] for turn in range(8)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     small = {"dtype": "float32", "page_size": 4, "chunked_prefill_size": 16, "skip_tokenizer_init": True}

@@ -42,6 +42,7 @@ FAMILIES = {
     "glm4": {"layers": 3, "attention_bias": True},
     "qwen2_moe": {"layers": 3, "moe_intermediate_size": 45, "shared_expert_intermediate_size": 31, "stacked": True},
     "glm4_moe": {"layers": 3, "moe_intermediate_size": 33},
+    "gpt_oss": {"layers": 3, "intermediate": 45},
 }
 """Odd widths and vocabularies, tied heads, shards of files, biases, windows, caps: all that ranks cut differently."""
 

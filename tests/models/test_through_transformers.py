@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Olmo2": {"num_key_value_heads": 2},
     "Olmo3": {"num_key_value_heads": 2, "sliding_window": 24},
     "Cohere2": {"num_key_value_heads": 2, "sliding_window": 24},
+    "GraniteSWA": {"num_key_value_heads": 2, "sliding_window": 24},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "StableLm": {},
 }

@@ -54,10 +54,10 @@ UNIT_FIELDS = 11
 sees, sequence in the batch, which of the items of this head it is, how many there are."""
 
 _INTEGERS = "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad window"
-_Arguments = fields(_INTEGERS, "scale cap")
-_Watched = fields(_INTEGERS + WATCH_INTEGERS, "scale cap")
+_Arguments = fields(_INTEGERS + " sinks", "scale cap")
+_Watched = fields(_INTEGERS + WATCH_INTEGERS + " sinks", "scale cap")
 _FIELDS, _WATCHED_FIELDS = len(_Arguments._fields_), len(_Watched._fields_)
-_FIRST = _FIELDS - 2
+_FIRST = _FIELDS - 3
 """Of the arguments of WATCH_INTEGERS."""
 
 
@@ -111,7 +111,7 @@ def make_units(chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int |
 
 def attend_chunks(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, units_UF: NDArray[np.int64], scale: float,
-    window: int | None, softcap: float | None, out_TND: Tensor, digest: LayerDigest | None,
+    window: int | None, softcap: float | None, sinks_N: Tensor | None, out_TND: Tensor, digest: LayerDigest | None,
     sequences: int,
 ) -> int:  # fmt: skip
     """Fill the rows of `out_TND` that belong to the chunks; `units_UF` were made with this window, for a batch of so
@@ -126,13 +126,14 @@ def attend_chunks(
         len(units_UF), units_UF.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0, window or 0,
     )  # fmt: skip
     scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
+    last = 0 if sinks_N is None else sinks_N.data_ptr(), *scales
     how, threads = 0, thread_count()
     if digest is None:
-        arguments = _Arguments(*given, *scales)
+        arguments = _Arguments(*given, *last)
     else:
         how = PACKED if is_packed(digest) else PLAIN
         threads = min(threads, len(digest.sums_P22E))
-        arguments = _Watched(*given, *watch_integers(digest, how, 0, sequences), *scales)
+        arguments = _Watched(*given, *watch_integers(digest, how, 0, sequences), *last)
     _body(size, heads // kv_heads, window is not None, softcap is not None, how, VERSION)(arguments, threads)
     return int(arguments.bad)
 
@@ -327,6 +328,11 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
                 total[:] = np.float32(0)
                 top[:] = np.float32(-np.inf)
                 mass[:] = np.float32(0)
+                if a[field_count - 3] != 0:
+                    sinks = carray(at(a[field_count - 3]), heads, np.float32)
+                    for m in range(rows):
+                        top[m] = sinks[head * group + m % group] * np.float32(LOG2_E)
+                        mass[m] = np.float32(1)
                 begin = max(0, past + token - a[13] + 1 - low) // _KEYS if windowed else 0
                 for b in range(begin, (past + token + tokens - low + _KEYS - 1) // _KEYS):
                     keys_at = keys.ctypes.data + b * block_words * 4

@@ -22,7 +22,7 @@ import torch
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
 from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
-from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, inlined, narrow
+from serinus.kernels.cpu.scalar import LOG2_E, at, cap_score, carray, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
 from serinus.kernels.cpu.watching import (
     PACKED,
@@ -35,7 +35,7 @@ from serinus.kernels.cpu.watching import (
     own_sums,
 )
 
-__all__ = ["UNIT_FIELDS", "decode_body", "serves", "weigh"]
+__all__ = ["UNIT_FIELDS", "begin_shares", "decode_body", "serves", "weigh"]
 
 
 _BLOCK = 64
@@ -45,7 +45,7 @@ _GROUP = 16
 UNIT_FIELDS = 9
 """Of a work item: row, context, token, first KV head, end of KV heads, first position that it sees, sequence in the
 batch, which of that sequence's queries it is, how many there are."""
-_FIELDS, _WATCHED_FIELDS = 15, 15 + len(WATCH_INTEGERS.split())
+_FIELDS, _WATCHED_FIELDS = 16, 16 + len(WATCH_INTEGERS.split())
 
 
 def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
@@ -53,6 +53,18 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
     return (
         dtype == torch.bfloat16 and head_size % 32 == 0 and head_size <= 256 and group <= 8 and host_has("avx512bf16")
     )
+
+
+@inlined(fastmath=set())
+def begin_shares(top: Any, mass: Any, first: Any, end: Any, sinks: Any) -> None:
+    """The running softmax of heads first .. end - 1 before any position: nothing, or where there are sinks (an address
+    other than 0, of fp32 of all heads) those alone."""
+    for n in range(first, end):
+        top[n], mass[n] = np.float32(-np.inf), np.float32(0)
+    if sinks != 0:
+        of_heads = carray(at(sinks), end, np.float32)
+        for n in range(first, end):
+            top[n], mass[n] = of_heads[n] * np.float32(LOG2_E), np.float32(1)
 
 
 @inlined(fastmath=set())
@@ -71,7 +83,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
     """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh.
 
     `watched`: PACKED or PLAIN; the rows that are due are digested too, 16 positions right after attention read them,
-    from the cache. The arguments of WATCH_INTEGERS follow then.
+    from the cache. The arguments of WATCH_INTEGERS follow then. The last integer is the address of sinks, or 0.
     """
     half, blocks = size // 2, size // BLOCK
     field_count = _WATCHED_FIELDS if watched else _FIELDS
@@ -82,6 +94,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
         a = carray(args, field_count, np.int64)
         scale = np.float32(carray(args, field_count, np.float64)[field_count - 2])
         cap = np.float32(carray(args, field_count, np.float64)[field_count - 1])
+        sinks = a[field_count - 3]
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
         row_bytes = kv_heads * size * 2
@@ -107,8 +120,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
             table = carray(at(a[4] + row * context_max * 4), context, np.int32)
             query = a[1] + token * heads * size * 2
             total[head * group * size : head_end * group * size] = np.float32(0)
-            top[head * group : head_end * group] = np.float32(-np.inf)
-            mass[head * group : head_end * group] = np.float32(0)
+            begin_shares(top, mass, head * group, head_end * group, sinks)
             if watched == PACKED:
                 # Of the heads of this item; factors of head h and half i lie at (i * kv_heads + h) * size * 8 bytes.
                 lacking = carray(at(a[14]), 4 * kv_heads, np.int32)

@@ -242,11 +242,12 @@ class _Steps:
         gated_TF = rows.gated_RF[:count]
         before = None if not layer else x_TE if model.layers[layer - 1].output_norm_E is None else scaled_TE
         assert self._batch is not None, "kernels: a layer of a step that has not begun"
-        check_paged_attention(q_TND, k_SHD, v_SHD, table_RC, self._batch, weights.window, model.softcap)
+        window, sinks_N = weights.window, weights.sinks_N
+        check_paged_attention(q_TND, k_SHD, v_SHD, table_RC, self._batch, window, model.softcap, sinks_N)
         if digest is not None:
             check_layer_digest(k_SHD, self._batch, digest)
         attend = decode_call(
-            q_TND, k_SHD, v_SHD, table_RC, rows.units[weights.window], model.scale, weights.window, model.softcap,
+            q_TND, k_SHD, v_SHD, table_RC, rows.units[window], model.scale, window, model.softcap, sinks_N,
             mixed_TND, digest, count,
         )  # fmt: skip
         if self._is_watched:

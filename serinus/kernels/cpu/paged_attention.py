@@ -30,7 +30,7 @@ from serinus.kernels.cpu import chunk_attention
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
-from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body, weigh
+from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, begin_shares, decode_body, weigh
 from serinus.kernels.cpu.decode_attention import serves as decodes
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, dots, largest
@@ -70,8 +70,8 @@ _PIECE = 256
 """Query tokens of a chunk that go through torch at once where there is a window or a cap."""
 
 _INTEGERS = "ticket q k_pool v_pool table out unit_count units heads kv_heads context slot_count bad"
-_Arguments = fields(_INTEGERS, "scale cap")
-_Watched = fields(_INTEGERS + WATCH_INTEGERS, "scale cap")
+_Arguments = fields(_INTEGERS + " sinks", "scale cap")
+_Watched = fields(_INTEGERS + WATCH_INTEGERS + " sinks", "scale cap")
 _FIELDS, _WATCHED_FIELDS = len(_Arguments._fields_), len(_Watched._fields_)
 
 
@@ -108,14 +108,15 @@ class LaidAttention:
 
     def __call__(
         self, q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
-        scale: float, window: int | None = None, softcap: float | None = None, digest: LayerDigest | None = None,
+        scale: float, window: int | None = None, softcap: float | None = None, sinks_N: Tensor | None = None,
+        digest: LayerDigest | None = None,
     ) -> Tensor:  # fmt: skip
         """softmax(cap(scale * q k)) v; see the reference.
 
         Raises:
             ValueError: shapes disagree, or a row, a context or a slot lies outside of its table.
         """
-        check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
+        check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap, sinks_N)
         if self._batch is not batch:
             self._batch, self._layouts = batch, {}
         layout = self._layouts.get(window)
@@ -129,15 +130,15 @@ class LaidAttention:
             digest_unseen(*inputs[1:], batch, layout.lows_B, digest)
         bad = 0
         if len(layout.units_UF):
-            bad = _decode(*inputs, layout, scale, window, softcap, out_TND, digest)
+            bad = _decode(*inputs, layout, scale, window, softcap, sinks_N, out_TND, digest)
         if len(layout.chunk_units_UF):
             units, sequences = layout.chunk_units_UF, batch.sequence_count
-            bad = attend_chunks(*inputs, units, scale, window, softcap, out_TND, digest, sequences) or bad
+            bad = attend_chunks(*inputs, units, scale, window, softcap, sinks_N, out_TND, digest, sequences) or bad
         if bad and not batch.is_watched:
             refuse_row(bad, len(k_pool_SHD))
         gathered = None if digest is None else GatheredRows(digest, batch.sequence_count)
         for chunk in layout.chunks:
-            _prefill(*inputs, batch.is_watched, chunk, scale, window, softcap, out_TND, gathered)
+            _prefill(*inputs, batch.is_watched, chunk, scale, window, softcap, sinks_N, out_TND, gathered)
         return out_TND
 
 
@@ -247,12 +248,23 @@ def digest_unseen(
 
 def _decode(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, layout: _Layout, scale: float,
-    window: int | None, softcap: float | None, out: Tensor, digest: LayerDigest | None,
+    window: int | None, softcap: float | None, sinks_N: Tensor | None, out: Tensor, digest: LayerDigest | None,
 ) -> int:  # fmt: skip
     """Returns 1 + a row with an entry that is no slot, which was read as slot 0; 0 = there is none."""
     units, kv_heads = layout.units_UF, k_pool_SHD.shape[1]
     call = decode_call(
-        q_TND, k_pool_SHD, v_pool_SHD, table_RC, units, scale, window, softcap, out, digest, len(layout.lows_B)
+        q_TND,
+        k_pool_SHD,
+        v_pool_SHD,
+        table_RC,
+        units,
+        scale,
+        window,
+        softcap,
+        sinks_N,
+        out,
+        digest,
+        len(layout.lows_B),
     )
     cuts = len(digest.sums_P22E) if digest is not None and layout.is_shared else 0
     call.threads = threads_of(len(units), layout.work * kv_heads, cuts)
@@ -268,7 +280,8 @@ def threads_of(unit_count: int, work: int, cuts: int) -> int:
 
 def decode_call(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, units_UF: NDArray[np.int64], scale: float,
-    window: int | None, softcap: float | None, out: Tensor, digest: LayerDigest | None, sequences: int,
+    window: int | None, softcap: float | None, sinks_N: Tensor | None, out: Tensor, digest: LayerDigest | None,
+    sequences: int,
 ) -> KernelCall:  # fmt: skip
     """The decode kernel over work items, as a call for one thread; it refuses with 1 + a row that names no slot."""
     slot_count, kv_heads, size = k_pool_SHD.shape
@@ -278,10 +291,11 @@ def decode_call(
         len(units_UF), units_UF.ctypes.data, heads, kv_heads, table_RC.shape[1], slot_count, 0,
     )  # fmt: skip
     scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
+    last = 0 if sinks_N is None else sinks_N.data_ptr(), *scales
     shape = size, heads // kv_heads, q_TND.dtype
     arguments: ctypes.Structure
     if digest is None:
-        body, arguments = _pick_body(*shape, softcap is not None, 0), _Arguments(*given, *scales)
+        body, arguments = _pick_body(*shape, softcap is not None, 0), _Arguments(*given, *last)
     else:
         how = PACKED if decodes(*shape) and is_packed(digest) else PLAIN
         body = _pick_body(*shape, softcap is not None, how)
@@ -289,20 +303,21 @@ def decode_call(
         watch = digest.kept.get(key)
         if watch is None:
             watch = digest.kept[key] = watch_integers(digest, *key)
-        arguments = _Watched(*given, *watch, *scales)
-    keeps = (q_TND, k_pool_SHD, v_pool_SHD, table_RC, units_UF, out, digest)
+        arguments = _Watched(*given, *watch, *last)
+    keeps = (q_TND, k_pool_SHD, v_pool_SHD, table_RC, units_UF, sinks_N, out, digest)
     return KernelCall(body=body, arguments=arguments, threads=1, refusal="bad", keeps=keeps)
 
 
 def _prefill(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, table_RC: Tensor, is_watched: bool, chunk: Chunk,
-    scale: float, window: int | None, softcap: float | None, out_TND: Tensor, gathered: GatheredRows | None,
+    scale: float, window: int | None, softcap: float | None, sinks_N: Tensor | None, out_TND: Tensor,
+    gathered: GatheredRows | None,
 ) -> None:  # fmt: skip
-    """One chunk through torch: its flash kernel, or where scores are capped plain products. Its KV is gathered once,
-    and what is digested of it is what was gathered.
+    """One chunk through torch: its flash kernel, or where there is a cap or sinks plain products. Its KV is gathered
+    once, and what is digested of it is what was gathered.
 
-    KV heads become the batch and the group its heads, so that no KV row is copied for each query head. With a window or
-    a cap the chunk goes in pieces: each reads its own window only, and no piece has large scores.
+    KV heads become the batch and the group its heads, so that no KV row is copied for each query head. With a window,
+    a cap or sinks the chunk goes in pieces: each reads its own window only, and no piece has large scores.
     """
     _, heads, size = q_TND.shape
     kv_heads = k_pool_SHD.shape[1]
@@ -314,7 +329,7 @@ def _prefill(
     k_LHD, v_LHD = k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L)
     if gathered is not None:
         gathered.add(chunk.sequence, begin, k_LHD, v_LHD)
-    piece = chunk.count if window is None and softcap is None else _PIECE
+    piece = chunk.count if window is None and softcap is None and sinks_N is None else _PIECE
     for at_token in range(0, chunk.count, piece):
         tokens = min(piece, chunk.count - at_token)
         own, end = past + at_token, past + at_token + tokens
@@ -329,24 +344,30 @@ def _prefill(
             seen_TL = torch.ones(tokens, end - low, dtype=torch.bool).tril(own - low)
             if window is not None:
                 seen_TL = seen_TL.triu(own - low - window + 1)
-        if softcap is None:
+        if softcap is None and sinks_N is None:
             out_HGTD = F.scaled_dot_product_attention(
                 q_HGTD, k_HGLD, v_HGLD, attn_mask=seen_TL, is_causal=seen_TL is None, scale=scale
             )
         else:
-            out_HGTD = _attend_capped(q_HGTD, k_HGLD, v_HGLD, seen_TL, scale, softcap)
+            out_HGTD = _attend_plainly(q_HGTD, k_HGLD, v_HGLD, seen_TL, scale, softcap, sinks_N)
         out_TND[rows].view(tokens, kv_heads, group, size).copy_(out_HGTD.permute(2, 0, 1, 3))
 
 
-def _attend_capped(
-    q_HGTD: Tensor, k_HGLD: Tensor, v_HGLD: Tensor, seen_TL: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    scores_HGTL = torch.matmul(q_HGTD.float(), k_HGLD.float().transpose(2, 3)).mul_(scale / softcap)
-    scores_HGTL = scores_HGTL.tanh_().mul_(softcap)
+def _attend_plainly(
+    q_HGTD: Tensor, k_HGLD: Tensor, v_HGLD: Tensor, seen_TL: Tensor | None, scale: float, softcap: float | None,
+    sinks_N: Tensor | None,
+) -> Tensor:  # fmt: skip
+    scores_HGTL = torch.matmul(q_HGTD.float(), k_HGLD.float().transpose(2, 3)).mul_(scale)
+    if softcap is not None:
+        scores_HGTL.div_(softcap).tanh_().mul_(softcap)
     if seen_TL is None:
         seen_TL = torch.ones(scores_HGTL.shape[2:], dtype=torch.bool).tril()
     scores_HGTL.masked_fill_(~seen_TL, float("-inf"))
-    return torch.matmul(torch.softmax(scores_HGTL, dim=-1), v_HGLD.float())
+    if sinks_N is None:
+        return torch.matmul(torch.softmax(scores_HGTL, dim=-1), v_HGLD.float())
+    sinks_HG11 = sinks_N.view(*scores_HGTL.shape[:2], 1, 1)
+    mass_HGT1 = torch.logaddexp(scores_HGTL.logsumexp(-1, keepdim=True), sinks_HG11)
+    return torch.matmul((scores_HGTL - mass_HGT1).exp_(), v_HGLD.float())
 
 
 @inlined(fastmath=FAST)
@@ -388,6 +409,7 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
         a = carray(args, field_count, np.int64)
         scale = np.float32(carray(args, field_count, np.float64)[field_count - 2])
         cap = np.float32(carray(args, field_count, np.float64)[field_count - 1])
+        sinks = a[field_count - 3]
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         item = np.uint16 if bf16 else np.float32
         units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
@@ -414,8 +436,7 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
             for i in range(head * group * size, head_end * group * size):
                 query[i] = (widen(q[i]) if bf16 else q[i]) * scale
                 total[i] = np.float32(0)
-            for n in range(head * group, head_end * group):
-                top[n], mass[n] = np.float32(-np.inf), np.float32(0)
+            begin_shares(top, mass, head * group, head_end * group, sinks)
             for start in range(units[u, 5], context, _BLOCK):
                 count = min(_BLOCK, context - start)
                 if watched:

@@ -64,7 +64,7 @@ class _WatchedAttention:
     def __call__(
         self, q_BND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
         scale: float, digest: LayerDigest | None = None, tiling: Tiling | None = None, window: int | None = None,
-        softcap: float | None = None,
+        softcap: float | None = None, sinks_N: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`paged_attention`; with a digest, that of what is due is added to its sums.
 
@@ -75,7 +75,7 @@ class _WatchedAttention:
         inputs = q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch
         if digest is not None:
             check_layer_digest(k_pool_SHD, batch, digest)
-        return self._attend(*inputs, scale, window, softcap, digest)
+        return self._attend(*inputs, scale, window, softcap, sinks_N, digest)
 
 
 def _wrapped(words: Tensor) -> Tensor:

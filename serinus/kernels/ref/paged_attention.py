@@ -38,6 +38,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(scale * q k)) v for every token over the last `window` positions of its own sequence up to its own.
 
@@ -51,17 +52,19 @@ def paged_attention(
         scale: usually D ** -0.5.
         window: positions that a token sees, its own included; None = all up to its own.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        sinks_N: fp32, a score of each head that joins the softmax and weighs no value: exp(sink) is added to its
+            denominator. Neither scaled nor capped. None = there is none.
     Returns: [T, N, D], dtype of q; scores, softmax and sums in fp32.
     Raises:
-        ValueError: shapes or dtypes disagree, a pool or the table is strided, or window or cap make no sense.
+        ValueError: shapes or dtypes disagree, a pool or the table is strided, or window, cap or sinks make no sense.
     """
-    check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
-    return attend(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, None)
+    check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap, sinks_N)
+    return attend(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, sinks_N, None)
 
 
 def attend(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
-    scale: float, window: int | None, softcap: float | None, gathered: Gathered | None,
+    scale: float, window: int | None, softcap: float | None, sinks_N: Tensor | None, gathered: Gathered | None,
 ) -> Tensor:  # fmt: skip
     """The same, of checked arguments. `gathered` is shown the rows that were gathered, which are then attended."""
     kv_heads = k_pool_SHD.shape[1]
@@ -90,6 +93,10 @@ def attend(
         if window is not None:
             hidden_TL |= seen_1L <= own_T1 - window
         scores_NTL.masked_fill_(hidden_TL, float("-inf"))
-        out_NTD = torch.matmul(torch.softmax(scores_NTL, dim=-1), v_NLD)
+        if sinks_N is not None:
+            sinks_NT1 = sinks_N[:, None, None].expand(-1, scores_NTL.shape[1], 1)
+            scores_NTL = torch.cat([scores_NTL, sinks_NT1], dim=-1)
+        shares_NTL = torch.softmax(scores_NTL, dim=-1)[..., : v_NLD.shape[1]]
+        out_NTD = torch.matmul(shares_NTL, v_NLD)
         out_TND[starts[b] : starts[b + 1]] = out_NTD.transpose(0, 1).to(q_TND.dtype)
     return out_TND

@@ -45,12 +45,12 @@ def watched_attention(
     tiling: Tiling | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention`; with a digest, `canary_digest` of what is due is added to its sums.
 
     Args:
-        q_BND ... scale, window, softcap: of `paged_attention`. Column triton takes one query a sequence, no window and
-            no cap, factors that it packed, and what the query sees.
+        q_BND ... scale, window, softcap, sinks_N: of `paged_attention`.
         digest: what is due, factors of any column; what is due below the window of the first query, and so not
             used, is digested beside. None = attention alone, the same to the bit.
         tiling: how a GPU cuts the work; None = as measured best. Only columns of a GPU read it.
@@ -58,9 +58,9 @@ def watched_attention(
     Raises:
         ValueError: shapes or dtypes disagree, or the factors are not those of such rows.
     """
-    check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
+    check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest, window, softcap, sinks_N)
     gathered = None if digest is None else GatheredRows(digest, batch.sequence_count)
-    return attend(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, gathered)
+    return attend(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, sinks_N, gathered)
 
 
 class GatheredRows:

@@ -42,7 +42,8 @@ def _tiling(size: int, itemsize: int, group: int) -> tuple[int, Tiling]:
 
 def attend_many(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
-    scale: float, window: int | None, softcap: float | None, out_TND: Tensor, *, least: int = 2,
+    scale: float, window: int | None, softcap: float | None, sinks_N: Tensor | None, out_TND: Tensor, *,
+    least: int = 2,
 ) -> None:  # fmt: skip
     """Attention of the sequences with at least so many queries, into `out_TND`; the others are left alone."""
     tokens, heads, size = q_TND.shape
@@ -53,7 +54,7 @@ def attend_many(
     tiles = tokens // queries + batch.sequence_count
     _chunk[(kv_heads, tiles)](
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
-        batch.context_B, out_TND, scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0,
+        batch.context_B, sinks_N, out_TND, scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0,
         k_pool_SHD.shape[0], batch.sequence_count, tiles,
         HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=group, SIZE=size, WIDE=head_block(size), TILE=queries,
         BLOCK=cut.block, LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, num_warps=cut.warps,
@@ -62,11 +63,12 @@ def attend_many(
 
 
 _jit: Any = triton.jit
+_LOG2_E_C = tl.constexpr(_LOG2_E)
 
 
 @_jit
 def _chunk(
-    q, k, v, table, columns, rows, starts, contexts, out, scale, cap, window, slot_count, batch, tiles,
+    q, k, v, table, columns, rows, starts, contexts, sinks, out, scale, cap, window, slot_count, batch, tiles,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -92,6 +94,9 @@ def _chunk(
         k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
         best_M = tl.full((TILE * GROUP,), -1e30, tl.float32)
         total_M = tl.zeros((TILE * GROUP,), tl.float32)
+        if sinks is not None:
+            best_M = tl.load(sinks + h * QUERIES + g, mask=g < QUERIES, other=0.0) * _LOG2_E_C
+            total_M += 1.0
         mixed_MD = tl.zeros((TILE * GROUP, WIDE), tl.float32)
         own = context - count + first  # position of the first query
         end = tl.minimum(own + TILE, context)

@@ -80,8 +80,8 @@ def _least_of(programs: int) -> int:
 
 def attend_one(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
-    scale: float, window: int | None, softcap: float | None, out_TND: Tensor, tickets: Tensor, tiling: Tiling | None,
-    packed: PackedFactors | None = None, digest: LayerDigest | None = None,
+    scale: float, window: int | None, softcap: float | None, sinks_N: Tensor | None, out_TND: Tensor, tickets: Tensor,
+    tiling: Tiling | None, packed: PackedFactors | None = None, digest: LayerDigest | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences with one query, into `out_TND`; those with more are left alone.
 
@@ -108,7 +108,7 @@ def attend_one(
     depth = max(1, min(size & -size, _JOINED * cut.warps // (parts * joined)))
     _decode[(count, kv_heads, parts)](
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
-        batch.context_B, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
+        batch.context_B, sinks_N, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
         scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0, k_pool_SHD.shape[0], count, sets,
         HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
         SIZE=size, WIDE=head_block(size), PAGE=1 if digest is None else digest.page_size, BLOCK=cut.block, PARTS=parts,
@@ -151,8 +151,8 @@ def dot(one, other):
 
 @_jit
 def _decode(
-    q, k, v, table, columns, rows, starts, contexts, out, partial, stats, tickets, planes, bias, due, sums, entries,
-    scale, cap, window, slot_count, batch, due_columns,
+    q, k, v, table, columns, rows, starts, contexts, sinks, out, partial, stats, tickets, planes, bias, due, sums,
+    entries, scale, cap, window, slot_count, batch, due_columns,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
@@ -179,6 +179,9 @@ def _decode(
         q_GD = tl.load(q + query[:, None] * SIZE + d[None, :], mask=inside, other=0.0)
         best_G = tl.full((GROUP,), -1e30, tl.float32)
         total_G = tl.zeros((GROUP,), tl.float32)
+        if sinks is not None:  # the first part counts them
+            sink_G = tl.load(sinks + h * QUERIES + g, mask=g < QUERIES, other=0.0) * _LOG2_E_C
+            best_G, total_G = tl.where(part == 0, sink_G, best_G), tl.where(part == 0, 1.0, total_G)
         mixed_GD = tl.zeros((GROUP, WIDE), tl.float32)
         k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
         if WATCHED:

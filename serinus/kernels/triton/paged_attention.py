@@ -30,13 +30,14 @@ def new_paged_attention() -> PagedAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token over its own sequence; entries of the table that name no slot of the pool are read
         as slot 0. Cost: one read of the KV; no host wait; equal inputs give equal bits."""
-        check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
+        check_paged_attention(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap, sinks_N)
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, out_TND
+        inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, sinks_N, out_TND
         if len(q_TND) != batch.sequence_count:
             attend_many(*inputs)
         if batch.sequence_count > 1 or len(q_TND) == 1:

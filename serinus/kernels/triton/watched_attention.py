@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.checks import check_pack_factors, check_paged_attention, check_watched_attention
+from serinus.kernels.checks import check_pack_factors, check_watched_attention
 from serinus.kernels.contracts import LayerDigest, Tiling, WatchedAttention
 from serinus.kernels.packed import PackedFactors
 from serinus.kernels.triton.chunk_attention import attend_many
@@ -72,16 +72,16 @@ def new_watched_attention() -> WatchedAttention:
         tiling: Tiling | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """`paged_attention`; with a digest that of what is due is added to its sums.
 
         Cost: one read of the KV that attention reads, and one of what is digested beside; no host wait.
         """
-        check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest)
-        check_paged_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, window, softcap)
+        check_watched_attention(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest, window, softcap, sinks_N)
         q_TND = q_BND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, out_TND
+        inputs = q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, window, softcap, sinks_N, out_TND
         count, tokens, counts = batch.sequence_count, len(q_TND), tickets.on(q_TND.device)
         packed = None if digest is None else planes.of(digest.factors, k_pool_SHD)
         if tokens != count:

@@ -1,0 +1,55 @@
+"""MXFP4 weights, dequantised: 4-bit floats in blocks of 32 that share a power of two (OCP Microscaling formats 1.0).
+
+Two values lie in a byte, the first in its lower half. Every value is exact in bfloat16 and float32.
+
+N = any leading dimensions, G = blocks of a row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from serinus.core.errors import ConfigError
+
+__all__ = ["BLOCK", "BLOCK_BYTES", "dequantized"]
+
+BLOCK = 32
+"""Values that share a scale."""
+BLOCK_BYTES = BLOCK // 2
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the lower three bits (E2M1); the fourth is the sign."""
+_NAN = 255
+"""The scale (E8M0) that is no number; others are the exponent of a float32, biased as there."""
+_LEAST = 1 << 22
+"""The bits of 2**-127, which has no exponent of its own."""
+
+
+def dequantized(blocks_NGY: Tensor, scales_NG: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values, [N, 32 G].
+
+    Args:
+        blocks_NGY: uint8 [N, G, 16], two values in each byte.
+        scales_NG: uint8, biased exponents of the blocks' scales.
+        dtype: of the values; float16 rounds those it cannot hold, by way of float32.
+    Raises:
+        ConfigError: a scale is the format's NaN.
+    Cost: 4 bytes of index for each byte of the blocks, and the values once more.
+    """
+    if bool((scales_NG == _NAN).any()):
+        raise ConfigError("models: an MXFP4 scale is 255, which is no number, expected 0 .. 254")
+    exact = torch.float32 if dtype == torch.float16 else dtype
+    pairs = _pairs(exact).to(blocks_NGY.device)
+    values = pairs.index_select(0, blocks_NGY.reshape(-1).int()).view(*scales_NG.shape, BLOCK)
+    exponents = scales_NG.int()
+    scales = torch.where(exponents == 0, _LEAST, exponents << 23).view(torch.float32)
+    return values.mul_(scales[..., None].to(exact)).flatten(-2).to(dtype)
+
+
+@cache
+def _pairs(dtype: torch.dtype) -> Tensor:
+    """The two values of each byte, [256, 2]."""
+    values = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], dtype=dtype)
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
