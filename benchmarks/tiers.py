@@ -7,16 +7,14 @@ on the device is >= 20 times as fast, on the host >= 8, in files >= 4; tiers tha
 throughput (a job of 16 requests of 256 + 64 tokens in turns on engines without tiers, with the host tier, with files
 too, and with the host tier under write_back, which copies what eviction takes; every round has prompts of its own, and
 the middle ratio of the rounds counts). Beside it the CPU that the threads of the tiers took, of all CPU of the job:
-where a machine is busy with other things, seconds tell nothing. `--costs` measures these two alone, in less time. The
-memory that page cache will take is touched before: a virtual machine whose memory is given to it at the first touch
-pays 600 to 900 ms of CPU for 251 MB of pages then, and 110 ms later. Copies beside a plain memcpy of the same bytes,
-files beside plain writes and reads of files of the same size without header, digest and names.
+where a machine is busy with other things, seconds tell nothing. `--costs` measures these two alone, in less time.
+Copies beside a plain memcpy of the same bytes, files beside plain writes and reads of files of the same size without
+header, digest and names.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import statistics
 import sys
@@ -41,7 +39,7 @@ from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.engine import Built, build_engine
-from serinus.kernels import load, populate
+from serinus.kernels import load
 from serinus.pool import DevicePool, HostPool, Mover
 from serinus.pool.storage import FileStorage
 from serinus.ranks.tier_parts import pause
@@ -128,12 +126,6 @@ def first_tokens(built: Built, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(seconds) for kind, seconds in found.items()}
 
 
-def touch_memory(byte_count: int) -> None:
-    """Have the machine find so much memory, and give it back to it: what takes it next finds it ready."""
-    with mmap.mmap(-1, byte_count) as memory:
-        populate(np.frombuffer(memory, np.uint8).ctypes.data, byte_count)
-
-
 def tier_cpu_s() -> float:
     """CPU seconds so far of all threads that copy, check and write pages."""
     names = ("serinus-mover", "serinus-storage")
@@ -207,7 +199,7 @@ def copies(pool: DevicePool, tokens: int) -> dict[str, float]:
 
 
 def files(pool: DevicePool, tokens: int, folder: Path) -> dict[str, float]:
-    """GB/s of storing and reading pages (from the page cache), beside plain files of the same size."""
+    """GB/s of storing and reading pages, beside plain files of the same size; neither goes through the page cache."""
     count = tokens // pool.spec.page_size
     host = HostPool(pool.spec, count + 1)
     host.data_PY[:] = np.random.default_rng(1).integers(0, 255, host.data_PY.shape, np.uint8)
@@ -233,13 +225,16 @@ def files(pool: DevicePool, tokens: int, folder: Path) -> dict[str, float]:
         where = folder / f"plain{next(rounds)}"
         where.mkdir()
         for page in pages:
-            with open(where / str(page), "wb", buffering=0) as file:
-                file.write(host.data_PY[page].data)
+            file = os.open(where / str(page), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            os.writev(file, [host.data_PY[page].data])
+            os.close(file)
 
     def read_plain() -> None:
+        where = next(folder.glob("plain*"))
         for page in pages:
-            with open(next(folder.glob("plain*")) / str(page), "rb", buffering=0) as file:
-                file.readinto(host.data_PY[page].data)
+            file = os.open(where / str(page), os.O_RDONLY | os.O_DIRECT)
+            os.readv(file, [host.data_PY[page].data])
+            os.close(file)
 
     found = {
         "store_gb_s": best_gb_s(byte_count, store, 4),
@@ -303,9 +298,7 @@ def main() -> None:
             "host": built_with(path, args.threads, **on),
             "file": built_with(path, args.threads, **on, **store, hicache_storage_dir=str(folder / "kv")),
         }
-        job_bytes = REQUESTS * (PROMPT + OUTPUT) // engines["off"].pool.spec.page_size * engines["off"].pool.page_bytes
         if args.costs:
-            touch_memory((rounds + 2) * job_bytes)
             costs = job_costs(engines, rounds)
             emit("tiers_costs", **{name: round(value, 4) for name, value in costs.items()})
             return
@@ -315,7 +308,6 @@ def main() -> None:
         seconds = first_tokens(engines["file"], rounds)
         times = {kind: seconds["cold"] / seconds[kind] for kind in GOALS}
         print(f"first tokens: {seconds}", file=sys.stderr, flush=True)
-        touch_memory((rounds + 2) * job_bytes)
         costs = job_costs(engines, rounds)
         kernels = load("cpu")
         pool = DevicePool(engines["off"].pool.spec, kernels)

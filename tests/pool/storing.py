@@ -11,12 +11,13 @@ from serinus.core.moves import StorageDone
 from serinus.core.parts import Part
 from serinus.pool import HostPool
 from serinus.pool.storage import FileStorage, PageFiles, QueuedStorage
-from serinus.pool.storage.file import HEADER_BYTES
+from serinus.pool.storage.file import header_room
 from tests.pool.writers import SPEC, bytes_of, key_of
 
 FULL, SWA = Part.FULL, Part.SWA
 KEYS = [key_of(i) for i in range(6)]
-FILE_BYTES = HEADER_BYTES + SPEC.page_bytes
+ROOM = header_room(SPEC.page_bytes)
+FILE_BYTES = ROOM + SPEC.page_bytes
 
 
 def pages(first: int, count: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from tests.pool.storing import (
     FILE_BYTES,
     FULL,
     KEYS,
+    ROOM,
     SWA,
     file_of,
     files,
@@ -96,7 +97,7 @@ def test_a_part_without_bytes_is_stored_by_name_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, FILE_BYTES // 2, FILE_BYTES - 1, FILE_BYTES + 1]
+    "size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, ROOM - 1, ROOM, FILE_BYTES // 2, FILE_BYTES - 1, FILE_BYTES + 1]
 )
 def test_a_file_of_another_length_is_a_miss_and_makes_room_for_the_right_one(
     tmp_path: Path, host: HostPool, size: int, caplog: pytest.LogCaptureFixture
@@ -117,7 +118,7 @@ def test_a_file_of_another_length_is_a_miss_and_makes_room_for_the_right_one(
 
 def test_any_byte_that_changed_makes_a_page_a_miss(tmp_path: Path, host: HostPool) -> None:
     storage = storage_of(tmp_path, host)
-    spots = [*range(HEADER_BYTES), HEADER_BYTES, FILE_BYTES // 2, FILE_BYTES - 1]
+    spots = [*range(HEADER_BYTES), HEADER_BYTES, ROOM - 1, ROOM, FILE_BYTES // 2, FILE_BYTES - 1]
     for op, spot in enumerate(spots):
         stored(storage, KEYS[:1], op=2 * op + 1)
         (file,) = files(tmp_path)
@@ -203,7 +204,7 @@ def test_a_full_disk_costs_a_warning_and_the_engine_goes_on(
     full = [False]
 
     class FullDisk(Disk):
-        def create(self, path: str) -> int:
+        def create(self, path: str, flags: int = 0) -> int:
             return os.open("/dev/full" if full[0] else path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     clock = ManualClock()
@@ -230,9 +231,55 @@ def test_a_full_disk_costs_a_warning_and_the_engine_goes_on(
     storage.close()
 
 
+def _is_cached(file: Path) -> bool:
+    """Whether the system has the page of a file in memory (a read that must not wait finds it)."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(4096)], ROOM, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def test_pages_of_whole_blocks_go_past_the_page_cache(tmp_path: Path, host: HostPool) -> None:
+    storage = storage_of(tmp_path, host)
+    stored(storage)
+    assert read(storage, host) == 6
+    try:
+        os.close(os.open(tmp_path / ".secret", os.O_RDONLY | os.O_DIRECT))
+        has_direct = True
+    except OSError:  # files in memory
+        has_direct = False
+    assert [_is_cached(file) for file in files(tmp_path)] == [not has_direct] * 6
+    storage.close()
+
+
+def test_without_o_direct_pages_go_through_the_page_cache(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(path, flags, *more)
+
+    stored(with_direct := storage_of(tmp_path, host), KEYS[:2])
+    with_direct.close()
+    monkeypatch.setattr(os, "open", refusing)
+    with caplog.at_level(logging.INFO, "serinus"):
+        storage = storage_of(tmp_path, host)
+    assert "go through the page cache" in caplog.text
+    stored(storage, op=2)
+    assert read(storage, host) == 6
+    assert {f.stat().st_size for f in files(tmp_path)} == {FILE_BYTES}
+    storage.close()
+
+
 def test_a_write_that_fails_midway_leaves_no_file(tmp_path: Path, host: HostPool) -> None:
     class BrokenDisk(Disk):
-        def create(self, path: str) -> int:
+        def create(self, path: str, flags: int = 0) -> int:
             return os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)  # EBADF at the first byte
 
     storage = storage_of(tmp_path, host, disk=BrokenDisk())
@@ -258,7 +305,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, h
     holds, goes_on = threading.Event(), threading.Event()
 
     class HeldDisk(Disk):
-        def create(self, path: str) -> int:
+        def create(self, path: str, flags: int = 0) -> int:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             holds.set()
             assert goes_on.wait(60)

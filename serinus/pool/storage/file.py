@@ -38,7 +38,7 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
-from serinus.pool.storage.disk import Disk, FileSystem, this_hour
+from serinus.pool.storage.disk import BLOCK_BYTES, Disk, FileSystem, this_hour
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
 from serinus.pool.storage.removals import Notices
 from serinus.pool.workers import Workers
@@ -47,7 +47,7 @@ __all__ = ["HEADER_BYTES", "FileStorage", "PageFiles"]
 
 _log = get_logger("pool.storage")
 _HEADER = struct.Struct("<8sHHBxxxQI4x16s16s16s16s32x")
-_MAGIC, _VERSION = b"SERINUSP", 2
+_MAGIC, _VERSION = b"SERINUSP", 3
 HEADER_BYTES = _HEADER.size
 """Magic, version, header size, part, payload bytes, bytes of stamps (none yet), namespace, key, digest, key of the
 page before; 32 of room."""
@@ -96,7 +96,7 @@ class PageFiles:
             ConfigError: the folder cannot be used, others may look into it, or not one page fits the bound.
         Cost: a scan of the folder, about 3 us a file.
         """
-        largest = max(page_bytes.values(), default=0) + HEADER_BYTES
+        largest = max((size + header_room(size) for size in page_bytes.values()), default=0)
         if byte_max is not None and byte_max < largest:
             raise ConfigError(
                 f"pool: storage of {byte_max} bytes, expected at least {largest}, one page and its header"
@@ -137,20 +137,20 @@ class PageFiles:
 
     def load(self, part: Part, key: bytes, into: NDArray[np.uint8]) -> bool:
         name = self._name(part, key)
-        path, header = self._path(name), bytearray(HEADER_BYTES)
+        path, header = self._path(name), bytearray(header_room(into.nbytes))
         try:
             wrong = self._disk.read(path, header, into)
         except FileNotFoundError:
             self._forget(name)
             return False
-        before: bytes = _HEADER.unpack(header)[_BEFORE]
+        before: bytes = _HEADER.unpack_from(header)[_BEFORE]
         wrong = wrong or self._differs(header, self._header(part, key, into, before))
         if wrong:
             self._throw_away(name, wrong)
             return False
         with suppress(OSError):  # a folder that can only be read still serves pages
             self._disk.touch(path, this_hour(self._clock))
-        self._note(name, HEADER_BYTES + into.nbytes, self._digest(before))
+        self._note(name, len(header) + into.nbytes, self._digest(before))
         return True
 
     @staticmethod
@@ -158,14 +158,14 @@ class PageFiles:
         """What is wrong with a header, or an empty text."""
         if header == expected:
             return ""
-        theirs, ours = _HEADER.unpack(header), _HEADER.unpack(expected)
+        theirs, ours = _HEADER.unpack_from(header), _HEADER.unpack_from(expected)
         differ = [name for name, a, b in zip(_FIELDS, theirs, ours, strict=True) if a != b]
         return f"another {', '.join(differ) or 'reserve'} than expected"
 
     def save(self, part: Part, key: bytes, data: NDArray[np.uint8], before: bytes = _UNKNOWN) -> None:
         if self.has(part, key):
             return
-        name, size = self._name(part, key), HEADER_BYTES + data.nbytes
+        name, size = self._name(part, key), header_room(data.nbytes) + data.nbytes
         self._keep_bound(size)
         with self._lock:
             self._temps += 1
@@ -184,9 +184,8 @@ class PageFiles:
 
     def _header(self, part: Part, key: bytes, data: NDArray[np.uint8], before: bytes) -> bytes:
         digest = xxhash.xxh3_128_digest(data.data, xxhash.xxh3_64_intdigest(before))
-        return _HEADER.pack(
-            _MAGIC, _VERSION, HEADER_BYTES, int(part), data.nbytes, 0, self._namespace, key, digest, before
-        )  # fmt: skip
+        fields = (_MAGIC, _VERSION, HEADER_BYTES, int(part), data.nbytes, 0, self._namespace, key, digest, before)
+        return _HEADER.pack(*fields).ljust(header_room(data.nbytes), b"\0")
 
     # ---- removal ------------------------------------------------------------------------------------------------
 
@@ -375,6 +374,11 @@ class FileStorage(QueuedStorage):
         page_bytes = {part: pool.page_bytes for part, pool in host.items()}
         files = PageFiles(folder, namespace=namespace, page_bytes=page_bytes, byte_max=byte_max, clock=clock, disk=disk)
         super().__init__(files, host=host, clock=clock, workers=workers)
+
+
+def header_room(page_bytes: int) -> int:
+    """Bytes of a file before its page: a whole block before a page of whole blocks, which then go past page cache."""
+    return BLOCK_BYTES if page_bytes and page_bytes % BLOCK_BYTES == 0 else HEADER_BYTES
 
 
 def _file_name(digest: str, part: Part) -> str:
