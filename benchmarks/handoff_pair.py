@@ -40,13 +40,14 @@ from serinus.pd import (
     make_backends,
 )
 from serinus.pd.backends import Backend, OneSided, make_one_sided
+from serinus.pd.layout import STAMP_BYTES
 from serinus.pool import DevicePool, PoolSpec
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Arrived, ChannelEvent, Mailbox, ZmqChannel
 from serinus.wire.codec import Parts
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["CLOCK", "Pair", "Shape", "prefill_process"]
+__all__ = ["CLOCK", "Pair", "Shape", "prefill_process", "stamped"]
 
 CLOCK = WallClock()
 
@@ -86,6 +87,14 @@ class Shape:
             engine=name, incarnation=incarnation, layout=layout, vocab_size=32_000, backends=(backend.name,),
             capabilities={backend.name: backend.capabilities}, host=host_identity(),
         )  # fmt: skip
+
+
+def stamped(shape: Shape, tp: int, pp: int) -> LayoutSignature:
+    """The same on some ranks, with stamps of all bytes."""
+    return LayoutSignature(
+        model="bench", kv_dtype="bfloat16", page_size=shape.page_size, layer_count=shape.layers,
+        kv_head_count=shape.heads, head_size=shape.head_size, tp=tp, pp=pp, stamp_bytes=STAMP_BYTES, stamp_data="all",
+    )  # fmt: skip
 
 
 def backends_of(name: str, incarnation: int) -> Sequence[Backend | OneSided]:

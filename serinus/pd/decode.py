@@ -227,7 +227,7 @@ class DecodeSide:
             raise InvariantError(f"pd: request {event.rid} is being handed over already, expected a new one")
         if event.held % size or not 0 <= event.held < length:
             raise InvariantError(f"pd: held is {event.held}, expected a multiple of {size} below {length}")
-        wrong = span_fault(event.spans, self._settings, event.held, length)
+        wrong = span_fault(event.spans, self._settings, self._layout, event.held, length)
         if wrong:
             raise InvariantError(f"pd: {event.rid} came with pages that do not fit: {wrong}")
 

@@ -6,6 +6,7 @@ What a move is depends on the client's mode: staged (receiver-checked), written 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
@@ -20,6 +21,9 @@ from serinus.wire.messages import Data
 
 __all__ = ["PieceQueue"]
 
+_FIRST_BYTES_MIN: Final = 1 << 20
+"""The first pieces of a handoff are not made smaller than this."""
+
 
 class PieceQueue:
     """Reads the handoffs of one prefill engine, counts in them what it moves, and ends none of them."""
@@ -32,11 +36,16 @@ class PieceQueue:
         self._clients = clients
         self._handoffs = handoffs
         self._senders = {part: layout.senders(part) for part in layout.parts}
-        self._pages_per_piece = {part: self._pages_of_a_piece(part) for part in layout.parts}
+        self._pages_per_piece = {part: self._pages_of_pieces(part) for part in layout.parts}
 
-    def _pages_of_a_piece(self, part: Part) -> int:
+    def _pages_of_pieces(self, part: Part) -> tuple[int, ...]:
+        """Pages of the first pieces of a handoff, and (the last number) of all others. The first are small, as far as
+        a message costs less than it hides: while the peer takes one in, the next and larger one is brought on its way.
+        """
         largest = max(self._layout.page_bytes(rank, part) for rank in self._senders[part])
-        return min(max(1, self._settings.piece_bytes_max // largest), 1 << 16)
+        whole = self._settings.piece_bytes_max
+        sizes = (max(whole // 4, min(whole, _FIRST_BYTES_MIN)), max(whole // 2, min(whole, _FIRST_BYTES_MIN)), whole)
+        return tuple(min(max(1, size // largest), 1 << 16) for size in sizes)
 
     def first_pages(self, held: int, tokens: int) -> dict[Part, int]:
         """First own page that is to be announced, by part: FULL always, SWA where there are such layers."""

@@ -176,14 +176,14 @@ class HandoffPort(Generic[M]):
         """
         out: list[Any] = []
         self._pace.look(now)
-        self._report(now, out)
-        for message in messages:
+        for message in messages:  # before the answers: staging room that is given back is used again while it is cached
             if isinstance(message, Gone):
                 self._detach(message.peer)
             rejected = self.machine.rejects.total()
             self._run(message, now, out)
             if self.machine.rejects.total() > rejected:
                 self._blame(message.peer, now, out)
+        self._report(now, out)
         if self._ops.is_busy:
             self._reap(now, out)
         if self._ticked_at is None or now - self._ticked_at >= TICK_S / 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -144,21 +145,24 @@ class PrefillHandoff:
                 return f"pages of shape {span.pages.shape}, expected one row of distinct ones from 0 on"
         return ""
 
-    def cut(self, event: ChunkReady, pages_per_piece: dict[Part, int]) -> tuple[HeldChunk, list[Piece]]:
-        """A chunk as pieces, without what decode does not want."""
+    def cut(self, event: ChunkReady, pages_per_piece: Mapping[Part, tuple[int, ...]]) -> tuple[HeldChunk, list[Piece]]:
+        """A chunk as pieces, without what decode does not want. `pages_per_piece`: of the first pieces of a handoff,
+        one by one; the last number is that of all others."""
         chunk = HeldChunk(spans=event.spans)
         pieces: list[Piece] = []
         for span in event.spans:
             if span.part not in self.first:
                 continue
             wanted = max(span.first, self.first[span.part])
-            step = pages_per_piece[span.part]
-            for start in range(wanted, span.end, step):
-                pages = span.pages[start - span.first : min(start + step, span.end) - span.first]
+            sizes = pages_per_piece[span.part]
+            while wanted < span.end:
                 number, self.piece_count = self.piece_count, self.piece_count + 1
+                end = min(wanted + sizes[min(number, len(sizes) - 1)], span.end)
+                pages = span.pages[wanted - span.first : end - span.first]
                 pieces.append(
-                    Piece(xid=self.xid, number=number, part=span.part, first=start, pages=pages, chunk=chunk)
+                    Piece(xid=self.xid, number=number, part=span.part, first=wanted, pages=pages, chunk=chunk)
                 )  # fmt: skip
+                wanted = end
         return chunk, pieces
 
     def targets(self, piece: Piece, ours: RankLayout, theirs: RankLayout) -> PageSpan:

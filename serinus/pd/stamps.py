@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from serinus.core.parts import Part
 from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES, digest_coefficients, digest_difference, digest_sum
+from serinus.kernels import load
 from serinus.pd.layout import Cut, RankLayout
 
 __all__ = ["StampIntake"]
@@ -30,13 +33,12 @@ _DISAGREE: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Others:
-    """What of a source row goes to other ranks than one target."""
+    """What of a source rank's rows goes to other ranks than one target."""
 
-    layer: int
-    """Of the source rank, within the part."""
-    factors_2HW: NDArray[np.uint32]
-    """Of one half (k or v): coefficients [2 sums, head, 16-bit lane], 0 where the bytes are the target's own."""
-    half: int
+    first_layer: int
+    """Of the source rank, within the part; what goes to others lies in this layer and those behind it."""
+    coefficients_L22W: Tensor
+    """Of these layers' rows, 0 where the bytes are the target's own; lanes behind W are its own, or in no digest."""
 
 
 class StampIntake:
@@ -47,7 +49,8 @@ class StampIntake:
 
     def __init__(self, source: RankLayout, target: RankLayout) -> None:
         self._source, self._target = source, target
-        self._others: dict[Cut, list[_Others]] = {}
+        self._others: dict[Cut, _Others | None] = {}
+        self._page_digests = load("cpu").page_digests
         self._begun: dict[str, dict[Part, NDArray[np.bool_]]] = {}
 
     def land(
@@ -56,14 +59,14 @@ class StampIntake:
         """Put the stamps of one cut of source pages into target pages, as `recut` does with its KV. Each piece once.
 
         Cost: 128 bytes a token; and where the target holds only a part of the source rank's layers and heads, one read
-        of the rest of these rows, at about 1 GB/s.
+        of these rows, compiled, in the calling thread.
         """
         source, target = self._source, self._target
         came_N44 = _by_token(source, item.source_rank, item.part, rows)
         terms_N2 = came_N44[:, _TAIL, _DIGEST]  # a view
-        for others in self._of(item):
-            elsewhere_N = self._digest(item, rows, others)
-            terms_N2[:, others.half] = digest_difference(terms_N2[:, others.half], elsewhere_N)
+        others = self._of(item)
+        if others is not None:
+            terms_N2[:] = digest_difference(terms_N2, self._digest(item, rows, others))
         positions = np.arange(first * source.page_size, (first + len(rows)) * source.page_size)
         pages, inside = positions // target.page_size - target_first, positions % target.page_size
         here = (pages >= 0) & (pages < len(out))
@@ -96,50 +99,37 @@ class StampIntake:
         parts[part] = begun
         return found
 
-    def _of(self, item: Cut) -> list[_Others]:
-        found = self._others.get(item)
-        if found is None:
-            found = self._others[item] = _others(self._source, item)
-        return found
+    def _of(self, item: Cut) -> _Others | None:
+        if item not in self._others:
+            self._others[item] = _others(self._source, item)
+        return self._others[item]
 
     def _digest(self, item: Cut, rows: NDArray[np.uint8], others: _Others) -> NDArray[np.uint64]:
-        """Of one layer's k or v, [N] tokens."""
-        kv = self._source.view(item.source_rank, item.part, rows)[:, others.layer, others.half]
-        heads = np.flatnonzero(others.factors_2HW.any((0, 2)))
-        lanes = np.ascontiguousarray(kv[:, :, heads]).view(np.uint16).reshape(kv.shape[0] * kv.shape[1], -1)
-        factors = others.factors_2HW[:, heads].reshape(2, -1)
-        sums_2N: NDArray[np.uint64] = (lanes.astype(np.uint32) @ factors.T).astype(np.uint64).T
-        packed: NDArray[np.uint64] = sums_2N[0] | sums_2N[1] << np.uint64(32)
-        return packed
+        """Of k and v of what goes to others, [tokens, 2]."""
+        source = self._source
+        row_bytes = len(source.shards[item.source_rank].heads) * source.signature.head_size * source.item_bytes
+        behind = rows[:, others.first_layer * 2 * source.page_size * row_bytes :]
+        pages = np.arange(len(rows), dtype=np.int64)
+        found_GS2 = self._page_digests(behind, pages, source.page_size, row_bytes, others.coefficients_L22W)
+        return found_GS2.view(np.uint64).reshape(-1, 2)
 
 
-def _others(source: RankLayout, item: Cut) -> list[_Others]:
+def _others(source: RankLayout, item: Cut) -> _Others | None:
+    """None = everything that is digested goes to the target."""
     signature, shard = source.signature, source.shards[item.source_rank]
     if signature.stamp_data == "none":
-        return []
+        return None
     ids = source.layer_ids(item.source_rank, item.part)
-    factors = _factors(source, ids, shard.heads)
+    partial = signature.stamp_data != "all"
+    factors = digest_coefficients(ids, shard.heads, signature.head_size, source.item_bytes, partial=partial)
+    width = signature.head_size * source.item_bytes // 2
     mine = slice(item.source_layer, item.source_layer + item.layer_count)
-    factors[mine, :, :, item.source_head : item.source_head + item.head_count] = 0
-    return [
-        _Others(layer=layer, factors_2HW=factors[layer, half], half=half)
-        for layer in range(len(ids))
-        for half in range(2)
-        if factors[layer, half].any()
-    ]
-
-
-def _factors(source: RankLayout, layer_ids: list[int], heads: range) -> NDArray[np.uint32]:
-    """Coefficients of whole rows, [layer, half, sum, head, lane]; 0 where nothing is digested."""
-    size, item_bytes = source.signature.head_size, source.item_bytes
-    width = size * item_bytes // 2
-    if source.signature.stamp_data == "all":
-        whole = digest_coefficients(layer_ids, heads, size, item_bytes, partial=False)
-        return whole.view(np.uint32).reshape(len(layer_ids), 2, 2, len(heads), width)
-    few = digest_coefficients(layer_ids, heads, size, item_bytes, partial=True).view(np.uint32)
-    found = np.zeros((len(layer_ids), 2, 2, len(heads), width), np.uint32)
-    found[:, :, :, 0, : few.shape[-1]] = few
-    return found
+    factors[mine, ..., item.source_head * width : (item.source_head + item.head_count) * width] = 0
+    layers, lanes = np.flatnonzero(factors.any((1, 2, 3))), np.flatnonzero(factors.any((0, 1, 2)))
+    if not len(layers):
+        return None
+    kept = np.ascontiguousarray(factors[layers[0] : layers[-1] + 1, ..., : lanes[-1] + 1])
+    return _Others(first_layer=int(layers[0]), coefficients_L22W=torch.from_numpy(kept))
 
 
 def _stamps(layout: RankLayout, rank: int, part: Part, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

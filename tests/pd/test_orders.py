@@ -157,3 +157,26 @@ def test_a_client_that_never_raises_its_floor_is_cut_off_at_a_bound() -> None:
         tell(side, "in-1", Fail(xid=f"x{number}", grant=number, code="aborted"))
     side.handle(Tick(), 0.1)
     assert not side.clients
+
+
+def test_the_first_pieces_are_smaller_and_the_rest_are_whole() -> None:
+    """The peer takes the first in while the next, larger one is staged; chunks that follow begin with whole pieces."""
+    layout = msgspec.structs.replace(LAYOUT, head_size=1 << 14)  # pages of 256 KiB
+    side = PrefillSide(make_settings("p", 2, piece_bytes_max=8 << 20, layout=layout))
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=layout, backends=("shm",), host="here"))
+    count = 90
+    tell(side, "in-1", Prepare(xid="x", grant=7, request=make_request("r", 4 * count), held=0))
+    tell(side, "in-1", Grant(xid="x", grant=7, spans=full(0, np.arange(1, 1 + count)), digest_seed=1))
+    pages: list[int] = []
+    for first, end in ((0, 50), (50, count)):
+        ready = ChunkReady(
+            xid="x", spans=full(first, np.arange(1 + first, 1 + end)), last=end == count,
+            token=3 if end == count else None,
+        )  # fmt: skip
+        moves = of_type(side.handle(ready, 0.0), MovePiece)
+        while moves:
+            move = moves.pop(0)
+            pages.append(len(move.pages))
+            moved = PieceMoved(peer="in-1", xid="x", piece=move.piece, digests=bytes(8 * pages[-1]), byte_count=1)
+            moves += of_type(side.handle(moved, 0.0), MovePiece)
+    assert pages == [8, 16, 26, 32, 8]
