@@ -39,12 +39,15 @@ def due_pages(
     columns, entries, slots = canary_due(reads_5B, page_size)
     if window is not None:
         low, high, strides = reads_5B[2:5]
-        is_due = (high - low // page_size) % strides == 0  # its page is; the slot behind it may be of the next one
-        leaves = (high > low) & (high - low == window - 1) & ~(is_due & ((strides == 1) | ((low + 1) % page_size > 0)))
+        own = (high - low // page_size) % strides == 0  # its page is due in this step
+        behind = (low + 1 >= high) | ((high - (low + 1) // page_size) % strides == 0)  # and that of the slot behind it
+        leaves = (high > low) & (high - low == window - 1) & ~(own & behind)
         if leaves.any():
-            last = reads_5B[:, leaves]
-            last[3], last[4] = np.minimum(last[2] + 2, last[3]), 1
+            last, own, behind = reads_5B[:, leaves], own[leaves], behind[leaves]
+            last[3], last[4] = last[2] + 2 - behind, 1
             before, entries_before, slots_before = canary_due(last, page_size)
+            before[4] += own  # begins with the slot behind: attention digests no position for two columns
+            slots_before -= int(own.sum())
             columns[6] += entries_before
             # They stand before the others: attention, which digests what it reads, looks for the last of a row.
             columns = np.concatenate((before, columns), axis=1)

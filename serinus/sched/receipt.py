@@ -32,10 +32,11 @@ def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: 
     slots -= np.where(count > 0, np.maximum(0, low - first * page_size), 0)
     slots -= np.where(count > 0, np.maximum(0, (last + 1) * page_size - high), 0)
     due = int(slots.sum()) + int((high > 0).sum())
-    if window is not None and stride > 1:  # the slot that is read for the last time, and the one behind it
+    if window is not None:  # the slot that is read for the last time, and the one behind it, where their pages are not
         leaves = (high > low) & (high - low == window - 1)
-        leaves &= ((high - begin) % stride != 0) | ((low + 1) % page_size == 0)
-        due += int(leaves.sum()) * min(2, window - 1)
+        due += int((leaves & ((high - begin) % stride != 0)).sum())
+        behind = leaves & (low + 1 < high)
+        due += int((behind & ((high - (low + 1) // page_size) % stride != 0)).sum())
     return due
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serinus.canary.coverage import DuePages, pieces, reads_of
+from serinus.canary.coverage import DuePages, due_pages, pieces, reads_of
 from serinus.kernels.cpu import canary as cpu
+from serinus.kernels.due import entries_of
 from serinus.kernels.ref import canary as ref
 
 BOUNDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=5)
@@ -73,3 +75,21 @@ def test_a_sequence_is_verified_whole_where_the_leader_says_so() -> None:
     assert reads.tolist() == [[9, 10], [3, 4], [0, 0], [50, 6], [1, 16]]
     reads = reads_of([3, 4], [50, 6], [True, False], first_name=9, stride=16, window=8)
     assert reads.tolist() == [[9, 10], [3, 4], [43, 0], [50, 6], [1, 16]]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [2, 5, 9, 24])
+def test_a_slot_that_leaves_a_window_is_due_once_and_so_is_its_link_with_the_slot_behind(
+    window: int, page_size: int
+) -> None:
+    """Attention digests a position for one column alone: one that two columns name has a digest too few."""
+    for start, stride in ((start, stride) for start in range(1, 90) for stride in (1, 2, 3, 16)):
+        reads = reads_of([1], [start], [False], first_name=0, stride=stride, window=window)
+        due = due_pages(ref.canary_due, reads, page_size, window)
+        named = [(at, column[2]) for column in due.columns_7B.T for at in entries_of(column, 0, 999, page_size)[0]]
+        found = dict(named)
+        assert len(found) == len(named) == due.slot_count, (start, stride)
+        low = start - window + 1
+        if low >= 0:
+            assert low in found, (start, stride)
+            assert low + 1 == start or found[low + 1] <= low, "what is before a column's first position is not read"
