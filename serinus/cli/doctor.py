@@ -273,13 +273,15 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     from serinus.text import load_tokenizer
 
     folder = resolve(config.model.model_path, config.model.revision)
-    spec = load_spec(folder, model_impl=config.model.model_impl)
+    spec = load_spec(folder, model_impl=config.model.model_impl, quantization=config.model.quantization)
     window = "" if spec.window is None else f", window {spec.window}"
     yield MachineCheck(
         what="model",
         seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of {spec.head_size},"
         f" context {spec.context_length}{window}, signature {spec.signature[:12]}",
     )
+    if spec.quantization is not None:
+        yield MachineCheck(what="quantization", seen=spec.quantization.text)
     if config.parallel.size > 1:
         shards = spec.shards(mesh_of(config), config.parallel.partition)
         each = ", ".join(

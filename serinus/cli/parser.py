@@ -38,7 +38,6 @@ _FOREIGN = {
     "--enable-cache-report": "cached tokens are always reported; leave the flag out",
     "--enable-chunked-prefill": "prompts are always chunked (--chunked-prefill-size); leave the flag out",
     "--enable-mixed-chunk": "prefill chunks and decode always share a batch; leave the flag out",
-    "--quantization": "checkpoints are served in bfloat16, float16 or float32 (--dtype)",
     "--kv-cache-dtype": "KV has the type of the model (--dtype)",
     "--kv-transfer-config": "use --disaggregation-mode prefill or decode",
     "--data-parallel-size": "start several engines behind `serinus router`, or `serinus up --decode N`",

@@ -29,8 +29,11 @@ def check_shape(config: ServeConfig) -> None:
     except ValueError:
         return
     if isinstance(overrides, dict):
-        model_impl = config.model.model_impl
-        spec = load_spec(folder, overrides=overrides, load_format="dummy", model_impl=model_impl)  # reads no weights
+        model = config.model
+        spec = load_spec(
+            folder, overrides=overrides, load_format="dummy", model_impl=model.model_impl,
+            quantization=model.quantization,
+        )  # fmt: skip  # reads no weights
         shards = spec.shards(mesh_of(config), config.parallel.partition)
         if faults:
             from serinus.canary.perturb import check_faults

@@ -51,6 +51,12 @@ class ModelSettings:
         "auto = safetensors; dummy = random weights, only config.json is read",
         choices=("auto", "safetensors", "dummy"),
     )
+    quantization: str = setting(
+        "auto",
+        "weights of linears: auto = as the checkpoint has them; int8 = a scale for each output, int4 = a scale for 128"
+        " inputs (its output head: int8), made of a bf16, fp16 or fp32 checkpoint as it is loaded",
+        choices=("auto", "int8", "int4"),
+    )
     model_impl: str = setting(
         "auto",
         "code that computes the model: serinus = a family of docs/MODELS.md; transformers = that package, over our KV,"

@@ -176,7 +176,10 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     device = choose_device(config.model.device)
     folder = resolve(config.model.model_path, config.model.revision)
     model = config.model
-    spec = load_spec(folder, overrides=overrides_of(config), load_format=model.load_format, model_impl=model.model_impl)
+    spec = load_spec(
+        folder, overrides=overrides_of(config), load_format=model.load_format, model_impl=model.model_impl,
+        quantization=model.quantization,
+    )  # fmt: skip
     dtype = choose_dtype(spec, config.model.dtype, device)
     pools = part_specs(config, spec, dtype, device, context_of(config, spec), taken=weight_bytes)
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))

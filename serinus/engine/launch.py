@@ -17,7 +17,7 @@ from serinus.ranks.rank_processes import RankProcesses
 from serinus.wire import ZmqChannel
 from serinus.wire.messages import Ready
 
-__all__ = ["launch"]
+__all__ = ["launch", "ready_of"]
 
 _log = get_logger("engine")
 
@@ -38,10 +38,11 @@ def launch(
     for phase, spent in seconds.items():
         built.metrics.set("startup_time_seconds", spent, phase)
     _announce(built, seconds)
-    return EngineLoop(built, endpoint=channel, ready=_ready(built, seconds), clock=clock)
+    return EngineLoop(built, endpoint=channel, ready=ready_of(built, seconds), clock=clock)
 
 
-def _ready(built: Built, seconds: dict[str, float]) -> Ready:
+def ready_of(built: Built, seconds: dict[str, float]) -> Ready:
+    """What the front is told of the engine; `seconds`: of its start, by phase."""
     config, spec, pool, swa = built.config, built.spec, built.pool.spec, built.pools.get(Part.SWA)
     return Ready(
         engine=config.engine_name,
@@ -58,6 +59,7 @@ def _ready(built: Built, seconds: dict[str, float]) -> Ready:
         info={
             "architecture": spec.architecture,
             "model_signature": spec.signature,
+            "quantization": "none" if spec.quantization is None else spec.quantization.text,
             "layers": spec.layer_count,
             "dtype": str(built.dtype).removeprefix("torch."),
             "device": built.device,

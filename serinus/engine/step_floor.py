@@ -34,10 +34,14 @@ def step_floor(
 
 
 def weight_bytes(spec: ModelSpec, item_bytes: int) -> int:
-    """Of the matrices that a decode step reads: attention, MLP and head."""
+    """Of the matrices that a decode step reads: attention, MLP and head. `item_bytes`: of a weight not quantized."""
     width, heads, kv_heads = spec.hidden_size, spec.head_count * spec.head_size, spec.kv_head_count * spec.head_size
     layer = width * (2 * heads + 2 * kv_heads) + 3 * width * spec.intermediate_size
-    return item_bytes * (spec.layer_count * layer + width * spec.vocab_size)
+    linears, head, quantized = spec.layer_count * layer, width * spec.vocab_size, spec.quantization
+    if quantized is None or quantized.bits == 16:
+        return item_bytes * (linears + head)
+    head_bytes = item_bytes if quantized.head_bits == 16 else quantized.head_bits // 8
+    return int(quantized.linear_bytes(linears)) + head * head_bytes
 
 
 def _bandwidth(device: str, clock: Clock) -> float:

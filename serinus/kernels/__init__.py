@@ -21,6 +21,7 @@ from serinus.kernels.contracts import (
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.layers import LayerSteps, LayerWeights
 from serinus.kernels.packed import PackedExperts, PackedLinear
+from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
@@ -38,6 +39,7 @@ __all__ = [
     "LayerWeights",
     "PackedExperts",
     "PackedLinear",
+    "QuantizedWeight",
     "Reason",
     "RowSampling",
     "StampLane",

@@ -20,6 +20,7 @@ from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, WrittenRows
 from serinus.kernels.packed import PackedExperts
+from serinus.kernels.quantized import QuantizedWeight
 
 __all__ = [
     "check_digest",
@@ -83,12 +84,15 @@ def check_gate(op: str, gate_up_T2F: Tensor) -> None:
         raise ValueError(f"kernels: {op} got width {width}, expected an even one (gate and up)")
 
 
-def check_pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> None:
-    """Raise ValueError where weight and bias disagree."""
+def check_pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> tuple[Tensor, QuantizedWeight | None]:
+    """The weight, or its integers, and the quantized weight. Raises ValueError where weight and bias disagree."""
+    quantized = weight if isinstance(weight, QuantizedWeight) else None
+    weight_OI = weight.values_OI if isinstance(weight, QuantizedWeight) else weight
     if weight_OI.dim() != 2:
         raise ValueError(f"kernels: linear weight of shape {tuple(weight_OI.shape)}, expected [out, in]")
     if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
         raise ValueError(f"kernels: bias of shape {tuple(bias_O.shape)}, expected ({weight_OI.shape[0]},)")
+    return weight_OI, quantized
 
 
 def check_fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts) -> None:

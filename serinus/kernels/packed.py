@@ -6,17 +6,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from serinus.kernels.quantized import QuantizedWeight
+
 __all__ = ["PackedExperts", "PackedFactors", "PackedLinear", "RowBlocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlocks:
-    """How to read a blocked weight without oneDNN: bf16 [O/64][I/2][64][2]."""
+    """How to read a blocked weight without oneDNN: bf16 [O/64][I/2][64][2], or quantized (`cpu/quantized.py`)."""
 
     address: int
     """Of the first byte. It belongs to the PackedLinear's weight and lives as long."""
     part: int
-    """Input pairs of which oneDNN sums the products from zero, before it adds that sum to those of the pairs before."""
+    """Inputs of which the products are summed from zero, before that sum is added to those of the inputs before: as
+    oneDNN does, or those that share a scale."""
+    bits: int = 16
+    """Of a weight: 16 (bf16), 8 or 4."""
+    scales: Tensor | None = None
+    """Of a quantized weight: fp32 [O/64, groups, 64]."""
+    zeros: Tensor | None = None
+    """Likewise its zero points, int8; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +33,7 @@ class PackedLinear:
     """A weight as `pack_linear` left it; only `linear` of the same column can read it. Holds no other copy."""
 
     weight: Tensor
-    """The weight: plain [O, I], or an opaque blocked tensor where `blocked`."""
+    """The weight: plain [O, I], or an opaque blocked tensor where `blocked`; of a quantized one its integers."""
     bias_O: Tensor | None
     """The bias, dtype of the weight, if the layer has one."""
     in_size: int
@@ -32,9 +41,11 @@ class PackedLinear:
     out_size: int
     """O, the width of the output."""
     blocked: bool
-    """Whether the weight was reordered for oneDNN."""
+    """Whether the weight was reordered for a kernel of this column."""
     rows: RowBlocks | None = None
     """How a kernel for few rows reads the weight; None: only oneDNN can, or the weight is plain."""
+    quantized: QuantizedWeight | None = None
+    """Of a quantized weight that is as it was: all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from serinus.kernels.contracts import (
 )
 from serinus.kernels.layers import MakeDecodeLayers
 from serinus.kernels.packed import PackedFactors, PackedLinear
+from serinus.kernels.quantized import QuantizedWeight
 
 __all__ = ["COLUMNS", "FILES", "Kernels", "load", "warm"]
 
@@ -110,7 +111,7 @@ class Kernels:
     watched_attention: WatchedAttention
     """(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, digest=None, tiling=None, window=None,
     softcap=None, sinks_N=None) -> out_BND"""
-    pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
+    pack_linear: Callable[[Tensor | QuantizedWeight, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
     """(x_TI, packed) -> out_TO"""

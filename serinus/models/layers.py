@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from serinus.core.parts import Part
-from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear
+from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear, QuantizedWeight
 from serinus.models.experts import ExpertSpec
 from serinus.models.interleaved import take_interleaved
 from serinus.models.mixture import Mixture, SharedExpert
@@ -78,6 +78,8 @@ def take_weights(spec: ModelSpec, source: WeightSource, kernels: Kernels, positi
 _BLOCKS = ("mlp", "block_sparse_moe")
 """Names of a layer's mixture."""
 _Rotation = tuple[torch.Tensor, torch.Tensor]
+_Weight = torch.Tensor | QuantizedWeight
+"""The weight of a linear."""
 
 
 def _rotations(spec: ModelSpec, positions: int, device: torch.device) -> list[_Rotation]:
@@ -157,7 +159,7 @@ class _Layer:
         """Stacked, as kernels read them; stored as stacks or one by one."""
         hidden, size, span = self._spec.hidden_size, spec.size, share(spec.size, self._shard.tp, self._shard.tp_rank)
         if spec.biased:
-            base, mxfp4 = f"{self._base}{block}.experts", self._spec.quantization == "mxfp4"
+            base, mxfp4 = f"{self._base}{block}.experts", _is_mxfp4(self._spec)
             first = self._shard.tp_rank == 0
             return take_interleaved(self._source, base, spec, hidden, span, mxfp4=mxfp4, adds_bias=first)
         stacks = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
@@ -208,25 +210,29 @@ class _Layer:
     ) -> PackedLinear:
         """Projections as one, of each the rows of this rank: (name, rows of the whole, rows here). `fused`: the name
         where they are stored as one, too. The first `in_order` are put in the order of the kernels' rotation."""
-        found: dict[str, list[torch.Tensor]] = {"weight": [], "bias": []}
-        total, start = sum(count for _, count, _ in parts), 0
+        weights: list[_Weight] = []
+        biases: list[torch.Tensor] = []
+        total, start, width = sum(count for _, count, _ in parts), 0, self._spec.hidden_size
         for number, (name, count, span) in enumerate(parts):
-            for kind, shape in (("weight", (self._spec.hidden_size,)), ("bias", ()))[: 1 + has_bias]:
-                if fused is None:
-                    whole = span == range(count)
-                    part = self._take(f"{name}.{kind}", (count, *shape), None if whole else span)
-                else:
-                    part = self._take(f"{fused}.{kind}", (total, *shape), range(start + span.start, start + span.stop))
-                found[kind].append(self._ordered(part) if number < in_order else part)
-            start += count
-        return self._kernels.pack_linear(torch.cat(found["weight"]), torch.cat(found["bias"]) if has_bias else None)
+            here = None if span == range(count) else span
+            if fused is not None:
+                name, count, here = fused, total, range(start + span.start, start + span.stop)
+            weight = self._linear(name, (count, width), here)
+            weights.append(self._ordered_weight(weight) if number < in_order else weight)
+            if has_bias:
+                bias = self._take(f"{name}.bias", (count,), here)
+                biases.append(self._ordered(bias) if number < in_order else bias)
+            start += parts[number][1]
+        return self._kernels.pack_linear(_joined(weights), torch.cat(biases) if has_bias else None)
 
     def _columns(self, name: str, count: int, span: range, has_bias: bool) -> PackedLinear:
         """The columns of this rank, scaled as the residual wants it; the bias is added once, by slice 0."""
         width = self._spec.hidden_size
-        weight = self._scaled(self._take(f"{name}.weight", (width, count), None if span == range(count) else span, 1))
+        weight = self._linear(name, (width, count), None if span == range(count) else span, 1)
         bias = self._scaled(self._take(f"{name}.bias", (width,))) if has_bias else None
-        return self._kernels.pack_linear(weight, bias if self._shard.tp_rank == 0 else None)
+        scale = self._spec.residual_scale
+        scaled = self._scaled(weight) if isinstance(weight, torch.Tensor) else weight.scaled(scale)
+        return self._kernels.pack_linear(scaled, bias if self._shard.tp_rank == 0 else None)
 
     def _scaled(self, weight: torch.Tensor) -> torch.Tensor:
         scale = self._spec.residual_scale
@@ -239,11 +245,19 @@ class _Layer:
         heads = rows.view(-1, self._spec.head_size, *rows.shape[1:])
         return heads.index_select(1, self._order.to(rows.device)).flatten(0, 1)
 
+    def _ordered_weight(self, weight: _Weight) -> _Weight:
+        if isinstance(weight, torch.Tensor):
+            return self._ordered(weight)
+        return weight.rows(self._ordered(torch.arange(weight.out_size)))
+
     def _norm(self, name: str) -> torch.Tensor:
         return _norm(self._spec, self._take(f"{name}.weight", (self._spec.hidden_size,)))
 
     def _head_norm(self, name: str) -> torch.Tensor:
         return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (self._spec.head_size,))))
+
+    def _linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
+        return self._source.linear(self._base + name, shape, span, dim)
 
     def _take(
         self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
@@ -270,6 +284,10 @@ class _Recorder:
     ) -> torch.Tensor:  # fmt: skip
         self.names.append(name)
         return self._source.take(name, shape, span, dim, dtype)
+
+    def linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
+        self.names.extend(self._source.names_of(name))
+        return self._source.linear(name, shape, span, dim)
 
     def has(self, name: str) -> bool:
         """Whether the source has it."""
@@ -307,16 +325,38 @@ class _Elsewhere:
         return self._spec.experts is not None and layer in self._spec.experts.layers
 
 
-def _vocabulary(spec: ModelSpec, source: WeightSource, shard: Shard) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _vocabulary(spec: ModelSpec, source: WeightSource, shard: Shard) -> tuple[torch.Tensor | None, _Weight | None]:
     """Embedding and output head of a rank, [its rows of V, E]; None where its stage has none. Tied, they are one."""
     shape, span = (spec.vocab_size, spec.hidden_size), None if shard.tp == 1 else shard.vocab
     both = shard.is_first or (shard.is_last and spec.tied)
     embedding_VE = source.take("model.embed_tokens.weight", shape, span) if both else None
-    head_VE = embedding_VE if spec.tied else source.take("lm_head.weight", shape, span) if shard.is_last else None
-    return embedding_VE if shard.is_first else None, head_VE if shard.is_last else None
+    head_VE: _Weight | None = None
+    if shard.is_last and embedding_VE is not None and spec.tied:
+        head_VE = source.quantized("lm_head", embedding_VE)
+    elif shard.is_last:
+        head_VE = source.linear("lm_head", shape, span)
+    return embedding_VE if shard.is_first else None, head_VE
 
 
-def _padded(weight_VE: torch.Tensor, rows: int) -> torch.Tensor:
+def _is_mxfp4(spec: ModelSpec) -> bool:
+    return spec.quantization is not None and spec.quantization.method == "mxfp4"
+
+
+def _padded(weight_VE: _Weight, rows: int) -> _Weight:
     """With rows of zeros below, so that every rank computes as many logits."""
+    if isinstance(weight_VE, QuantizedWeight):
+        return weight_VE.padded(rows - weight_VE.out_size)
     missing = rows - len(weight_VE)
     return torch.cat([weight_VE, weight_VE.new_zeros((missing, weight_VE.shape[1]))]) if missing else weight_VE
+
+
+def _joined(weights: Sequence[_Weight]) -> _Weight:
+    """One below the other. Where not all are quantized alike they are multiplied as what they stand for."""
+    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
+    plain = [each for each in weights if isinstance(each, torch.Tensor)]
+    if not quantized:
+        return torch.cat(plain)
+    if not plain and len({(each.bits, each.group) for each in quantized}) == 1:
+        return QuantizedWeight.joined(quantized)
+    dtype = plain[0].dtype if plain else torch.bfloat16
+    return torch.cat([each.dequantized().to(dtype) if isinstance(each, QuantizedWeight) else each for each in weights])

@@ -15,6 +15,7 @@ from serinus.kernels import Kernels
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
 from serinus.models.hooks import ForwardHook
+from serinus.models.quantized import QuantizingSource
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
 from serinus.models.toy import ToyModel
 from serinus.models.transformers_model import TransformersModel
@@ -131,6 +132,12 @@ def load_model(
         source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
     else:
         source = SafetensorsSource(Path(path), dtype, device, digests, spec.prefix)
-    if spec.quantization is not None and not dummy:
-        _log.info("weights in %s are dequantized to %s as they are loaded", spec.quantization, dtype)
+    quantized = spec.quantization
+    if quantized is not None and quantized.bits == 16 and not dummy:
+        _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
+    if quantized is not None and quantized.bits < 16:
+        if not device.startswith("cpu"):
+            raise ConfigError(f"models: quantization {quantized.method} on {device}, expected a CPU")
+        _log.info("weights are quantized, %s", quantized.text)
+        source = QuantizingSource(source, quantized)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)

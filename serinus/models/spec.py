@@ -17,6 +17,7 @@ from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields, read_json
 from serinus.models.experts import ExpertSpec
 from serinus.models.families import FAMILIES, LLAMA_NORMS, NormNames, RopeSpec, family_fields, toy_fields
+from serinus.models.quantization import QuantSpec, quant_spec
 from serinus.parallel import Mesh, Shard, shards_of
 
 __all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "load_spec"]
@@ -111,10 +112,10 @@ class ModelSpec:
     """Bound of the scores: cap * tanh(score / cap)."""
     logit_softcap: float | None = None
     """Bound of the logits, likewise."""
+    quantization: QuantSpec | None = None
+    """Of its linears; None = they are not quantized."""
     dtype: str = "bfloat16"
     """Element type the checkpoint was saved in: float32, bfloat16 or float16."""
-    quantization: str | None = None
-    """`quant_method` of its weights, one of the family's `quantizations`; None = they are as `dtype` says."""
     eos_ids: tuple[int, ...] = ()
     """End-of-sequence ids of config.json, sorted; an engine adds those of generation_config.json and tokenizer."""
     bos_id: int | None = None
@@ -189,6 +190,7 @@ def load_spec(
     seed: int = 0,
     device: str = "cpu",
     model_impl: str = "auto",
+    quantization: str = "auto",
 ) -> ModelSpec:
     """Read and check `path/config.json`.
 
@@ -197,6 +199,7 @@ def load_spec(
         overrides: fields laid over config.json (`--json-model-override-args`).
         load_format: with `dummy` the signature is made of `seed`; else it comes with the weights.
         seed: seed of dummy weights; device: where they are made, each type of device has its own.
+        quantization: int8 or int4 = of a checkpoint that is not quantized; auto = as it is.
         model_impl: `serinus` = a family of this package, `transformers` = its code, `auto` = the first if it can.
     Raises:
         ConfigError: no directory, no or broken config.json, unknown architecture, missing or wrong field.
@@ -208,16 +211,17 @@ def load_spec(
     config = ConfigFields(read_json(folder / "config.json"), overrides or {}, folder / "config.json")
     architecture = _architecture(config, model_impl)
     toy = architecture == TOY_ARCHITECTURE
+    known = FAMILIES[architecture].quantizations if architecture in FAMILIES and model_impl != "transformers" else None
+    quantized = quant_spec(config, quantization, architecture, known)
     if architecture not in KNOWN_ARCHITECTURES or (model_impl == "transformers" and not toy):
-        _quantization(config, architecture, True)
         fields = _by_transformers(folder, architecture, overrides or {})
     else:
         fields = toy_fields(config) if toy else family_fields(config, FAMILIES[architecture])
-        fields["quantization"] = _quantization(config, architecture, False)
     spec = {
         **fields,
         "architecture": architecture,
         "prefix": _TEXT_PREFIX if config.get("vision_config") is not None else "",
+        "quantization": quantized,
         "vocab_size": config.whole("vocab_size"),
         "dtype": _dtype(config),
         "eos_ids": tuple(sorted(set(_ids(config.get("eos_token_id"))))),
@@ -261,22 +265,6 @@ def _architecture(config: ConfigFields, model_impl: str) -> str:
             f" {', '.join((*KNOWN_ARCHITECTURES, *_MULTIMODAL))}"
         )
     return named[0]
-
-
-def _quantization(config: ConfigFields, architecture: str, through_transformers: bool) -> str | None:
-    """How weights are quantized. Raises ConfigError: not as the family's may be."""
-    given = config.get("quantization_config")
-    if given is None:
-        return None
-    known = () if through_transformers or architecture not in FAMILIES else FAMILIES[architecture].quantizations
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    if method not in known:
-        raise config.fail(
-            "quantization_config",
-            f"none or quant_method {' or '.join(known)} for {architecture}" if known
-            else "none: only unquantized checkpoints are served",
-        )  # fmt: skip
-    return str(method)
 
 
 def _is_decoder(architecture: str) -> bool:

@@ -7,7 +7,7 @@ are unmapped with the last view of them. Knows nothing of layers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
+from serinus.kernels import QuantizedWeight
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
@@ -42,6 +43,20 @@ class WeightSource(Protocol):
         """
         ...
 
+    def linear(
+        self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0
+    ) -> torch.Tensor | QuantizedWeight:
+        """The weight [O, I] of the linear `name`, as it is multiplied with; arguments and errors of `take`."""
+        ...
+
+    def quantized(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor | QuantizedWeight:
+        """What `linear` would give of a linear with this weight."""
+        ...
+
+    def names_of(self, name: str) -> Sequence[str]:
+        """The tensors that `linear` takes."""
+        ...
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name; a seed has those of the oldest layout alone."""
         ...
@@ -51,7 +66,27 @@ class WeightSource(Protocol):
         ...
 
 
-class SafetensorsSource:
+class _PlainLinears:
+    """The linears of a source that has their weights as they are."""
+
+    take: Callable[..., torch.Tensor]
+
+    def linear(
+        self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0
+    ) -> torch.Tensor | QuantizedWeight:
+        """The weight as it is stored."""
+        return self.take(f"{name}.weight", shape, span, dim)
+
+    def quantized(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor | QuantizedWeight:
+        """The same weight again."""
+        return weight_OI
+
+    def names_of(self, name: str) -> Sequence[str]:
+        """The weight, which is one tensor."""
+        return (f"{name}.weight",)
+
+
+class SafetensorsSource(_PlainLinears):
     """The safetensors files of a directory: a single file, or shards with their index."""
 
     def __init__(
@@ -137,7 +172,7 @@ class SafetensorsSource:
             )
 
 
-class RandomSource:
+class RandomSource(_PlainLinears):
     """Dummy weights (`--load-format dummy`): each tensor a function of the seed, its name and the type of device, which
     makes it."""
 

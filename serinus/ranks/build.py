@@ -148,6 +148,7 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         seed=seed,
         device=device,
         model_impl=config.model.model_impl,
+        quantization=config.model.quantization,
     )
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)

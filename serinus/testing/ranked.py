@@ -54,14 +54,16 @@ class RunnerRank:
         page_count: int = 160,
         rows: int = 32,
         load_format: str = "auto",
+        quantization: str = "auto",
         device: str = "cpu",
         hook: ForwardHook | None = None,
     ) -> RunnerRank:
         """Load this rank's share of the checkpoint at `path` and allocate its pools."""
         kernels = load(device, column)
         model = load_model(
-            load_spec(path), path, dtype, kernels, load_format=load_format, device=device, shard=shard, comm=comm
-        )
+            load_spec(path, quantization=quantization), path, dtype, kernels, load_format=load_format, device=device,
+            shard=shard, comm=comm,
+        )  # fmt: skip
         pools = {
             part: DevicePool(
                 PoolSpec(
@@ -122,14 +124,15 @@ class RankedRunner:
 
 def ranked_engine(
     path: Path, mesh: Mesh, dtype: torch.dtype, *, partition: Sequence[int] = (), column: str = "auto",
-    page_size: int = 8, page_count: int = 160, load_format: str = "auto",
+    page_size: int = 8, page_count: int = 160, load_format: str = "auto", quantization: str = "auto",
 ) -> tuple[DirectEngine, RankedRunner]:  # fmt: skip
     """A DirectEngine that decides for all ranks of a mesh, and its runner, to be closed."""
 
     def rank(shard: Shard, comm: Comm) -> RunnerRank:
         return RunnerRank.make(
-            path, shard, comm, dtype, column=column, page_size=page_size, page_count=page_count, load_format=load_format
-        )
+            path, shard, comm, dtype, column=column, page_size=page_size, page_count=page_count,
+            load_format=load_format, quantization=quantization,
+        )  # fmt: skip
 
     runner = RankedRunner(rank, load_spec(path).shards(mesh, partition), mesh)
     direct = DirectEngine(runner.ranks[0].model, load("cpu", column), page_size=page_size, page_count=page_count)

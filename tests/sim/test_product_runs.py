@@ -91,6 +91,8 @@ REASONS: dict[str, str] = {
     "models/loader.py": "checkpoints",
     "models/mixture.py": "arithmetic of models",
     "models/mxfp4.py": "checkpoints",
+    "models/quantization.py": "checkpoints",
+    "models/quantized.py": "checkpoints",
     "models/rope.py": "arithmetic of models",
     "models/small_checkpoints.py": "checkpoints",
     "models/toy.py": "arithmetic of models",

@@ -30,7 +30,7 @@ from serinus.kernels.cpu.decode_units import Lay, run_lay
 from serinus.kernels.cpu.paged_attention import UNEVEN, decode_call, digest_unseen, refuse_row, threads_of
 from serinus.kernels.cpu.qk_rope_store import refuse_token, store_call
 from serinus.kernels.cpu.rms_norm import norm_call
-from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, normed_call, rows_call
+from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, fused_rows, normed_call, rows_call
 from serinus.kernels.layers import DecodeLayers, LayerSteps, LayerWeights
 from serinus.kernels.packed import PackedLinear, RowBlocks
 
@@ -59,7 +59,7 @@ def decode_layers(
     Returns: None where the weights are none that few rows are multiplied with (`row_linear`), or of experts.
     """
     linears = [each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    if any(linear is None or linear.rows is None for linear in linears):
+    if any(linear is None or fused_rows(linear) is None for linear in linears):
         return None
     if any(_dense(layer.gate_up).out_size % GATED_BLOCK for layer in layers):
         return None

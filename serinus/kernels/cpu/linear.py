@@ -12,14 +12,20 @@ many, and the last bits of a row may depend on its company.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from serinus.kernels.checks import check_pack_linear
 from serinus.kernels.cpu import row_linear
+from serinus.kernels.cpu.quantized import IN_STEP, packed_blocks
 from serinus.kernels.cpu.row_linear import ROWS_MAX, find_blocks, multiply_rows
+from serinus.kernels.cpu.scalar import host_has
 from serinus.kernels.huge_pages import collapse_to_huge_pages
-from serinus.kernels.packed import PackedLinear
+from serinus.kernels.packed import PackedLinear, RowBlocks
+from serinus.kernels.quantized import QuantizedWeight
 
 __all__ = ["linear", "pack_linear", "warm"]
 
@@ -28,10 +34,14 @@ _multiply = torch.ops.mkldnn._linear_pointwise
 _BATCH_HINT = 16
 
 
-def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-    """Reorder a weight into oneDNN's blocks; the result shares no memory with `weight_OI`."""
-    check_pack_linear(weight_OI, bias_O)
+def pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> PackedLinear:
+    """Reorder a weight into oneDNN's blocks, a quantized one into our own; the result shares no memory with it."""
+    weight_OI, quantized = check_pack_linear(weight, bias_O)
     out_size, in_size = weight_OI.shape
+    if quantized is not None:
+        values, blocks = packed_blocks(quantized)
+        bias = None if bias_O is None else bias_O.detach().clone()
+        return PackedLinear(weight=values, bias_O=bias, in_size=in_size, out_size=out_size, blocked=True, rows=blocks)
     blocked: Tensor = _reorder(weight_OI.detach(), _BATCH_HINT)
     collapse_to_huge_pages(torch.ops.mkldnn.data_ptr(blocked), torch.ops.mkldnn._nbytes(blocked))
     bias = None if bias_O is None else bias_O.detach().clone()
@@ -46,6 +56,8 @@ def linear(x_TI: Tensor, packed: PackedLinear) -> Tensor:
     if not packed.blocked:
         raise ValueError("kernels: linear of column cpu got a plain weight, expected one packed by column cpu")
     rows = x_TI.shape[0]
+    if packed.rows is not None and packed.rows.bits < 16:
+        return _multiply_quantized(x_TI, packed, packed.rows)
     if packed.rows is not None and x_TI.dim() == 2 and 0 < rows <= ROWS_MAX:
         return multiply_rows(x_TI, packed, packed.rows)
     if rows == 1:
@@ -57,6 +69,16 @@ def warm(dtype: torch.dtype) -> None:
     """Compile, or load from the disk."""
     if dtype == torch.bfloat16:
         row_linear.warm()
+
+
+def _multiply_quantized(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks) -> Tensor:
+    """Rows that are no multiple of 8 inputs are filled up. Without bf16 dot products bf16 is computed in fp32."""
+    missing = -packed.in_size % IN_STEP
+    rows_TI = F.pad(x_TI, (0, missing)) if missing and x_TI.shape[-1] == packed.in_size else x_TI
+    if x_TI.dtype != torch.bfloat16 or host_has("avx512bf16"):
+        return multiply_rows(rows_TI, packed, blocks)
+    bias_O = None if packed.bias_O is None else packed.bias_O.float()
+    return multiply_rows(rows_TI.float(), replace(packed, bias_O=bias_O), blocks).to(x_TI.dtype)
 
 
 def _multiply_blocked(x_TI: Tensor, packed: PackedLinear) -> Tensor:

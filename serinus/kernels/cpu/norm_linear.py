@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from serinus.kernels.checks import check_norm, check_residual
 from serinus.kernels.contracts import Gate, NormLinear
-from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, multiply_normed_rows
+from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, fused_rows, multiply_normed_rows
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.ref import norm_linear as plain
 
@@ -29,8 +30,8 @@ def make_norm_linear(ops: Mapping[str, Callable[..., Any]]) -> NormLinear:
         gate: Gate | None = None, /,
     ) -> Tensor:  # fmt: skip
         """The norm, the linear and the activation; see the reference."""
-        blocks = packed.rows
-        few = residual_TI.dim() == 2 and 0 < len(residual_TI) <= ROWS_MAX
+        blocks = fused_rows(packed)
+        few = residual_TI.dtype == torch.bfloat16 and residual_TI.dim() == 2 and 0 < len(residual_TI) <= ROWS_MAX
         if blocks is None or not few or (gate is not None and packed.out_size % GATED_BLOCK):
             return one_by_one(x_TI, residual_TI, weight_I, eps, packed, gate)
         check_norm(residual_TI, weight_I)

@@ -19,6 +19,10 @@ Same bits. oneDNN sums the inputs of an output in order, pair by pair, in parts 
 512 where I <= 1024) and are then added in order; so does this kernel, hence a row's result does not depend on which of
 the two computed it. (oneDNN itself breaks that for one row where I > 1024: its parts are then of 512.)
 
+Quantized weights lie in blocks of their own (`quantized`): a chunk is unpacked into the words that it would have been,
+scales are applied to the sums of their parts, and any number of rows is multiplied here, by ROWS_MAX at a time: a row's
+result hangs on no other. Rows of fp32 are words of one input instead of two; they are taken of quantized weights only.
+
 Neither the layout nor the parts are promised by oneDNN, so both are looked at: `find_blocks` compares the packed bytes
 with the weight, and `find_part` measures the parts. Where one is not as said here, where O or I is no multiple of 64
 (oneDNN then pads), for fp32, and on processors without AVX512-BF16, the answer is None and oneDNN takes every call.
@@ -32,37 +36,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from serinus.kernels.contracts import Gate
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
-from serinus.kernels.cpu.llvm import (
-    FLOATS,
-    I32,
-    I64,
-    LANES,
-    PAIRS,
-    WORDS,
-    dot_pairs,
-    load,
-    prefetch,
-    shifted,
-    splat,
-    store,
-)
+from serinus.kernels.cpu.products import BLOCK, add_products
+from serinus.kernels.cpu.quantized import IN_STEP, add_unpacked, unpack
 from serinus.kernels.cpu.row_steps import gate_row, norm_row
 from serinus.kernels.cpu.scalar import (
     FAST,
     at,
     await_count,
     carray,
-    cgutils,
     fetch_add,
     host_has,
     inlined,
-    intrinsic,
+    literally,
     narrow,
     publish,
     widen,
@@ -74,6 +64,7 @@ __all__ = [
     "ROWS_MAX",
     "find_blocks",
     "find_part",
+    "fused_rows",
     "multiply_normed_rows",
     "multiply_rows",
     "normed_call",
@@ -84,19 +75,17 @@ __all__ = [
 ROWS_MAX = 32
 """Rows up to which this kernel was the faster one, or as fast, on every shape tried; at 64 nothing is left of it."""
 
-_BLOCK = 64
-"""Outputs of a block; also what oneDNN pads I to."""
-GATED_BLOCK = 2 * _BLOCK
+GATED_BLOCK = 2 * BLOCK
 """Outputs that a gated linear takes together: a block of the gate and one of what it lets through."""
 _CHUNK = 64
 """Input pairs that serve all rows before the next: 16 KiB of weight, half of the first cache."""
 _GROUP = 4
 """Rows in registers at a time: 16 sums, 4 vectors of weight, 1 of input."""
+_UNPACKED_ROWS = 4
+"""Up to so many rows quantized weights are unpacked in registers, for one group; else in the first cache, for all."""
 _RUN_MAX = 16
 """Blocks claimed at once, at most: long runs please the memory, short ones balance the threads. So runs begin long and
 get shorter: 2 % faster than all of 16, on 2 threads and 16 rows of 1024 x 6144."""
-_LOCALITY = 2
-"""LLVM's word for the second cache, where the next chunk goes: the first one is full of this chunk and the rows."""
 _SERIAL_PRODUCTS = 1 << 16
 """Below this many products the start of a second thread costs more than it saves."""
 _PROBE_ROWS = (2, 16, 64, 512)
@@ -105,7 +94,8 @@ _PROBE_ROWS = (2, 16, 64, 512)
 _GELU = 2
 _GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu": _GELU}
 _Arguments = fields(
-    "ticket x weight bias out rows pairs blocks threads part gate norm_ticket normed residual norm_weight wide source",
+    "ticket x weight bias out rows words blocks threads part gate norm_ticket normed residual norm_weight wide source"
+    " outs scales zeros",
     "eps",
 )
 _FIELDS = len(_Arguments._fields_)
@@ -118,7 +108,7 @@ def find_blocks(weight_OI: Tensor, packed: Tensor) -> RowBlocks | None:
     Cost: one comparison of all bytes.
     """
     out_size, in_size = weight_OI.shape
-    whole = out_size > 0 and in_size > 0 and out_size % _BLOCK == 0 and in_size % _BLOCK == 0
+    whole = out_size > 0 and in_size > 0 and out_size % BLOCK == 0 and in_size % BLOCK == 0
     if weight_OI.dtype != torch.bfloat16 or not whole or not host_has("avx512bf16"):
         return None
     byte_count = out_size * in_size * 2
@@ -126,11 +116,11 @@ def find_blocks(weight_OI: Tensor, packed: Tensor) -> RowBlocks | None:
         return None
     address = int(torch.ops.mkldnn.data_ptr(packed))
     words = torch.frombuffer((ctypes.c_char * byte_count).from_address(address), dtype=torch.int32)
-    plain = weight_OI.detach().contiguous().view(torch.int32).view(-1, _BLOCK, in_size // 2)
-    if not torch.equal(words.view(-1, in_size // 2, _BLOCK), plain.transpose(1, 2)):
+    plain = weight_OI.detach().contiguous().view(torch.int32).view(-1, BLOCK, in_size // 2)
+    if not torch.equal(words.view(-1, in_size // 2, BLOCK), plain.transpose(1, 2)):
         return None
     part = find_part(in_size)
-    return RowBlocks(address=address, part=part) if part is not None and _agrees(in_size, part) else None
+    return RowBlocks(address=address, part=2 * part) if part is not None and _agrees(in_size, part) else None
 
 
 @cache
@@ -139,11 +129,11 @@ def _agrees(in_size: int, part: int) -> bool:
     an order of their own: there everything is left to oneDNN, since a row must not depend on the company it is in.
     """
     chance = torch.Generator().manual_seed(in_size)
-    weight = torch.randn(_BLOCK, in_size, generator=chance).to(torch.bfloat16)
+    weight = torch.randn(BLOCK, in_size, generator=chance).to(torch.bfloat16)
     x = torch.randn(_PROBE_ROWS[-1], in_size, generator=chance).to(torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    blocks = RowBlocks(address=int(torch.ops.mkldnn.data_ptr(packed)), part=part)
-    linear = PackedLinear(weight=packed, bias_O=None, in_size=in_size, out_size=_BLOCK, blocked=True, rows=blocks)
+    blocks = RowBlocks(address=int(torch.ops.mkldnn.data_ptr(packed)), part=2 * part)
+    linear = PackedLinear(weight=packed, bias_O=None, in_size=in_size, out_size=BLOCK, blocked=True, rows=blocks)
     wanted = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     return torch.equal(multiply_rows(x, linear, blocks), wanted)
 
@@ -158,7 +148,7 @@ def find_part(in_size: int) -> int | None:
     """
     pairs = in_size // 2
     edges = torch.arange(32, pairs, 32)
-    weight = torch.zeros(-(-(len(edges) + 1) // _BLOCK) * _BLOCK, pairs, 2)
+    weight = torch.zeros(-(-(len(edges) + 1) // BLOCK) * BLOCK, pairs, 2)
     rows = torch.arange(len(edges))
     weight[rows, edges - 1, 0] = 1.0
     weight[rows, edges, 0] = 2.0**30
@@ -176,12 +166,20 @@ def find_part(in_size: int) -> int | None:
     return part if begins == tuple(range(part, pairs, part)) else None
 
 
+def fused_rows(packed: PackedLinear) -> RowBlocks | None:
+    """How bf16 rows are multiplied that were written by a kernel, or are read by one; None: only op by op."""
+    blocks = packed.rows
+    is_whole = packed.in_size % IN_STEP == 0 and packed.out_size % BLOCK == 0
+    return blocks if is_whole and host_has("avx512bf16") else None
+
+
 def multiply_rows(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks) -> Tensor:
-    """x @ weight.T + bias for T <= ROWS_MAX (any T is right), [T, O] bf16.
+    """x @ weight.T + bias, [T, O] in the dtype of x: bf16, or fp32 where the weight is quantized. Any T is right, of a
+    weight that is not quantized up to ROWS_MAX is fast.
 
     Raises:
-        ValueError: x is not bf16 of width I.
-    Cost: O * I * 2 bytes read once; 5 us of Python.
+        ValueError: x is not of such a dtype or not of width I.
+    Cost: all bytes of the weight read once for each ROWS_MAX rows; 5 us of Python.
     """
     out_TO = x_TI.new_empty((*x_TI.shape[:-1], packed.out_size))
     rows_call(x_TI.contiguous(), packed, blocks, out_TO).run()
@@ -234,97 +232,122 @@ def _call(
     keeps: tuple[object, ...],
 ) -> KernelCall:  # fmt: skip
     """`x_TI`: the input, or where it is normed first the place for that."""
-    if x_TI.dtype != torch.bfloat16 or x_TI.shape[-1] != packed.in_size:
+    width, outs = x_TI.shape[-1], out_TO.shape[-1]
+    pairs = x_TI.dtype == torch.bfloat16
+    if not (pairs or (x_TI.dtype == torch.float32 and blocks.bits < 16)) or width != _width(packed, blocks):
         raise ValueError(
             f"kernels: linear got {x_TI.dtype} of shape {tuple(x_TI.shape)}, expected bf16 [T, {packed.in_size}]"
         )
-    rows = x_TI.numel() // packed.in_size
+    rows = x_TI.numel() // width
     threads = 1 if rows * packed.in_size * packed.out_size < _SERIAL_PRODUCTS else thread_count()
     arguments = _Arguments(
-        0, x_TI.data_ptr(), blocks.address, 0 if packed.bias_O is None else packed.bias_O.data_ptr(), out_TO.data_ptr(),
-        rows, packed.in_size // 2, out_TO.shape[-1] // _BLOCK, threads, blocks.part, gate, *norm,
+        0, x_TI.data_ptr(), blocks.address, _address(packed.bias_O), out_TO.data_ptr(), rows, width >> pairs,
+        -(-outs // BLOCK), threads, blocks.part >> pairs, gate, *norm[:-1], outs, _address(blocks.scales),
+        _address(blocks.zeros), norm[-1],
     )  # fmt: skip
-    return KernelCall(body=_body(VERSION), arguments=arguments, threads=threads, keeps=(x_TI, packed, out_TO, *keeps))
+    body = _body(blocks.bits, pairs, blocks.zeros is not None, VERSION)
+    return KernelCall(body=body, arguments=arguments, threads=threads, keeps=(x_TI, packed, out_TO, *keeps))
+
+
+def _width(packed: PackedLinear, blocks: RowBlocks) -> int:
+    """Of the rows: quantized weights are filled up."""
+    return packed.in_size if blocks.bits == 16 else -(-packed.in_size // IN_STEP) * IN_STEP
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def warm() -> None:
-    """Compile, or load from the disk."""
+    """Compile, or load from the disk, what multiplies by weights of bf16."""
     if host_has("avx512bf16"):
-        _body(VERSION)
+        _body(16, True, False, VERSION)
 
 
-@intrinsic
-def _add_products(
-    typingctx: Any, x: Any, x_stride: Any, weight: Any, sums: Any, pairs: Any, fetch: Any, fetch_step: Any, ROWS: Any
-) -> Any:
-    """sums += x weight for ROWS rows and one block of outputs, pair after pair.
+@inlined(fastmath=FAST)
+def _multiply_chunk(
+    chunk_at: Any, x: Any, rows: Any, row_bytes: Any, count: Any, sums_at: Any, fetch: Any, fetch_bytes: Any,
+    PAIRED: Any,
+) -> None:  # fmt: skip
+    """sums += x weight for `count` words of all rows; so many bytes a word are fetched meanwhile."""
+    literally(PAIRED)
+    groups = (rows + _GROUP - 1) // _GROUP
+    fetch_step = fetch_bytes // max(1, groups)
+    row = 0
+    for group in range(groups):
+        taken = (rows - row + groups - group - 1) // (groups - group)
+        here, s = x + row * row_bytes, sums_at + row * BLOCK * 4
+        if taken == 4:
+            add_products(here, row_bytes, chunk_at, s, count, fetch, fetch_step, 4, PAIRED)
+        elif taken == 3:
+            add_products(here, row_bytes, chunk_at, s, count, fetch, fetch_step, 3, PAIRED)
+        elif taken == 2:
+            add_products(here, row_bytes, chunk_at, s, count, fetch, fetch_step, 2, PAIRED)
+        else:
+            add_products(here, row_bytes, chunk_at, s, count, fetch, fetch_step, 1, PAIRED)
+        row += taken
+        fetch += count * fetch_step
 
-    x: rows of `pairs` bf16 pairs, `x_stride` bytes apart. weight: [pairs, 64] bf16 pairs. sums: fp32 [ROWS, 64].
-    With pair p the cache lines from `fetch` + p * `fetch_step` are called for, up to those of the next pair, at most 4.
-    """
-    count = ROWS.literal_value
-    columns = range(_BLOCK // LANES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_at, x_step, weight_at, sums_at, pair_count, fetch_at, fetch_by = args[:7]
-        cells = [(i, j, shifted(builder, sums_at, i * _BLOCK * 4 + j * 64)) for i in range(count) for j in columns]
-        held = {(i, j): cgutils.alloca_once(builder, FLOATS) for i, j, _ in cells}
-        for i, j, spot in cells:
-            builder.store(load(builder, spot, FLOATS), held[i, j])
-        rows = [builder.add(x_at, builder.mul(x_step, I64(i))) for i in range(count)]
-        with cgutils.for_range(builder, pair_count, intp=I64) as loop:
-            ahead = builder.add(fetch_at, builder.mul(fetch_by, loop.index))
-            for j in columns:
-                if not j:
-                    prefetch(builder, ahead, _LOCALITY)
-                    continue
-                with builder.if_then(builder.icmp_signed(">", fetch_by, I64(j * 64))):
-                    prefetch(builder, shifted(builder, ahead, j * 64), _LOCALITY)
-            here = builder.add(weight_at, builder.mul(loop.index, I64(_BLOCK * 4)))
-            weights = [builder.bitcast(load(builder, shifted(builder, here, j * 64), WORDS), PAIRS) for j in columns]
-            for i in range(count):
-                word = load(builder, builder.add(rows[i], builder.mul(loop.index, I64(4))), I32)
-                pair = builder.bitcast(splat(builder, word), PAIRS)
-                for j in columns:
-                    builder.store(dot_pairs(builder, builder.load(held[i, j]), pair, weights[j]), held[i, j])
-        for i, j, spot in cells:
-            store(builder, builder.load(held[i, j]), spot)
-        return context.get_dummy_value()
-
-    return types.void(x, x_stride, weight, sums, pairs, fetch, fetch_step, ROWS), codegen
+@inlined(fastmath=FAST)
+def _multiply_unpacked(
+    chunk_at: Any, x: Any, rows: Any, row_bytes: Any, count: Any, sums_at: Any, zeros_at: Any, fetch: Any, BITS: Any,
+    PAIRED: Any, SHIFTED: Any,
+) -> None:  # fmt: skip
+    """The same of quantized weights, in registers."""
+    literally(BITS)
+    literally(PAIRED)
+    literally(SHIFTED)
+    if rows == 4:
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 4, BITS, PAIRED, SHIFTED)
+    elif rows == 3:
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 3, BITS, PAIRED, SHIFTED)
+    elif rows == 2:
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 2, BITS, PAIRED, SHIFTED)
+    else:
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 1, BITS, PAIRED, SHIFTED)
 
 
 @inlined(fastmath=FAST)
 def _multiply_block(
-    block_at: Any, next_at: Any, x_at: Any, rows: Any, pairs: Any, part: Any, sums: Any, total: Any
-) -> None:
+    block_at: Any, next_at: Any, x: Any, rows: Any, words: Any, part: Any, sums: Any, total: Any, kept: Any,
+    scales_at: Any, zeros_at: Any, BITS: Any, PAIRED: Any, SHIFTED: Any,
+) -> None:  # fmt: skip
     """total = x weight, fp32 [rows, 64] as `sums` is, for one block of outputs; the first chunk of the block at
-    `next_at` is fetched meanwhile."""
-    groups = (rows + _GROUP - 1) // _GROUP
-    row_bytes = pairs * 4
-    fetch_step = _BLOCK * 4 // max(1, groups)
-    for begin in range(0, pairs, part):
-        end = min(begin + part, pairs)
+    `next_at` is fetched meanwhile. kept: room for a chunk of unpacked words. scales_at, zeros_at: those of the first
+    part of this block, where it is quantized."""
+    literally(BITS)
+    literally(PAIRED)
+    literally(SHIFTED)
+    word_bytes = _word_bytes(BITS, PAIRED)
+    for begin in range(0, words, part):
+        end = min(begin + part, words)
         sums[:] = np.float32(0)
         for chunk in range(begin, end, _CHUNK):
             count = min(_CHUNK, end - chunk)
-            chunk_at = block_at + chunk * _BLOCK * 4
-            fetch = chunk_at + _CHUNK * _BLOCK * 4 if chunk + _CHUNK < pairs else next_at
-            row = 0
-            for group in range(groups):
-                taken = (rows - row + groups - group - 1) // (groups - group)
-                x = x_at + row * row_bytes + chunk * 4
-                s = sums.ctypes.data + row * _BLOCK * 4
-                if taken == 4:
-                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 4)
-                elif taken == 3:
-                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 3)
-                elif taken == 2:
-                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 2)
-                else:
-                    _add_products(x, row_bytes, chunk_at, s, count, fetch, fetch_step, 1)
-                row += taken
-                fetch += count * fetch_step
+            chunk_at = block_at + chunk * word_bytes
+            fetch = chunk_at + _CHUNK * word_bytes if chunk + _CHUNK < words else next_at
+            if BITS == 16:
+                _multiply_chunk(
+                    chunk_at, x + chunk * 4, rows, words * 4, count, sums.ctypes.data, fetch, word_bytes, PAIRED
+                )
+            elif rows > _UNPACKED_ROWS:
+                unpack(chunk_at, kept.ctypes.data, count, zeros_at, fetch, BITS, PAIRED, SHIFTED)
+                _multiply_chunk(
+                    kept.ctypes.data, x + chunk * 4, rows, words * 4, count, sums.ctypes.data, fetch, 0, PAIRED
+                )
+            else:
+                _multiply_unpacked(
+                    chunk_at, x + chunk * 4, rows, words * 4, count, sums.ctypes.data, zeros_at, fetch, BITS, PAIRED,
+                    SHIFTED,
+                )  # fmt: skip
+        if BITS < 16:
+            scales = carray(at(scales_at), BLOCK, np.float32)
+            for row in range(rows):
+                for i in range(row * BLOCK, row * BLOCK + BLOCK):
+                    sums[i] *= scales[i - row * BLOCK]
+            scales_at += BLOCK * 4
+            zeros_at += BLOCK
         if begin == 0:
             total[:] = sums
         else:
@@ -332,16 +355,34 @@ def _multiply_block(
                 total[i] += sums[i]
 
 
+@inlined(fastmath=set())
+def _word_bytes(bits: Any, paired: Any) -> Any:
+    """Bytes of weight that 64 outputs have for a word of the rows."""
+    return BLOCK * (2 if paired else 1) * bits // 8
+
+
 @inlined(fastmath=FAST)
 def _round_row(sums: Any, bias_at: Any, out: Any) -> None:
-    """64 outputs of a row as bf16; bias_at: 0, or where those of the bias are."""
+    """Outputs of a row as bf16; bias_at: 0, or where those of the bias are."""
     if bias_at != 0:
-        bias = carray(at(bias_at), _BLOCK, np.uint16)
-        for i in range(_BLOCK):
+        bias = carray(at(bias_at), len(out), np.uint16)
+        for i in range(len(out)):
             out[i] = narrow(sums[i] + widen(bias[i]))
     else:
-        for i in range(_BLOCK):
+        for i in range(len(out)):
             out[i] = narrow(sums[i])
+
+
+@inlined(fastmath=FAST)
+def _finish_row(sums: Any, bias_at: Any, out: Any) -> None:
+    """The same of fp32."""
+    if bias_at != 0:
+        bias = carray(at(bias_at), len(out), np.float32)
+        for i in range(len(out)):
+            out[i] = sums[i] + bias[i]
+    else:
+        for i in range(len(out)):
+            out[i] = sums[i]
 
 
 @inlined(fastmath=FAST)
@@ -374,16 +415,20 @@ def _claim(a: Any, turn: Any, first: Any) -> Any:
 
 
 @cache
-def _body(version: int) -> Body:
+def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
+    """For weights of so many bits; `pairs`: rows are bf16, else fp32; `has_zeros`: weights have zero points."""
+    item_bytes, rows_max, paired, shifted_by = (2 if pairs else 4), ROWS_MAX, int(pairs), int(has_zeros)
+
     def multiply_blocks(args: Any) -> None:
         if version < 0:
             return
         a = carray(args, _FIELDS, np.int64)
-        rows, pairs, blocks, part, gate = a[5], a[6], a[7], a[9], a[10]
-        sums = np.empty(rows * _BLOCK, np.float32)
-        total = np.empty(rows * _BLOCK, np.float32)
-        halves = np.empty((2, rows * _BLOCK), np.uint16)
-        block_bytes = pairs * _BLOCK * 4
+        words, blocks, part, gate, outs = a[6], a[7], a[9], a[10], a[17]
+        room = min(a[5], rows_max) * BLOCK
+        sums, total, halves = np.empty(room, np.float32), np.empty(room, np.float32), np.empty((2, room), np.uint16)
+        kept = np.empty(_CHUNK * BLOCK if bits < 16 else 1, np.uint32)
+        block_bytes = words * _word_bytes(bits, paired)
+        tables = (words + part - 1) // part * BLOCK  # scales of a block
         half_count = 2 if gate else 1
         if a[16] != 0:
             _norm_rows(a, np.float32(carray(args, _FIELDS, np.float64)[_FIELDS - 1]))
@@ -393,24 +438,31 @@ def _body(version: int) -> Body:
             turn, claimed, count = _claim(a, turn, claimed)  # so early: its first chunk is fetched with our last one
             for block in range(first_block, end_block):
                 following = block + 1 if block + 1 < end_block else min(claimed, blocks - 1)
-                for half in range(half_count):  # a gate, then what it lets through
-                    here = block + half * blocks
-                    then = here + blocks if half + 1 < half_count else following
-                    _multiply_block(
-                        a[2] + here * block_bytes, a[2] + then * block_bytes, a[1], rows, pairs, part, sums, total
-                    )
-                    bias_at = a[3] + here * _BLOCK * 2 if a[3] != 0 else 0
-                    for row in range(rows):
-                        done = total[row * _BLOCK : row * _BLOCK + _BLOCK]
-                        if gate:
-                            _round_row(done, bias_at, halves[half, row * _BLOCK : row * _BLOCK + _BLOCK])
-                        else:
-                            out_at = a[4] + (row * blocks + block) * _BLOCK * 2
-                            _round_row(done, bias_at, carray(at(out_at), _BLOCK, np.uint16))
-                if gate:
-                    for row in range(rows):
-                        some = slice(row * _BLOCK, row * _BLOCK + _BLOCK)
-                        out_at = a[4] + (row * blocks + block) * _BLOCK * 2
-                        gate_row(halves[0, some], halves[1, some], out_at, gate == _GELU)
+                valid = min(BLOCK, outs - block * BLOCK)
+                for first_row in range(0, a[5], rows_max):
+                    rows = min(rows_max, a[5] - first_row)
+                    x_at, out_at = a[1] + first_row * words * 4, a[4] + (first_row * outs + block * BLOCK) * item_bytes
+                    for half in range(half_count):  # a gate, then what it lets through
+                        here = block + half * blocks
+                        then = here + blocks if half + 1 < half_count else following
+                        _multiply_block(
+                            a[2] + here * block_bytes, a[2] + then * block_bytes, x_at, rows, words, part,
+                            sums[: rows * BLOCK], total[: rows * BLOCK], kept, a[18] + here * tables * 4,
+                            a[19] + here * tables, bits, paired, shifted_by,
+                        )  # fmt: skip
+                        bias_at = a[3] + here * BLOCK * item_bytes if a[3] != 0 else 0
+                        for row in range(rows):
+                            done = total[row * BLOCK : row * BLOCK + BLOCK]
+                            row_at = out_at + row * outs * item_bytes
+                            if not pairs:
+                                _finish_row(done, bias_at, carray(at(row_at), valid, np.float32))
+                            elif gate:
+                                _round_row(done, bias_at, halves[half, row * BLOCK : row * BLOCK + BLOCK])
+                            else:
+                                _round_row(done, bias_at, carray(at(row_at), valid, np.uint16))
+                    if gate:
+                        for row in range(rows):
+                            some = slice(row * BLOCK, row * BLOCK + BLOCK)
+                            gate_row(halves[0, some], halves[1, some], out_at + row * outs * 2, gate == _GELU)
 
     return compile_body(multiply_blocks)

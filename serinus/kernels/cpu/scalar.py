@@ -32,6 +32,7 @@ __all__ = [
     "inlined",
     "intrinsic",
     "ir",
+    "literally",
     "log",
     "mix",
     "narrow",
@@ -44,6 +45,7 @@ __all__ = [
 ir: Any = llvmlite.ir
 cgutils: Any = numba.core.cgutils
 carray: Any = numba.carray  # type: ignore[attr-defined]
+literally: Any = numba.literally  # type: ignore[attr-defined]
 
 
 @cache

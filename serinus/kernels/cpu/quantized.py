@@ -1,0 +1,206 @@
+"""Quantized weights as `row_linear` reads them: how they lie in memory, and the loop that unpacks a chunk of them.
+
+Blocks of 64 outputs, as those of oneDNN. 8 bits: [O/64][I][64] bytes. 4 bits: [O/64][I/8][64] words of 8 inputs of one
+output, each plus 8; from the lowest digit on inputs 0, 2, 4, 6, 1, 3, 5, 7, so that with each shift by 4 the lower and
+the upper half of a word begin with the two inputs of a pair. O and I are filled up with zeros.
+
+They are unpacked into the words that the products are made with, pairs of bf16 or fp32: in registers for few rows, else
+a chunk at a time in the first cache. Both hold these integers exactly; scales are applied to sums. Four bits become
+bf16 by one look into a table of 32 (AVX512), which an index of 5 bits, digit less zero point, needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numba import types
+from torch import Tensor
+
+from serinus.kernels.cpu.llvm import FLOATS, I32, I64, LANES, PAIRS, WORDS, call, load, prefetch, shifted, store
+from serinus.kernels.cpu.products import BLOCK, LOCALITY, add_word
+from serinus.kernels.cpu.scalar import cgutils, intrinsic, ir
+from serinus.kernels.huge_pages import collapse_to_huge_pages
+from serinus.kernels.packed import RowBlocks
+from serinus.kernels.quantized import QuantizedWeight
+
+__all__ = ["IN_STEP", "add_unpacked", "packed_blocks", "unpack"]
+
+IN_STEP = 8
+"""What the input width is filled up to a multiple of."""
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Inputs of a word of 4-bit digits."""
+
+
+def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
+    """The bytes of the values, and how to read them. Cost: some copies of the weight; it shares no memory with them."""
+    out_size, in_size = weight.values_OI.shape
+    missing_out, missing_in = -out_size % BLOCK, -in_size % IN_STEP
+    values_BOI = F.pad(weight.values_OI, (0, missing_in, 0, missing_out)).view(-1, BLOCK, in_size + missing_in)
+    if weight.bits == 8:
+        blocks = values_BOI.transpose(1, 2).contiguous()
+    else:
+        digits = values_BOI.int().add_(8).view(len(values_BOI), BLOCK, -1, IN_STEP)
+        words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
+        for place, number in enumerate(_ORDER):
+            words |= digits[..., number] << 4 * place
+        blocks = words.transpose(1, 2).contiguous()
+    collapse_to_huge_pages(blocks.data_ptr(), blocks.nbytes)
+    zeros = None if weight.zeros_OG is None else _by_block(weight.zeros_OG, missing_out)
+    rows = RowBlocks(
+        address=blocks.data_ptr(),
+        part=weight.group if weight.scales_OG.shape[1] > 1 else in_size + missing_in,
+        bits=weight.bits,
+        scales=_by_block(weight.scales_OG, missing_out),
+        zeros=zeros,
+    )
+    return blocks, rows
+
+
+def _by_block(table_OG: Tensor, missing_out: int) -> Tensor:
+    """[O/64, G, 64], a copy."""
+    padded = F.pad(table_OG, (0, 0, 0, missing_out))
+    return padded.view(-1, BLOCK, table_OG.shape[1]).transpose(1, 2).contiguous()
+
+
+@intrinsic
+def unpack(
+    typingctx: Any, source: Any, target: Any, count: Any, zeros: Any, fetch: Any, BITS: Any, PAIRED: Any, SHIFTED: Any
+) -> Any:
+    """Integers of one block become words: `count` words (of one input, or where PAIRED of two) for each of 64 outputs.
+
+    source: where their bytes begin. target: [count, 64] fp32, or pairs of bf16. zeros: int8 [64], subtracted where
+    SHIFTED. As many bytes as are read are called for from `fetch` on. 4 bits: count is a multiple of 8 inputs' words.
+    """
+    form = _Form(BITS, PAIRED, SHIFTED)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source_at, target_at, count, zeros_at, fetch_at = args[:5]
+        with _steps(builder, form, source_at, count, zeros_at, fetch_at) as (index, columns):
+            there = builder.add(target_at, builder.mul(I64(form.words * BLOCK * 4), index))
+            for j, word in enumerate(columns):
+                for number in range(form.words):
+                    spot = shifted(builder, there, number * BLOCK * 4 + j * 64)
+                    store(builder, builder.bitcast(word(number), WORDS), spot)
+        return context.get_dummy_value()
+
+    return types.void(source, target, count, zeros, fetch, BITS, PAIRED, SHIFTED), codegen
+
+
+@intrinsic
+def add_unpacked(
+    typingctx: Any, x: Any, x_stride: Any, source: Any, sums: Any, count: Any, zeros: Any, fetch: Any, ROWS: Any,
+    BITS: Any, PAIRED: Any, SHIFTED: Any,
+) -> Any:  # fmt: skip
+    """`unpack` and `add_products` in registers, for ROWS rows; the bits of one after the other."""
+    form, count_rows, size = _Form(BITS, PAIRED, SHIFTED), ROWS.literal_value, BLOCK // LANES
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x_at, x_step, source_at, sums_at, count, zeros_at, fetch_at = args[:7]
+        cells = {(i, j): shifted(builder, sums_at, (i * size + j) * 64) for i in range(count_rows) for j in range(size)}
+        held = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
+        for cell, spot in cells.items():
+            builder.store(load(builder, spot, FLOATS), held[cell])
+        rows = [builder.add(x_at, builder.mul(x_step, I64(i))) for i in range(count_rows)]
+        with _steps(builder, form, source_at, count, zeros_at, fetch_at) as (index, columns):
+            first = builder.mul(I64(form.words * 4), index)
+            for number in range(form.words):
+                weights = [builder.bitcast(word(number), PAIRS if form.paired else FLOATS) for word in columns]
+                for i in range(count_rows):
+                    spot = shifted(builder, builder.add(rows[i], first), number * 4)
+                    add_word(builder, load(builder, spot, I32), weights, [held[i, j] for j in range(size)])
+        for cell, spot in cells.items():
+            store(builder, builder.load(held[cell]), spot)
+        return context.get_dummy_value()
+
+    return types.void(x, x_stride, source, sums, count, zeros, fetch, ROWS, BITS, PAIRED, SHIFTED), codegen
+
+
+class _Form:
+    """What is known of the integers at compile time."""
+
+    def __init__(self, bits: Any, paired: Any, has_zeros: Any) -> None:
+        self.bits, self.paired, self.has_zeros = bits.literal_value, bool(paired.literal_value), has_zeros.literal_value
+        self.words = 1 if self.bits == 8 else IN_STEP // 2 if self.paired else IN_STEP
+        """That are made of what is read at once."""
+        inputs = self.words * 2 if self.paired else self.words
+        self.bytes = BLOCK * inputs * self.bits // 8
+        """That are read at once, of all outputs."""
+
+
+_Word = Callable[[int], Any]
+"""From the number of a word to 16 outputs of it."""
+
+
+@contextmanager
+def _steps(
+    builder: Any, form: _Form, source: Any, count: Any, zeros: Any, fetch: Any
+) -> Generator[tuple[Any, list[_Word]]]:
+    """The loop over what is read at once: its number, and of each 16 outputs what makes their words."""
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    zero = [
+        builder.sext(load(builder, shifted(builder, zeros, j * LANES), kind, 1), WORDS) if form.has_zeros else None
+        for j in range(BLOCK // LANES)
+    ]
+    make = _bytes if form.bits == 8 else _pairs if form.paired else _digits
+    with cgutils.for_range(builder, builder.udiv(count, I64(form.words)), intp=I64) as loop:
+        done = builder.mul(I64(form.bytes), loop.index)
+        for line in range(0, form.bytes, 64):
+            prefetch(builder, shifted(builder, builder.add(fetch, done), line), LOCALITY)
+        here = builder.add(source, done)
+        yield loop.index, [make(builder, form, here, j, each) for j, each in enumerate(zero)]
+
+
+def _all(value: int, kind: Any = WORDS) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _bytes(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
+    """One input as fp32; or two as a pair: the bf16 of a small integer is the upper half of its fp32."""
+
+    def value(number: int) -> Any:
+        spot = shifted(builder, source, number * BLOCK + j * LANES)
+        loaded = builder.sext(load(builder, spot, ir.VectorType(ir.IntType(8), LANES), 1), WORDS)
+        return builder.bitcast(builder.sitofp(builder.sub(loaded, zero) if zero else loaded, FLOATS), WORDS)
+
+    def word(number: int) -> Any:
+        return builder.or_(builder.lshr(value(0), _all(16)), value(1)) if form.paired else value(0)
+
+    return word
+
+
+def _pairs(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
+    """Four pairs: a table of bf16 is looked up by digit plus garbage * 16, or by digit less zero."""
+    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+    packed = builder.bitcast(load(builder, shifted(builder, source, j * 64), WORDS), halves)
+    numbers = [float(place if place < 16 else place - 32) for place in range(2 * LANES)]
+    less = None
+    if zero is None:
+        numbers = [float((place & 15) - 8) for place in range(2 * LANES)]
+    else:
+        above = builder.add(zero, _all(8))
+        less = builder.bitcast(builder.or_(above, builder.shl(above, _all(16))), halves)
+    table = ir.Constant(halves, torch.tensor(numbers).bfloat16().view(torch.int16).tolist())
+
+    def word(number: int) -> Any:
+        index = builder.lshr(packed, _all(4 * number, halves)) if number else packed
+        if less is not None:
+            index = builder.sub(builder.and_(index, _all(15, halves)), less)
+        return call(builder, "llvm.x86.avx512.permvar.hi.512", halves, [table, index])
+
+    return word
+
+
+def _digits(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
+    """Eight inputs as fp32."""
+    packed = load(builder, shifted(builder, source, j * 64), WORDS)
+    above = _all(8) if zero is None else builder.add(zero, _all(8))
+
+    def word(number: int) -> Any:
+        digit = builder.and_(builder.lshr(packed, _all(4 * _ORDER.index(number))), _all(15))
+        return builder.sitofp(builder.sub(digit, above), FLOATS)
+
+    return word

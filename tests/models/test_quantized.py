@@ -1,0 +1,177 @@
+"""A quantized model is the model that its integers stand for: whatever the family, the mesh and the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from serinus.core.clock import WallClock
+from serinus.core.config import ServeConfig
+from serinus.core.errors import ConfigError
+from serinus.core.settings import MemorySettings, ModelSettings
+from serinus.engine.build import build_engine
+from serinus.engine.launch import ready_of
+from serinus.engine.step_floor import weight_bytes
+from serinus.kernels import load
+from serinus.models import load_model, load_spec
+from serinus.models.quantized import quantize
+from serinus.models.small_checkpoints import make_checkpoint, make_toy
+from serinus.parallel import Mesh
+from serinus.testing.direct import DirectEngine
+from serinus.testing.ranked import ranked_engine
+from tests.models.parity import GREEDY, Recorder, random_ids
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "vocab": 511, "layers": 3},
+    "gemma2": {"tied": True, "layers": 3},
+    "phi3": {"layers": 2, "intermediate": 176},
+    "granite": {"layers": 2, "tied": True},
+}
+"""Biases and an odd vocabulary; norms less 1 and a tied head; projections stored as one, put in another order;
+multipliers."""
+MIXTURE = "qwen2_moe"
+PROMPT = random_ids(33, 60)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("quantized")
+    sizes = {**FAMILIES, MIXTURE: {"layers": 2}}
+    return {name: make_checkpoint(root / name, name, tokenizer=False, **size) for name, size in sizes.items()}
+
+
+def is_linear(name: str) -> bool:
+    """Of attention, MLP or a shared expert."""
+    return name.endswith("proj.weight") and ".experts." not in name
+
+
+def dequantized(path: Path, folder: Path, method: str) -> Path:
+    """The checkpoint with the linears that a quantized model would have, in fp32; the head is no longer tied."""
+    folder.mkdir()
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        tensors[name] = by_hand(tensor, method) if is_linear(name) else tensor
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = by_hand(head, "int8")
+    save_file(tensors, folder / "model.safetensors")
+    text = (path / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def by_hand(weight: torch.Tensor, method: str) -> torch.Tensor:
+    """Row by row and group by group."""
+    out = torch.empty_like(weight, dtype=torch.float32)
+    for o, row in enumerate(weight.float()):
+        for begin in range(0, len(row), 128 if method == "int4" else len(row)):
+            some = row[begin : begin + 128] if method == "int4" else row
+            largest = some[some.abs().argmax()]
+            scale = largest / -8 if method == "int4" else largest.abs() / 127
+            low, high = (-8, 7) if method == "int4" else (-128, 127)
+            out[o, begin : begin + len(some)] = (some / scale).round().clamp(low, high) * scale
+    return out
+
+
+def engine(path: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[DirectEngine, Recorder]:
+    kernels = load("cpu")
+    model = Recorder(load_model(load_spec(path, quantization=quantization), path, dtype, kernels))
+    return DirectEngine(model, kernels, page_size=8, page_count=100), model
+
+
+def logprobs(direct: DirectEngine, model: Recorder) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens after a prompt in uneven chunks, and log-probabilities of the vocabulary at each of them."""
+    seq = direct.start(PROMPT, GREEDY, tokens=30)
+    for chunk in [1, 37, 1 << 30] + [1] * 20:
+        direct.step([(seq, chunk)])
+    return list(seq.output), torch.cat(model.seen).log_softmax(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
+def test_a_model_quantized_at_load_gives_what_the_model_of_its_dequantized_weights_gives(
+    checkpoints: dict[str, Path], tmp_path: Path, family: str, method: str
+) -> None:
+    found, ours = logprobs(*engine(checkpoints[family], method))
+    expected, theirs = logprobs(*engine(dequantized(checkpoints[family], tmp_path / "plain", method)))
+    assert found == expected
+    assert float((ours - theirs).abs().max()) <= 1e-4
+    _, plain = logprobs(*engine(checkpoints[family]))
+    assert float((ours - plain)[0].abs().max()) > 1e-3, "nothing was quantized"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2)])
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_ranks_have_parts_of_the_same_quantized_weights(checkpoints: dict[str, Path], mesh: Mesh, method: str) -> None:
+    for family in ("llama", "phi3"):
+        alone, _ = engine(checkpoints[family], method)
+        direct, runner = ranked_engine(checkpoints[family], mesh, torch.float32, quantization=method)
+        tokens = []
+        for each in (alone, direct):
+            seq = each.start(PROMPT, GREEDY, tokens=30)
+            tokens.append(each.generate([seq], 20))
+        runner.close()
+        assert tokens[0] == tokens[1], family
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_decode_by_whole_layers_gives_the_bits_of_the_ops_one_by_one(tmp_path: Path, method: str) -> None:
+    sizes: dict[str, Any] = {"hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_size": 64}
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False, dtype="bfloat16", layers=2, **sizes)
+    spec, found = load_spec(path, quantization=method), []
+    for whole in (True, False):
+        kernels = load("cpu") if whole else replace(load("cpu"), decode_layers=None)
+        model = Recorder(load_model(spec, path, torch.bfloat16, kernels))
+        found.append(logprobs(DirectEngine(model, kernels, page_size=8, page_count=100), model))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_signature_log_floor_and_answers_tell_how_weights_are_quantized(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, signatures = checkpoints["llama"], set()
+    for method in ("auto", "int8", "int4"):
+        model = ModelSettings(model_path=str(path), quantization=method, dtype="float32", skip_tokenizer_init=True)
+        memory = MemorySettings(max_total_tokens=512)
+        config = ServeConfig(model=model, memory=memory)
+        with caplog.at_level("INFO", logger="serinus"):
+            built = build_engine(config, WallClock())
+        info = ready_of(built, {}).info
+        built.close()
+        signatures.add(info["model_signature"])
+        expected = "none" if method == "auto" else f"{method}: linears of {method[3:]} bits"
+        assert str(info["quantization"]).startswith(expected)
+    assert len(signatures) == 3
+    assert sum("weights are quantized, int" in record.getMessage() for record in caplog.records) == 2
+    plain, int8, int4 = (weight_bytes(load_spec(path, quantization=each), 2) for each in ("auto", "int8", "int4"))
+    assert int8 * 2 == plain
+    assert 0.25 < int4 / plain < 0.45
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: make_toy(path, tokenizer=False), "SerinusToyForCausalLM"),
+        (lambda path: make_checkpoint(path, "llama", tokenizer=False), "GPTNeoX"),
+    ],
+)
+def test_what_has_no_linears_of_ours_is_not_quantized(tmp_path: Path, make: Callable[[Path], Path], said: str) -> None:
+    path = make(tmp_path)
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace("LlamaForCausalLM", "GPTNeoXForCausalLM"))
+    with pytest.raises(ConfigError, match=f"quantization is 'int8' for {said}"):
+        load_spec(path, quantization="int8")
+
+
+def test_a_weight_of_zeros_is_quantized_to_zeros() -> None:
+    for bits, group in ((8, 256), (4, 128)):
+        assert not quantize(torch.zeros(3, 256), bits, group).dequantized().any()
