@@ -220,10 +220,7 @@ class _Group:
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
-            if self._config.server.log_format == "json":
-                shown = child_line(text, member.name, self._clock.unix())
-            else:
-                shown = f"{member.name:>10} | {text}"
+            shown = child_line(text, member.name, self._clock.unix(), self._config.server.log_format)
             print(shown, file=sys.stderr, flush=True)
 
     async def _await_report(self, member: Member, read_end: int) -> None:

@@ -19,7 +19,7 @@ __all__ = ["LOG_FORMATS", "child_line", "fields", "get_logger", "setup_logging"]
 LOG_FORMATS = ("text", "json")
 _ROOT = "serinus"
 _OWN = frozenset((*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"))
-"""Attributes that every record has; all others are fields of the caller."""
+"""Attributes that every record has; all others are fields of the caller, but those that libraries begin with `_`."""
 
 
 def get_logger(room: str) -> logging.Logger:
@@ -42,7 +42,7 @@ class _JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **self._stamp,
         }
-        line |= {name: value for name, value in record.__dict__.items() if name not in _OWN}
+        line |= {name: value for name, value in record.__dict__.items() if name not in _OWN and name[0] != "_"}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -73,9 +73,11 @@ def setup_logging(level: str = "info", rank: str = "TP0", log_format: str = "tex
     logger.propagate = False
 
 
-def child_line(line: str, engine: str, unix: float) -> str:
-    """A line of a child process as an object that names its engine; what was none before (the dump of a crash) becomes
-    the message of one."""
+def child_line(line: str, engine: str, unix: float, log_format: str) -> str:
+    """A line of a child process with the name of its engine before it; in json an object that names it, where what was
+    none (the dump of a crash) becomes the message of one."""
+    if log_format != "json":
+        return f"{engine:>10} | {line}"
     try:
         found = json.loads(line)
     except ValueError:

@@ -78,10 +78,10 @@ def test_tracebacks_and_lines_of_libraries_are_objects_too(capsys: pytest.Captur
 
 
 def test_a_line_of_a_child_names_its_engine_whatever_it_is() -> None:
-    child = json.loads(child_line('{"ts": "t", "level": "info", "message": "m"}', "decode-0", 0.0))
+    child = json.loads(child_line('{"ts": "t", "level": "info", "message": "m"}', "decode-0", 0.0, "json"))
     assert child == {"ts": "t", "level": "info", "message": "m", "engine": "decode-0"}
     for raw in ("Fatal Python error", "[1, 2]", "7"):
-        found = json.loads(child_line(raw, "decode-0", 1.5))
+        found = json.loads(child_line(raw, "decode-0", 1.5, "json"))
         assert found == {
             "ts": "1970-01-01T00:00:01.500Z", "level": "info", "logger": "stderr", "message": raw, "engine": "decode-0",
         }  # fmt: skip

@@ -16,6 +16,7 @@ from serinus.testing.servers import READY, Server
 NAMESPACE = "serinus"
 KEY = "the-operator"
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+_ROLES = ("prefill-", "decode-", "unified-")
 
 
 class RayGroup:
@@ -30,8 +31,8 @@ class RayGroup:
         return {each["node"]: each["url"] for each in self._states("router-") if each["url"]}
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """What the actors of engines say, by name."""
-        return {each["name"]: each for each in self._states("prefill-", "decode-")}
+        """What the actors of engines' ranks say, by name."""
+        return {each["name"]: each for each in self._states(*_ROLES)}
 
     def _states(self, *begin: str) -> list[dict[str, Any]]:
         import ray
@@ -57,7 +58,7 @@ class RayGroup:
 
     def kill_node(self, node: str) -> None:
         """As a machine that is cut off the power: its raylet, and all that it hosts."""
-        hosts = self._states("router-", "prefill-", "decode-")
+        hosts = self._states("router-", *_ROLES)
         pids = [each["pid"] for each in hosts if each["node"] == node and each["alive"]]  # others have no process yet
         (found,) = [each for each in self.cluster.worker_nodes if each.node_id == node]
         for pid in pids:

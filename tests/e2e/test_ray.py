@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -20,9 +21,11 @@ from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
 from serinus.testing.servers import READY
+from tests.deploy.promql import scraped
 
 from .cluster import until
-from .ray_group import NODE, RayGroup, ray_group
+from .otlp import Receiver
+from .ray_group import KEY, NODE, RayGroup, ray_group
 
 SMALL = (
     "--max-total-tokens", "1024", "--context-length", "256", "--page-size", "8", "--max-running-requests", "4",
@@ -32,6 +35,8 @@ SCALE = (
     "--prefill", "1", "--decode", "2", "--min-decode", "2", "--max-decode", "3", "--scale-up-after", "5",
     "--scale-down-after", "10",
 )  # fmt: skip
+SEEN = ("--log-format", "json", "--otlp-traces-endpoint")
+READY_JSON = r'ready to roll.*"rank": "up"'
 pytestmark = [pytest.mark.proof, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
@@ -98,6 +103,21 @@ def answers(url: str) -> bool:
         return False
 
 
+def shown(url: str) -> dict[str, str]:
+    """Names of the engines of which the page of this router has had news, by URL."""
+    members, news = {}, set()
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.stream("GET", f"{url}/dashboard/events", headers=headers, timeout=60) as answer:
+        lines = answer.iter_lines()
+        while not members or news < set(members):
+            line = next(lines)
+            if line.startswith("event: "):
+                news.add(line.removeprefix("event: "))
+            elif line.startswith('data: {"kind":"fleet"'):
+                members = {each["url"]: each["name"] for each in json.loads(line.removeprefix("data: "))["members"]}
+    return members
+
+
 def refused(*words: str) -> str:
     """What a command says that ends with exit code 2."""
     done = subprocess.run(
@@ -108,13 +128,16 @@ def refused(*words: str) -> str:
 
 
 def test_a_node_dies_engines_come_and_go_and_every_answer_is_right(tmp_path: Path) -> None:
+    """Their page, metrics, traces and log are of the whole cluster."""
     toy = make_toy(tmp_path / "toy", context=256)
     asker = Asker(toy)
-    with ray_group(toy, *SMALL, *SCALE) as group:
+    with Receiver() as receiver, ray_group(toy, *SMALL, *SCALE, *SEEN, receiver.grpc_url, ready=READY_JSON) as group:
         engines, routers = group.engines(), group.routers()
         assert set(engines) == {"prefill-0", "decode-0", "decode-1"}
         assert len({each["node"] for each in engines.values()}) == 3, "engines are spread over the nodes"
         assert len(routers) == 3, "a router on every node"
+        for url in routers.values():
+            assert shown(url) == {each["url"]: name for name, each in engines.items()}
         head = group.cluster.head_node.node_id
         lost = next(each for each in engines.values() if each["name"] != "prefill-0" and each["node"] != head)
 
@@ -145,28 +168,50 @@ def test_a_node_dies_engines_come_and_go_and_every_answer_is_right(tmp_path: Pat
         assert asker.wrong == []
         assert asker.right > 220
         assert len(healthy(group, asker.routers[0], "decode")) == 2
-        assert "serinus:router_engine_up" in httpx.get(f"{asker.routers[0]}/metrics", timeout=60).text
+        scrape = httpx.get(f"{asker.routers[0]}/metrics", timeout=60).text
+        found = {each["engine"] for each in scraped(scrape)["serinus:num_requests_total"]}
+        assert found == set(group.engines())
+        assert {each["to"] for each in scraped(scrape)["serinus:router_engine_up"]} == set(shown(asker.routers[0]))
+        trace = "ab" * 16
+        body = {"input_ids": [*range(30, 90)], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+        headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+        assert httpx.post(f"{asker.routers[0]}/generate", json=body, headers=headers, timeout=120).status_code == 200
+        services = {"serinus-router", "serinus-decode", "serinus-prefill"}
+        receiver.wait(lambda: {each["service"] for each in receiver.of(trace)} == services, f"spans of {services}")
+    # Ray's own words about the node that died go to stdout, which the test reads together with the log.
+    lines = [json.loads(line) for line in group.server.output.splitlines() if line[:1] == "{" or "serinus" in line]
+    assert {line.get("engine") for line in lines} >= {*engines, None}
+    assert not [name for line in lines for name in line if name.startswith("_")]
 
 
 def test_an_engine_that_finds_no_room_says_why_and_starts_when_a_node_comes(tmp_path: Path) -> None:
-    """Two stages, on nodes of one core each; there is one node at first."""
-    toy = make_toy(tmp_path / "toy", context=256)
-    words = (*SMALL, "--prefill", "0", "--decode", "1", "--pp-size", "2")
-    with ray_group(toy, *words, nodes=0, cores=1, ready="waits for room") as group:
+    """Two stages of two ranks, on nodes of two cores each; there is one node at first."""
+    toy = make_toy(tmp_path / "toy", context=256, kv_heads=2)
+    words = (*SMALL, "--prefill", "0", "--decode", "1", "--tp-size", "2", "--pp-size", "2")
+    with ray_group(toy, *words, nodes=0, ready="waits for room") as group:
         said = group.server.wait_line("unified-0 waits for room", 10)
-        assert "bundle 0 of 2 (1 CPU on one node) finds no room: 1 nodes" in said
-        assert said.endswith("free in all: 1 CPU")
-        group.cluster.add_node(**{**NODE, "num_cpus": 1})
+        assert "bundle 0 of 2 (2 CPU on one node) finds no room: 1 nodes" in said
+        assert said.endswith("free in all: 2 CPU")
+        words = ("--ray", "--ray-address", group.cluster.address, "--ray-namespace", "other")
+        no_model = refused("up", str(tmp_path / "none"), *words, "--prefill", "0", "--decode", "1")
+        assert "unified-0 is gone" in no_model
+        assert "ready to roll" not in no_model
+        group.cluster.add_node(**NODE)
         group.server.wait_line(READY, 240)
-        engine, stage = group.actor("unified-0"), group.actor("unified-0-stage-1")
-        assert engine["node"] != stage["node"], "stages are spread"
+        ranks = group.engines()
+        assert set(ranks) == {"unified-0", "unified-0-TP1-PP0", "unified-0-TP0-PP1", "unified-0-TP1-PP1"}
+        node = {name: each["node"] for name, each in ranks.items()}
+        assert node["unified-0"] == node["unified-0-TP1-PP0"], "the ranks of a stage are packed"
+        assert node["unified-0-TP0-PP1"] == node["unified-0-TP1-PP1"] != node["unified-0"], "stages are spread"
+        assert len({each["pid"] for each in ranks.values()}) == 4
         assert len(group.routers()) == 2
         asker = Asker(toy)
         asker.routers = list(group.routers().values())
         for seed in range(8):
             asker.ask(seed)
-        assert stage["alive"]
-        os.killpg(stage["pid"], signal.SIGKILL)
+        lost = ranks["unified-0-TP1-PP1"]
+        assert lost["alive"]
+        os.killpg(lost["pid"], signal.SIGKILL)
         group.server.wait_line("unified-0 is ready again", 240)
         until(lambda: bool(healthy(group, asker.routers[0], "decode")), "the engine at the first router")
         until(lambda: bool(healthy(group, asker.routers[1], "decode")), "the engine at the second router")
@@ -185,5 +230,7 @@ def test_an_engine_that_finds_no_room_says_why_and_starts_when_a_node_comes(tmp_
 
 def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     toy = make_toy(tmp_path / "toy", context=256)
-    said = refused("up", str(toy), "--ray", "--ray-address", "127.0.0.1:9")
+    words = ("up", str(toy), "--ray", "--ray-address", "127.0.0.1:9")
+    assert "tp_size is 3, expected a divisor of 1, the model's KV heads" in refused(*words, "--tp-size", "3")
+    said = refused(*words)
     assert "--ray-address is '127.0.0.1:9', which does not answer" in said

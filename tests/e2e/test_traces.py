@@ -5,85 +5,28 @@ Three real processes send their spans to a receiver of OTLP over HTTP, which sta
 
 from __future__ import annotations
 
-import gzip
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from serinus.testing.servers import Server
 
 from .cluster import HTTP, generate
 from .conftest import small
+from .otlp import Receiver
 
 pytestmark = pytest.mark.slow
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PROMPT = [5 + i * 7 % 300 for i in range(200)]
 
 
-class Receiver(ThreadingHTTPServer):
-    """Takes spans, as dicts with their service, attributes and times in seconds."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.spans: list[dict[str, Any]] = []
-        self.news = threading.Condition()
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
-
-    def wait(self, check: Callable[[], bool], what: str) -> None:
-        """Until spans have come by which it holds."""
-        with self.news:
-            assert self.news.wait_for(check, 60), f"{what} not among {[(s['trace'], s['name']) for s in self.spans]}"
-
-    def of(self, trace: str) -> list[dict[str, Any]]:
-        return [span for span in self.spans if span["trace"] == trace]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Takes one export of spans."""
-
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Receiver)
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.headers.get("content-encoding") == "gzip":
-            body = gzip.decompress(body)
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            about = {item.key: item.value.string_value for item in resource.resource.attributes}
-            spans = [_read(span, about) for scope in resource.scope_spans for span in scope.spans]
-            with self.server.news:
-                self.server.spans += spans
-                self.server.news.notify_all()
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Not in the output of the tests."""
-
-
-def _read(span: Any, about: dict[str, str]) -> dict[str, Any]:
-    values = {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
-    return {
-        "service": about["service.name"], "instance": about["service.instance.id"], "name": span.name,
-        "trace": span.trace_id.hex(), "id": span.span_id.hex(), "parent": span.parent_span_id.hex(), "values": values,
-        "start": 1e-9 * span.start_time_unix_nano, "end": 1e-9 * span.end_time_unix_nano, "error": span.status.message,
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
     with Receiver() as made:
         yield made
-        made.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from serinus.core.trace import SpanRecord
 from serinus.front import FrontSettings, RouterSettings, check_endpoint
 from serinus.front.router import Router
 from serinus.front.tracing import Tracing, make_tracing
+from tests.e2e.otlp import Receiver
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
@@ -94,6 +95,34 @@ def test_records_of_the_engine_are_spans_in_the_time_of_this_machine(
     assert (grant.start_time, grant.end_time) == (1_700_000_040 * 10**9, 1_700_000_041 * 10**9)
     assert dict(handoff.attributes or {}) == {"serinus.pages": 3}
     assert handoff.status.description == "late"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_collector_gets_a_request_and_what_its_engine_recorded(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=k")
+    with Receiver() as receiver:
+        made = make_tracing(
+            receiver.grpc_url if protocol == "grpc" else receiver.url, role="decode", name="d", clock=WallClock()
+        )
+        assert made is not None
+        span = made.begin("POST /generate", HEADERS)
+        record = SpanRecord(
+            name="handoff", traceparent=span.traceparent, start=1.0, end=3.0, parts=(("handoff.grant", 1.0, 2.0),),
+            attributes=(("serinus.pages", 7),), error="it failed",
+        )  # fmt: skip
+        made.export([record])
+        made.end(span, 200)
+        made.close()
+        receiver.wait(lambda: len(receiver.of(TRACE)) == 3, "three spans")
+    by_name = {each["name"]: each for each in receiver.of(TRACE)}
+    front, handoff, grant = (by_name[name] for name in ("POST /generate", "handoff", "handoff.grant"))
+    assert (front["parent"], handoff["parent"], grant["parent"]) == (CLIENT, front["id"], handoff["id"])
+    assert (handoff["values"], handoff["error"]) == ({"serinus.pages": 7}, "it failed")
+    assert handoff["end"] - handoff["start"] == pytest.approx(2.0, abs=1e-6)
+    assert {each["service"] for each in by_name.values()} == {"serinus-decode"}
+    assert all(each["x-key"] == "k" for each in receiver.headers)
 
 
 def test_without_an_endpoint_there_is_no_tracing() -> None:

@@ -1,7 +1,7 @@
 """What runs on the nodes: actors that host one server process each, which ends with them.
 
-`StageHost` hosts a stage of an engine (`serinus serve`, which has the ranks of this stage as its processes),
-`RouterHost` a `serinus router`, which it tells of engines by its own /workers.
+`RankHost` hosts one rank of an engine (`serinus serve`; the first rank's also answers HTTP), `RouterHost` a
+`serinus router`, which it tells of engines by its own /workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import deque
 from typing import Any, Final
 
 import msgspec
@@ -23,11 +24,18 @@ from serinus.core.errors import SerinusError
 from serinus.core.free_ports import free_ports
 from serinus.front import UpstreamBroken, fetch
 
-__all__ = ["Fate", "RouterHost", "StageHost"]
+__all__ = ["Fate", "RankHost", "RouterHost"]
 
 _ASK_S_MAX: Final = 5.0
 _END_S: Final = 10.0
 """Beyond what its requests may take, a server that was told to stop has this long."""
+_LAST_LINES: Final = 3
+"""So many tell why a process ended."""
+_LINES_S: Final = 1.0
+"""The last lines of a process are waited for so long to be asked for."""
+_LINES_LOOK_S: Final = 0.02
+_LINES_MAX: Final = 2000
+"""Lines that wait for the terminal; older ones are in this actor's log alone."""
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +54,17 @@ class _Host:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
-        self._lines: list[str] = []
+        self._last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._said: deque[str] = deque(maxlen=_LINES_MAX)
+        """Lines that wait to be asked for."""
+        self._news = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return self.name  # what Ray prints before each line of this actor
+        return self.name  # as `ray list actors` calls it
 
     async def _run(self, command: str, config: ConfigTree, threads: int) -> dict[str, Any]:
-        """Start the process; what it says when it is ready, empty where it says nothing (a stage without the leader).
+        """Start the process; what it says when it is ready, empty where it says nothing (a rank without HTTP).
 
         Raises SerinusError where it ends before.
         """
@@ -74,6 +85,7 @@ class _Host:
         self.process.stdin.write(child_order(config))
         self.process.stdin.close()
         self._reader = asyncio.create_task(self._echo(self.process.stdout.fileno()))
+        self._reader.add_done_callback(lambda _: self._news.set())
         if isinstance(config, ServeConfig) and config.parallel.node_rank:
             os.close(read_end)
             return {}
@@ -87,11 +99,22 @@ class _Host:
         return report
 
     async def _echo(self, descriptor: int) -> None:
-        """Write the lines of the process to this actor's output, which Ray carries to the driver's terminal."""
+        """Keep the lines of the process for `lines`, and write them to this actor's own log (`ray logs actor`)."""
         with os.fdopen(os.dup(descriptor), "r", errors="replace") as lines:
             while line := await asyncio.to_thread(lines.readline):
-                self._lines = [*self._lines[-9:], line.rstrip()]
+                self._last.append(line.rstrip())
+                self._said.append(line.rstrip())
+                self._news.set()
                 print(line.rstrip(), flush=True)
+
+    async def lines(self) -> list[str]:
+        """What the process has written since the last call; waits for some. Empty: it has ended."""
+        while not self._said and not (self._reader is not None and self._reader.done()):
+            self._news.clear()
+            await self._news.wait()
+        found = list(self._said)
+        self._said.clear()
+        return found
 
     async def ended(self) -> Fate:
         """Wait for the end of the process."""
@@ -99,38 +122,48 @@ class _Host:
         code = await asyncio.to_thread(self.process.wait)
         if self._reader is not None:
             await self._reader
-        return Fate(code=code, last_words=" / ".join(self._lines[-3:]))
+        return Fate(code=code, last_words=" / ".join(self._last))
 
     async def state(self) -> dict[str, Any]:
         """For people and for the driver: what this actor hosts, and whether it lives."""
         alive = self.process is not None and self.process.poll() is None
         pid = self.process.pid if self.process else 0
         node = ray.get_runtime_context().get_node_id()
-        return {"name": self.name, "url": self.url, "pid": pid, "alive": alive, "node": node}
+        gpus = ray.get_gpu_ids()
+        return {"name": self.name, "url": self.url, "pid": pid, "alive": alive, "node": node, "gpus": gpus}
 
     async def stop(self, s_max: float) -> int:
         """Let the process answer what it has, for `s_max` seconds at most, and end; 0 = at once. Its exit code."""
         if self.process is None:
             return 0
+        code = await self._stop(self.process, s_max)
+        for _ in range(int(_LINES_S / _LINES_LOOK_S)):
+            if not self._said:
+                break
+            await asyncio.sleep(_LINES_LOOK_S)
+        return code
+
+    @staticmethod
+    async def _stop(process: subprocess.Popen[bytes], s_max: float) -> int:
         for number in (signal.SIGTERM, *(() if s_max > 0 else (signal.SIGINT,))):
-            if self.process.poll() is None:
-                self.process.send_signal(number)
+            if process.poll() is None:
+                process.send_signal(number)
         try:
-            return await asyncio.to_thread(self.process.wait, s_max + _END_S)
+            return await asyncio.to_thread(process.wait, s_max + _END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            return await asyncio.to_thread(self.process.wait)
+            process.kill()
+            return await asyncio.to_thread(process.wait)
 
 
-class StageHost(_Host):
-    """One stage of an engine: the first has the leader and answers HTTP."""
+class RankHost(_Host):
+    """One rank of an engine: the first leads and answers HTTP."""
 
     async def place(self, host: str) -> list[int]:
-        """Two free ports at this node's address: for HTTP, and for the ranks of other stages."""
+        """Two free ports at this node's address: for HTTP, and where the other ranks report."""
         return free_ports(2, host)
 
     async def start(self, config: str) -> dict[str, Any]:
-        """Serve with these settings; what it says when it is ready, empty from other stages than the first.
+        """Serve with these settings; what it says when it is ready, empty from other ranks than the first.
 
         Raises SerinusError where it ends before.
         """

@@ -13,13 +13,16 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from serinus.cli.on_ray.actors import StageHost
-from serinus.cli.on_ray.placement import Bundle, bundles_of, why_unplaced
+from serinus.cli.on_ray.actors import RankHost
+from serinus.cli.on_ray.lines import ActorLines
+from serinus.cli.on_ray.placement import Bundle, actor_name, bundles_of, why_unplaced
 from serinus.core.addresses import host_port
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone, SerinusError
 from serinus.core.log import get_logger
+from serinus.parallel import Mesh
+from serinus.ranks.rank_processes import mesh_of
 
 __all__ = ["RayEngine", "State", "end_actors", "new_actor"]
 
@@ -51,13 +54,17 @@ class State(StrEnum):
     GONE = "gone"
 
 
-async def new_actor(host: type, name: str, **options: Any) -> Any:
-    """A named actor. Raises ConfigError where the name stays taken: by another group of this namespace."""
+async def new_actor(host: type, name: str, lines: ActorLines, **options: Any) -> Any:
+    """A named actor, with its lines on the terminal. Raises ConfigError where the name stays taken: by another group of
+    this namespace."""
     for _ in range(int(_NAME_FREE_S_MAX / _LOOK_S)):
         try:
-            return ray.remote(host).options(name=name, max_restarts=0, **options).remote(name)
+            actor = ray.remote(host).options(name=name, max_restarts=0, **options).remote(name)
         except ValueError:  # the name is that of one that ends just now, or of another group
             await asyncio.sleep(_LOOK_S)
+        else:
+            lines.follow(actor, name)
+            return actor
     raise ConfigError(
         f"cli: an actor {name!r} is in this namespace of the cluster already, expected none: give another"
         f" --ray-namespace, or end the other group"
@@ -86,6 +93,7 @@ class RayEngine:
     """All but its addresses."""
     gpus: bool
     clock: Clock
+    lines: ActorLines
     namespace: str
     drain_s_max: float
     left_routers: Callable[[str], bool]
@@ -107,7 +115,8 @@ class RayEngine:
     """It will not be placed again: `why`."""
     _leave: asyncio.Event = field(default_factory=asyncio.Event)
     _group: PlacementGroup | None = None
-    _stages: list[Any] = field(default_factory=list)
+    _ranks: list[Any] = field(default_factory=list)
+    """Their actors, the leader first."""
 
     @property
     def name(self) -> str:
@@ -174,23 +183,27 @@ class RayEngine:
 
     async def _start(self) -> None:
         """Start its actors and their processes. Raises RayError, SerinusError."""
-        self.state, self._stages = State.STARTING, []
+        self.state, self._ranks = State.STARTING, []
         _log.info("serinus: %s starts on %s", self.name, ", ".join(self.nodes))
-        for number, bundle in enumerate(bundles_of(self.config, gpus=self.gpus)):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-            self._stages.append(
+        mesh = mesh_of(self.config)
+        for rank in range(mesh.size):
+            stage = mesh.pp_rank(rank)
+            bundle = bundles_of(self.config, gpus=self.gpus)[stage]
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
+            self._ranks.append(
                 await new_actor(
-                    StageHost,
-                    self.name if not number else f"{self.name}-stage-{number}",
-                    num_cpus=bundle["CPU"],
-                    num_gpus=bundle.get("GPU", 0),
+                    RankHost,
+                    actor_name(self.name, mesh, rank),
+                    self.lines,
+                    num_cpus=bundle["CPU"] / mesh.tp,
+                    num_gpus=bundle.get("GPU", 0) / mesh.tp,
                     scheduling_strategy=strategy,
                 )
             )
-        http, meeting = await self._stages[0].place.remote(self.nodes[0])
+        http, meeting = await self._ranks[0].place.remote(self.nodes[0])
         starts = [
-            stage.start.remote(self._settings(number, http, meeting).to_json())
-            for number, stage in enumerate(self._stages)
+            actor.start.remote(self._settings(mesh, rank, http, meeting).to_json())
+            for rank, actor in enumerate(self._ranks)
         ]
         reports = await asyncio.gather(*map(_result, starts))
         self.report, self.url = reports[0], str(reports[0]["url"])
@@ -198,26 +211,26 @@ class RayEngine:
         again = f" again, on {', '.join(self.nodes)}" if self.restarts else ""
         _log.info("serinus: %s is ready%s after %.1f s: %s", self.name, again, self.report["seconds"], self.url)
 
-    def _settings(self, stage: int, http: int, meeting: int) -> ServeConfig:
-        """Those of one stage, on the node that it has got."""
-        config, stages = self.config, self.config.parallel.pp_size
+    def _settings(self, mesh: Mesh, rank: int, http: int, meeting: int) -> ServeConfig:
+        """Those of one rank, on the node that it has got: each actor is a machine of its own, with one rank."""
+        config, node = self.config, self.nodes[mesh.pp_rank(rank)]
         several: dict[str, Any] = {
-            "nnodes": stages,
-            "node_rank": stage,
+            "nnodes": mesh.size,
+            "node_rank": rank,
             "dist_init_addr": host_port(self.nodes[0], meeting),
         }
         return replace(
             config,
-            server=replace(config.server, host=self.nodes[stage], port=http),
-            pd=replace(config.pd, bootstrap_host=self.nodes[stage], bootstrap_port=0),
-            parallel=replace(config.parallel, **several) if stages > 1 else config.parallel,
+            server=replace(config.server, host=node, port=http),
+            pd=replace(config.pd, bootstrap_host=node, bootstrap_port=0),
+            parallel=replace(config.parallel, **several) if mesh.size > 1 else config.parallel,
         )
 
     # ---- life and end -----------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Until it is lost or has been drained. Raises RayError, SerinusError: why it is lost."""
-        ends = [asyncio.ensure_future(_result(stage.ended.remote())) for stage in self._stages]
+        ends = [asyncio.ensure_future(_result(actor.ended.remote())) for actor in self._ranks]
         leave = asyncio.ensure_future(self._leave.wait())
         try:
             while not leave.done():
@@ -237,7 +250,7 @@ class RayEngine:
     async def _ask_health(self) -> None:
         try:
             async with asyncio.timeout(_HEALTH_S_MAX):
-                await asyncio.gather(*(_result(stage.state.remote()) for stage in self._stages))
+                await asyncio.gather(*(_result(actor.state.remote()) for actor in self._ranks))
         except TimeoutError:
             raise PeerGone(f"an actor gave no sign of life for {_HEALTH_S_MAX:g} s") from None
 
@@ -247,15 +260,15 @@ class RayEngine:
         _log.info("serinus: %s is drained, at most %g s", self.name, self.drain_s_max)
         end = self.clock.now() + self.drain_s_max
         while self.clock.now() < end:
-            if self.left_routers(self.url) and not await self._stages[0].unfinished.remote():
+            if self.left_routers(self.url) and not await self._ranks[0].unfinished.remote():
                 return
             await asyncio.sleep(_LOOK_S)
         _log.warning("serinus: %s still has requests after %g s, it is ended", self.name, self.drain_s_max)
 
     async def end(self, s_max: float) -> None:
         """End what is left of its actors, and give its place back; it lets its requests end for `s_max` seconds."""
-        self.url, stages, self._stages = "", self._stages, []
-        await end_actors(stages, s_max)
+        self.url, actors, self._ranks = "", self._ranks, []
+        await end_actors(actors, s_max)
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

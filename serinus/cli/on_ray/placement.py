@@ -1,7 +1,7 @@
 """What an engine asks of a Ray cluster, and why it may have to wait for it. Plain functions of plain data.
 
-An engine is a placement group with one bundle for each stage, spread over nodes: a bundle is on one node, so the ranks
-of a stage are together, where their tensors travel by shared memory or NVLink.
+An engine is a placement group with one bundle for each stage, spread over nodes. A bundle is on one node, so the ranks
+of a stage, an actor each, are together: their tensors travel by shared memory or NVLink.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serinus.core.config import ServeConfig
+from serinus.parallel import Mesh
 
-__all__ = ["Bundle", "NodeTable", "bundles_of", "shown_resources", "why_unplaced"]
+__all__ = ["Bundle", "NodeTable", "actor_name", "bundles_of", "shown_resources", "why_unplaced"]
 
 Bundle = dict[str, float]
 NodeTable = Sequence[Mapping[str, Any]]
@@ -23,6 +24,11 @@ def bundles_of(config: ServeConfig, *, gpus: bool) -> list[Bundle]:
     ranks = float(config.parallel.tp_size)
     one = {"GPU": ranks, "CPU": ranks} if gpus else {"CPU": ranks * (config.kernels.threads or 1)}
     return [dict(one) for _ in range(config.parallel.pp_size)]
+
+
+def actor_name(engine: str, mesh: Mesh, rank: int) -> str:
+    """`decode-0` for the leader, `decode-0-TP1-PP0` for another rank: as the log calls it."""
+    return f"{engine}-{mesh.name(rank).replace(' ', '-')}" if rank else engine
 
 
 def shown_resources(resources: Mapping[str, float]) -> str:

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from serinus.cli.on_ray.actors import RouterHost
 from serinus.cli.on_ray.engine import end_actors, new_actor
+from serinus.cli.on_ray.lines import ActorLines
 from serinus.core.addresses import http_url, is_wildcard
 from serinus.core.clock import Clock
 from serinus.core.config import RouterConfig
@@ -32,6 +33,7 @@ class _Router:
 
     def __init__(self, node: str, address: str) -> None:
         self.node = node
+        self.name = f"router-{node[:8]}"
         self.address = address
         self.actor: Any = None
         self.url = ""
@@ -43,10 +45,11 @@ class _Router:
 class RayRouters:
     """The routers of one group."""
 
-    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+    def __init__(self, config: RouterConfig, clock: Clock, lines: ActorLines) -> None:
         """`config`: what they are told; the first on an address has the port, others there get a free one."""
         self._config = config
         self._clock = clock
+        self._lines = lines
         self._routers: dict[str, _Router] = {}
         """By the id of the node."""
 
@@ -90,13 +93,13 @@ class RayRouters:
         await asyncio.gather(*(self._tell(each, wanted) for each in self._routers.values() if each.url))
 
     async def _start(self, router: _Router) -> None:
-        server = self._config.server
+        server = replace(self._config.server, name=router.name)
         if any(each.url and each.address == router.address for each in self._routers.values()):
             server = replace(server, port=0)
         strategy = NodeAffinitySchedulingStrategy(router.node, soft=False)
         try:
             router.actor = await new_actor(
-                RouterHost, f"router-{router.node[:8]}", num_cpus=0, scheduling_strategy=strategy
+                RouterHost, router.name, self._lines, num_cpus=0, scheduling_strategy=strategy
             )
             url = await router.actor.start.remote(replace(self._config, server=server).to_json())
         except (RayError, ConfigError) as err:

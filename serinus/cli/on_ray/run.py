@@ -18,9 +18,11 @@ from typing import Any, Final
 import ray
 
 from serinus.cli.on_ray.engine import RayEngine, State
+from serinus.cli.on_ray.lines import ActorLines
 from serinus.cli.on_ray.placement import shown_resources
 from serinus.cli.on_ray.routers import RayRouters
 from serinus.cli.on_ray.seen import Looks
+from serinus.cli.shape import check_shape
 from serinus.core.addresses import split_host_port
 from serinus.core.clock import Clock
 from serinus.core.config import RouterConfig, ServeConfig, UpConfig
@@ -48,6 +50,8 @@ def run_on_ray(config: UpConfig, clock: Clock, started: float, ready_fd: int | N
     """
     if config.server.ssl_certfile:
         raise ConfigError("--ssl-certfile: got one with --ray, expected none: end TLS before the routers of the nodes")
+    for role in ("prefill", "decode"):
+        check_shape(config.engine(role=role, name=role, port=0, threads=1))
     _join(config)
     try:
         return asyncio.run(_Group(config, clock, started, ready_fd).live())
@@ -68,7 +72,9 @@ def _join(config: UpConfig) -> None:
                 f" (`ray start --head` prints it)"
             ) from err
     try:
-        ray.init(address=address, namespace=config.ray.ray_namespace, logging_level=logging.WARNING)
+        ray.init(
+            address=address, namespace=config.ray.ray_namespace, logging_level=logging.WARNING, log_to_driver=False
+        )
     except (ConnectionError, RuntimeError, ValueError) as err:
         raise ConfigError(
             f"--ray-address is {address!r}: {str(err).strip().splitlines()[0]}, expected a Ray cluster of this version"
@@ -81,9 +87,9 @@ class _Group:
 
     def __init__(self, config: UpConfig, clock: Clock, started: float, ready_fd: int | None) -> None:
         server = config.server
-        if not (server.admin_api_key or server.api_key):  # by it the routers are told of engines
+        self._made_key = not (server.admin_api_key or server.api_key)
+        if self._made_key:  # by it the routers are told of engines
             server = replace(server, admin_api_key=new_token().hex())
-            _log.info("serinus: no key is given, so the routers' /workers and other operations are closed to people")
         pd = replace(config.pd, cluster_secret=config.pd.cluster_secret or new_token().hex())
         resources = ray.cluster_resources()
         device = config.model.device
@@ -99,8 +105,9 @@ class _Group:
         self._started = started
         self._ready_fd = ready_fd
         self._s_max = server.drain_s_max
+        self._lines = ActorLines(server.log_format, clock)
         route = RouteSettings(poll_s=_ROUTER_POLL_S, cluster_secret=pd.cluster_secret, policy=config.up.policy)
-        self._routers = RayRouters(RouterConfig(server=server, route=route), clock)
+        self._routers = RayRouters(RouterConfig(server=server, route=route), clock, self._lines)
         self._engines: dict[RayEngine, asyncio.Task[None]] = {}
         self._bounds = {
             role: Bounds(low=low, high=high)
@@ -139,13 +146,15 @@ class _Group:
             self._become(role, getattr(self._config.up, role))
         scaling: asyncio.Task[None] | None = None
         is_ready = False
-        while not self._code:
+        while not self._code:  # not ready in time
             await self._routers.look([(each.url, each.kind) for each in self._engines if each.state is State.READY])
             for engine in [each for each in self._engines if each.state is State.GONE]:
                 await self._engines.pop(engine)
                 _log.info("serinus: %s is gone", engine.name)
                 if engine.fatal:
                     self._fail(f"{engine.name} {engine.why}", 2 if engine.is_first and not engine.report else 1)
+            if self._code:
+                return
             staying = [each for each in self._engines if each.stays]
             for engine in staying if is_ready else ():
                 engine.is_first = False
@@ -194,6 +203,7 @@ class _Group:
                 config=self._settings(kind, name),
                 gpus=self._gpus,
                 clock=self._clock,
+                lines=self._lines,
                 namespace=self._config.ray.ray_namespace,
                 drain_s_max=self._config.server.drain_s_max,
                 left_routers=self._routers.left,
@@ -210,7 +220,10 @@ class _Group:
 
     def _say_ready(self, engines: Sequence[RayEngine]) -> None:
         urls = self._routers.urls
-        _table(engines, urls, self._clock.now() - self._started)
+        if self._config.server.log_format == "text":
+            _table(engines, urls, self._clock.now() - self._started)
+        if self._made_key and not self._config.server.no_dashboard:
+            _log.info("serinus: the dashboard: %s/dashboard#key=%s", urls[0], self._config.server.admin_api_key)
         _log.info("The server is fired up and ready to roll! %s", " ".join(urls))
         if self._ready_fd is not None:
             report: dict[str, Any] = {
@@ -227,6 +240,7 @@ class _Group:
             task.cancel()
         await asyncio.gather(*self._engines.values(), return_exceptions=True)
         await asyncio.gather(*(engine.end(5.0 if self._s_max else 0.0) for engine in self._engines))
+        await self._lines.end()
         _log.info("serinus: all engines have stopped")
 
 
