@@ -161,6 +161,8 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
     settings = front.settings
     style = answer_style(source, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser)
     extra = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
     grammar_name = grammar_field(body)
     if use is not None:
         if use.must:

@@ -58,12 +58,9 @@ def _refuse_memory(body: ResponsesBody) -> None:
 
 def _chat(body: ResponsesBody) -> ChatBody:
     """The chat that is asked for. Raises BadRequest."""
-    kwargs = dict(body.chat_template_kwargs or {})
     effort = (body.reasoning or {}).get("effort")
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise BadRequest("reasoning.effort", effort, "a text: none, minimal, low, medium, high...")
-        kwargs.setdefault("reasoning_effort", effort)
+    if effort is not None and not isinstance(effort, str):
+        raise BadRequest("reasoning.effort", effort, "a text: none, minimal, low, medium, high...")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise BadRequest("max_output_tokens", body.max_output_tokens, "at least 1")
     return chat_body(
@@ -73,7 +70,8 @@ def _chat(body: ResponsesBody) -> ChatBody:
         tools=[_nested(tool) for tool in body.tools or ()],
         tool_choice=_nested(body.tool_choice) if isinstance(body.tool_choice, dict) else body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=kwargs,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=effort,
         include_reasoning=body.include_reasoning,
         response_format=_response_format(body.text) or body.response_format,
     )

@@ -19,6 +19,10 @@ _SHORT_IDS = re.compile(r"length\s*(?:!=|==)\s*9\b")
 """Templates (Mistral's) that take ids of nine ASCII characters only."""
 
 
+_THINKING = re.compile(r"message\.thinking|['\"]thinking['\"] in")
+"""Templates (gpt-oss's) that show the thoughts before a call by this name, where the message has no content."""
+
+
 class _Arguments(dict[str, Any]):
     """Arguments of a call for templates of both kinds: some walk through them, some paste them as text."""
 
@@ -41,6 +45,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], template: str = "") 
         raise BadRequest("messages", [], "at least one message")
     checked: list[dict[str, Any]] = []
     has_null, has_short_ids = bool(_NULL_CONTENT.search(template)), bool(_SHORT_IDS.search(template))
+    shows_thinking = bool(_THINKING.search(template))
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -53,6 +58,8 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], template: str = "") 
         calls = plain.pop("tool_calls", None)
         if calls and role == "assistant":
             plain["tool_calls"] = _calls(f"{where}.tool_calls", calls, has_short_ids)
+            if shows_thinking and plain.get("reasoning_content") and not plain["content"]:
+                plain.setdefault("thinking", plain["reasoning_content"])
             if has_null and not plain["content"]:
                 plain["content"] = None
         call_id = message.get("tool_call_id")

@@ -74,11 +74,11 @@ def test_a_misspelled_or_misplaced_field_is_refused_with_what_was_meant(
 def test_fields_of_other_servers_are_ignored_and_the_answer_names_them(
     front: RunningFront, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    extra = {"reasoning_effort": "low", "store": False, "é\r\n": 1, "none": None, "model": "canary"}
+    extra = {"prediction": "low", "store": False, "é\r\n": 1, "none": None, "model": "canary"}
     options = {"stream": stream, "stream_options": {"other": True}}
     response = front.post(path, {**body, **extra, **options})
     assert response.status_code == 200
-    ignored = "reasoning_effort, store, %C3%A9%0D%0A, stream_options.other"
+    ignored = "prediction, store, %C3%A9%0D%0A, stream_options.other"
     assert response.headers["x-serinus-ignored"] == ignored
     assert "x-serinus-ignored" not in front.post(path, body).headers
 
