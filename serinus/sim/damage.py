@@ -37,7 +37,7 @@ class Damage:
         self._options, self._chance, self._rng, self._struck = options, chance, rng, struck
         self._pools = [pool for pool in pools.values() if pool.page_bytes]
         self._parts = [part for part, pool in pools.items() if pool.page_bytes]
-        self._host = [pool for pool in host.values() if pool.page_bytes]
+        self._host = {part: pool for part, pool in host.items() if pool.page_bytes}
         self._old: list[tuple[DevicePool, NDArray[np.int64], NDArray[np.uint8]]] = []
 
     def begin(self, batch: ForwardBatch, tables: Mapping[Part, torch.Tensor]) -> None:
@@ -72,6 +72,14 @@ class Damage:
     def _page(self, pool: DevicePool) -> NDArray[np.int64]:
         return np.array([self._rng.randrange(1, pool.spec.page_count)])
 
+    def _alike(self, pool: DevicePool, page: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A page of the same positions, by the stamps, where there is another one."""
+        assert pool.stamps_LS4 is not None, "sim: damage in a world without a canary"
+        firsts = pool.stamps_LS4[0, :: pool.spec.page_size, 1].numpy()
+        alike = np.flatnonzero(firsts == firsts[page])
+        alike = alike[(alike != 0) & (alike != page)]
+        return alike[[self._rng.randrange(len(alike))]] if len(alike) else self._page(pool)
+
     def _stray(self) -> bool:
         """Late KV, without stamps."""
         if not self._old:
@@ -90,7 +98,8 @@ class Damage:
             pool.write_pages(self._page(pool), data)
             return True
         pool = rng.choice(self._pools)
-        one, other = self._page(pool), self._page(pool)
+        one = self._page(pool)
+        other = self._alike(pool, one) if rng.random() < 0.5 else self._page(pool)
         first, second = pool.read_pages(one), pool.read_pages(other)
         pool.write_pages(one, second)
         pool.write_pages(other, first)
@@ -104,19 +113,25 @@ class Damage:
         pool = self._rng.choice(self._pools)
         return self._flip(pool, pool.spec.kv_bytes, pool.page_bytes)
 
-    def _flip(self, pool: DevicePool, low: int, high: int) -> bool:
-        page = self._page(pool)
+    def _flip(self, pool: DevicePool, low: int, high: int, page: NDArray[np.int64] | None = None) -> bool:
+        page = self._page(pool) if page is None else page
         data = pool.read_pages(page)
         data[0, self._rng.randrange(low, high)] ^= 1 << self._rng.randrange(8)
         pool.write_pages(page, data)
         return True
 
     def _flip_host(self) -> bool:
+        """Every other time the page of the device that it is a copy of changes too, if that is still there."""
+        rng = self._rng
         if not self._host:
             return False
-        pool = self._rng.choice(self._host)
-        page = self._rng.randrange(1, pool.page_count)
-        pool.data_PY[page, self._rng.randrange(pool.page_bytes)] ^= 1 << self._rng.randrange(8)
+        part = rng.choice(tuple(self._host))
+        host, pool = self._host[part], self._pools[self._parts.index(part)]
+        page = rng.randrange(1, host.page_count)
+        copied = (pool.read_pages(np.arange(pool.spec.page_count)) == host.data_PY[page]).all(1)
+        host.data_PY[page, rng.randrange(host.page_bytes)] ^= 1 << rng.randrange(8)
+        if copied[1:].any() and rng.random() < 0.5:
+            self._flip(pool, 0, pool.spec.kv_bytes, page=np.flatnonzero(copied)[-1:])
         return True
 
     def _change_row(self, batch: ForwardBatch, tables: Mapping[Part, torch.Tensor]) -> None:

@@ -5,12 +5,13 @@
 A real engine (a toy checkpoint, of which every wrong KV byte makes wrong tokens) with host tier and files, and a pair
 that hands over through shared memory, answer prompts that share prefixes. One fault a round, at a random moment, from
 another thread (from another process in the shared segment): a bit, 64 bytes, pages exchanged, shifted or played back
-with their stamps, entries of row tables, files, copies of the wrong page, late, twice or left out. It does not use what
-canary, perturb or self-test choose their victims by. Right answers are computed apart (testing/oracle.py).
+with their stamps, entries of row tables, files, copies of the wrong page, late, twice or left out. It aims at pages
+that are of a request or of a prefix, as the page map shows them; it does not use what canary, perturb or self-test
+choose their victims by. Right answers are computed apart (testing/oracle.py).
 
-Half of the prompts are streamed. After a fault every prompt is asked again, so that what is still there is read: from
-the device, from the host, from the files. The engines are one with tiers, a pair, one of two slices and one of two
-stages; a site of its own changes weights while the files stay (adversary_weights.py).
+Half of the prompts are streamed. After a fault every prompt is gone on with behind its answer, so that what is still
+there is read: from the device, from the host, from the files. The engines are one with tiers, a pair, one of two slices
+and one of two stages; a site of its own changes weights while the files stay (adversary_weights.py).
 
 It prints site x moment x setting, and what became of the faults: `told`: a violation. `refused`: pages that came in
 files or through shared memory were not believed, and computed anew. `unread`: neither, and every answer is right: what
@@ -120,6 +121,8 @@ class _Round:
         self.world, self.cell, self.rng, self.site = world, cell, rng, site
         self.shared = [self._tokens(rng.choice((4, 17, 26))) for _ in range(2)]
         self.asked: list[_Asked] = []
+        self.talks: list[_Asked] = []
+        """Those of them that are gone on with."""
 
     def run(self) -> None:
         """Raises AssertionError: the world neither answers nor ends."""
@@ -167,21 +170,23 @@ class _Round:
 
     def _strike(self, act: Act, wait: float) -> None:
         pause(wait)
-        act.step = self.world.steps
-        act.strike()
+        act.step, now = self.world.steps, None
+        if wait and self.site.aims:
+            now = self.site.draw(self.world.targets(), self.rng.split("strike"))
+        (now or act).strike()
 
     def _phase(self, count: int) -> None:
         """Some prompts at once, to the end."""
         rng = self.rng
-        self._ask([[*rng.choice(self.shared), *self._tokens(rng.randrange(1, 6))] for _ in range(count)], _NEW_TOKENS)
+        prompts = [[*rng.choice(self.shared), *self._tokens(rng.randrange(1, 6))] for _ in range(count)]
+        self.talks += self._ask(prompts, _NEW_TOKENS)
 
     def _ask_again(self) -> None:
-        """Every prompt so far, once."""
-        prompts = {tuple(each.prompt): each.prompt for each in self.asked}
-        self._ask(list(prompts.values()), _TOKENS_AGAIN)
+        """Every prompt and its answer, gone on with, once: so all that is cached of them is read."""
+        self._ask([[*each.prompt, *each.right, *self._tokens(1)] for each in self.talks], _TOKENS_AGAIN)
 
-    def _ask(self, prompts: Sequence[list[int]], count: int) -> None:
-        begun, world = time.monotonic(), self.world
+    def _ask(self, prompts: Sequence[list[int]], count: int) -> Sequence[_Asked]:
+        begun, world, first = time.monotonic(), self.world, len(self.asked)
         for prompt in prompts:
             stream = self.rng.random() < 0.5
             rid = world.ask(prompt, count, stream=stream)
@@ -193,6 +198,7 @@ class _Round:
         else:
             raise AssertionError(f"{self.cell.line()}: neither answered nor ended after {_TURNS_MAX} turns")
         world.took(time.monotonic() - begun)
+        return self.asked[first:]
 
     def _count(self, told: bool, refused: bool, stopped: str) -> None:
         cell, world = self.cell, self.world
@@ -313,7 +319,9 @@ def main() -> int:
         )  # fmt: skip
     print(table(cells))
     blind = [cell for cell in cells if cell.is_blind]
-    print(f"{sum(cell.faults for cell in cells)} faults, {sum(cell.wrong for cell in cells)} wrong answers, "
+    faults, unread = (sum(getattr(cell, name) for cell in cells) for name in ("faults", "unread"))
+    print(f"{faults} faults, {faults - unread} of them ({(faults - unread) / max(faults, 1):.0%}) in what was read,"
+          f" {sum(cell.wrong for cell in cells)} wrong answers, "
           f"{len(blind)} cells blind that no list allows")  # fmt: skip
     return int(bool(blind))
 

@@ -46,8 +46,18 @@ class Targets:
     pools: list[Any] = field(default_factory=list)
     """Objects with functions that copy."""
     tables: list[NDArray[np.int32]] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
+    files: Callable[[], list[Path]] = list
     segments: list[Path] = field(default_factory=list)
+    used: dict[tuple[int, int], Callable[[], NDArray[np.int64]]] = field(default_factory=dict)
+    """By address and length of an array of kv, stamps, host or pages: its rows that are of pages in use, as the page
+    map shows them."""
+
+    def rows_of(self, area: Bytes) -> NDArray[np.int64]:
+        """Rows of pages in use that are not all zero (what was never written is read by no request); where there are
+        none, of other pages."""
+        filled = np.flatnonzero(area.any(axis=1))
+        used = np.intersect1d(filled, self.used[area.ctypes.data, len(area)]())
+        return used if len(used) else filled
 
 
 @dataclass(slots=True)
@@ -73,6 +83,8 @@ class Site:
     moments: tuple[str, ...] = ("asleep", "running")
     depth: int = 0
     """Where what is cached is to be when the fault comes: 0 = on the device, 1 = on the host, 2 = in files."""
+    aims: bool = False
+    """It is drawn anew when it strikes, of what is in use then."""
 
 
 SITES: dict[str, Site] = {}
@@ -87,43 +99,43 @@ def site(name: str, **more: Any) -> Callable[[Callable[[Targets, Rng], Act | Non
     return add
 
 
-def _filled(area: Bytes, rng: Rng) -> Bytes | None:
-    """A row of an array that is not all zero: what was never written is read by no request."""
-    rows = np.flatnonzero(area.any(axis=1))
-    return area[rows[rng.randrange(len(rows))]] if len(rows) else None
-
-
 def _flip(row: Bytes, at: int, mask: int) -> None:
     row[at] ^= mask
 
 
-def _bit(areas: Sequence[Bytes], rng: Rng) -> Act | None:
-    row = _filled(rng.choice(areas), rng) if areas else None
-    return None if row is None else Act(partial(_flip, row, rng.randrange(len(row)), 1 << rng.randrange(8)))
+def _bit(targets: Targets, areas: Sequence[Bytes], rng: Rng) -> Act | None:
+    if not areas:
+        return None
+    area = rng.choice(areas)
+    rows = targets.rows_of(area)
+    if not len(rows):
+        return None
+    row = area[rows[rng.randrange(len(rows))]]
+    return Act(partial(_flip, row, rng.randrange(len(row)), 1 << rng.randrange(8)))
 
 
-@site("kv bit")
+@site("kv bit", aims=True)
 def _kv(targets: Targets, rng: Rng) -> Act | None:
-    return _bit(targets.kv, rng)
+    return _bit(targets, targets.kv, rng)
 
 
-@site("stamp bit")
+@site("stamp bit", aims=True)
 def _stamps(targets: Targets, rng: Rng) -> Act | None:
-    return _bit(targets.stamps, rng)
+    return _bit(targets, targets.stamps, rng)
 
 
 @site("host bit", worlds=_OF_TIERS, depth=1)
 def _host(targets: Targets, rng: Rng) -> Act | None:
-    return _bit(targets.host, rng)
+    return _bit(targets, targets.host, rng)
 
 
-@site("kv 64 bytes")
+@site("kv 64 bytes", aims=True)
 def _burst(targets: Targets, rng: Rng) -> Act | None:
-    flat = rng.choice(targets.kv).reshape(-1)
-    used = np.flatnonzero(flat.copy())  # others write meanwhile
-    if not len(used):
+    area = rng.choice(targets.kv)
+    rows, flat = targets.rows_of(area), area.reshape(-1)
+    if not len(rows):
         return None
-    at = int(used[rng.randrange(len(used))])
+    at = int(rows[rng.randrange(len(rows))]) * area.shape[1] + rng.randrange(area.shape[1])
     noise = np.frombuffer(rng.randbytes(_BURST), np.uint8)
 
     def strike() -> None:
@@ -154,7 +166,7 @@ def _tables(targets: Targets, rng: Rng) -> Act | None:
 def _two_pages(targets: Targets, rng: Rng, strike: Callable[[Bytes, int, int, Bytes], None]) -> Act | None:
     """`strike` is given, of each lane of a pool, its pages, two of them by number, and the first as it is now."""
     lanes = rng.choice(targets.pages)
-    used = np.flatnonzero(np.logical_or.reduce([lane.any(axis=1) for lane in lanes]))
+    used = targets.rows_of(lanes[0])
     if len(used) < 2:
         return None
     one, other = rng.sample(used.tolist(), 2)
@@ -167,7 +179,7 @@ def _two_pages(targets: Targets, rng: Rng, strike: Callable[[Bytes, int, int, By
     return Act(all_lanes)
 
 
-@site("pages swapped")
+@site("pages swapped", aims=True)
 def _exchange(targets: Targets, rng: Rng) -> Act | None:
     def strike(lane: Bytes, one: int, other: int, then: Bytes) -> None:
         lane[[one, other]] = lane[[other, one]]
@@ -175,7 +187,7 @@ def _exchange(targets: Targets, rng: Rng) -> Act | None:
     return _two_pages(targets, rng, strike)
 
 
-@site("page shifted")
+@site("page shifted", aims=True)
 def _shift(targets: Targets, rng: Rng) -> Act | None:
     """A page, stamps and all, lies over another one too."""
 
@@ -198,7 +210,7 @@ def _replay(targets: Targets, rng: Rng) -> Act | None:
 @site("host swapped", worlds=_OF_TIERS, depth=1)
 def _host_exchange(targets: Targets, rng: Rng) -> Act | None:
     area = rng.choice(targets.host)
-    used = np.flatnonzero(area.any(axis=1)).tolist()
+    used = targets.rows_of(area).tolist()
     if len(used) < 2:
         return None
     one, other = rng.sample(used, 2)
@@ -211,9 +223,10 @@ def _host_exchange(targets: Targets, rng: Rng) -> Act | None:
 
 @site("file bit", worlds=_OF_TIERS, depth=2)
 def _file(targets: Targets, rng: Rng) -> Act | None:
-    if not targets.files:
+    files = targets.files()
+    if not files:
         return None
-    path = rng.choice(targets.files)
+    path = rng.choice(files)
     place, mask = rng.random(), 1 << rng.randrange(8)
 
     def strike() -> None:
@@ -229,9 +242,10 @@ def _file(targets: Targets, rng: Rng) -> Act | None:
 
 @site("files swapped", worlds=_OF_TIERS, depth=2)
 def _files(targets: Targets, rng: Rng) -> Act | None:
-    if len(targets.files) < 2:
+    files = targets.files()
+    if len(files) < 2:
         return None
-    one, other = rng.sample(targets.files, 2)
+    one, other = rng.sample(files, 2)
 
     def strike() -> None:
         try:
@@ -316,7 +330,8 @@ def _mover_wrong(targets: Targets, rng: Rng) -> Act | None:
     def wrong(move: _Move) -> Any:
         pages = move.pages.copy()
         beside = pages ^ 1
-        mistaken = (pages % 4 == lost) & (beside > 0) & ~np.isin(beside, pages)
+        is_one = (beside > 0) & (beside < len(move.lanes[0]))
+        mistaken = (pages % 4 == lost) & is_one & ~np.isin(beside, pages)
         pages[mistaken] = beside[mistaken]
         return move.run(pages)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serinus.cache import Tier
+from serinus.cache import PageState, Tier
 from serinus.canary import CanaryLead, Violation
 from serinus.core.clock import Clock, ManualClock, WallClock
 from serinus.core.config import ServeConfig, from_names
@@ -42,6 +42,7 @@ _TIERS: dict[str, Any] = {
     "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
 }  # fmt: skip
 _WAIT_S = 0.0005
+_IN_USE = (PageState.REQUEST, PageState.TREE)
 
 
 class World(Protocol):
@@ -142,7 +143,7 @@ class _Base:
 
     def targets(self) -> Targets:
         """Raw memory, whatever it is for."""
-        return self._memory.targets()
+        return self._memory.targets(self._engines)
 
 
 class _Memory:
@@ -166,8 +167,12 @@ class _Memory:
             else:
                 self._tables.append(each)
 
-    def targets(self) -> Targets:
+    def targets(self, engines: list[Built]) -> Targets:
+        """What of it is in use, these engines know."""
         found = Targets(host=[pool.data_PY for pool in self._host if pool.page_bytes])
+        for host in self._host:
+            of = [each for each in engines if each.tiers is not None and host in each.tiers.host.values()] or engines
+            found.used[host.data_PY.ctypes.data, host.page_count] = partial(_used, of, Tier.HOST, host.page_count, 1)
         for pool in self._pools:
             lanes = [_raw(half) for pair in pool.layers for half in pair]
             if not lanes:
@@ -175,11 +180,23 @@ class _Memory:
             found.kv += lanes
             stamps = [] if pool.stamps_LS4 is None else [_raw(lane) for lane in pool.stamps_LS4]
             found.stamps += stamps
-            pages = pool.spec.page_count
+            pages, size = pool.spec.page_count, pool.spec.page_size
             found.pages.append([lane.reshape(pages, -1) for lane in (*lanes, *stamps)])
             found.pools.append(pool)
+            of = [each for each in engines if pool in each.pools.values()] or engines
+            for lane in (*lanes, *stamps):
+                found.used[lane.ctypes.data, len(lane)] = partial(_used, of, Tier.DEVICE, pages, size)
+                found.used[lane.ctypes.data, pages] = partial(_used, of, Tier.DEVICE, pages, 1)
         found.tables = [table.table.numpy() for table in self._tables]
         return found
+
+
+def _used(engines: list[Built], tier: Tier, page_count: int, page_rows: int) -> NDArray[np.int64]:
+    """Rows of pages that are of a request or of a prefix, in a pool of so many pages."""
+    ledgers = [ledger for each in engines for (of, _), ledger in each.cache.ledgers.items() if of is tier]
+    owners = [ledger.owner_P & 7 for ledger in ledgers if ledger.page_count == page_count]
+    pages = np.flatnonzero(np.logical_or.reduce([np.isin(each, _IN_USE) for each in owners]))
+    return (pages[:, None] * page_rows + np.arange(page_rows)).reshape(-1)
 
 
 def _of_process() -> list[DevicePool | HostPool | RequestTable]:
@@ -239,7 +256,7 @@ class Tiered(_Base):
 
     def targets(self) -> Targets:
         found = super().targets()
-        found.files = [path for path in self._files.rglob("*") if path.is_file()]
+        found.files = partial(_files_of, self._files)
         return found
 
     def shelve(self, depth: int) -> None:
@@ -291,7 +308,7 @@ class Pair(_Base):
 
     def targets(self) -> Targets:
         found = super().targets()
-        found.files = [path for path in self._files.rglob("*") if path.is_file()]
+        found.files = partial(_files_of, self._files)
         found.segments = [link for link in _segments() if link not in self._others]
         return found
 
@@ -304,6 +321,10 @@ class Pair(_Base):
 
     def close(self) -> None:
         self.pair.close()
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _segments() -> list[Path]:

@@ -22,8 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from serinus.ranks.tier_parts import pause
 from serinus.selftest import make_canary_toy
 from serinus.testing.oracle import toy_continue
 
+from .account import Account, accounts_of
 from .adversary import BLIND
 from .adversary_sites import SITES, Act
 from .adversary_worlds import Pair
@@ -63,6 +65,7 @@ class Load:
         self._rng = Rng(seed)
         self._shared = [self._text(self._rng.choice((9, 40, 90, 150))) for _ in range(24)]
         self._flying: dict[str, tuple[list[int], bool]] = {}
+        self.accounts: list[Account] = []
         self.mistakes: list[str] = []
         """Of each wrong answer, what is known of it."""
         self.places: dict[tuple[int, str, int, str], set[int]] = {}
@@ -122,6 +125,8 @@ class Load:
     def _turn(self) -> None:
         world = self.world
         world.turn()
+        for account in self.accounts:
+            account.check_all()
         for rid in [rid for rid in self._flying if world.finish(rid) is not None]:
             prompt, stream = self._flying.pop(rid)
             got, right = world.tokens(rid), toy_continue(world.spec, prompt, _NEW_TOKENS)
@@ -148,9 +153,11 @@ class Load:
 class Strikes:
     """A thread that causes a fault each second while it is let."""
 
-    def __init__(self, load: Load, seed: int, every_s: float) -> None:
+    def __init__(self, load: Load, sites: Sequence[str], seed: int, every_s: float) -> None:
         self.count = 0
-        self.by_site = dict.fromkeys(_NAMES, 0)
+        self.cpu_s = 0.0
+        """What its thread took: with one lock of the interpreter, the engines stand still meanwhile."""
+        self.by_site = dict.fromkeys(sites, 0)
         self.latest: deque[str] = deque(maxlen=12)
         self._load, self._rng, self._every_s = load, Rng(seed), every_s
         self._act: Act | None = None
@@ -192,7 +199,7 @@ class Strikes:
             self._may.wait()
             if self._ends.is_set():
                 return
-            name = self._rng.choice(_NAMES)
+            name = self._rng.choice(tuple(self.by_site))
             act = SITES[name].draw(self._load.world.targets(), self._rng)
             if act is None:
                 continue
@@ -202,11 +209,14 @@ class Strikes:
             begun = time.monotonic()
             act.strike()
             self.latest.append(f"{begun:.1f} to {time.monotonic():.1f} {name}")
-            self.count += 1
+            self.count, self.cpu_s = self.count + 1, time.thread_time()
             self.by_site[name] += 1
 
 
-def soak(home: Path, minutes: float, seed: int, turn_s: float, every_s: float, say: Callable[[str], None]) -> float:
+def soak(
+    home: Path, minutes: float, seed: int, turn_s: float, every_s: float, say: Callable[[str], None], *,
+    sites: Sequence[str] = tuple(_NAMES), account: bool = False,
+) -> float:  # fmt: skip
     """The struck pair's share of the other's tokens a second. Raises AssertionError, InvariantError: see `Load`."""
     toy = make_canary_toy(home / "toy", "both")
     calm = Load(toy, home / "calm", seed)
@@ -216,7 +226,11 @@ def soak(home: Path, minutes: float, seed: int, turn_s: float, every_s: float, s
     for load in (calm, struck):
         load.tokens, load.seconds, load.cpu_s = 0, 0.0, 0.0
     until, told, shown = time.monotonic() + 60 * minutes, time.monotonic(), 0
-    with Strikes(struck, seed, every_s) as strikes:
+    with ExitStack() as stack:
+        strikes = stack.enter_context(Strikes(struck, sites, seed, every_s))
+        if account:
+            drivers = struck.world.pair.prefill, struck.world.pair.decode
+            struck.accounts = stack.enter_context(accounts_of(drivers, Counter()))
         while time.monotonic() < until:
             calm.run(turn_s)
             strikes.go()
@@ -247,7 +261,8 @@ def _line(calm: Load, struck: Load, strikes: Strikes) -> str:
     return (
         f"{calm.seconds + struck.seconds:.0f} s: {rates[0]:.0f} tokens/s without faults, {rates[1]:.0f} with"
         f" ({rates[1] / max(rates[0], 1e-9):.0%}; by CPU time of the engines' thread"
-        f" {by_cpu[1] / max(by_cpu[0], 1e-9):.0%}); {strikes.count} faults, {struck.world.told} violations"
+        f" {by_cpu[1] / max(by_cpu[0], 1e-9):.0%}; the thread that strikes took {strikes.cpu_s / struck.seconds:.0%} of"
+        f" the time); {strikes.count} faults, {struck.world.told} violations"
         f" of {len(struck.places)} slots and owners, each in {most} steps at most;"
         f" {struck.answers} answers, {struck.wrong} wrong, {struck.failed} ended with an error"
         f" ({struck.streamed} after wrong tokens of a stream)"
@@ -271,6 +286,8 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=1.0, help="from fault to fault, while they come")
     parser.add_argument("--turn-s", type=float, default=5.0, help="how long each pair has the machine at a time")
     parser.add_argument("--share", type=float, default=0.8)
+    parser.add_argument("--site", choices=tuple(_NAMES), action="append", help="these alone")
+    parser.add_argument("--account", action="store_true", help="hold horizons against account.py; slower")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as home:

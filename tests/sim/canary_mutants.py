@@ -8,6 +8,7 @@ from typing import Any
 
 from serinus.canary import Verdict
 from serinus.core.config import ServeConfig
+from serinus.core.parts import Part
 from serinus.sim import Scenario, draw
 from tests.sim.hunting import mutant, replaced
 
@@ -22,6 +23,13 @@ def sound(seed: int) -> Scenario:
 def damaged(seed: int) -> Scenario:
     """A world in which KV is damaged behind every digest: canaries must keep wrong tokens from leaving."""
     return draw(seed, canary="damaged")
+
+
+def sliding(seed: int) -> Scenario:
+    """A damaged world with windows, in which pages often are another prompt's, and have their turns seldom."""
+    scenario = draw(seed, slides=True, canary="damaged")
+    shape, options = replace(scenario.shape, coverage="rotating:16"), replace(scenario.options, page=0.4, row=0.0)
+    return replace(scenario, shape=shape, options=options)
 
 
 @mutant("stamps vouch for bytes that went elsewhere", world=sound)
@@ -110,4 +118,36 @@ def condemned_not_cut() -> Iterator[None]:
     from serinus.cache.quarantine import PageQuarantine
 
     with replaced(PageQuarantine, "_condemn_below", lambda self, top, gone, *rest: []):
+        yield
+
+
+@mutant("copies that stay are not verified", world=damaged)
+def copies_not_verified() -> Iterator[None]:
+    """What the host has of a condemned page is taken for right."""
+    from serinus.canary.copies import CopyCheck
+
+    def verified(self: CopyCheck, part: Part, page: int) -> Any:
+        copies = self._cache.tiers.quarantine.copies.behind(part, page, 1 << 20)
+        return {copy.node: {span.part: len(span.pages) for span in copy.spans} for copy in copies}
+
+    with replaced(CopyCheck, "verified", verified):
+        yield
+
+
+@mutant("a slot that leaves a window is verified alone", world=sliding)
+def leaves_alone() -> Iterator[None]:
+    """Without the slot behind it, which tells whether it is of the same prompt."""
+    from serinus.canary import rank
+
+    original = rank.due_pages
+
+    def due_pages(canary_due: Any, reads_5B: Any, page_size: int, window: int | None) -> Any:
+        def due(reads: Any, size: int) -> Any:
+            if reads is not reads_5B:
+                reads[3] = reads[2] + 1
+            return canary_due(reads, size)
+
+        return original(due, reads_5B, page_size, window)
+
+    with replaced(rank, "due_pages", due_pages):
         yield
