@@ -10,6 +10,7 @@ from serinus.canary import Verdict
 from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.sim import Scenario, draw
+from serinus.sim.options import DAMAGES
 from tests.sim.hunting import mutant, replaced
 
 __all__ = ["damaged", "sound"]
@@ -26,10 +27,27 @@ def damaged(seed: int) -> Scenario:
 
 
 def sliding(seed: int) -> Scenario:
-    """A damaged world with windows, in which pages often are another prompt's, and have their turns seldom."""
+    """A damaged world with windows, in which pages often are another prompt's, and answers are long enough to pass
+    through them."""
     scenario = draw(seed, slides=True, canary="damaged")
-    shape, options = replace(scenario.shape, coverage="rotating:16"), replace(scenario.options, page=0.4, row=0.0)
-    return replace(scenario, shape=shape, options=options)
+    works = tuple(replace(work, new_tokens=work.new_tokens + 14) for work in scenario.works)
+    scenario = replace(scenario, shape=replace(scenario.shape, coverage="rotating:16"), works=works)
+    return _only(scenario, page=0.3)
+
+
+def copied(seed: int) -> Scenario:
+    """A damaged world with copies of all on the host, which often are wrong, and so is what they were copied from."""
+    scenario = draw(seed, canary="damaged")
+    engines = tuple(
+        replace(engine, host_pages=2 * max(engine.pages, engine.swa_pages), write_policy="write_through")
+        for engine in scenario.shape.engines
+    )
+    return _only(replace(scenario, shape=replace(scenario.shape, engines=engines)), host=0.5)
+
+
+def _only(scenario: Scenario, **damage: float) -> Scenario:
+    """With this damage and no other."""
+    return replace(scenario, options=replace(scenario.options, **{**dict.fromkeys(DAMAGES, 0.0), **damage}))
 
 
 @mutant("stamps vouch for bytes that went elsewhere", world=sound)
@@ -121,7 +139,7 @@ def condemned_not_cut() -> Iterator[None]:
         yield
 
 
-@mutant("copies that stay are not verified", world=damaged)
+@mutant("copies that stay are not verified", world=copied)
 def copies_not_verified() -> Iterator[None]:
     """What the host has of a condemned page is taken for right."""
     from serinus.canary.copies import CopyCheck
