@@ -77,7 +77,7 @@ class Account:
                     self._note(rid, (part, at, self.page(rid, part, at)), before)
 
     def rows(self, rows: Mapping[str, OwnPages]) -> None:
-        """Verified by themselves."""
+        """These rows are verified by themselves, beside any step."""
         for rid, own in rows.items():
             for span in own.spans:
                 first, pages = span.first * self.page_size, np.repeat(span.pages, self.page_size).tolist()
@@ -110,12 +110,12 @@ class Account:
         self.reads[rid] = later
 
     def forget(self, rid: str) -> None:
-        """It has no pages any more."""
+        """The request has given its pages back."""
         for each in (self.reads, self.verified, self.linked):
             each.pop(rid, None)
 
     def check_all(self) -> None:
-        """Of every request that runs."""
+        """The same for every request that runs."""
         for state in self.states.values():
             if state.running:
                 self.check(state)
