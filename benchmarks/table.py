@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serinus.core.cores import cores, threads_env
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -335,10 +337,12 @@ def scripts() -> dict[str, Path]:
 
 
 def run(name: str, file: Path) -> dict[str, Any]:
-    """Run one and keep its line. Raises RuntimeError where it fails or says nothing."""
+    """Run one, with the environment of an engine that has all cores, and keep its line. Raises RuntimeError where it
+    fails or says nothing."""
     done = subprocess.run(
         [sys.executable, str(file)],
         cwd=HERE.parent,
+        env=threads_env(cores()),
         stdout=subprocess.PIPE,
         text=True,
         timeout=SECONDS_MAX,

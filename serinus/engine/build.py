@@ -35,7 +35,7 @@ from serinus.engine.kv_events import KvEventPublisher, KvEventSettings
 from serinus.engine.messages import FrontEvent, TurnOutput
 from serinus.engine.peers import Peers
 from serinus.engine.progress import counted
-from serinus.engine.spans import SpanLog
+from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.engine.step_floor import step_floor
 from serinus.engine.step_metrics import StepMetrics
 from serinus.kernels import load
@@ -294,7 +294,7 @@ def lead(
     rank = "TP0" if starter is None else names[0]
     metrics = kinds.metrics(engine=config.engine_name, role=config.role, rank=rank)
     incarnation = kinds.incarnation()
-    spans = SpanLog() if config.server.otlp_traces_endpoint else None
+    spans = SpanLog() if config.server.otlp_traces_endpoint else NO_SPANS
     made = handoffs_of(
         HandoffParts(
             config=config, spec=spec, pools=parts.pools, scheduler=scheduler, line=line, metrics=metrics,

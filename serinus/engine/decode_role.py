@@ -16,7 +16,7 @@ from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.engine.roles import HandoffEars
-from serinus.engine.spans import SpanLog
+from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     CancelHandoff,
@@ -61,7 +61,7 @@ class DecodeRole:
         trace: Callable[[Sequence[PageTrace]], None],
         arrived: Callable[[str, OwnPages | None], str] | None = None,
         heard: Callable[[HandoffFinding], None] | None = None,
-        spans: SpanLog | None = None,
+        spans: SpanLog = NO_SPANS,
     ) -> None:
         """`addresses`: prefill engines to use for requests that name none; `on_failure`: recompute or error;
         `optimistic`: ask for a prompt before there are pages for it; `trace`: notes which pages came from where
@@ -96,8 +96,7 @@ class DecodeRole:
             self._metrics.add("num_local_prompts", 1, "prompt_logprobs")
         elif self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
             event = PrepareHandoff(rid=request.rid, request=request, address=address)
-            if self._spans is not None:
-                self._spans.asked(request.rid)
+            self._spans.asked(request.rid)
             self._act(self.port.handle(event, now), now)
 
     def _known_address(self) -> str:
@@ -117,8 +116,7 @@ class DecodeRole:
                 rid=reservation.rid, request=request, address=request.prefill_address, held=reservation.held,
                 spans=reservation.spans,
             )  # fmt: skip
-            if self._spans is not None:
-                self._spans.asked(reservation.rid)
+            self._spans.asked(reservation.rid)
             self._act(self.port.handle(start, now), now)
         for rid, reason in self._scheduler.take_kept():  # the prefill engine hears of it, if it was asked
             self._metrics.add("num_local_prompts", 1, reason)
@@ -260,20 +258,18 @@ class DecodeRole:
             metrics.observe("kv_transfer_speed_gb_s", result.byte_count / 1e9 / result.copy_seconds)
 
     def _record_landed(self, result: Landed) -> None:
-        if self._spans is not None:
-            about: dict[str, str | float] = {
-                "serinus.prefill_engine": result.engine, "serinus.xid": result.xid, "serinus.pages": result.page_count,
-                "serinus.bytes": result.byte_count, "serinus.connect_s": result.connect_seconds,
-                "serinus.queue_s": result.queue_seconds, "serinus.compute_s": result.compute_seconds,
-                "serinus.copy_s": result.copy_seconds,
-            }  # fmt: skip
-            self._spans.handed_over(result.rid, about, pieces_s=result.seconds, verify_s=result.verify_seconds)
+        about: dict[str, str | float] = {
+            "serinus.prefill_engine": result.engine, "serinus.xid": result.xid, "serinus.pages": result.page_count,
+            "serinus.bytes": result.byte_count, "serinus.connect_s": result.connect_seconds,
+            "serinus.queue_s": result.queue_seconds, "serinus.compute_s": result.compute_seconds,
+            "serinus.copy_s": result.copy_seconds,
+        }  # fmt: skip
+        self._spans.handed_over(result.rid, about, pieces_s=result.seconds, verify_s=result.verify_seconds)
 
     def _count(self, result: Recompute, now: float) -> None:
         name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
-        if self._spans is not None:
-            error = f"{result.code}: {result.reason}"
-            self._spans.handed_over(result.rid, {"serinus.xid": result.xid, "serinus.code": result.code}, error=error)
+        error = f"{result.code}: {result.reason}"
+        self._spans.handed_over(result.rid, {"serinus.xid": result.xid, "serinus.code": result.code}, error=error)
         self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
             _log.warning(

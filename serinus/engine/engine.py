@@ -31,7 +31,7 @@ from serinus.engine.look import flush_answer, look_answer, perturb_answer
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, TurnOutput, failed_delta
 from serinus.engine.outbox import Outbox
 from serinus.engine.roles import Handoffs
-from serinus.engine.spans import SpanLog
+from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.engine.step_metrics import StepMetrics
 from serinus.engine.watcher import Watcher
 from serinus.ranks import FinishedStep, LeaderLine
@@ -64,7 +64,7 @@ class Engine:
         canary: CanaryLead | None = None,
         healer: Healer | None = None,
         facts: EngineFacts | None = None,
-        spans: SpanLog | None = None,
+        spans: SpanLog = NO_SPANS,
         stream_interval: int = 1,
         sanity: bool = False,
         publishes: bool = False,
@@ -75,7 +75,7 @@ class Engine:
             handoffs: the engine's role.
             canary: the leader's half of the canary, which checks each step; None = there is none.
             healer: has requests that read wrong KV computed again; None = they end.
-            spans: records what is traced; None = nothing is.
+            spans: records what is traced.
             facts: what `info` and `cache` calls tell beside the state.
             sanity: check the cache's invariants, some nodes a step, all when idle.
             publishes: whether changes of the cache are part of the output.
@@ -118,8 +118,7 @@ class Engine:
         is lost), InvariantError, KvViolation.
         """
         self.turns += 1
-        if self.spans is not None:
-            self.spans.turn(now)
+        self.spans.turn(now)
         if self.watcher.on:
             self.watcher.turn(now)
         self.line.pump()
@@ -200,8 +199,7 @@ class Engine:
         outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
         self.metrics.stepped(outcome, now - start, self.scheduler, now)
         self.metrics.masked(finished.result)
-        if self.spans is not None:
-            self.spans.stepped(plan, start, now)
+        self.spans.stepped(plan, start, now)
         if self._sanity:
             self._unchecked = True
             self._cache.sanity_step(_SANITY_NODES)
@@ -219,10 +217,7 @@ class Engine:
 
     def _send_outcome(self, outcome: Outcome, now: float) -> None:
         for delta in outcome.deltas:
-            self._outbox.put(delta)
-        if self.spans is not None:
-            for delta in outcome.deltas:
-                self.spans.answered(delta)
+            self._put(delta)
         if outcome.chunks:
             self.handoffs.computed(outcome.chunks, now)
 
@@ -354,8 +349,7 @@ class Engine:
         if self._draining:
             self._outbox.put(failed_delta(request.rid, "engine: shutting down, expected no new requests", 503))
             return
-        if self.spans is not None:
-            self.spans.begin(request)
+        self.spans.begin(request)
         try:
             self.handoffs.admit(request, now)
         except (RequestError, CapacityError) as error:
@@ -424,17 +418,16 @@ class Engine:
         self._put(delta)
 
     def _put(self, delta: TokenDelta) -> None:
-        if self.spans is not None:
-            self.spans.answered(delta)
+        self.spans.answered(delta)
         self._outbox.put(delta)
 
     def _output(self) -> TurnOutput:
         replies, self._replies = self._replies, []
         events = self._cache.take_events() if self._publishes else ()
-        front = "" if self.spans is None else min(self._fronts, default="")
+        front = min(self._fronts, default="") if self.spans else ""
         return TurnOutput(
             deltas=self._outbox.take(), replies=replies, peers=self.handoffs.take_outgoing(), cache_events=events,
-            spans=self.spans.take() if self.spans is not None and front else (), spans_to=front,
+            spans=self.spans.take() if front else (), spans_to=front,
         )  # fmt: skip
 
     # ---- calls ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from serinus.engine.decode_role import DecodeRole
 from serinus.engine.peers import Peers
 from serinus.engine.prefill_role import PrefillRole
 from serinus.engine.roles import Handoffs, NoHandoffs
-from serinus.engine.spans import SpanLog
+from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.models import ModelSpec
 from serinus.pd import (
     AnyBackend,
@@ -62,7 +62,7 @@ class HandoffParts:
     trace: Callable[[Sequence[PageTrace]], None]
     """Notes which pages handoffs moved."""
     incarnation: int
-    spans: SpanLog | None = None
+    spans: SpanLog = NO_SPANS
     """Records what is traced."""
     backends: Sequence[AnyBackend] = ()
     """How pages travel; none = as the settings say."""

@@ -4,6 +4,7 @@ with its tokens; faults on purpose; an empty cache. Whether it was done, and JSO
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -96,20 +97,24 @@ def look_answer(order: bytes, cache: PrefixCache, scheduler: Scheduler, facts: E
 
 def perturb_answer(canary: CanaryLead | None, order: bytes) -> tuple[bool, bytes]:
     """Plant the faults of an order, where there is one; what is planted now, or why it is refused."""
-    try:
-        return True, json.dumps(perturb(canary, order)).encode()
-    except InvariantError:
-        raise
-    except SerinusError as error:
-        return False, str(error).encode()
+    return _answered(lambda: json.dumps(perturb(canary, order)).encode())
 
 
 def flush_answer(cache: PrefixCache) -> tuple[bool, bytes]:
     """Empty the cache, or say why it cannot be emptied now."""
-    try:
+
+    def flush() -> bytes:
         cache.reset()
+        return b"cache flushed"
+
+    return _answered(flush)
+
+
+def _answered(call: Callable[[], bytes]) -> tuple[bool, bytes]:
+    """What a call gives, or why it is refused. Raises InvariantError: the engine is broken."""
+    try:
+        return True, call()
     except InvariantError:
         raise
     except SerinusError as error:
         return False, str(error).encode()
-    return True, b"cache flushed"

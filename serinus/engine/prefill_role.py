@@ -14,7 +14,7 @@ from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
 from serinus.engine.roles import HandoffEars
-from serinus.engine.spans import SpanLog
+from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     AbortPrefill,
@@ -47,7 +47,7 @@ class PrefillRole:
     def __init__(
         self, *, scheduler: Scheduler, port: HandoffPort[PrefillSide], metrics: Metrics,
         trace: Callable[[Sequence[PageTrace]], None], heard: Callable[[HandoffFinding], None] | None = None,
-        spans: SpanLog | None = None,
+        spans: SpanLog = NO_SPANS,
     ) -> None:  # fmt: skip
         """`trace`: notes which pages were sent where (PrefixCache.trace); `heard`: takes what canaries of decode
         engines found (CanaryLead.heard); `spans`: records what is traced."""
@@ -155,8 +155,7 @@ class PrefillRole:
                 case ForgetPrefill():
                     self._asked.pop(result.xid, None)
                     self._scheduler.handoff_ended(result.xid)
-                    if self._spans is not None:
-                        self._spans.failed(result.xid, "gave its pages up before a grant came")
+                    self._spans.failed(result.xid, "gave its pages up before a grant came")
                     self._metrics.add("kv_transfer_forgotten")
                 case AbortPrefill():
                     self._ended(result, now)
@@ -170,8 +169,7 @@ class PrefillRole:
 
     def _add(self, result: AddPrefill, now: float) -> None:
         self._asked[result.xid] = result
-        if self._spans is not None:
-            self._spans.begin(result.request)
+        self._spans.begin(result.request)
         try:
             self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held, rid=result.rid))
         except (RequestError, CapacityError) as error:
@@ -185,17 +183,15 @@ class PrefillRole:
         self._metrics.add("kv_transfer_pages", result.page_count, "sent")
         self._metrics.add("kv_transfer_bytes", result.byte_count, "sent")
         self._metrics.observe("kv_transfer_grant_wait_seconds", result.grant_wait_seconds)
-        if self._spans is not None:
-            self._spans.sent(
-                result.xid, result.page_count, result.byte_count,
-                grant_s=result.grant_wait_seconds, pieces_s=result.seconds,
-            )  # fmt: skip
+        self._spans.sent(
+            result.xid, result.page_count, result.byte_count,
+            grant_s=result.grant_wait_seconds, pieces_s=result.seconds,
+        )  # fmt: skip
 
     def _ended(self, result: AbortPrefill, now: float) -> None:
         self._asked.pop(result.xid, None)
         known = self._scheduler.handoff_ended(result.xid)
-        if self._spans is not None:
-            self._spans.failed(result.xid, f"{result.code}: {result.reason}")
+        self._spans.failed(result.xid, f"{result.code}: {result.reason}")
         if known or result.code != "rejected":  # a rejected one was counted when it was
             name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
             self._metrics.add(name, 1, result.code)

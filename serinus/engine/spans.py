@@ -1,7 +1,7 @@
 """What an engine records of requests that are traced: queue, prefill chunks, handoff, decode, abort, as plain data.
 
 All times are those that turns, plans and usages have anyway. Nothing is recorded of a request without a `traceparent`,
-and an engine whose settings name no endpoint has no SpanLog. Exports nothing: a front does.
+or where the settings name no endpoint (NO_SPANS). Exports nothing: a front does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.trace import SPANS_MAX, SpanRecord
 
-__all__ = ["SpanLog"]
+__all__ = ["NO_SPANS", "SpanLog"]
 
 About = Mapping[str, str | int | float | bool]
 _KEPT: Final = 16 * SPANS_MAX
@@ -36,7 +36,9 @@ class _Traced:
 class SpanLog:
     """Spans of the requests under way in one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on: bool = True) -> None:
+        """`on`: whether anything is recorded."""
+        self._on = on
         self._traced: dict[str, _Traced] = {}
         self._records: deque[SpanRecord] = deque(maxlen=_KEPT)
         self._now = 0.0
@@ -45,13 +47,16 @@ class SpanLog:
         """A turn of the engine begins."""
         self._now = now
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def take(self) -> tuple[SpanRecord, ...]:
         """The oldest records that were not taken yet, as many as a message carries."""
         return tuple(self._records.popleft() for _ in range(min(len(self._records), SPANS_MAX)))
 
     def begin(self, request: Request) -> None:
         """A request came; it is traced where it says of what."""
-        if request.traceparent:
+        if self._on and request.traceparent:
             if len(self._traced) == _KEPT:
                 del self._traced[next(iter(self._traced))]
             self._traced[request.rid] = _Traced(request.traceparent, request.arrival, len(request.prompt))
@@ -141,3 +146,7 @@ class SpanLog:
                 error=error[:1000],
             )
         )  # fmt: skip
+
+
+NO_SPANS: Final = SpanLog(on=False)
+"""What records nothing, of whatever request."""

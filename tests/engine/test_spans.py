@@ -83,11 +83,11 @@ def test_a_request_computed_here_has_chunks_and_no_handoff(toy: Path) -> None:
 def test_nothing_is_recorded_of_requests_without_a_trace_or_without_an_endpoint(toy: Path) -> None:
     assert run(pair(toy), replace(traced("a"), traceparent="")) == ([], [])
     quiet = pair(toy, otlp_traces_endpoint="")
-    assert quiet.decode.engine.spans is None
-    assert quiet.prefill.engine.spans is None
     quiet.send(traced("a"))
     quiet.run_until_idle()
     assert not quiet.decode.spans
+    assert not quiet.decode.engine.spans._traced
+    assert not quiet.prefill.engine.spans._traced
 
 
 def test_an_abort_ends_all_that_was_under_way_on_both_sides(toy: Path) -> None:
