@@ -15,7 +15,9 @@ from serinus.kernels import Kernels
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
 from serinus.models.hooks import ForwardHook
+from serinus.models.quantization import AT_LOAD
 from serinus.models.quantized import QuantizingSource
+from serinus.models.quantized_files import QuantizedFiles
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
 from serinus.models.toy import ToyModel
 from serinus.models.transformers_model import TransformersModel
@@ -127,17 +129,26 @@ def load_model(
     if spec.through_transformers:
         made = seed if dummy else None
         return TransformersModel(spec, Path(path), dtype, kernels, device=device, dummy_seed=made, digests=digests)
-    source: WeightSource
-    if dummy:
-        source = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
-    else:
-        source = SafetensorsSource(Path(path), dtype, device, digests, spec.prefix)
+    source = _source(spec, Path(path), dtype, device, digests, dummy_seed=seed if dummy else None)
+    return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
+
+
+def _source(
+    spec: ModelSpec, path: Path, dtype: torch.dtype, device: str, digests: TensorDigests | None, *,
+    dummy_seed: int | None,
+) -> WeightSource:  # fmt: skip
+    """Where the weights come from, on their way quantized, unpacked or dequantized."""
     quantized = spec.quantization
-    if quantized is not None and quantized.bits == 16 and not dummy:
-        _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
     if quantized is not None and quantized.bits < 16:
         if not device.startswith("cpu"):
             raise ConfigError(f"models: quantization {quantized.method} on {device}, expected a CPU")
         _log.info("weights are quantized, %s", quantized.text)
-        source = QuantizingSource(source, quantized)
-    return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
+    if dummy_seed is not None:
+        dummy = RandomSource(dummy_seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
+        return dummy if quantized is None or quantized.bits == 16 else QuantizingSource(dummy, quantized)
+    files = SafetensorsSource(path, dtype, device, digests, spec.prefix)
+    if quantized is None:
+        return files
+    if quantized.bits == 16:
+        _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
+    return QuantizingSource(files, quantized) if quantized.method in AT_LOAD else QuantizedFiles(files, quantized)

@@ -1,9 +1,15 @@
-"""QuantSpec: how the weights of a model are quantized, from config.json and `--quantization`. No torch."""
+"""QuantSpec: how the weights of a model are quantized, from config.json and `--quantization`. No torch.
+
+Read are what AutoAWQ (GEMM), AutoGPTQ and GPTQModel (without act-order), and compressed-tensors (integers that are
+packed, floats of 8 bits) write, and FP8 as transformers has it. What else a `quantization_config` says is refused by
+its field: to leave a word out would give a wrong model without a sign of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from serinus.core.errors import ConfigError
 from serinus.models.config_fields import ConfigFields
@@ -49,7 +55,7 @@ def quant_spec(config: ConfigFields, asked: str, architecture: str, known: tuple
         known: methods of this architecture alone; None = no code of this package computes it.
     Raises ConfigError: nothing that can be served.
     """
-    stored = config.get("quantization_config")
+    stored = config.get("quantization_config", config.get("compression_config"))
     if asked != "auto" and asked not in AT_LOAD:
         raise ConfigError(f"models: quantization is {asked!r}, expected auto or one of {', '.join(AT_LOAD)}")
     if known is None and (stored is not None or asked != "auto"):
@@ -61,15 +67,89 @@ def quant_spec(config: ConfigFields, asked: str, architecture: str, known: tuple
     if asked != "auto":
         raise ConfigError(f"models: quantization is {asked!r}, expected auto: {config.source} is quantized already")
     method = stored.get("quant_method") if isinstance(stored, dict) else None
-    if method not in (known or ()):
-        raise config.fail(
-            "quantization_config",
-            f"none or quant_method {' or '.join(known)} for {architecture}" if known
-            else "none: only unquantized checkpoints are served",
-        )  # fmt: skip
-    return QuantSpec(method=str(method), bits=16, group=0, head_bits=16)
+    if method in (known or ()):
+        return QuantSpec(method=str(method), bits=16, group=0, head_bits=16)
+    if known or not isinstance(method, str) or method not in _READERS:
+        expected = f"none or quant_method {' or '.join(known or _READERS)} for {architecture}"
+        raise config.fail("quantization_config", expected)
+    return _READERS[method](_Fields(config, stored))
 
 
+class _Fields:
+    """The fields of `quantization_config`."""
+
+    def __init__(self, config: ConfigFields, values: Mapping[str, Any]) -> None:
+        self._config, self.values = config, values
+
+    def want(self, name: str, value: Any, *allowed: Any) -> Any:
+        """The value, if it is one of those."""
+        if value not in allowed:
+            said = " or ".join(map(repr, allowed))
+            raise ConfigError(
+                f"models: {self._config.source}: field 'quantization_config.{name}' is {value!r}, expected {said}"
+            )
+        return value
+
+    def group(self, name: str, value: Any) -> int:
+        """Inputs that share a scale; 0 for -1."""
+        if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or (value > 0 and value % 8 == 0)):
+            self.want(name, value, -1, "a multiple of 8")
+        return max(int(value), 0)
+
+
+def _awq(fields: _Fields) -> QuantSpec:
+    given = fields.values
+    fields.want("version", str(given.get("version", "gemm")).lower(), "gemm")
+    bits = fields.want("bits", given.get("bits", given.get("w_bit")), 4)
+    group = fields.group("group_size", given.get("group_size", given.get("q_group_size", 128)))
+    return QuantSpec(method="awq", bits=bits, group=group, head_bits=16)
+
+
+def _gptq(fields: _Fields) -> QuantSpec:
+    given = fields.values
+    group = fields.group("group_size", given.get("group_size", 128))
+    fields.want("desc_act", bool(given.get("desc_act", False)), False)
+    fields.want("dynamic", given.get("dynamic") or None, None)
+    form = fields.want("checkpoint_format", given.get("checkpoint_format") or "gptq", "gptq", "gptq_v2")
+    bits = fields.want("bits", given.get("bits"), 4, 8)
+    return QuantSpec(method=form, bits=bits, group=group, head_bits=16)
+
+
+def _fp8(fields: _Fields) -> QuantSpec:
+    fields.want("fmt", fields.values.get("fmt", "e4m3"), "e4m3")
+    return QuantSpec(method="fp8", bits=16, group=0, head_bits=16)
+
+
+def _compressed(fields: _Fields) -> QuantSpec:
+    given = fields.values
+    form = fields.want("format", given.get("format"), "pack-quantized", "float-quantized")
+    fields.want("kv_cache_scheme", given.get("kv_cache_scheme"), None)
+    fields.want("sparsity_config.format", (given.get("sparsity_config") or {}).get("format", "dense"), "dense")
+    groups = given.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    if not schemes or any(scheme.get("weights") != schemes[0].get("weights") for scheme in schemes):
+        fields.want("config_groups", groups, "schemes with the same weights")
+    weights = schemes[0]["weights"]
+    if form == "float-quantized":
+        fields.want("config_groups.weights.type", weights.get("type"), "float")
+        fields.want("config_groups.weights.num_bits", weights.get("num_bits"), 8)
+        return QuantSpec(method="fp8", bits=16, group=0, head_bits=16)
+    for scheme in schemes:
+        fields.want("config_groups.input_activations", scheme.get("input_activations"), None)
+    fields.want("config_groups.weights.type", weights.get("type"), "int")
+    fields.want("config_groups.weights.actorder", weights.get("actorder"), None, False, "weight", "static")
+    strategy = fields.want("config_groups.weights.strategy", weights.get("strategy"), "group", "channel")
+    bits = fields.want("config_groups.weights.num_bits", weights.get("num_bits"), 4, 8)
+    group = fields.group("config_groups.weights.group_size", weights.get("group_size")) if strategy == "group" else 0
+    return QuantSpec(method="compressed-tensors", bits=bits, group=group, head_bits=16)
+
+
+_READERS: Final[Mapping[str, Callable[[_Fields], QuantSpec]]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+}
 _AT_LOAD: Final = {
     "int8": QuantSpec(method="int8", bits=8, group=0, head_bits=8),
     "int4": QuantSpec(method="int4", bits=4, group=128, head_bits=8),

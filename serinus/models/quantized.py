@@ -43,10 +43,13 @@ class QuantizingSource:
         """Quantized as a whole where a span of the inputs is asked for: all ranks have parts of the same weights."""
         if span is None or dim == 0:
             return self.quantized(name, self._source.take(f"{name}.weight", shape, span, dim))
-        return self.quantized(name, self._source.take(f"{name}.weight", shape)).columns(span)
+        whole = self.quantized(name, self._source.take(f"{name}.weight", shape))
+        return whole.columns(span) if isinstance(whole, QuantizedWeight) else whole[:, span.start : span.stop]
 
-    def quantized(self, name: str, weight_OI: torch.Tensor) -> QuantizedWeight:
+    def quantized(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """A weight that was taken already."""
+        if name == "lm_head" and self._spec.head_bits == 16:
+            return weight_OI
         bits, group = (self._spec.head_bits, 0) if name == "lm_head" else (self._spec.bits, self._spec.group)
         return quantize(weight_OI, bits, group or weight_OI.shape[1])
 

@@ -124,17 +124,34 @@ class SafetensorsSource(_PlainLinears):
         """A view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing else of
         the tensor is read, but by digests. Raises ConfigError: the tensor is missing, misshapen, no float or cannot be
         read."""
-        name = self._prefix + name
+        tensor = self._read(self._prefix + name, shape, span, dim)
+        if tensor.dtype not in _FLOATS and tensor.dtype != dtype:
+            raise ConfigError(
+                f"models: tensor {self._prefix + name!r} has dtype {tensor.dtype}, expected"
+                f" {dtype or 'float32, bfloat16 or float16'}"
+            )
+        return tensor.to(self.device, dtype or self.dtype).contiguous()
+
+    def stored(self, name: str) -> torch.Tensor:
+        """All of a tensor as it lies in the file, of whatever shape and type, on the CPU. Raises ConfigError: it is
+        missing or cannot be read."""
+        return self._read(self._prefix + name, None, None, 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors of the model."""
+        return [name.removeprefix(self._prefix) for name in self._file_of if name.startswith(self._prefix)]
+
+    def _read(self, name: str, shape: tuple[int, ...] | None, span: range | None, dim: int) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
-            raise ConfigError(
-                f"models: tensor {name!r} is missing from {self._folder}, expected one of shape {list(shape)}"
-            )
+            expected = "it" if shape is None else f"one of shape {list(shape)}"
+            raise ConfigError(f"models: tensor {name!r} is missing from {self._folder}, expected {expected}")
         try:
             with safe_open(self._folder / file, framework="pt") as opened:
                 stored = opened.get_slice(name)
                 found = tuple(stored.get_shape())
-                if found != shape:
+                if shape is not None and found != shape:
                     raise ConfigError(
                         f"models: tensor {name!r} has shape {list(found)}, expected {list(shape)} from config.json"
                     )
@@ -145,15 +162,11 @@ class SafetensorsSource(_PlainLinears):
                 f"models: {self._folder / file} cannot be read for tensor {name!r} ({error}), "
                 "expected a complete safetensors file"
             ) from None
-        if tensor.dtype not in _FLOATS and tensor.dtype != dtype:
-            raise ConfigError(
-                f"models: tensor {name!r} has dtype {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}"
-            )
         if self._digests is not None:
             self._digests.add(name, whole)
         self._left.discard(name)
         self.bytes_taken += tensor.nbytes
-        return tensor.to(self.device, dtype or self.dtype).contiguous()
+        return tensor
 
     def has(self, name: str) -> bool:
         """Whether a file holds it."""
@@ -163,7 +176,7 @@ class SafetensorsSource(_PlainLinears):
         """Raise ConfigError where the files hold tensors that were not taken: to ignore a bias, say, would give a wrong
         model without a sign of it."""
         odd = sorted(
-            n for n in self._left if not ignore(n.removeprefix(self._prefix)) and not n.endswith(_IGNORED_SUFFIX)
+            n for n in tuple(self._left) if not ignore(n.removeprefix(self._prefix)) and not n.endswith(_IGNORED_SUFFIX)
         )
         if odd:
             raise ConfigError(

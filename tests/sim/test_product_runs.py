@@ -93,6 +93,7 @@ REASONS: dict[str, str] = {
     "models/mxfp4.py": "checkpoints",
     "models/quantization.py": "checkpoints",
     "models/quantized.py": "checkpoints",
+    "models/quantized_files.py": "checkpoints",
     "models/rope.py": "arithmetic of models",
     "models/small_checkpoints.py": "checkpoints",
     "models/toy.py": "arithmetic of models",
