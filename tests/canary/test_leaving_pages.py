@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serinus.cache import Tier
 from serinus.core.rng import Rng
+from serinus.pool import DevicePool
 from serinus.sched.request_state import ReqState
 from serinus.selftest import EngineDriver, EnginePair, make_canary_toy
 from serinus.testing.oracle import toy_continue
@@ -23,14 +25,25 @@ from .account import accounts_of
 PAGE, STRIDE, TOKENS = 4, 4, 28
 
 
-def answer_all(folder: Path, *, damage: bool = False, seed: int = 3) -> Counter[str]:
+Damage = Callable[[EngineDriver, Rng], None]
+TIERS = {
+    "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_write_policy": "write_back",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}  # fmt: skip
+
+
+def answer_all(
+    folder: Path, *, damage: Sequence[Damage] = (), seed: int = 3, stride: int = STRIDE, storms: bool = False,
+    **settings: Any,
+) -> Counter[str]:  # fmt: skip
     """Prompts that share beginnings, some computed here and some elsewhere, in little memory; how pages left rows.
-    `damage`: now and then a page lies over another one, stamps and all. No answer that ends well is wrong."""
+    `damage`: what happens now and then. `storms`: all that is cached is evicted now and then, and requests are healed
+    that nothing is wrong with. No answer that ends well is wrong."""
     left: Counter[str] = Counter()
     pair = EnginePair(
         make_canary_toy(folder / "toy", "both"), page_size=PAGE, max_total_tokens=128, max_running_requests=4,
-        chunked_prefill_size=16, kv_canary="heal", kv_canary_real_data="all", kv_canary_coverage=f"rotating:{STRIDE}",
-        kv_canary_stats_interval=0, kv_canary_retire_max=1_000_000, kv_canary_heals_max=100,
+        chunked_prefill_size=16, kv_canary="heal", kv_canary_real_data="all", kv_canary_coverage=f"rotating:{stride}",
+        kv_canary_stats_interval=0, kv_canary_retire_max=1_000_000, kv_canary_heals_max=100, **settings,
     )  # fmt: skip
     prompts: dict[str, list[int]] = {}
     with closing(pair), accounts_of((pair.prefill, pair.decode), left) as accounts:
@@ -54,7 +67,9 @@ def answer_all(folder: Path, *, damage: bool = False, seed: int = 3) -> Counter[
             for _ in range(rng.randrange(1, 9)):
                 turn()
             if damage:
-                shift(rng.choice((pair.prefill, pair.decode)), rng)
+                rng.choice(damage)(rng.choice((pair.prefill, pair.decode)), rng)
+            if storms:
+                storm(rng.choice((pair.prefill, pair.decode)), rng)
         while not pair.idle:
             turn()
         left["retracted"] = pair.decode.engine.scheduler.totals.retracted
@@ -70,11 +85,51 @@ def answer_all(folder: Path, *, damage: bool = False, seed: int = 3) -> Counter[
     return left
 
 
+def _pool(driver: EngineDriver, rng: Rng) -> DevicePool:
+    return rng.choice([pool for pool in driver.built.pools.values() if pool.page_bytes])
+
+
 def shift(driver: EngineDriver, rng: Rng) -> None:
     """One page of a pool lies over another one too."""
-    pool = rng.choice([pool for pool in driver.built.pools.values() if pool.page_bytes])
+    pool = _pool(driver, rng)
     one, other = (np.array([rng.randrange(1, pool.spec.page_count)]) for _ in range(2))
     pool.write_pages(other, pool.read_pages(one))
+
+
+def alike(driver: EngineDriver, rng: Rng) -> None:
+    """The same, and their positions are the same by their stamps."""
+    pool = _pool(driver, rng)
+    assert pool.stamps_LS4 is not None
+    firsts = pool.stamps_LS4[0, ::PAGE, 1].numpy()
+    other = rng.choice(np.flatnonzero(firsts > 0).tolist() or [1])
+    one = rng.choice(np.flatnonzero(firsts == firsts[other]).tolist())
+    pool.write_pages(np.array([other]), pool.read_pages(np.array([one])))
+
+
+def flip(driver: EngineDriver, rng: Rng) -> None:
+    """A bit of a page of the device, of KV or of a stamp, is another one."""
+    pool, page = _pool(driver, rng), np.array([0])
+    page[0] = rng.randrange(1, pool.spec.page_count)
+    data = pool.read_pages(page)
+    data[0, rng.randrange(pool.page_bytes)] ^= 1 << rng.randrange(8)
+    pool.write_pages(page, data)
+
+
+def flip_host(driver: EngineDriver, rng: Rng) -> None:
+    """A bit of a page of the host tier is another one."""
+    assert driver.built.tiers is not None
+    pool = rng.choice([pool for pool in driver.built.tiers.host.values() if pool.page_bytes])
+    pool.data_PY[rng.randrange(1, pool.page_count), rng.randrange(pool.page_bytes)] ^= 1 << rng.randrange(8)
+
+
+def storm(driver: EngineDriver, rng: Rng) -> None:
+    """All that is cached goes to the host, or is gone; or a request is healed."""
+    if rng.random() < 0.5:
+        for part in driver.built.pools:
+            driver.built.cache.evict(1 << 20, Tier.DEVICE, part)
+    running = [rid for rid, state in driver.engine.scheduler._states.items() if state.running]
+    if running and rng.random() < 0.5:
+        driver.engine.scheduler.heals.heal(rng.choice(running), "for nothing", driver.built.clock.now())
 
 
 @pytest.mark.slow
@@ -90,7 +145,19 @@ def test_what_the_horizon_covers_was_verified_after_its_last_read_on_the_page_th
 def test_it_was_also_where_pages_become_wrong_at_any_time_and_every_answer_is_right(
     tmp_path: Path,
 ) -> None:
-    assert answer_all(tmp_path, damage=True)["found"]
+    assert answer_all(tmp_path, damage=[shift])["found"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stride", [4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_was_also_over_tiers_under_write_back_in_storms_of_evictions_and_heals(
+    tmp_path: Path, seed: int, stride: int
+) -> None:
+    left = answer_all(
+        tmp_path, damage=[shift, alike, flip, flip_host], seed=seed, stride=stride, storms=True, **TIERS
+    )  # fmt: skip
+    assert all(left[how] for how in ("behind the window", "given back")), left
 
 
 @pytest.mark.slow
