@@ -19,7 +19,7 @@ from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
 from serinus.core.clock import Clock
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane, WatchPlan, WrittenRows
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane, WatchPlan, WrittenRows, slots_in
 from serinus.models import ForwardBatch, HostBatch, Put
 
 __all__ = ["CanaryHook", "Entries", "Faults", "Spent", "StepChecks", "WriteCheck"]
@@ -246,10 +246,14 @@ class CanaryHook:
         starts_B1 = batch.attention.q_starts_B1
         ring.due += len(slots_T)
         index_T = torch.bucketize(torch.arange(len(slots_T), device=device), starts_B1[1:], right=True)
+        # Nothing is asked of twins: that of a latent row's HEAD, its TAIL, is not written yet.
+        rows_T, before_T = batch.attention.rows_B[index_T], (batch.positions_T - 1).clamp_min(0)
+        wanted_T = torch.from_numpy(expected.tokens_T).to(device)
+        previous_T = slots_in(lanes.table_RC[rows_T, before_T], lanes.stamps_LS4.shape[1])
         self._kernels.canary_verify(
             lanes.stamps_LS4, StampLane.HEAD_K, slots_T,
             torch.where(slots_T == 0, -1, torch.from_numpy(expected.positions_T).to(device)),
-            torch.full_like(slots_T, -1), torch.from_numpy(expected.tokens_T).to(device), None,
+            torch.where(batch.positions_T > 0, previous_T, 0), torch.where(wanted_T < 0, batch.tokens_T, wanted_T), None,
             index_T + first_sequence, *ring.tensors,
         )  # fmt: skip
 

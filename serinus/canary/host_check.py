@@ -1,7 +1,7 @@
 """HostCheck: verifies pages of one rank's host tier before they are stored, and after they were read from the storage.
 
 Copies to the host and back are verified on the device, when the pages are used again; a page that goes to the storage
-leaves the engine, so it is verified before: every slot's four stamps against the tokens, positions and chain hashes
+leaves the engine, so it is verified before: every slot's stamps against the tokens, positions and chain hashes
 that the leader says, and the digest of every byte. It runs in the threads of the storage, while the page is in a cache.
 
 Shapes: G = pages, S = slots of a page, P = pages of a pool, Y = bytes of one.
@@ -22,8 +22,8 @@ from serinus.canary.lanes import PartLanes
 from serinus.canary.violation import Violation, host_tag
 from serinus.core.moves import PageOrigin
 from serinus.core.parts import Part
-from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
-from serinus.kernels import Kernels, Reason, StampLane
+from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
+from serinus.kernels import Kernels, Reason, stamp_lanes
 from serinus.kernels.canary import differing
 from serinus.pool import HostPool
 
@@ -56,7 +56,7 @@ class HostCheck:
             pool, row = host[part], own.layers_kv[0][0][0]
             self._parts[part] = _HostPart(
                 data_PY=pool.data_PY,
-                kv_bytes=pool.page_bytes - page_size * STAMP_LANES * STAMP_FIELDS * 8,
+                kv_bytes=pool.page_bytes - page_size * part.halves * STAMP_BYTES,
                 row_bytes=row.numel() * row.element_size(),
                 coefficients=None if own.coefficients_L22W is None else own.coefficients_L22W.cpu().contiguous(),
             )
@@ -94,11 +94,11 @@ class HostCheck:
             return np.ones(len(pages_G), np.bool_)
         size, pages = self._page_size, pages_G.astype(np.int64)
         raw = np.ascontiguousarray(own.data_PY[pages, own.kv_bytes :])
-        stored = raw.view(np.int64).reshape(len(pages), STAMP_LANES, size, STAMP_FIELDS)
+        stored = raw.view(np.int64).reshape(len(pages), 2 * part.halves, size, STAMP_FIELDS)
         wanted = self._wanted(stored, origin, first)
         if own.coefficients is not None:
             found_GS2 = self._kernels.page_digests(own.data_PY, pages, size, own.row_bytes, own.coefficients)
-            wanted[:, StampLane.TAIL_K :, :, 3] = found_GS2.transpose(0, 2, 1)
+            wanted[:, part.halves :, :, 3] = found_GS2[..., : part.halves].transpose(0, 2, 1)
         sound: NDArray[np.bool_] = (stored == wanted).all((1, 2, 3))
         with self._lock:
             self.slots += len(pages) * size
@@ -109,13 +109,14 @@ class HostCheck:
     def _wanted(self, stored: NDArray[np.int64], origin: PageOrigin | None, first: int) -> NDArray[np.int64]:
         """The stamps that the pages should have, without digests."""
         wanted = np.zeros_like(stored)
+        pages, lanes, size, _ = stored.shape
+        tail = lanes // 2
         if origin is None:
-            wanted[..., :3] = stored[:, StampLane.TAIL_K, None, :, :3]
+            wanted[..., :3] = stored[:, tail, None, :, :3]
             return wanted
-        pages, _, size, _ = stored.shape
         begin = first * size
         end = begin + pages * size
-        chain = int(stored[0, StampLane.TAIL_K, 0, 2]) if origin.chain is None else origin.chain
+        chain = int(stored[0, tail, 0, 2]) if origin.chain is None else origin.chain
         if origin.chain is None:  # not known: these pages must agree among themselves
             hashes = self._kernels.chain_hashes(origin.tokens[begin:end], origin.start + begin, chain)
             before = np.concatenate(([chain], hashes[:-1]))
@@ -145,12 +146,13 @@ class HostCheck:
         size = self._page_size
         wrong_LS = (stored != wanted).any(2)
         offset = int(wrong_LS.any(0).argmax())
-        lane = next(lane for lane in (2, 3, 0, 1) if wrong_LS[lane, offset])
+        lanes = stamp_lanes(part)
+        lane = next(lane for lane in np.roll(range(len(lanes)), part.halves).tolist() if wrong_LS[lane, offset])
         token, position, chain, digest = stored[lane, offset].tolist()
         right = wanted[lane, offset].tolist()
         reasons = differing(token, position, chain, digest, *right)  # type: ignore[no-untyped-call]
         return Violation(
-            step=0, tag=host_tag(StampLane(lane), part), reasons=Reason(reasons), part=part, slot=page * size + offset,
+            step=0, tag=host_tag(lanes[lane], part), reasons=Reason(reasons), part=part, slot=page * size + offset,
             page=page, position=right[1], stored_position=position, stored_token=token, expected_token=right[0],
             stored_hash=chain, expected_hash=right[2], stored_digest=digest, found_digest=right[3],
         )  # fmt: skip

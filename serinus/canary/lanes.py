@@ -13,7 +13,7 @@ from serinus.canary.ring import Ring, RingCounts
 from serinus.canary.settings import CheckSettings
 from serinus.core.parts import Part
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import Kernels, StampLane, Watch
+from serinus.kernels import Kernels, StampLane, Watch, stamp_lanes
 from serinus.pool import DevicePool, RequestTable
 
 __all__ = ["PartLanes", "lanes_of"]
@@ -26,8 +26,8 @@ class PartLanes:
     """One part on one rank. S = slots, R, C = rows and columns of the table."""
 
     part: Part
-    layers_kv: Sequence[tuple[Tensor, Tensor]]
-    """(k, v) pools of the part's layers."""
+    layers_kv: Sequence[tuple[Tensor, ...]]
+    """(k, v) pools of the part's layers, or those of latent rows."""
     layer_ids: Sequence[int]
     """The model's numbers of them."""
     head_ids: Sequence[int]
@@ -88,11 +88,12 @@ def lanes_of(
     if settings.real_data != "none":
         factors = digest_coefficients(
             layer_ids, head_ids, spec.head_size, spec.dtype.itemsize,
-            partial=settings.real_data == "partial",
+            partial=settings.real_data == "partial", halves=spec.halves,
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
-    counts, rows, tail = RingCounts(spec.device, len(_CHECKS)), settings.ring_rows, (StampLane.TAIL_K, StampLane.TAIL_V)
-    running, stored = Ring(rows, counts, 0), Ring(rows, counts, 5, tail)
+    counts, rows, lanes = RingCounts(spec.device, len(_CHECKS)), settings.ring_rows, stamp_lanes(part)
+    tail = lanes[spec.halves :]
+    running, stored = Ring(rows, counts, 0, lanes), Ring(rows, counts, 5, tail)
     written = table.twin()
     watch = kernels.canary_watch(
         kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,
@@ -108,8 +109,8 @@ def lanes_of(
         written=written,
         coefficients_L22W=coefficients,
         running=running,
-        arriving=Ring(rows, counts, 1),
-        ending=Ring(rows, counts, 2),
+        arriving=Ring(rows, counts, 1, lanes),
+        ending=Ring(rows, counts, 2, lanes),
         sweeping=Ring(rows, counts, 3, tail),
         writing=Ring(rows, counts, 4, ()),
         stored=stored,

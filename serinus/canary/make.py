@@ -56,7 +56,8 @@ def make_canary_rank(
         plan = PerturbPlan()
     tier = {part: pool.data_PY for part, pool in host.items()}
     kernels = load(device)
-    if settings.kv_canary_real_data == "all":  # else the first decode step would wait for what digests in attention
+    if settings.kv_canary_real_data == "all" and not spec.is_latent:
+        # Else the first decode step would wait for what digests in attention.
         shape = (spec.head_size, spec.head_count // spec.kv_head_count)
         warm(
             kernels, shapes=(shape,), dtype=pools[Part.FULL].spec.dtype, watched=True,

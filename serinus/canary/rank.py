@@ -49,7 +49,7 @@ from serinus.core.log import get_logger
 from serinus.core.parts import PageSpan, PageStore, Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult
 from serinus.core.stamps import CHAIN_ANCHOR
-from serinus.kernels import Kernels, Reason, StampLane, load
+from serinus.kernels import Kernels, Reason, StampLane, load, stamp_lanes
 from serinus.pool import DevicePool, HostPool, RequestTable
 
 __all__ = ["CanaryRank", "TokenOracle"]
@@ -357,12 +357,12 @@ class CanaryRank:
 
     def _check_counts(self) -> tuple[CheckCount, ...]:
         """Waits for the device."""
-        parts, head, tail = self.parts.values(), slice(0, 2), slice(2, 4)
+        parts, head, tail = self.parts.values(), tuple(StampLane)[:2], tuple(StampLane)[2:]
         kinds = {
             "head": [(lanes.running, head) for lanes in parts],
             "tail": [(lanes.running, tail) for lanes in parts],
-            "arrival": [(lanes.arriving, slice(0, 4)) for lanes in parts],
-            "end": [(lanes.ending, slice(0, 4)) for lanes in parts],
+            "arrival": [(lanes.arriving, head + tail) for lanes in parts],
+            "end": [(lanes.ending, head + tail) for lanes in parts],
             "sweep": [(lanes.sweeping, tail) for lanes in parts],
             "stored": [(lanes.stored, tail) for lanes in parts],
         }
@@ -371,7 +371,7 @@ class CanaryRank:
         return counts + tuple(
             CheckCount(
                 check=check, due=sum(ring.due for ring, _ in rings),
-                checked=sum(min(ring.checked_L.tolist()[lanes]) for ring, lanes in rings),
+                checked=sum(int(ring.checked_L[list(set(ring.lanes) & set(some))].min()) for ring, some in rings),
             )
             for check, rings in kinds.items()
         )  # fmt: skip
@@ -464,10 +464,9 @@ class CanaryRank:
         return self._rids[name - self._base] if self._base <= name < self._base + len(self._rids) else ""
 
     def _tags(self, part: Part) -> list[str]:
-        tags = [launch_tag(lane, part, sweep=False) for lane in StampLane]
-        if self.settings.is_swept:
-            tags += [launch_tag(lane, part, sweep=True) for lane in (StampLane.TAIL_K, StampLane.TAIL_V)]
-        return tags
+        lanes = stamp_lanes(part)
+        swept = lanes[part.halves :] if self.settings.is_swept else ()
+        return [launch_tag(lane, part, sweep=sweep) for sweep, some in ((False, lanes), (True, swept)) for lane in some]
 
     def _active_tags(self, part: Part) -> list[str]:
         """Checks of this part that looked at a slot at least once."""

@@ -72,7 +72,7 @@ class Ring:
         """As the kernels take them."""
         self.due = 0
         """Slots that had to be checked so far; the caller of the kernels adds them."""
-        self._lanes = lanes
+        self.lanes = tuple(lanes)
         self._counts, self._index = counts, index
         self._read = 0
         self._seen_due = 0
@@ -88,5 +88,5 @@ class Ring:
         self._read, self._seen_due = count, self.due
         return RingNews(
             rows=[rows[number % size] for number in range(first, count)], lost=lost,
-            checked=[checked[lane] for lane in self._lanes], due=self.due,
+            checked=[checked[lane] for lane in self.lanes], due=self.due,
         )  # fmt: skip

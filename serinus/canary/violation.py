@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from serinus.core.parts import Part
-from serinus.kernels import Reason, StampLane
+from serinus.kernels import Reason, StampLane, stamp_lanes
 
 __all__ = ["Violation", "ViolationLog", "host_tag", "launch_tag", "possible_counts", "reason_names"]
 
@@ -18,13 +18,14 @@ OVERFLOW: Final = ("ring_overflow", "ANY")
 
 
 def launch_tag(lane: StampLane, part: Part, *, sweep: bool) -> str:
-    """The name of a check: {HEAD, TAIL, SWEEP}_{K, V}_{FULL, SWA}."""
+    """The name of a check: {HEAD, TAIL, SWEEP}_{K, V}_{FULL, SWA}; of latent rows _K_LATENT."""
     when, half = lane.name.split("_")
     return f"{'SWEEP' if sweep else when}_{half}_{part.name}"
 
 
 def host_tag(lane: StampLane, part: Part) -> str:
-    """The name of the check of host pages that go to the storage or come from it: HOST_{K, V}_{FULL, SWA}."""
+    """The name of the check of host pages that go to the storage or come from it: HOST_{K, V}_{FULL, SWA}, or
+    HOST_K_LATENT."""
     return f"HOST_{lane.name[-1]}_{part.name}"
 
 
@@ -41,7 +42,7 @@ def possible_counts(parts: Iterable[Part]) -> frozenset[tuple[str, str]]:
         | frozenset(
             (reason, launch_tag(lane, part, sweep=sweep))
             for part in parts
-            for lane in StampLane
+            for lane in stamp_lanes(part)
             for sweep in (False, True)
             for reason in reason_names(~written if lane >= StampLane.TAIL_K else ~Reason(0))
             if lane >= StampLane.TAIL_K or not sweep
@@ -49,7 +50,7 @@ def possible_counts(parts: Iterable[Part]) -> frozenset[tuple[str, str]]:
         | frozenset(
             (reason, host_tag(lane, part))
             for part in parts
-            for lane in (StampLane.TAIL_K, StampLane.TAIL_V)
+            for lane in stamp_lanes(part)[part.halves :]
             for reason in reason_names(~written)
         )
     )

@@ -72,8 +72,8 @@ class CanarySettings:
         "", "plant faults: NAME=PROBABILITY,... per step (a self-test, never in production)"
     )
     kv_canary_perturb_target: str = setting(
-        "", "the part that is damaged; needed where a model has both",
-        choices=("", "full", "swa"),
+        "", "the part that is damaged; needed where a model has full and sliding layers",
+        choices=("", "full", "swa", "latent"),
     )  # fmt: skip
     kv_canary_perturb_rank: int | None = setting(
         None, "with several ranks: the one whose KV is damaged; default: drawn from the seed", low=0

@@ -20,8 +20,13 @@ class Part(IntEnum):
     SWA = 1
     """Layers that see a sliding window: the last `window` positions, the token itself included."""
     LATENT = 2
-    """Layers with one compressed row for each position. No model family uses it yet; what a part covers (the whole
-    prefix, or a window) is data of the cache: serinus.cache.PartGeometry."""
+    """Layers with one compressed row for each position, of all heads, which is key and value (multi-head latent
+    attention). They see every position."""
+
+    @property
+    def halves(self) -> int:
+        """Rows of a position in each layer: keys and values, or one that is both."""
+        return 1 if self is Part.LATENT else 2
 
 
 @dataclass(slots=True)

@@ -1,10 +1,10 @@
 """What a stamp of the canary is, in numbers: fields, lanes, and the coefficients of its digest. No torch.
 
 A stamp is four int64 per slot and lane: token, position, hash of all before it, digest of its KV; lanes of one part:
-HEAD_K, HEAD_V, TAIL_K, TAIL_V. The digest: two sums over all 16-bit lanes of (lane * odd coefficient) modulo 2**32,
-packed as low | high << 32. It is linear: digests of disjoint layers and heads add up, and what goes elsewhere can be
-taken off. The hash is a chain: that of the next position is mix(hash, token, position), so the hash behind the last
-slot of a sequence names all of its tokens.
+HEAD_K, HEAD_V, TAIL_K, TAIL_V; latent rows have HEAD_K and TAIL_K alone. The digest: two sums over all 16-bit lanes
+of (lane * odd coefficient) modulo 2**32, packed as low | high << 32. It is linear: digests of disjoint layers and
+heads add up, and what goes elsewhere can be taken off. The hash is a chain: that of the next position is
+mix(hash, token, position), so the hash behind the last slot of a sequence names all of its tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 __all__ = [
     "CHAIN_ANCHOR",
     "PARTIAL_LANES",
+    "STAMP_BYTES",
     "STAMP_FIELDS",
-    "STAMP_LANES",
     "ChainHashes",
     "chain_hashes",
     "chain_next",
@@ -28,10 +28,10 @@ __all__ = [
     "digest_sum",
 ]
 
-STAMP_LANES: Final = 4
-"""Of one part: before and after the forward pass, for k and v."""
 STAMP_FIELDS: Final = 4
 """int64 of one stamp."""
+STAMP_BYTES: Final = 2 * STAMP_FIELDS * 8
+"""Of one slot and half (k, v or latent row): the stamps before and after the forward pass."""
 PARTIAL_LANES: Final = 8
 """16-bit lanes of a row that a partial digest sees."""
 
@@ -82,9 +82,10 @@ def digest_difference(whole: Digests, part: Digests) -> Digests:
 
 
 def digest_coefficients(
-    layer_ids: Sequence[int], head_ids: Sequence[int], head_size: int, itemsize: int, *, partial: bool
-) -> NDArray[np.int32]:
-    """Odd coefficients [L, 2 halves, 2 sums, W] for the layers and KV heads that a rank holds, by their global numbers.
+    layer_ids: Sequence[int], head_ids: Sequence[int], head_size: int, itemsize: int, *, partial: bool,
+    halves: int = 2,
+) -> NDArray[np.int32]:  # fmt: skip
+    """Odd coefficients [L, halves, 2 sums, W] for the layers and KV heads that a rank holds, by their global numbers.
 
     Each is a function of (layer, half, head, lane within the head, sum) alone, so that shards add up. `partial`: W is
     8, the first 16 bytes of a row, and all are zero where that is not global head 0.
@@ -94,7 +95,7 @@ def digest_coefficients(
         lanes, head_ids = min(lanes, PARTIAL_LANES), head_ids[:1]
     layer, half, which, head, lane = np.meshgrid(
         np.asarray(layer_ids, np.uint64),
-        np.arange(2, dtype=np.uint64),
+        np.arange(halves, dtype=np.uint64),
         np.arange(2, dtype=np.uint64),
         np.asarray(head_ids, np.uint64),
         np.arange(lanes, dtype=np.uint64),
@@ -107,4 +108,4 @@ def digest_coefficients(
     odd = (word | np.uint64(1)).astype(np.uint32)
     if partial:
         odd = np.where(head == 0, odd, np.uint32(0))
-    return np.ascontiguousarray(odd.reshape(len(layer_ids), 2, 2, -1)).view(np.int32)
+    return np.ascontiguousarray(odd.reshape(len(layer_ids), halves, 2, -1)).view(np.int32)

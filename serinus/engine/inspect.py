@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from serinus.cache import PrefixCache
 from serinus.core.parts import Part
-from serinus.kernels import StampLane
+from serinus.kernels import stamp_lanes
 from serinus.pool import DevicePool
 from serinus.pool.storage import ShelfCounts
 from serinus.sched import SchedStats
@@ -128,7 +128,7 @@ def stamps_reader(pools: Mapping[Part, DevicePool]) -> StampsOf:
             lane.name.lower(): [
                 [str(token), str(place), _hex(chain), _hex(digest)] for token, place, chain, digest in rows
             ]
-            for lane, rows in zip(StampLane, stamps, strict=True)
+            for lane, rows in zip(stamp_lanes(part), stamps, strict=True)
         }
 
     return stamps_of

@@ -6,11 +6,12 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 """
 
 from serinus.kernels.batch import AttentionBatch, slots_in
-from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums
+from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums, stamp_lanes
 from serinus.kernels.contracts import (
     ExpertGate,
     Gate,
     LayerDigest,
+    LayersKv,
     RowSampling,
     Tiling,
     TopTokens,
@@ -37,6 +38,7 @@ __all__ = [
     "LayerDigest",
     "LayerSteps",
     "LayerWeights",
+    "LayersKv",
     "PackedExperts",
     "PackedLinear",
     "QuantizedWeight",
@@ -55,5 +57,6 @@ __all__ = [
     "populate",
     "prefer_huge_pages",
     "slots_in",
+    "stamp_lanes",
     "warm",
 ]

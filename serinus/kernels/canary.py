@@ -6,9 +6,20 @@ from enum import IntEnum, IntFlag
 
 from torch import Tensor
 
+from serinus.core.parts import Part
 from serinus.core.stamps import CHAIN_ANCHOR
 
-__all__ = ["ANCHOR", "RING_FIELDS", "UNKNOWN", "Reason", "StampLane", "differing", "packed_sums"]
+__all__ = [
+    "ANCHOR",
+    "RING_FIELDS",
+    "UNKNOWN",
+    "Reason",
+    "StampLane",
+    "differing",
+    "first_lane",
+    "packed_sums",
+    "stamp_lanes",
+]
 
 ANCHOR = CHAIN_ANCHOR
 """The previous hash of position 0."""
@@ -29,6 +40,11 @@ class StampLane(IntEnum):
     TAIL_V = 3
 
 
+def stamp_lanes(part: Part) -> tuple[StampLane, ...]:
+    """The lanes that slots of a part have."""
+    return tuple(lane for lane in StampLane if lane % 2 < part.halves)
+
+
 class Reason(IntFlag):
     """What differed; a violation may have several."""
 
@@ -45,6 +61,14 @@ class Reason(IntFlag):
     """The token computed in this step is not the one expected."""
     WRITE_POSITION = 32
     """Its position is not the one expected."""
+
+
+def first_lane(stamps_LS4: Tensor, lane: int) -> tuple[int, int]:
+    """Where the stamps of HEAD_K or TAIL_K lie in a tensor of a part, and how many halves are stamped: 2, K and V, or
+    1, the latent row. The twin of a lane, with which it must agree, is beside it (index ^ 1): V of K; of a latent row
+    TAIL of HEAD."""
+    halves = len(stamps_LS4) // 2
+    return lane // 2 * halves, halves
 
 
 def differing(  # type: ignore[no-untyped-def]  # Triton would read annotations as code

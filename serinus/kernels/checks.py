@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.contracts import LayerDigest, WrittenRows
+from serinus.kernels.contracts import LayerDigest, LayersKv, WrittenRows
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.quantized import QuantizedWeight
 
@@ -27,6 +27,7 @@ __all__ = [
     "check_fused_moe",
     "check_gate",
     "check_hashed",
+    "check_latent_attention",
     "check_layer_digest",
     "check_logits",
     "check_mask",
@@ -48,7 +49,7 @@ def check_page_digests(
     """Raise ValueError where pages, rows and coefficients do not fit the buffer."""
     layers, halves, sums, width = coefficients_L22W.shape
     sound = data_PY.dtype == np.uint8 and data_PY.strides[1] == 1 and row_bytes % 2 == 0 and width <= row_bytes // 2
-    if (halves, sums) != (2, 2) or not sound or layers * 2 * page_size * row_bytes > data_PY.shape[1]:
+    if halves > 2 or sums != 2 or not sound or layers * halves * page_size * row_bytes > data_PY.shape[1]:
         raise ValueError(
             f"kernels: pages {data_PY.dtype} {data_PY.shape} of {page_size} slots, rows of {row_bytes} bytes and"
             f" coefficients {tuple(coefficients_L22W.shape)}, expected uint8 and [L, 2, 2, W] that fit"
@@ -219,6 +220,20 @@ def check_paged_attention(
         raise ValueError(f"kernels: sinks {sinks_N.dtype} {tuple(sinks_N.shape)}, expected torch.float32 ({heads},)")
 
 
+def check_latent_attention(
+    q_TNW: Tensor, pool_S1W: Tensor, value_size: int, req_to_token_RC: Tensor, batch: AttentionBatch,
+    digest: LayerDigest | None,
+) -> None:  # fmt: skip
+    """Raise ValueError: as check_paged_attention, or the rows hold no such value, or the digest is of others."""
+    check_paged_attention(q_TNW, pool_S1W, pool_S1W, req_to_token_RC, batch)
+    if pool_S1W.shape[1] != 1 or not 0 < value_size <= pool_S1W.shape[2]:
+        raise ValueError(
+            f"kernels: a pool {tuple(pool_S1W.shape)} of values of {value_size}, expected one row a slot with them"
+        )
+    if digest is not None:
+        check_layer_digest(pool_S1W, batch, digest, halves=1)
+
+
 def check_pack_factors(coefficients_22W: Tensor, kv_heads: int) -> None:
     """Raise ValueError where these are not the coefficients of one layer of so many heads."""
     shape = tuple(coefficients_22W.shape)
@@ -246,7 +261,7 @@ def check_watched_attention(
         check_layer_digest(k_pool_SHD, batch, digest)
 
 
-def check_layer_digest(k_pool_SHD: Tensor, batch: AttentionBatch, digest: LayerDigest) -> None:
+def check_layer_digest(k_pool_SHD: Tensor, batch: AttentionBatch, digest: LayerDigest, halves: int = 2) -> None:
     """Raise ValueError: it is of another batch, or of other rows than those of the pool. Once for each shape."""
     due, sums, count = digest.due_7B, digest.sums_P22E, batch.sequence_count
     shape = count, k_pool_SHD.shape
@@ -261,12 +276,12 @@ def check_layer_digest(k_pool_SHD: Tensor, batch: AttentionBatch, digest: LayerD
             f"kernels: sums {sums.dtype} {tuple(sums.shape)} over pages of {digest.page_size}, expected int32 "
             "[P, 2, 2, E], contiguous, and at least 1"
         )
-    _check_coefficients(k_pool_SHD, digest.factors.plain_22W, (2, 2))
+    _check_coefficients(k_pool_SHD, digest.factors.plain_22W, (halves, 2))
     digest.kept[shape] = ()
 
 
 def check_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    layers_kv: LayersKv,
     pages_G: Tensor,
     page_size: int,
     bytes_RY: Tensor,
@@ -274,7 +289,7 @@ def check_pages(
 ) -> None:
     """Raise ValueError where sizes disagree, or a page or a row lies outside of its pool or buffer."""
     k_pool = layers_kv[0][0]
-    page_bytes = page_size * k_pool[0].numel() * k_pool.element_size() * 2 * len(layers_kv)
+    page_bytes = page_size * k_pool[0].numel() * k_pool.element_size() * sum(map(len, layers_kv))
     count = pages_G.shape[0]
     rows = count if rows_G is None else bytes_RY.shape[0]
     if bytes_RY.dtype != torch.uint8 or tuple(bytes_RY.shape) != (rows, page_bytes):
@@ -336,9 +351,9 @@ def check_logits(logits_BV: Tensor, *counts: int, chosen: Sequence[int] = ()) ->
         raise ValueError(f"kernels: ids {min(chosen)} .. {max(chosen)} are chosen, expected 0 .. {shape[1] - 1}")
 
 
-def check_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], coefficients_L22W: Tensor) -> None:
+def check_digest(layers_kv: LayersKv, coefficients_L22W: Tensor) -> None:
     """Raise ValueError where the coefficients are not those of these pools."""
-    _check_coefficients(layers_kv[0][0], coefficients_L22W, (len(layers_kv), 2, 2))
+    _check_coefficients(layers_kv[0][0], coefficients_L22W, (len(layers_kv), len(layers_kv[0]), 2))
 
 
 def _check_coefficients(pool: Tensor, coefficients: Tensor, shape: tuple[int, ...]) -> None:

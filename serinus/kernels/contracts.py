@@ -24,6 +24,7 @@ __all__ = [
     "FusedMoe",
     "Gate",
     "HashedPages",
+    "LatentAttention",
     "LayerDigest",
     "LayersKv",
     "MakeWatch",
@@ -39,8 +40,8 @@ __all__ = [
     "WrittenRows",
 ]
 
-LayersKv = Sequence[tuple[Tensor, Tensor]]
-"""(k, v) pools [S, H, D] of the layers of one part."""
+LayersKv = Sequence[tuple[Tensor, ...]]
+"""Pools [S, H, D] of the layers of one part: (k, v) of each, or one of latent rows, which are both."""
 
 
 Gate = Literal["silu", "gelu"]
@@ -213,6 +214,21 @@ class WatchedAttention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks_N: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class LatentAttention(Protocol):
+    """The signature of latent_attention."""
+
+    def __call__(
+        self,
+        q_TNW: Tensor,
+        pool_S1W: Tensor,
+        value_size: int,
+        req_to_token_RC: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        digest: LayerDigest | None = None,
     ) -> Tensor: ...
 
 

@@ -24,6 +24,7 @@ from serinus.core.errors import ConfigError
 from serinus.kernels.contracts import (
     FusedMoe,
     HashedPages,
+    LatentAttention,
     MakeWatch,
     MovePages,
     NormLinear,
@@ -51,6 +52,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "paged_attention": "paged_attention",
         "pack_factors": "watched_attention",
         "watched_attention": "watched_attention",
+        "latent_attention": "latent_attention",
         "pack_linear": "linear",
         "linear": "linear",
         "norm_linear": "norm_linear",
@@ -111,6 +113,8 @@ class Kernels:
     watched_attention: WatchedAttention
     """(q_BND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, digest=None, tiling=None, window=None,
     softcap=None, sinks_N=None) -> out_BND"""
+    latent_attention: LatentAttention
+    """(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, scale, digest=None) -> out_TNV"""
     pack_linear: Callable[[Tensor | QuantizedWeight, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]

@@ -128,14 +128,17 @@ def shards_of(
     mlp_size: int,
     vocab_size: int,
     partition: Sequence[int] = (),
+    is_latent: bool = False,
 ) -> tuple[Shard, ...]:
     """What each rank holds, by rank.
 
-    Heads are never split or kept twice, so their numbers must divide; layers, MLP columns and vocabulary need not.
+    Heads are never split or kept twice, so their numbers must divide, but for the one KV head of latent rows
+    (`is_latent`), which every rank has; layers, MLP columns and vocabulary need not.
     Raises ConfigError, with the reason, for a mesh that the model does not fit.
     """
     stages = mesh.stage_layers(layer_count, partition)
-    for what, count in (("KV heads", kv_head_count), ("query heads", head_count)):
+    cut = (("query heads", head_count),) if is_latent else (("KV heads", kv_head_count), ("query heads", head_count))
+    for what, count in cut:
         if count % mesh.tp:
             raise ConfigError(f"parallel: tp_size is {mesh.tp}, expected a divisor of {count}, the model's {what}")
     vocab_share = -(-vocab_size // mesh.tp)
@@ -144,7 +147,7 @@ def shards_of(
             f"parallel: tp_size is {mesh.tp} for an MLP of {mlp_size} columns and a vocabulary of {vocab_size},"
             " expected some of both on every rank"
         )
-    heads, kv_heads = head_count // mesh.tp, kv_head_count // mesh.tp
+    heads, kv_heads = head_count // mesh.tp, kv_head_count if is_latent else kv_head_count // mesh.tp
     return tuple(
         Shard(
             rank=mesh.rank_of(tp_rank=i, pp_rank=stage),
@@ -154,7 +157,7 @@ def shards_of(
             pp=mesh.pp,
             layers=layers,
             heads=range(i * heads, (i + 1) * heads),
-            kv_heads=range(i * kv_heads, (i + 1) * kv_heads),
+            kv_heads=range(kv_heads) if is_latent else range(i * kv_heads, (i + 1) * kv_heads),
             mlp=share(mlp_size, mesh.tp, i),
             vocab=range(i * vocab_share, min((i + 1) * vocab_share, vocab_size)),
             vocab_share=vocab_share,

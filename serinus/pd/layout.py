@@ -1,10 +1,10 @@
 """How KV lies on the ranks of an engine, which engines can exchange it, and which bytes of a page go where. Pure.
 
-The bytes of one page on one rank, in one part: [layer][lane k, v][token][head][head_size] (DevicePool.read_pages), then
-its stamps where there are any, which stamps.py cuts. Two
-engines exchange KV where everything that gives the bytes their meaning is equal. TP, PP and the page size may differ:
-`cut` says which layers and heads of which source rank go to which target rank, `recut` moves whole pieces at once
-(strided views; Python runs once per cut and page ratio, never per page).
+The bytes of one page on one rank, in one part: [layer][lane k, v][token][head][head_size] (DevicePool.read_pages), or
+of latent rows one lane of one head, which every rank of a stage holds whole (slice 0 sends it); then its stamps where
+there are any, which stamps.py cuts. Two engines exchange KV where everything that gives the bytes their meaning is
+equal. TP, PP and the page size may differ: `cut` says which layers and heads of which source rank go to which target
+rank, `recut` moves whole pieces at once (strided views; Python runs once per cut and page ratio, never per page).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import LayoutMismatch
 from serinus.core.parts import Part
-from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
+from serinus.core.stamps import STAMP_BYTES
 from serinus.wire.messages import LayoutSignature
 
 __all__ = [
@@ -41,8 +41,6 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 }  # fmt: skip
 """Bytes of one element, by the name of the KV dtype."""
 
-STAMP_BYTES: Final = STAMP_LANES * STAMP_FIELDS * 8
-"""Of one token of a part, where there are any."""
 _EQUAL: Final = (
     "model", "kv_dtype", "layer_count", "kv_head_count", "head_size", "lanes", "layer_parts", "window", "stamp_bytes",
     "stamp_data",
@@ -76,8 +74,10 @@ class RankLayout:
         _check(signature)
         self.item_bytes: int = ITEM_BYTES[signature.kv_dtype]
         stages = _stages(signature)
-        heads = signature.kv_head_count // signature.tp
         parts = signature.layer_parts or bytes(signature.layer_count)
+        self.is_replicated: bool = Part.LATENT in parts and signature.tp > 1
+        """Whether the ranks of a stage hold the same bytes."""
+        heads = signature.kv_head_count // (1 if self.is_replicated else signature.tp)
         before = {part: np.cumsum([0] + [value == part for value in parts]) for part in Part}
         self.parts: tuple[Part, ...] = tuple(part for part in Part if part in set(parts))
         """Those that have layers, and so bytes."""
@@ -87,7 +87,7 @@ class RankLayout:
                 tp_rank=tp_rank,
                 pp_rank=stage,
                 layers=layers,
-                heads=range(tp_rank * heads, (tp_rank + 1) * heads),
+                heads=range(heads) if self.is_replicated else range(tp_rank * heads, (tp_rank + 1) * heads),
                 part_layers={
                     part: range(int(before[part][layers.start]), int(before[part][layers.stop])) for part in Part
                 },
@@ -105,19 +105,23 @@ class RankLayout:
         """Bytes of one page of a part on a rank; 0 = it has no layer of that part."""
         shard = self.shards[rank]
         row = len(shard.heads) * self.signature.head_size * self.item_bytes
-        kv_bytes = len(shard.part_layers[part]) * len(self.signature.lanes) * row
+        kv_bytes = len(shard.part_layers[part]) * part.halves * row
         return self.page_size * (kv_bytes + self.signature.stamp_bytes) if kv_bytes else 0
 
     def senders(self, part: Part) -> tuple[int, ...]:
-        """Ranks that hold bytes of a part."""
-        return tuple(shard.rank for shard in self.shards if self.page_bytes(shard.rank, part))
+        """Ranks that send bytes of a part: all that hold some; of ranks that hold the same ones the first."""
+        return tuple(
+            shard.rank
+            for shard in self.shards
+            if self.page_bytes(shard.rank, part) and not (self.is_replicated and shard.tp_rank)
+        )
 
     def view(self, rank: int, part: Part, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Pages rows[G, page_bytes], without stamps, as [G, layer, lane, token, head, bytes of a head]; no copy."""
         shard, signature = self.shards[rank], self.signature
         kv_bytes = self.page_bytes(rank, part) - self.page_size * signature.stamp_bytes
         return rows[:, :kv_bytes].reshape(
-            len(rows), len(shard.part_layers[part]), len(signature.lanes), self.page_size, len(shard.heads),
+            len(rows), len(shard.part_layers[part]), part.halves, self.page_size, len(shard.heads),
             signature.head_size * self.item_bytes,
         )  # fmt: skip
 
@@ -142,6 +146,8 @@ def _sizes_wrong(signature: LayoutSignature) -> str:
         return f"kv_dtype is {signature.kv_dtype!r}, expected one of {', '.join(ITEM_BYTES)}"
     if tp * pp > RANKS_MAX:
         return f"tp * pp is {tp * pp}, expected at most {RANKS_MAX}"
+    if Part.LATENT in signature.layer_parts:
+        heads = tp if heads == 1 else heads  # every rank holds the one row
     if tp > heads:
         return f"tp is {tp} with {heads} KV heads, which would be replicated; expected at most one rank per head"
     if heads % tp:
@@ -157,14 +163,21 @@ def _lists_wrong(signature: LayoutSignature) -> str:
         return f"stage_layers is {stages}, expected {signature.pp} numbers from 1 on with the sum {layers}"
     if parts and (len(parts) != layers or not set(parts) <= set(Part)):
         return f"layer_parts has {len(parts)} entries, expected a part for each of {layers} layers"
+    halves = {Part(part).halves for part in parts} or {Part.FULL.halves}
+    if halves != {len(signature.lanes)} or (Part.LATENT in parts and signature.kv_head_count != 1):
+        return (
+            f"lanes is {signature.lanes} of {signature.kv_head_count} heads with layers of parts"
+            f" {sorted(set(parts))}, expected one lane for latent rows, which have one head, two for keys and values"
+        )
     if (Part.SWA in parts) != (signature.window > 0):
         return f"window is {signature.window}, expected more than 0 exactly if there are sliding layers"
-    if signature.stamp_bytes not in (0, STAMP_BYTES) or bool(signature.stamp_bytes) != bool(signature.stamp_data):
+    stamp_bytes = len(signature.lanes) * STAMP_BYTES
+    if signature.stamp_bytes not in (0, stamp_bytes) or bool(signature.stamp_bytes) != bool(signature.stamp_data):
         return (
             f"stamp_bytes is {signature.stamp_bytes} with stamp_data {signature.stamp_data!r}, expected 0 and nothing,"
-            f" or {STAMP_BYTES} and none, partial or all"
+            f" or {stamp_bytes} and none, partial or all"
         )
-    return "" if signature.lanes else "lanes is empty, expected at least one"
+    return ""
 
 
 def _stages(signature: LayoutSignature) -> list[range]:
@@ -228,7 +241,7 @@ def cut(source: RankLayout, target: RankLayout) -> tuple[Cut, ...]:
         raise LayoutMismatch(f"pd: {reason}")
     cuts: list[Cut] = []
     for ours in source.shards:
-        for theirs in target.shards:
+        for theirs in target.shards if not source.is_replicated or not ours.tp_rank else ():
             heads = _overlap(ours.heads, theirs.heads)
             for part in source.parts:
                 mine, other = ours.part_layers[part], theirs.part_layers[part]
@@ -247,7 +260,7 @@ def cut(source: RankLayout, target: RankLayout) -> tuple[Cut, ...]:
 
 def is_same(source: RankLayout, target: RankLayout) -> bool:
     """Whether a source page is a target page, rank by rank."""
-    return all(
+    return not source.is_replicated and all(
         getattr(source.signature, name) == getattr(target.signature, name)
         for name in ("page_size", "tp", "pp", "stage_layers")
     )

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.parts import Part
-from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES, digest_coefficients, digest_difference, digest_sum
+from serinus.core.stamps import STAMP_FIELDS, digest_coefficients, digest_difference, digest_sum
 from serinus.kernels import load
 from serinus.pd.layout import Cut, RankLayout
 
 __all__ = ["StampIntake"]
 
 _POSITION, _DIGEST = 1, 3
-_TAIL: Final = slice(STAMP_LANES // 2, STAMP_LANES)
 _DISAGREE: Final = -1
 """Position of a stamp of which two source ranks say different things: the check at arrival names the slot."""
 
@@ -61,9 +60,9 @@ class StampIntake:
         Cost: 128 bytes a token; and where the target holds only a part of the source rank's layers and heads, one read
         of these rows, compiled, in the calling thread.
         """
-        source, target = self._source, self._target
+        source, target, tail = self._source, self._target, slice(item.part.halves, None)
         came_N44 = _by_token(source, item.source_rank, item.part, rows)
-        terms_N2 = came_N44[:, _TAIL, _DIGEST]  # a view
+        terms_N2 = came_N44[:, tail, _DIGEST]  # a view
         others = self._of(item)
         if others is not None:
             terms_N2[:] = digest_difference(terms_N2, self._digest(item, rows, others))
@@ -73,13 +72,13 @@ class StampIntake:
         pages, inside, came_N44 = pages[here], inside[here], came_N44[here]
         stamps = _stamps(target, item.target_rank, item.part, out)
         there_N44 = np.ascontiguousarray(stamps[pages, :, inside]).view(np.uint64)
-        there_N44 = there_N44.reshape(-1, STAMP_LANES, STAMP_FIELDS)
+        there_N44 = there_N44.reshape(-1, 2 * item.part.halves, STAMP_FIELDS)
         begun = self._begin(xid, item.part, positions[here])
-        terms_N2 = came_N44[:, _TAIL, _DIGEST].copy()
-        added_N2 = digest_sum(terms_N2, there_N44[:, _TAIL, _DIGEST])
-        there_N44[:, _TAIL, _DIGEST] = terms_N2
+        terms_N2 = came_N44[:, tail, _DIGEST].copy()
+        added_N2 = digest_sum(terms_N2, there_N44[:, tail, _DIGEST])
+        there_N44[:, tail, _DIGEST] = terms_N2
         differs = begun & (came_N44 != there_N44).any((1, 2))
-        came_N44[begun, _TAIL, _DIGEST] = added_N2[begun]
+        came_N44[begun, tail, _DIGEST] = added_N2[begun]
         came_N44[differs, :, _POSITION] = np.int64(_DISAGREE).view(np.uint64)
         stamps[pages, :, inside] = came_N44.view(np.uint8)
 
@@ -105,13 +104,13 @@ class StampIntake:
         return self._others[item]
 
     def _digest(self, item: Cut, rows: NDArray[np.uint8], others: _Others) -> NDArray[np.uint64]:
-        """Of k and v of what goes to others, [tokens, 2]."""
-        source = self._source
+        """Of the halves of what goes to others, [tokens, halves]."""
+        source, halves = self._source, item.part.halves
         row_bytes = len(source.shards[item.source_rank].heads) * source.signature.head_size * source.item_bytes
-        behind = rows[:, others.first_layer * 2 * source.page_size * row_bytes :]
+        behind = rows[:, others.first_layer * halves * source.page_size * row_bytes :]
         pages = np.arange(len(rows), dtype=np.int64)
         found_GS2 = self._page_digests(behind, pages, source.page_size, row_bytes, others.coefficients_L22W)
-        return found_GS2.view(np.uint64).reshape(-1, 2)
+        return found_GS2.view(np.uint64).reshape(-1, 2)[:, :halves]
 
 
 def _others(source: RankLayout, item: Cut) -> _Others | None:
@@ -121,7 +120,9 @@ def _others(source: RankLayout, item: Cut) -> _Others | None:
         return None
     ids = source.layer_ids(item.source_rank, item.part)
     partial = signature.stamp_data != "all"
-    factors = digest_coefficients(ids, shard.heads, signature.head_size, source.item_bytes, partial=partial)
+    factors = digest_coefficients(
+        ids, shard.heads, signature.head_size, source.item_bytes, partial=partial, halves=item.part.halves
+    )
     width = signature.head_size * source.item_bytes // 2
     mine = slice(item.source_layer, item.source_layer + item.layer_count)
     factors[mine, ..., item.source_head * width : (item.source_head + item.head_count) * width] = 0
@@ -135,10 +136,10 @@ def _others(source: RankLayout, item: Cut) -> _Others | None:
 def _stamps(layout: RankLayout, rank: int, part: Part, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Stamps of pages as [G, lane, token, bytes of a stamp]; no copy."""
     kv_bytes = layout.page_bytes(rank, part) - layout.page_size * layout.signature.stamp_bytes
-    return rows[:, kv_bytes:].reshape(len(rows), STAMP_LANES, layout.page_size, STAMP_FIELDS * 8)
+    return rows[:, kv_bytes:].reshape(len(rows), 2 * part.halves, layout.page_size, STAMP_FIELDS * 8)
 
 
 def _by_token(layout: RankLayout, rank: int, part: Part, rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """Stamps of pages as words [token, lane, field]; a copy."""
     stamps = np.array(_stamps(layout, rank, part, rows).transpose(0, 2, 1, 3), order="C")
-    return stamps.reshape(-1, STAMP_LANES, STAMP_FIELDS * 8).view(np.uint64)
+    return stamps.reshape(-1, 2 * part.halves, STAMP_FIELDS * 8).view(np.uint64)

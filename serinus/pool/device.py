@@ -1,7 +1,7 @@
 """DevicePool: the KV bytes of one engine, all layers. Holds; which owner has which page is decided elsewhere.
 
 Shapes: S = slots = page_count * page_size, H = KV heads, D = head size, G = pages moved, Y = bytes of a page,
-R = rows of a byte buffer, W = bytes of one lane (k or v of one layer) of a page.
+R = rows of a byte buffer, W = bytes of one lane (k, v or the latent rows of one layer) of a page.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
-from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
+from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
 from serinus.kernels import Kernels, prefer_huge_pages
 
 __all__ = ["DevicePool", "PoolRegion", "PoolSpec", "lazy_zeros"]
 
 _LINE_BYTES = 64
-Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Strips of slots, two by two: (k, v) of layers, or lanes of stamps."""
+Strips = Sequence[tuple[Tensor, ...]]
+"""Strips of slots of one width: (k, v) or the latent rows of layers, or lanes of stamps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class PoolSpec:
     """Of keys and values: torch.float32, torch.bfloat16 or torch.float16."""
     device: str = "cpu"
     """Where the bytes are."""
+    halves: int = 2
+    """Rows of a slot in each layer: keys and values, or 1 that is both (Part.halves)."""
     stamped: bool = False
     """Whether the canary's stamps are kept beside the KV and move with it."""
 
@@ -63,28 +65,28 @@ class PoolSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: k and v of all layers, then the stamps."""
+        """Bytes of one page: the rows of all layers, then the stamps."""
         return self.kv_bytes + self.stamp_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Of them, those of k and v."""
+        """Of them, those of rows."""
         return self.page_size * self.slot_bytes
 
     @property
     def stamp_bytes(self) -> int:
         """Of them, those of the stamps; a part without layers has none."""
-        return self.page_size * STAMP_LANES * STAMP_FIELDS * 8 if self.stamped and self.layer_count else 0
+        return self.page_size * self.halves * STAMP_BYTES if self.stamped and self.layer_count else 0
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one page of one layer, k and v."""
-        return self.page_size * 2 * self.kv_head_count * self.head_size * self.dtype.itemsize
+        """Bytes of one page of one layer, all halves."""
+        return self.page_size * self.halves * self.kv_head_count * self.head_size * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot over all layers, k and v, without stamps."""
-        return self.layer_count * 2 * self.kv_head_count * self.head_size * self.dtype.itemsize
+        """Bytes of one slot over all layers, without stamps."""
+        return self.layer_count * self.halves * self.kv_head_count * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,27 +111,27 @@ class DevicePool:
     def __init__(self, spec: PoolSpec, kernels: Kernels) -> None:
         self.spec = spec
         self._kernels = kernels
-        shape = (spec.layer_count, 2, spec.slot_count, spec.kv_head_count, spec.head_size)
+        shape = (spec.layer_count, spec.halves, spec.slot_count, spec.kv_head_count, spec.head_size)
         bytes_all = _zeros(spec.kv_bytes * spec.page_count, spec.device)
         lanes = bytes_all.view(spec.dtype).view(shape)
-        self.k: tuple[Tensor, ...] = tuple(lanes[layer, 0] for layer in range(spec.layer_count))
-        """Keys of each layer, [S, H, D], contiguous."""
-        self.v: tuple[Tensor, ...] = tuple(lanes[layer, 1] for layer in range(spec.layer_count))
-        """Values of each layer, [S, H, D], contiguous."""
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(self.k, self.v, strict=True))
-        """(k, v) of each layer, as models and kernels take them."""
-        stamp_shape = (STAMP_LANES, spec.slot_count, STAMP_FIELDS)
+        self.layers: tuple[tuple[Tensor, ...], ...] = tuple(tuple(halves) for halves in lanes)
+        """(k, v), or the latent rows alone, of each layer, [S, H, D] each, contiguous, as models and kernels take
+        them."""
+        self.k: tuple[Tensor, ...] = tuple(halves[0] for halves in self.layers)
+        """Keys (or latent rows) of each layer."""
+        self.v: tuple[Tensor, ...] = tuple(halves[1] for halves in self.layers if len(halves) == 2)
+        """Values of each layer; none where rows are latent."""
+        stamp_shape = (2 * spec.halves, spec.slot_count, STAMP_FIELDS)
         self.stamps_LS4: Tensor | None = None
-        """The canary's stamps, int64 [STAMP_LANES, S, STAMP_FIELDS], where the pool keeps them."""
+        """The canary's stamps, int64 [2 * halves, S, STAMP_FIELDS], where the pool keeps them."""
         self._strips = [(self.layers, 0)] if self.layers else []
         if spec.stamp_bytes:
             self.stamps_LS4 = (
                 _zeros(spec.stamp_bytes * spec.page_count, spec.device).view(torch.int64).view(stamp_shape)
             )
-            lanes_S14 = self.stamps_LS4.view(STAMP_LANES, spec.slot_count, 1, STAMP_FIELDS)
-            pairs = tuple((lanes_S14[lane], lanes_S14[lane + 1]) for lane in range(0, STAMP_LANES, 2))
-            self._strips.append((pairs, spec.kv_bytes))
-        self._lanes = [lane for pairs, _ in self._strips for lane in self._page_lanes(pairs)]
+            lanes_S14 = self.stamps_LS4.view(-1, spec.slot_count, 1, STAMP_FIELDS)
+            self._strips.append(((tuple(lanes_S14),), spec.kv_bytes))
+        self._lanes = [lane for strips, _ in self._strips for lane in self._page_lanes(strips)]
 
     @property
     def page_bytes(self) -> int:
@@ -141,8 +143,8 @@ class DevicePool:
         """For transports that reach these bytes: KV, then stamps; strips of a page in `read_pages` order."""
         spec, found = self.spec, []
         lanes = (
-            (self.k[0] if self.k else None, 2 * spec.layer_count, spec.kv_bytes),
-            (self.stamps_LS4, STAMP_LANES, spec.stamp_bytes),
+            (self.k[0] if self.k else None, spec.halves * spec.layer_count, spec.kv_bytes),
+            (self.stamps_LS4, 2 * spec.halves, spec.stamp_bytes),
         )
         for start, lane_count, page_bytes in lanes:
             if start is not None:
@@ -157,7 +159,7 @@ class DevicePool:
         return tuple(found)
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """The bytes of whole pages, [G, Y], page-first: [layer][k, then v][page_size, H, D], then the stamps,
+        """The bytes of whole pages, [G, Y], page-first: [layer][k, then v, or one][page_size, H, D], then the stamps,
         [lane][page_size, STAMP_FIELDS], where the pool keeps them.
 
         Args:
@@ -171,8 +173,8 @@ class DevicePool:
         if out is None:
             out = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
         page_ids, out_GY = self._page_ids(pages), torch.from_numpy(out)
-        for pairs, part_GZ in self._parts(out_GY):
-            self._kernels.gather_pages(pairs, page_ids, self.spec.page_size, part_GZ)
+        for strips, part_GZ in self._parts(out_GY):
+            self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_GZ)
         return out
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
@@ -186,8 +188,8 @@ class DevicePool:
         Cost: G * Y bytes read and written.
         """
         page_ids = self._page_ids(pages)
-        for pairs, part_GZ in self._parts(_tensor_of(data)):
-            self._kernels.scatter_pages(pairs, page_ids, self.spec.page_size, part_GZ)
+        for strips, part_GZ in self._parts(_tensor_of(data)):
+            self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_GZ)
 
     def hashed_pages(
         self, pages: NDArray[np.integer], rows: NDArray[np.uint8] | None, seed: int, inward: bool = False
@@ -217,15 +219,15 @@ class DevicePool:
             ValueError: sizes disagree, or a page or row is none of ours.
         Cost: G * Y bytes read and written, on the calling thread alone.
         """
-        for pairs, part_RZ in self._parts(bytes_RY):
-            self._copy_out(pairs, pages, part_RZ, rows)
+        for strips, part_RZ in self._parts(bytes_RY):
+            self._copy_out(strips, pages, part_RZ, rows)
 
-    def _copy_out(self, pairs: Pairs, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
+    def _copy_out(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         if self.spec.device == "cpu":
             page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
-            self._kernels.gather_pages(pairs, page_ids, self.spec.page_size, part_RZ, row_ids)
+            self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
             return
-        lanes = self._page_lanes(pairs)
+        lanes = self._page_lanes(strips)
         self._check_on_host(pages, rows, part_RZ, sum(lane.shape[1] for lane in lanes))
         page_ids = self._page_ids(pages)
         found_GZ = torch.cat([lane.index_select(0, page_ids) for lane in lanes], dim=1)
@@ -242,15 +244,15 @@ class DevicePool:
 
     def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """The reverse of `copy_out`, for the stamps; nothing where the pool keeps none."""
-        for pairs, part_RZ in self._parts(bytes_RY)[1:]:
-            self._copy_in(pairs, pages, part_RZ, rows)
+        for strips, part_RZ in self._parts(bytes_RY)[1:]:
+            self._copy_in(strips, pages, part_RZ, rows)
 
-    def _copy_in(self, pairs: Pairs, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
+    def _copy_in(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         if self.spec.device == "cpu":
             page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
-            self._kernels.scatter_pages(pairs, page_ids, self.spec.page_size, part_RZ, row_ids)
+            self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
             return
-        lanes = self._page_lanes(pairs)
+        lanes = self._page_lanes(strips)
         width = lanes[0].shape[1]
         self._check_on_host(pages, rows, part_RZ, width * len(lanes))
         page_ids = self._page_ids(pages)
@@ -260,17 +262,17 @@ class DevicePool:
         for i, lane_PW in enumerate(lanes):
             lane_PW.index_copy_(0, page_ids, staged_GZ[:, i * width : (i + 1) * width])
 
-    def _parts(self, bytes_RY: Tensor) -> list[tuple[Pairs, Tensor]]:
+    def _parts(self, bytes_RY: Tensor) -> list[tuple[Strips, Tensor]]:
         """The strips of this pool, each with its columns of a buffer of whole pages."""
         if len(self._strips) <= 1:
-            return [(pairs, bytes_RY) for pairs, _ in self._strips]
+            return [(strips, bytes_RY) for strips, _ in self._strips]
         if bytes_RY.ndim != 2 or bytes_RY.shape[1] != self.page_bytes:
             raise ValueError(f"pool: page buffer {tuple(bytes_RY.shape)}, expected rows of {self.page_bytes} bytes")
         edges = pairwise([*(offset for _, offset in self._strips), self.page_bytes])
-        return [(pairs, bytes_RY[:, low:high]) for (pairs, _), (low, high) in zip(self._strips, edges, strict=True)]
+        return [(strips, bytes_RY[:, low:high]) for (strips, _), (low, high) in zip(self._strips, edges, strict=True)]
 
-    def _page_lanes(self, pairs: Pairs) -> list[Tensor]:
-        return [lane.view(torch.uint8).view(self.spec.page_count, -1) for pair in pairs for lane in pair]
+    def _page_lanes(self, strips: Strips) -> list[Tensor]:
+        return [lane.view(torch.uint8).view(self.spec.page_count, -1) for halves in strips for lane in halves]
 
     def _check_on_host(
         self, pages: NDArray[np.integer], rows: NDArray[np.integer], bytes_RZ: Tensor, width: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import RING_FIELDS, Kernels
+from serinus.kernels import RING_FIELDS, Kernels, StampLane
 from serinus.kernels.canary import ANCHOR
 
 __all__ = ["CanaryCase", "make_case", "outcome"]
@@ -22,7 +22,8 @@ PAGE = 4
 class CanaryCase:
     """Sequences of random lengths on random pages, some of them damaged after they were stamped."""
 
-    kv: list[tuple[Tensor, Tensor]]
+    kv: list[tuple[Tensor, ...]]
+    """Keys and values of each layer, or latent rows: then there are no lanes of V."""
     coefficients: Tensor
     table: Tensor
     lengths: list[int]
@@ -31,7 +32,7 @@ class CanaryCase:
     tokens: Tensor
     starts: Tensor
     damage: list[tuple[int, int, int]]
-    """(lane, slot, field) that are changed between writing and verifying."""
+    """(lane of the tensor, slot, field) that are changed between writing and verifying."""
     wild: list[tuple[int, int, int]]
     """(row, position, slot): entries of the table that come to name no slot of a page, or none at all."""
     low: Tensor
@@ -40,12 +41,18 @@ class CanaryCase:
     """1 where a sequence is not whose it is said to be."""
     device: str
 
+    @property
+    def lanes(self) -> list[StampLane]:
+        """Those that stamps have, in order."""
+        return [lane for lane in StampLane if lane % 2 < len(self.kv[0])]
+
 
 def make_case(seed: int, device: str = "cpu") -> CanaryCase:
     """A case of its own for each seed."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice((torch.bfloat16, torch.float32))
+    halves = 1 if seed % 3 == 2 else 2
     layers, heads, size = rng.choice(((1, 1, 8), (2, 3, 4), (3, 2, 16), (2, 3, 64)))
     lengths = [rng.randint(1, 30) for _ in range(rng.randint(1, 4))]
     pages = [-(-length // PAGE) for length in lengths]
@@ -59,16 +66,20 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
         slots.append(mine)
         at += count
     kv = [
-        tuple(torch.randn((slot_count, heads, size), generator=generator).to(dtype).to(device) for _ in range(2))
+        tuple(torch.randn((slot_count, heads, size), generator=generator).to(dtype).to(device) for _ in range(halves))
         for _ in range(layers)
     ]
-    coefficients = digest_coefficients(range(layers), range(heads), size, dtype.itemsize, partial=rng.random() < 0.3)
+    coefficients = digest_coefficients(
+        range(layers), range(heads), size, dtype.itemsize, partial=rng.random() < 0.3, halves=halves
+    )
     total = sum(lengths)
     flat = torch.cat(slots)
-    damage = [(rng.randrange(4), int(flat[rng.randrange(total)]), rng.randrange(4)) for _ in range(rng.randint(0, 3))]
+    damage = [
+        (rng.randrange(2 * halves), int(flat[rng.randrange(total)]), rng.randrange(4)) for _ in range(rng.randint(0, 3))
+    ]
     wild = [row for row in range(1, len(lengths) + 1) if rng.random() < 0.2]
     return CanaryCase(
-        kv=[(pair[0], pair[1]) for pair in kv],
+        kv=kv,
         coefficients=torch.from_numpy(coefficients).to(device),
         table=table.to(device),
         lengths=lengths,
@@ -88,7 +99,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
 def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     """Stamp (in two steps, the second after a chunk border), damage, plan and verify with one column."""
     device = case.device
-    stamps = torch.zeros((4, case.kv[0][0].shape[0], 4), dtype=torch.int64, device=device)
+    stamps = torch.zeros((len(case.lanes), case.kv[0][0].shape[0], 4), dtype=torch.int64, device=device)
     digests = ops.canary_digest(case.kv, case.slots, case.coefficients)
     _stamp(ops, case, stamps, digests)
     written = stamps.clone()

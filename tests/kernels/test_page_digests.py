@@ -13,13 +13,15 @@ from serinus.pool import DevicePool, PoolSpec
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "size", "dtype"), [(2, 16, torch.bfloat16), (3, 10, torch.float32), (1, 6, torch.float16)]
+    ("heads", "size", "dtype", "halves"),
+    [(2, 16, torch.bfloat16, 2), (3, 10, torch.float32, 2), (1, 6, torch.float16, 2), (1, 6, torch.float16, 1)],
 )
 def test_they_are_the_digests_of_the_slots_that_the_page_was_copied_from(
-    either: Kernels, heads: int, size: int, dtype: torch.dtype, partial: bool
+    either: Kernels, heads: int, size: int, dtype: torch.dtype, halves: int, partial: bool
 ) -> None:
     spec = PoolSpec(
-        layer_count=3, kv_head_count=heads, head_size=size, page_size=4, page_count=9, dtype=dtype, stamped=True
+        layer_count=3, kv_head_count=heads, head_size=size, page_size=4, page_count=9, dtype=dtype, halves=halves,
+        stamped=True,
     )  # fmt: skip
     pool = DevicePool(spec, either)
     words = np.random.default_rng(1).integers(0, 1 << 16, spec.kv_bytes * spec.page_count // 2)
@@ -28,7 +30,9 @@ def test_they_are_the_digests_of_the_slots_that_the_page_was_copied_from(
     host = np.full((6, spec.page_bytes), 0xAA, np.uint8)
     rows = np.array([4, 1, 3])
     pool.copy_out(pages, torch.from_numpy(host), rows)
-    factors = torch.from_numpy(digest_coefficients(range(3), range(heads), size, dtype.itemsize, partial=partial))
+    factors = torch.from_numpy(
+        digest_coefficients(range(3), range(heads), size, dtype.itemsize, partial=partial, halves=halves)
+    )
     slots = torch.from_numpy((pages[:, None] * 4 + np.arange(4)).reshape(-1))
     expected = either.canary_digest(pool.layers, slots, factors).numpy().reshape(3, 4, 2)
     row_bytes = heads * size * dtype.itemsize

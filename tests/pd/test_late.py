@@ -14,6 +14,7 @@ from serinus.core.clock import ManualClock
 from serinus.core.errors import TransferFailed
 from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
+from serinus.core.stamps import STAMP_BYTES
 from serinus.engine.peers import Peers
 from serinus.pd import (
     TICK_S,
@@ -37,7 +38,6 @@ from serinus.pd import (
     TcpBackend,
 )
 from serinus.pd.arrival_account import ArrivalAccount
-from serinus.pd.layout import STAMP_BYTES
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import LocalHub, Mailbox
 from serinus.wire.messages import Data, LayoutSignature
@@ -296,7 +296,7 @@ def stamps_known(worker: PageWorker) -> int:
 
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_ranks_forget_the_stamps_of_a_handoff_that_is_over(ends_well: bool) -> None:
-    stamped = {"stamp_bytes": STAMP_BYTES, "stamp_data": "none"}
+    stamped = {"stamp_bytes": 2 * STAMP_BYTES, "stamp_data": "none"}
     pair = Pair(layout_of(tp=2, **stamped), layout_of(pp=2, **stamped), staging=1 << 20)
     pair.start()
     pair.p.work()

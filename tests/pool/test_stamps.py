@@ -11,7 +11,7 @@ import torch
 from serinus.core.clock import WallClock
 from serinus.core.moves import Move, MoveKind
 from serinus.core.parts import Part
-from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
+from serinus.core.stamps import STAMP_BYTES
 from serinus.kernels import load
 from serinus.pool import DevicePool, HostPool, Mover, PoolSpec
 
@@ -20,8 +20,8 @@ SPEC = PoolSpec(
 )
 
 
-def filled(column: str) -> DevicePool:
-    pool = DevicePool(SPEC, load("cpu", column))
+def filled(column: str, halves: int = 2) -> DevicePool:
+    pool = DevicePool(dataclasses.replace(SPEC, halves=halves), load("cpu", column))
     rng = torch.Generator().manual_seed(3)
     for lane in (*pool.k, *pool.v):
         lane.copy_(torch.randn(lane.shape, generator=rng))
@@ -32,7 +32,7 @@ def filled(column: str) -> DevicePool:
 
 def stamps_of(pool: DevicePool, pages: list[int]) -> torch.Tensor:
     assert pool.stamps_LS4 is not None
-    return pool.stamps_LS4.view(STAMP_LANES, SPEC.page_count, -1)[:, pages]
+    return pool.stamps_LS4.view(2 * pool.spec.halves, SPEC.page_count, -1)[:, pages]
 
 
 def test_a_pool_without_a_canary_keeps_no_stamps() -> None:
@@ -47,10 +47,12 @@ def test_a_part_without_layers_has_neither_bytes_nor_stamps() -> None:
     assert pool.read_pages(np.array([1, 2])).shape == (2, 0)
 
 
+@pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("column", ["ref", "cpu"])
-def test_stamps_travel_in_the_bytes_of_their_page(column: str) -> None:
-    source, target = filled(column), DevicePool(SPEC, load("cpu", column))
-    assert source.page_bytes == SPEC.kv_bytes + 4 * STAMP_LANES * STAMP_FIELDS * 8
+def test_stamps_travel_in_the_bytes_of_their_page(column: str, halves: int) -> None:
+    source = filled(column, halves)
+    target = DevicePool(source.spec, load("cpu", column))
+    assert source.page_bytes == source.spec.kv_bytes + 4 * halves * STAMP_BYTES
     target.write_pages(np.array([1, 8, 2]), source.read_pages(np.array([3, 4, 7])))
     assert torch.equal(stamps_of(target, [1, 8, 2]), stamps_of(source, [3, 4, 7]))
     assert not stamps_of(target, [0, 3, 4, 5, 6, 7]).any()

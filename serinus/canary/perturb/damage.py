@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from serinus.canary.lanes import PartLanes
 from serinus.canary.perturb.plan import Place
+from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.core.stamps import PARTIAL_LANES, STAMP_FIELDS, STAMP_LANES
-from serinus.kernels import StampLane
+from serinus.core.stamps import PARTIAL_LANES, STAMP_FIELDS
+from serinus.kernels import stamp_lanes
 
 __all__ = ["PageShape", "Places", "flip_bit", "flip_page_bit"]
 
@@ -36,6 +37,7 @@ class PageShape:
     head_bytes: int
     """Of one head of one slot, keys or values."""
     page_size: int
+    part: Part = Part.FULL
 
     @classmethod
     def of(cls, lanes: PartLanes, page_size: int) -> PageShape:
@@ -43,7 +45,7 @@ class PageShape:
         pool = lanes.layers_kv[0][0]
         return cls(
             layer_ids=lanes.layer_ids, head_ids=lanes.head_ids, head_bytes=pool.shape[2] * pool.itemsize,
-            page_size=page_size,
+            page_size=page_size, part=lanes.part,
         )  # fmt: skip
 
     def offset(self, place: Place, slot: int) -> int:
@@ -52,10 +54,10 @@ class PageShape:
         strip = self.page_size * slot_bytes
         if place.lane:
             field = _FIELDS.index(place.field)
-            begin = len(self.layer_ids) * 2 * strip
-            lane = int(StampLane[place.lane]) * self.page_size
+            begin = len(self.layer_ids) * self.part.halves * strip
+            lane = _lane_names(self.part).index(place.lane) * self.page_size
             return begin + ((lane + slot) * STAMP_FIELDS + field) * 8 + place.byte
-        at = self.layer_ids.index(place.layer) * 2 + _HALVES.index(place.half)
+        at = self.layer_ids.index(place.layer) * self.part.halves + _HALVES.index(place.half)
         return at * strip + slot * slot_bytes + self.head_ids.index(place.head) * self.head_bytes + place.byte
 
 
@@ -69,12 +71,14 @@ class Places:
         self._rng = rng
         self._byte_count = min(shape.head_bytes, 2 * PARTIAL_LANES) if partial else shape.head_bytes
         self.strata = [
-            Place(layer=layer, half=half, head=head) for layer in shape.layer_ids for half in _HALVES for head in heads
+            Place(layer=layer, half=half, head=head)
+            for layer in shape.layer_ids
+            for half in _HALVES[: shape.part.halves]
+            for head in heads
         ]
         """All places, but for byte and bit; none where this rank holds nothing that is digested."""
         if stamped:
-            lanes = [StampLane(lane).name for lane in range(STAMP_LANES)]
-            self.strata += [Place(lane=lane, field=field) for lane in lanes for field in _FIELDS]
+            self.strata += [Place(lane=lane, field=field) for lane in _lane_names(shape.part) for field in _FIELDS]
         self._deck: list[Place] = []
         self._drawn: Place | None = None
 
@@ -94,6 +98,10 @@ class Places:
         if self._drawn is not None:
             self._deck.append(self._drawn)
             self._drawn = None
+
+
+def _lane_names(part: Part) -> list[str]:
+    return [lane.name for lane in stamp_lanes(part)]
 
 
 def flip_bit(lanes: PartLanes, slot: int, place: Place) -> tuple[int, int]:

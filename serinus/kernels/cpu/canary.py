@@ -7,7 +7,6 @@ L = layers, W = 16-bit lanes of one layer's row of one half, Q = ring rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, Reason, differing
 from serinus.kernels.checks import check_digest
+from serinus.kernels.contracts import LayersKv
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
@@ -39,20 +39,20 @@ __all__ = [
     "run_write",
 ]
 
-Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds")
-"""`adds`: the sums are added to what `out` holds."""
+Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds halves")
+"""`adds`: the sums are added to what `out` holds. `halves`: pools of each layer."""
 Due = fields("ticket reads out count page_size live entry_count slot_count")
 """The last three are answers."""
 Plan = fields("ticket table due out sequence_count entry_count columns page_size slot_count")
 """Entries of rows from `slot_count` on, or below 0, are slot 0: damage, and no address."""
 Verify = fields(
     "ticket stamps slot_count lane slots positions previous tokens digests names ring ring_rows violations"
-    " checked count step sums cuts sums_stride"
+    " checked count step sums cuts sums_stride halves"
 )
 """`sums`: sums_P22E of `watched_attention`, of P `cuts`, with room for `sums_stride` entries; they are added to the
-digests."""
+digests. `halves`: 2, or 1 of latent rows, which have no lanes of V."""
 Write = fields(
-    "ticket stamps slot_count lane slots positions tokens starts rows table columns digests sequence_count total"
+    "ticket stamps slot_count lane slots positions tokens starts rows table columns digests sequence_count total halves"
 )
 _AHEAD_BYTES = 8192
 """How far before its use a row is asked for."""
@@ -65,16 +65,18 @@ _ANCHOR = np.uint64(ANCHOR)
 _POSITION = int(Reason.VERIFY_POSITION)
 
 
-def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
-    """Digests [E, 2] of K and V of all layers' rows in some slots."""
+def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
+    """Digests [E, 2] of K and V of all layers' rows in some slots; of latent rows that of V is 0."""
     check_digest(layers_kv, coefficients_L22W)
     slots_E, coefficients_L22W = slots_E.contiguous(), coefficients_L22W.contiguous()
     out_E2 = torch.empty((len(slots_E), 2), dtype=torch.int64)
-    pools = (ctypes.c_int64 * (2 * len(layers_kv)))(*[half.data_ptr() for pair in layers_kv for half in pair])
+    addresses = [half.data_ptr() for halves in layers_kv for half in halves]
+    pools = (ctypes.c_int64 * len(addresses))(*addresses)
     pool = layers_kv[0][0]
     arguments = Digest(
         0, ctypes.addressof(pools), slots_E.data_ptr(), coefficients_L22W.data_ptr(), out_E2.data_ptr(), len(slots_E),
         len(layers_kv), coefficients_L22W.shape[-1], pool.stride(0) * pool.element_size(), 0, 0, 0,
+        len(layers_kv[0]),
     )  # fmt: skip
     run_digest(arguments)
     return out_E2
@@ -127,7 +129,7 @@ def canary_verify(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, inputs[0].data_ptr(), inputs[1].data_ptr(),
         inputs[2].data_ptr(), 0 if tokens is None else tokens.data_ptr(), 0 if digests is None else digests.data_ptr(),
         inputs[3].data_ptr(), ring_QF.data_ptr(), len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), count,
-        VERIFY_STEP, 0, 0, 0,
+        VERIFY_STEP, 0, 0, 0, len(stamps_LS4) // 2,
     )  # fmt: skip
     run_verify(arguments)
 
@@ -149,6 +151,7 @@ def canary_write(
     arguments = Write(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs), table_RC.data_ptr(),
         table_RC.shape[1], 0 if digests is None else digests.data_ptr(), len(rows_B), len(slots_T),
+        len(stamps_LS4) // 2,
     )  # fmt: skip
     run_write(arguments)
 
@@ -177,7 +180,7 @@ def run_write(arguments: ctypes.Structure) -> None:
 def run_digest(arguments: ctypes.Structure, *, alone: bool = False) -> None:
     """Digest rows (Digest); how the work is cut is decided here. `alone`: on the calling thread, however much it is."""
     row_bytes, count = arguments.lanes * 2, arguments.count
-    alone = alone or count * row_bytes * 2 * arguments.layers <= _DIGEST_ALONE_BYTES
+    alone = alone or count * row_bytes * arguments.halves * arguments.layers <= _DIGEST_ALONE_BYTES
     threads = 1 if alone else thread_count()
     step = max(ROWS, min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS))
     arguments.step, arguments.ahead = step, min(step, -(-_AHEAD_BYTES // (row_bytes * ROWS)) * ROWS)
@@ -192,8 +195,9 @@ def _digest_body(version: int) -> Body:
     def digest_slots(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 12, np.int64)
-        count, strips, lanes, slot_bytes, step, ahead = a[5], a[6] * 2, a[7], a[8], a[9], a[10]
+        a = carray(args, 13, np.int64)
+        halves = a[12]
+        count, strips, lanes, slot_bytes, step, ahead = a[5], a[6] * halves, a[7], a[8], a[9], a[10]
         blocks, whole = lanes // BLOCK, lanes // 8
         pools = carray(at(a[1]), strips, np.int64)
         slots = carray(at(a[2]), count, np.int64)
@@ -219,7 +223,7 @@ def _digest_body(version: int) -> Body:
                         at_slot = slots[e] * slot_bytes
                         ask_for(following + at_slot)
                         total = digest_8(pools[strip] + at_slot, factors, others)
-                        out[e * 2 + strip % 2] = add_packed(out[e * 2 + strip % 2], total)
+                        out[e * 2 + strip % halves] = add_packed(out[e * 2 + strip % halves], total)
                     continue
                 for e in range(first, end, ROWS):
                     for r in range(ROWS):
@@ -235,7 +239,8 @@ def _digest_body(version: int) -> Body:
                             total = add_packed(total, digest_8(rows[r] + i * 16, factors + i * 32, others + i * 32))
                         for i in range(whole * 8, lanes):
                             total = add_packed(total, digest_1(rows[r] + i * 2, factors + i * 4, others + i * 4))
-                        out[(e + r) * 2 + strip % 2] = add_packed(out[(e + r) * 2 + strip % 2], total)
+                        at_sum = (e + r) * 2 + strip % halves
+                        out[at_sum] = add_packed(out[at_sum], total)
 
     return compile_body(digest_slots)
 
@@ -321,8 +326,8 @@ def _verify_body(version: int) -> Body:
     def verify(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 19, np.int64)
-        slot_count, lane, count, step = a[2], a[3], a[14], a[15]
+        a = carray(args, 20, np.int64)
+        slot_count, lane, count, step, halves = a[2], a[3], a[14], a[15], a[19]
         slots = carray(at(a[4]), count, np.int64)
         positions = carray(at(a[5]), count, np.int64)
         previous = carray(at(a[6]), count, np.int64)
@@ -333,9 +338,10 @@ def _verify_body(version: int) -> Body:
             if first >= count:
                 break
             end = min(first + step, count)
-            for half in range(2):
-                stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
-                twin = carray(at(a[1] + (lane + 1 - half) * slot_count * 32), slot_count * 4, np.int64)
+            for half in range(halves):
+                own = lane // 2 * halves + half
+                stamps = carray(at(a[1] + own * slot_count * 32), slot_count * 4, np.int64)
+                twin = carray(at(a[1] + (own ^ 1) * slot_count * 32), slot_count * 4, np.int64)
                 checked = 0
                 for e in range(first, end):
                     slot = slots[e]
@@ -397,8 +403,8 @@ def _write_body(version: int) -> Body:
     def write(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 14, np.int64)
-        slot_count, lane, columns, count, total = a[2], a[3], a[10], a[12], a[13]
+        a = carray(args, 15, np.int64)
+        slot_count, lane, columns, count, total, halves = a[2], a[3], a[10], a[12], a[13], a[14]
         starts = carray(at(a[7]), count + 1, np.int64)
         rows = carray(at(a[8]), count, np.int64)
         slots = carray(at(a[4]), total, np.int64)
@@ -406,10 +412,10 @@ def _write_body(version: int) -> Body:
         tokens = carray(at(a[6]), total, np.int64)
         while True:
             item = fetch_add(a.ctypes.data, 1)
-            if item >= 2 * count:
+            if item >= halves * count:
                 break
-            b, half = item // 2, item % 2
-            stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
+            b, half = item // halves, item % halves
+            stamps = carray(at(a[1] + (lane // 2 * halves + half) * slot_count * 32), slot_count * 4, np.int64)
             before = np.int64(0)
             if starts[b] < starts[b + 1] and positions[starts[b]] > 0:
                 row = carray(at(a[9] + rows[b] * columns * 4), columns, np.int32)

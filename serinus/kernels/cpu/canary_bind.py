@@ -19,7 +19,9 @@ from serinus.kernels.cpu.scalar import at, carray, fetch_add, mix
 
 __all__ = ["Bind", "canary_bind", "chain_hashes", "run_bind", "warm"]
 
-Bind = fields("ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count")
+Bind = fields(
+    "ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count halves"
+)
 Chain = fields("ticket tokens out count position chain")
 _CHAIN_HASH, _POSITION = int(Reason.VERIFY_CHAIN_HASH), int(Reason.VERIFY_POSITION)
 
@@ -39,7 +41,7 @@ def canary_bind(
     inputs = [t.contiguous() for t in (slots_B, positions_B, chains_B, sequences_B)]
     arguments = Bind(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs), ring_QF.data_ptr(),
-        len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), len(slots_B),
+        len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), len(slots_B), len(stamps_LS4) // 2,
     )  # fmt: skip
     run_bind(arguments)
 
@@ -69,15 +71,15 @@ def _bind_body(version: int) -> Body:
     def bind(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 13, np.int64)
-        slot_count, lane, count = a[2], a[3], a[12]
+        a = carray(args, 14, np.int64)
+        slot_count, lane, count, halves = a[2], a[3], a[12], a[13]
         slots = carray(at(a[4]), count, np.int64)
         positions = carray(at(a[5]), count, np.int64)
         chains = carray(at(a[6]), count, np.int64)
         names = carray(at(a[7]), count, np.int64)
         ring = carray(at(a[8]), a[9] * RING_FIELDS, np.int64)
-        for half in range(2):
-            stamps = carray(at(a[1] + (lane + half) * slot_count * 32), slot_count * 4, np.int64)
+        for half in range(halves):
+            stamps = carray(at(a[1] + (lane // 2 * halves + half) * slot_count * 32), slot_count * 4, np.int64)
             checked = 0
             for b in range(count):
                 if positions[b] < 0:

@@ -61,17 +61,17 @@ class _CpuWatch:
         self._holds = (table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored)
         self._pools = _Pools(layers_kv, coefficients_L22W) if coefficients_L22W is not None else None
         self._page_size = page_size
-        plan = (table_RC.data_ptr(), table_RC.shape[1])
+        plan, halves = (table_RC.data_ptr(), table_RC.shape[1]), len(stamps_LS4) // 2
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
         self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, stamps[1])
         self._verify, self._read_back = (
-            kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0)
+            kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves)
             for of in (ring, stored)
         )
-        self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0)
+        self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0, halves)
         self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
         self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0)
+        self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0, halves)
         self._given: tuple[NDArray[np.int64], ...] = ()
         """The plan of this pass, as long as its addresses are in use."""
         self._bound, self._words, self._stored, self._unknown = _Words(), _Words(), _Words(), _Words(UNKNOWN)
@@ -352,17 +352,18 @@ class _Pools:
         if not coefficients_L22W.is_contiguous():
             raise ValueError("kernels: digest coefficients lie in strides, expected them contiguous")
         self.layer_count = len(layers_kv)
-        self._addresses = (ctypes.c_int64 * (2 * len(layers_kv)))(*[t.data_ptr() for pair in layers_kv for t in pair])
+        self._halves, addresses = len(layers_kv[0]), [pool.data_ptr() for halves in layers_kv for pool in halves]
+        self._addresses = (ctypes.c_int64 * len(addresses))(*addresses)
         self.coefficients_L22W = tuple(coefficients_L22W)
         self._factors = coefficients_L22W.data_ptr()
         self._factor_bytes = coefficients_L22W[0].numel() * coefficients_L22W.element_size()
         pool = layers_kv[0][0]
         slot_bytes, lanes = pool.stride(0) * pool.element_size(), coefficients_L22W.shape[-1]
-        self._digest = kernels.Digest(0, 0, 0, 0, 0, 0, 0, lanes, slot_bytes, 0, 0, 0)
+        self._digest = kernels.Digest(0, 0, 0, 0, 0, 0, 0, lanes, slot_bytes, 0, 0, 0, self._halves)
         self.kv_heads = pool.shape[1]
         self.packed = [
             pack_factors(factors_22W, self.kv_heads)
-            if 2 * lanes == slot_bytes
+            if 2 * lanes == slot_bytes and self._halves == 2
             else PackedFactors(factors=factors_22W, bias=None, plain_22W=factors_22W)
             for factors_22W in coefficients_L22W
         ]
@@ -372,7 +373,7 @@ class _Pools:
         """Of layers first .. end - 1."""
         arguments = self._digest
         arguments.ticket, arguments.adds = 0, int(adds)
-        arguments.pools = ctypes.addressof(self._addresses) + first * 2 * _WORD
+        arguments.pools = ctypes.addressof(self._addresses) + first * self._halves * _WORD
         arguments.coefficients = self._factors + first * self._factor_bytes
         arguments.slots, arguments.out, arguments.count, arguments.layers = slots_at, sums_at, count, end - first
         kernels.run_digest(arguments)

@@ -197,7 +197,8 @@ class _Steps:
         window, lay = weights.window, self._lays[weights.window]
         if digest is not None and window is not None:
             lows_B = np.maximum(0, batch.context_B.numpy() - window)
-            digest_unseen(*self._kv[layer], self._tables[weights.part], batch, lows_B, digest)
+            k_SHD, v_SHD = self._kv[layer]
+            digest_unseen(k_SHD, v_SHD, self._tables[weights.part], batch, lows_B, digest)
         cuts = len(digest.sums_P22E) if digest is not None and lay.unit_count > self._count else 0
         laid = lay.unit_count, threads_of(lay.unit_count, lay.work * lay.kv_heads, cuts)
         if taken.laid != laid:

@@ -22,16 +22,16 @@ def page_digests(
 ) -> NDArray[np.int64]:
     """Digests [G, S, 2] of pages: to the kernel of `canary_digest` a slot is a byte offset here, a layer an address."""
     check_page_digests(data_PY, pages_G, page_size, row_bytes, coefficients_L22W)
-    layers, _, _, width = coefficients_L22W.shape
+    layers, halves, _, width = coefficients_L22W.shape
     out = np.empty((len(pages_G), page_size, 2), np.int64)
     inside = np.arange(page_size, dtype=np.int64) * row_bytes
     slots = np.ascontiguousarray(pages_G[:, None] * data_PY.strides[0] + inside)
     base, strip = data_PY.ctypes.data, page_size * row_bytes
-    pools = (ctypes.c_int64 * (2 * layers))(*range(base, base + 2 * layers * strip, strip))
+    pools = (ctypes.c_int64 * (halves * layers))(*range(base, base + halves * layers * strip, strip))
     run_digest(
         Digest(
             0, ctypes.addressof(pools), slots.ctypes.data, coefficients_L22W.data_ptr(), out.ctypes.data, slots.size,
-            layers, width, 1, 0, 0, 0,
+            layers, width, 1, 0, 0, 0, halves,
         ),
         alone=True,
     )  # fmt: skip

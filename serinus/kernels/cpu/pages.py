@@ -6,7 +6,6 @@ over all layers given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.checks import check_pages
+from serinus.kernels.contracts import LayersKv
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add
 from serinus.kernels.cpu.vector import copy_bytes
@@ -28,7 +28,7 @@ _SERIAL_BYTES = 1 << 17
 
 
 def gather_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    layers_kv: LayersKv,
     pages_G: Tensor,
     page_size: int,
     out_RY: Tensor,
@@ -39,7 +39,7 @@ def gather_pages(
 
 
 def scatter_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    layers_kv: LayersKv,
     pages_G: Tensor,
     page_size: int,
     bytes_RY: Tensor,
@@ -55,7 +55,7 @@ def warm() -> None:
 
 
 def _move(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    layers_kv: LayersKv,
     pages_G: Tensor,
     page_size: int,
     bytes_RY: Tensor,

@@ -1,9 +1,10 @@
 """The canary's kernels: expand a plan, digest KV, verify stamps, write stamps. The specification.
 
 A stamp is four int64 per slot and lane: token, position, hash of all before it, digest of its KV. Lanes of one part:
-HEAD_K, HEAD_V, TAIL_K, TAIL_V (0 .. 3). Shapes: S = slots, R, C = rows and columns of req_to_token, B = sequences,
-T = tokens written, E = entries verified, L = layers, W = 16-bit lanes that are digested of one layer's row of one half
-(all, or the first 8), Q = ring rows.
+HEAD_K, HEAD_V, TAIL_K, TAIL_V (0 .. 3); of a part with latent rows HEAD_K and TAIL_K alone.
+
+Shapes: S = slots, R, C = rows and columns of req_to_token, B = sequences, T = tokens written, E = entries verified,
+L = layers, W = 16-bit lanes that are digested of one layer's row of one half (all, or the first 8), Q = ring rows.
 
 The chain: next.previous_hash = mix(previous_hash, token, position); at position 0 it is ANCHOR. Content only: it holds
 wherever the page lies and whichever requests share it.
@@ -14,17 +15,15 @@ lane is always seen; any other fixed change is missed with a chance of 2**-32 or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import slots_in
-from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing
+from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
-from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.contracts import LayersKv, WrittenRows
 
 __all__ = [
     "add_digests",
@@ -50,11 +49,11 @@ def mix(previous_hash: Tensor, token: Tensor, position: Tensor) -> Tensor:
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
 
 
-def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
-    """Digests [E, 2] int64 (of K, of V) of all layers' rows in some slots.
+def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
+    """Digests [E, 2] int64 (of K, of V) of all layers' rows in some slots. Of latent rows that of V is 0.
 
     Args:
-        layers_kv: (k, v) pools [S, H, D], contiguous, in the order of the coefficients.
+        layers_kv: pools [S, H, D], contiguous, in the order of the coefficients.
         slots_E: int64.
         coefficients_L22W: of `digest_coefficients`, on the pools' device. Lanes of a row behind W are not read.
     Raises:
@@ -63,8 +62,8 @@ def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, c
     """
     check_digest(layers_kv, coefficients_L22W)
     sums_E22 = torch.zeros((len(slots_E), 2, 2), dtype=torch.int64, device=slots_E.device)
-    for layer, pair in enumerate(layers_kv):
-        for half, pool in enumerate(pair):
+    for layer, halves in enumerate(layers_kv):
+        for half, pool in enumerate(halves):
             rows_SW = pool.view(len(pool), -1).view(torch.int16)[:, : coefficients_L22W.shape[-1]]
             factors_2W = coefficients_L22W[layer, half].long() & _MASK32
             for at in range(0, len(slots_E), _PIECE_SLOTS):
@@ -82,10 +81,11 @@ def add_digests(one: Tensor, other: Tensor) -> Tensor:
     return low | (high << 32)
 
 
-def digest_values(written: WrittenRows, k_TX: Tensor, v_TX: Tensor) -> None:
-    """Add the digests of rows that are about to be stored, one layer's keys and values, [T, ...] contiguous."""
-    rows_T = torch.arange(len(k_TX), device=k_TX.device)
-    found_T2 = canary_digest([(k_TX, v_TX)], rows_T, written.coefficients_22W[None])
+def digest_values(written: WrittenRows, *halves_TX: Tensor) -> None:
+    """Add the digests of rows that are about to be stored: one layer's keys and values, or latent rows, [T, ...]
+    contiguous."""
+    rows_T = torch.arange(len(halves_TX[0]), device=halves_TX[0].device)
+    found_T2 = canary_digest([halves_TX], rows_T, written.coefficients_22W[None])
     written.sums_T2.copy_(add_digests(written.sums_T2, found_T2))
 
 
@@ -163,7 +163,8 @@ def canary_verify(
     """Hold stamps of lanes `lane` (K) and `lane` + 1 (V) against what they should be; note what differs in the ring.
 
     Args:
-        stamps_LS4: int64 stamps of one part.
+        stamps_LS4: int64 stamps of one part: of 4 lanes, or of HEAD_K and TAIL_K alone (latent rows have no V).
+        lane: HEAD_K or TAIL_K.
         positions_E: expected; an entry below 0 is skipped. slots_E: slot 0 holds nothing: VERIFY_POSITION.
         previous_E: slot of the position before, 0 = chain head, UNKNOWN = its hash must be that of the other lane.
         tokens_E: expected; where UNKNOWN (None = everywhere) the token must be that of the other lane.
@@ -178,9 +179,11 @@ def canary_verify(
     sequences_E = sequences_E[live_E]
     tokens_E = None if tokens_E is None else tokens_E[live_E]
     digests_E2 = None if digests_E2 is None else digests_E2[live_E]
-    for half in range(2):
-        stored_E4, twin_E4 = stamps_LS4[lane + half, slots_E], stamps_LS4[lane + 1 - half, slots_E]
-        before_E4 = stamps_LS4[lane + half, previous_E.clamp_min(0)]
+    first, halves = first_lane(stamps_LS4, lane)
+    for half in range(halves):
+        own = first + half
+        stored_E4, twin_E4 = stamps_LS4[own, slots_E], stamps_LS4[own ^ 1, slots_E]
+        before_E4 = stamps_LS4[own, previous_E.clamp_min(0)]
         chained_E = mix(before_E4[:, 2], before_E4[:, 0], before_E4[:, 1])
         hashes_E = torch.where(previous_E == 0, ANCHOR, chained_E)
         hashes_E = torch.where(previous_E == UNKNOWN, twin_E4[:, 2], hashes_E)
@@ -232,8 +235,9 @@ def canary_write(
     starts_B = positions_T[q_starts_B1[:-1]]
     before_B = slots_in(table_RC[rows_B, (starts_B - 1).clamp_min(0)], stamps_LS4.shape[1])
     previous_B = torch.where(starts_B > 0, before_B, 0)
-    for half in range(2):
-        lane_S4 = stamps_LS4[lane + half]
+    first, halves = first_lane(stamps_LS4, lane)
+    for half in range(halves):
+        lane_S4 = stamps_LS4[first + half]
         before_B4 = lane_S4[previous_B]
         hash_B = torch.where(previous_B == 0, ANCHOR, mix(before_B4[:, 2], before_B4[:, 0], before_B4[:, 1]))
         counts_B = q_starts_B1[1:] - q_starts_B1[:-1]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serinus.core import stamps
 from serinus.kernels.batch import slots_in
-from serinus.kernels.canary import ANCHOR, Reason
+from serinus.kernels.canary import ANCHOR, Reason, first_lane
 from serinus.kernels.ref.canary import mix, note
 
 __all__ = ["canary_bind", "chain_hashes"]
@@ -47,8 +47,9 @@ def canary_bind(
         chains_B[live_B],
     )
     sequences_B = sequences_B[live_B]
-    for half in range(2):
-        stored_B4 = stamps_LS4[lane + half, slots_B]
+    first, halves = first_lane(stamps_LS4, lane)
+    for half in range(halves):
+        stored_B4 = stamps_LS4[first + half, slots_B]
         token_B, position_B, hash_B, digest_B = stored_B4.unbind(1)
         behind_B = mix(hash_B, token_B, position_B)
         reasons_B = int(Reason.VERIFY_CHAIN_HASH) + (position_B != positions_B) * int(Reason.VERIFY_POSITION)

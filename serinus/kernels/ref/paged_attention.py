@@ -70,7 +70,7 @@ def attend(
     kv_heads = k_pool_SHD.shape[1]
     group = q_TND.shape[1] // kv_heads
     starts, contexts, rows = batch.q_starts_B1.tolist(), batch.context_B.tolist(), batch.rows_B.tolist()
-    out_TND = torch.empty_like(q_TND)
+    out_TND = q_TND.new_empty((*q_TND.shape[:2], v_pool_SHD.shape[2]))
     for b, row in enumerate(rows):
         first = contexts[b] - (starts[b + 1] - starts[b])
         low = 0 if window is None else max(0, first - window + 1)

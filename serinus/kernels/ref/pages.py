@@ -6,18 +6,17 @@ G = pages moved, R = rows of the byte buffer, Y = bytes of one page over all lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from serinus.kernels.checks import check_pages
+from serinus.kernels.contracts import LayersKv
 
 __all__ = ["gather_pages", "scatter_pages"]
 
 
 def gather_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    layers_kv: LayersKv,
     pages_G: Tensor,
     page_size: int,
     out_RY: Tensor,
@@ -26,7 +25,7 @@ def gather_pages(
     """Copy pages out of the pools into `out_RY`.
 
     Args:
-        layers_kv: (k, v) pools [S, H, D] of every layer, contiguous, one shape and dtype.
+        layers_kv: pools [S, H, D] of every layer, contiguous, one shape and dtype: (k, v), or one of latent rows.
         pages_G: int64 page ids; page p is slots p * page_size .. (p + 1) * page_size - 1.
         page_size: slots in a page.
         out_RY: uint8 [R, Y], on the pools' device or on the host; rows may lie apart, each is contiguous.
@@ -48,7 +47,7 @@ def gather_pages(
 
 
 def scatter_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]],
+    layers_kv: LayersKv,
     pages_G: Tensor,
     page_size: int,
     bytes_RY: Tensor,

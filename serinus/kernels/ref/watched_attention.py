@@ -75,14 +75,16 @@ class GatheredRows:
         """The first position of sequence b that is due; where none is, a position far away."""
         return min(column[2] if column[3] > column[2] else 1 << 62 for column in self._columns[b :: self._sequences])
 
-    def add(self, b: int, first: int, k_LHD: Tensor, v_LHD: Tensor) -> None:
-        """Digest what is due of these rows of sequence b, contiguous, from position `first` on."""
+    def add(self, b: int, first: int, *halves_LHD: Tensor) -> None:
+        """Digest what is due of these rows of sequence b, K and V or latent rows, contiguous, from position `first`
+        on."""
+        count, device = len(halves_LHD[0]), halves_LHD[0].device
         digest = self._digest
         for column in self._columns[b :: self._sequences]:
-            positions, entries = entries_of(column, first, first + len(k_LHD), digest.page_size)
+            positions, entries = entries_of(column, first, first + count, digest.page_size)
             if not len(entries):
                 continue
-            index_E, entries_E = (torch.from_numpy(each).to(k_LHD.device) for each in (positions - first, entries))
-            found_E2 = self._canary_digest([(k_LHD, v_LHD)], index_E, digest.factors.plain_22W[None])
+            index_E, entries_E = (torch.from_numpy(each).to(device) for each in (positions - first, entries))
+            found_E2 = self._canary_digest([halves_LHD], index_E, digest.factors.plain_22W[None])
             words_22E = found_E2.view(torch.int32).view(len(entries), 2, 2).permute(1, 2, 0)
             digest.sums_P22E[0].index_add_(2, entries_E, words_22E.contiguous())

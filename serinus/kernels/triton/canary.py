@@ -6,7 +6,6 @@ E = entries verified, L = layers, W = 16-bit lanes of one layer's row of one hal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
+from serinus.kernels.contracts import LayersKv
 
 __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix", "plan_into"]
 
@@ -30,22 +30,22 @@ _DIGEST_PROGRAMS = 4096
 """Few slots are split by layers, up to so many programs; their sums are added atomically."""
 
 
-def canary_digest(layers_kv: Sequence[tuple[Tensor, Tensor]], slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
-    """Digests [E, 2] of K and V of all layers' rows in some slots."""
+def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
+    """Digests [E, 2] of K and V of all layers' rows in some slots; of latent rows that of V is 0."""
     check_digest(layers_kv, coefficients_L22W)
     count, device = len(slots_E), slots_E.device
     out_E2 = torch.empty((count, 2), dtype=torch.int64, device=device)
     if not count:
         return out_E2
-    pools = _addresses(tuple(half.data_ptr() for pair in layers_kv for half in pair), device)
+    pools = _addresses(tuple(half.data_ptr() for halves in layers_kv for half in halves), device)
     row_lanes = layers_kv[0][0].stride(0) * layers_kv[0][0].element_size() // 2
-    width, layers = coefficients_L22W.shape[-1], len(layers_kv)
+    width, layers, halves = coefficients_L22W.shape[-1], len(layers_kv), len(layers_kv[0])
     slots = next(slots for least, slots in _DIGEST_SLOTS if count >= least)
     groups = triton.cdiv(count, slots)
-    splits = max(1, min(layers, _DIGEST_PROGRAMS // (2 * groups)))
-    if splits > 1:
+    splits = max(1, min(layers, _DIGEST_PROGRAMS // (halves * groups)))
+    if splits > 1 or halves < 2:
         out_E2.zero_()
-    _digest[(groups, 2, splits)](
+    _digest[(groups, halves, splits)](
         pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2, out_E2.view(torch.int32), count, layers,
         row_lanes, width, SPLIT=splits > 1, SLOTS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
         num_warps=4 if slots > 1 else 1,
@@ -99,8 +99,9 @@ def canary_verify(
     if not count:
         return
     slots_E = slots_E.contiguous()
-    _verify[(triton.cdiv(count, _BLOCK), 2)](
-        stamps_LS4, stamps_LS4.shape[1], lane, slots_E, positions_E.contiguous(), previous_E.contiguous(),
+    first, halves = first_lane(stamps_LS4, lane)
+    _verify[(triton.cdiv(count, _BLOCK), halves)](
+        stamps_LS4, stamps_LS4.shape[1], lane, first, slots_E, positions_E.contiguous(), previous_E.contiguous(),
         slots_E if tokens_E is None else tokens_E.contiguous(),
         slots_E if digests_E2 is None else digests_E2.contiguous(),
         sequences_E.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
@@ -124,8 +125,9 @@ def canary_write(
         return
     slots_T = slots_T.contiguous()
     words_2T = torch.empty((2, len(slots_T)), dtype=torch.int64, device=slots_T.device)
-    _write[(len(rows_B), 2)](
-        stamps_LS4, stamps_LS4.shape[1], lane, slots_T, positions_T.contiguous(), tokens_T.contiguous(),
+    first, halves = first_lane(stamps_LS4, lane)
+    _write[(len(rows_B), halves)](
+        stamps_LS4, stamps_LS4.shape[1], first, slots_T, positions_T.contiguous(), tokens_T.contiguous(),
         q_starts_B1.contiguous(), table_RC, table_RC.stride(0), rows_B.contiguous(),
         slots_T if digests_T2 is None else digests_T2.contiguous(), words_2T, len(slots_T),
         HAS_DIGESTS=digests_T2 is not None, BLOCK=_WRITE_BLOCK, num_warps=1,
@@ -166,7 +168,7 @@ def _digest(
     low = tl.zeros((SLOTS, WIDTH), tl.uint32)
     high = tl.zeros((SLOTS, WIDTH), tl.uint32)
     for layer in range(split, layers, tl.num_programs(2)):
-        strip = layer * 2 + half
+        strip = layer * tl.num_programs(1) + half
         # Every pool begins on a whole 16 bytes: only so are 8 lanes one load.
         pool = tl.multiple_of(tl.load(pools + strip).to(tl.pointer_type(tl.uint16)), 16)
         factors = coefficients + strip.to(tl.int64) * 2 * width
@@ -222,20 +224,22 @@ def _plan(
 
 @_jit
 def _verify(
-    stamps, slot_count, lane, slots, positions, previous, tokens, digests, sequences, ring, ring_rows, violations,
-    checked, count, HAS_TOKENS: tl.constexpr, HAS_DIGESTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    stamps, slot_count, lane, first_lane, slots, positions, previous, tokens, digests, sequences, ring, ring_rows,
+    violations, checked, count,
+    HAS_TOKENS: tl.constexpr, HAS_DIGESTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     half = tl.program_id(1)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + e, mask=e < count, other=0)
     expected_position = tl.load(positions + e, mask=e < count, other=-1)
     live = expected_position >= 0
-    base = stamps + (lane + half).to(tl.int64) * slot_count * 4
+    own = (first_lane + half).to(tl.int64)
+    base = stamps + own * slot_count * 4
     token = tl.load(base + slot * 4, mask=live, other=0)
     position = tl.load(base + slot * 4 + 1, mask=live, other=0)
     stored_hash = tl.load(base + slot * 4 + 2, mask=live, other=0)
     stored_digest = tl.load(base + slot * 4 + 3, mask=live, other=0)
-    twin = stamps + (lane + 1 - half).to(tl.int64) * slot_count * 4 + slot * 4
+    twin = stamps + (own ^ 1) * slot_count * 4 + slot * 4
     before = tl.load(previous + e, mask=live, other=0)
     known = live & (before > 0)
     chained = mix(
@@ -277,11 +281,11 @@ def _verify(
 
 @_jit
 def _write(
-    stamps, slot_count, lane, slots, positions, tokens, starts, table, columns, rows, digests, words, total,
+    stamps, slot_count, first_lane, slots, positions, tokens, starts, table, columns, rows, digests, words, total,
     HAS_DIGESTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, half = tl.program_id(0), tl.program_id(1)
-    base = stamps + (lane + half).to(tl.int64) * slot_count * 4
+    base = stamps + (first_lane + half).to(tl.int64) * slot_count * 4
     words += half * total
     begin, end = tl.load(starts + b), tl.load(starts + b + 1)
     # All but the chain is done side by side; its words wait in a buffer.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.canary import RING_FIELDS, Reason
+from serinus.kernels.canary import RING_FIELDS, Reason, first_lane
 from serinus.kernels.triton.canary import mix
 
 __all__ = ["canary_bind"]
@@ -34,9 +34,10 @@ def canary_bind(
     count = len(slots_B)
     if not count:
         return
-    _bind[(triton.cdiv(count, _BLOCK), 2)](
-        stamps_LS4, stamps_LS4.shape[1], lane, slots_B.contiguous(), positions_B.contiguous(), chains_B.contiguous(),
-        sequences_B.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
+    first, halves = first_lane(stamps_LS4, lane)
+    _bind[(triton.cdiv(count, _BLOCK), halves)](
+        stamps_LS4, stamps_LS4.shape[1], lane, first, slots_B.contiguous(), positions_B.contiguous(),
+        chains_B.contiguous(), sequences_B.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
         FIELDS=RING_FIELDS, BLOCK=_BLOCK,
     )  # fmt: skip
 
@@ -47,8 +48,8 @@ _CHAIN_HASH, _POSITION = tl.constexpr(int(Reason.VERIFY_CHAIN_HASH)), tl.constex
 
 @_jit
 def _bind(
-    stamps, slot_count, lane, slots, positions, chains, sequences, ring, ring_rows, violations, checked, count,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    stamps, slot_count, lane, first_lane, slots, positions, chains, sequences, ring, ring_rows, violations, checked,
+    count, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     half = tl.program_id(1)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -56,7 +57,7 @@ def _bind(
     live = read >= 0
     slot = tl.load(slots + b, mask=live, other=0)
     slot = tl.where((slot < 0) | (slot >= slot_count), 0, slot)
-    base = stamps + (lane + half).to(tl.int64) * slot_count * 4 + slot * 4
+    base = stamps + (first_lane + half).to(tl.int64) * slot_count * 4 + slot * 4
     token, position = tl.load(base, mask=live, other=0), tl.load(base + 1, mask=live, other=0)
     stored_hash, digest = tl.load(base + 2, mask=live, other=0), tl.load(base + 3, mask=live, other=0)
     behind = mix(

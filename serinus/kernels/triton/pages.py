@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serinus.kernels.checks import check_pages
+from serinus.kernels.contracts import LayersKv
 from serinus.kernels.triton.pinned import sent
 
 __all__ = ["gather_pages", "move_pages", "scatter_pages"]
@@ -25,7 +26,7 @@ _UNITS = {8: torch.int64, 2: torch.int16, 1: torch.int8}
 
 
 def gather_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, out_RY: Tensor,
+    layers_kv: LayersKv, pages_G: Tensor, page_size: int, out_RY: Tensor,
     rows_G: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Copy pages out of the pools; see the reference. Cost: one read and one write; waits where the buffer is the
@@ -45,7 +46,7 @@ def gather_pages(
 
 
 def scatter_pages(
-    layers_kv: Sequence[tuple[Tensor, Tensor]], pages_G: Tensor, page_size: int, bytes_RY: Tensor,
+    layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor,
     rows_G: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Copy pages into the pools: the reverse of `gather_pages`."""
@@ -59,7 +60,7 @@ def scatter_pages(
     move_pages(lanes, pages_G, found_GY.to(device), None, outward=False)
 
 
-def _lanes(layers_kv: Sequence[tuple[Tensor, Tensor]], page_size: int) -> list[Tensor]:
+def _lanes(layers_kv: LayersKv, page_size: int) -> list[Tensor]:
     """uint8 [P, W] of each half of each layer."""
     pages = layers_kv[0][0].shape[0] // page_size
     return [half.view(torch.uint8).view(pages, -1) for pair in layers_kv for half in pair]
