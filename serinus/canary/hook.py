@@ -253,8 +253,8 @@ class CanaryHook:
         self._kernels.canary_verify(
             lanes.stamps_LS4, StampLane.HEAD_K, slots_T,
             torch.where(slots_T == 0, -1, torch.from_numpy(expected.positions_T).to(device)),
-            torch.where(batch.positions_T > 0, previous_T, 0), torch.where(wanted_T < 0, batch.tokens_T, wanted_T), None,
-            index_T + first_sequence, *ring.tensors,
+            torch.where(batch.positions_T > 0, previous_T, 0),
+            torch.where(wanted_T < 0, batch.tokens_T, wanted_T), None, index_T + first_sequence, *ring.tensors,
         )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def _toy(shape: str, arguments: Any, page: int) -> dict[str, Any]:
     """What fits the page size and the ranks: a window of two pages and a slot, KV heads and layers for all of them."""
     layers = max(3, arguments.pp_size)
     kind: dict[str, Any] = {"kv_heads": max(2, arguments.tp_size), "layers": layers}
-    if shape != "full":
+    if shape in ("swa", "both"):
         kind["window"] = 2 * page + 1
     if shape == "both":
         kind["layer_types"] = ("SF" * layers)[:layers]

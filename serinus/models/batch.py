@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -43,8 +44,8 @@ class ForwardBatch:
     """Where each token's KV goes in the pool of part FULL; slot 0 for padding rows."""
     attention: AttentionBatch
     """Which tokens belong to which row of req_to_token; every part's table has the same rows."""
-    swa_slots_T: torch.Tensor | None = None
-    """Where it goes in the pool of part SWA; None where the model has no sliding layers."""
+    other_slots: Mapping[Part, torch.Tensor] = field(default_factory=dict)
+    """Where it goes in the pools of the model's other parts."""
     wanted_W: torch.Tensor | None = None
     """Rows of T of which the caller reads the hidden state, ascending; None = all. Only the last rows of sequences."""
     wanted_attention: AttentionBatch | None = None
@@ -52,7 +53,9 @@ class ForwardBatch:
 
     def slots_of(self, part: Part) -> torch.Tensor:
         """The slots of a part, [T]. Raises ValueError where the batch has none."""
-        slots_T = self.slots_T if part is Part.FULL else self.swa_slots_T
+        slots_T = self.slots_T if part is Part.FULL else self.other_slots.get(part)
         if slots_T is None:
-            raise ValueError("models: a batch without slots of part SWA, expected them for a model that slides")
+            raise ValueError(
+                f"models: a batch without slots of part {part.name}, expected them for a model that has it"
+            )
         return slots_T

@@ -13,13 +13,13 @@ this rank, H = its KV heads, D = head size, F = its MLP columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Gate, Kernels, LayerSteps, LayerWeights, WrittenRows
+from serinus.kernels import AttentionBatch, Gate, Kernels, LayerDigest, LayersKv, LayerSteps, WrittenRows
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.layers import take_weights
@@ -65,7 +65,7 @@ class Decoder:
         self._kernels = kernels
         weights = take_weights(spec, source, kernels, positions or spec.context_length, self.shard)
         self._embedding_VE, self._norm_E, self._head = weights.embedding_VE, weights.norm_E, weights.head
-        self._layers, self._mixtures = weights.layers, weights.mixtures
+        self._layers, self._mixtures, self._latents = weights.layers, weights.mixtures, weights.latents
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
         scale = spec.embedding_scale  # rounded to the model's dtype, as in training
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -73,7 +73,7 @@ class Decoder:
         total = None if self.shard.tp == 1 else self._comm.all_reduce
         wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
         make = kernels.decode_layers
-        self._decode_layers = None if make is None else make(self._layers, *wanted)
+        self._decode_layers = None if make is None or spec.is_latent else make(self._layers, *wanted)
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage: the residual stream, [T, E]."""
@@ -82,7 +82,7 @@ class Decoder:
     def forward(
         self,
         batch: ForwardBatch,
-        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv: LayersKv,
         tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
         inflow: torch.Tensor | None = None,
@@ -91,7 +91,8 @@ class Decoder:
 
         Args:
             batch: the tokens; their rows already name the slots of all positions that are read.
-            kv: (k, v) pool of each layer of this rank, [S, H, D] in the model's dtype, S being that of its part.
+            kv: (k, v) pools (or that of latent rows) of each layer of this rank, [S, H, D] in the
+                model's dtype, S being that of its part.
             tables: req_to_token of each part, int32.
             hook: called before the first, before each and after the last layer of this rank, which count from 0.
             inflow: what the stage before returned; written to. None on the first stage.
@@ -99,7 +100,7 @@ class Decoder:
         Cost: one read of all weights; two sums over the ranks of the stage per layer; no host wait of its own.
         """
         hook.before(batch)
-        kernels, eps, cap, total = self._kernels, self.spec.norm_eps, self.spec.attention_softcap, self._comm.all_reduce
+        kernels, eps, total = self._kernels, self.spec.norm_eps, self._comm.all_reduce
         residual_TE = self._embed(batch.tokens_T) if inflow is None else inflow
         x_TE: torch.Tensor | None = None  # what the last block added, not in the residual yet
         last = len(self._layers) - 1
@@ -108,9 +109,8 @@ class Decoder:
             return self._run_steps(steps, batch, hook)
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
-            k_SHD, v_SHD = kv[i]
             qkv_TX = kernels.norm_linear(x_TE, residual_TE, layer.input_norm_E, eps, layer.qkv)
-            q_TND = self._rotate(layer, qkv_TX, batch, k_SHD, v_SHD, hook.writes(i))
+            q_TND = self._rotate(i, qkv_TX, batch, kv[i], hook.writes(i))
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
                 # All KV is written: above the last attention only the wanted rows matter.
@@ -119,13 +119,8 @@ class Decoder:
                 residual_TE = residual_TE.index_select(0, batch.wanted_W)
                 if not len(q_TND):
                     break
-            inputs = q_TND, k_SHD, v_SHD, tables[layer.part], attention, self._scale
-            digest = hook.reads(i, attention)
-            if digest is None:
-                mixed_TND = kernels.paged_attention(*inputs, layer.window, cap, layer.sinks_N)
-            else:
-                mixed_TND = kernels.watched_attention(*inputs, digest, None, layer.window, cap, layer.sinks_N)
-            x_TE = total(kernels.linear(mixed_TND.view(len(mixed_TND), -1), layer.output))
+            mixed_TX = self._attend(i, q_TND, kv[i], tables[layer.part], attention, hook.reads(i, attention))
+            x_TE = total(kernels.linear(mixed_TX, layer.output))
             if layer.attention_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
             x_TE = total(self._feed(i, x_TE, residual_TE))
@@ -156,7 +151,7 @@ class Decoder:
         return logits_BV if cap is None else logits_BV.float().div_(cap).tanh_().mul_(cap)
 
     def _begin_steps(
-        self, batch: ForwardBatch, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], tables: Mapping[Part, torch.Tensor],
+        self, batch: ForwardBatch, kv: LayersKv, tables: Mapping[Part, torch.Tensor],
         residual_TE: torch.Tensor,
     ) -> LayerSteps | None:  # fmt: skip
         """What runs whole layers of this step; None: it goes op by op."""
@@ -178,6 +173,30 @@ class Decoder:
             steps.run(0, count)
         hook.after(batch)
         return steps.finish()
+
+    def _attend(
+        self, index: int, q_TND: torch.Tensor, kv: tuple[torch.Tensor, ...], table_RC: torch.Tensor,
+        attention: AttentionBatch, digest: LayerDigest | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """What the heads of this rank say, side by side, [T, N * values of a head]."""
+        layer, latent, kernels, cap = (
+            self._layers[index],
+            self._latents[index],
+            self._kernels,
+            self.spec.attention_softcap,
+        )
+        if latent is not None:
+            mixed_TNR = kernels.latent_attention(
+                q_TND, kv[0], latent.spec.rank, table_RC, attention, self._scale, digest
+            )
+            return latent.values(mixed_TNR)
+        (k_SHD, v_SHD), cap = kv, self.spec.attention_softcap
+        inputs = q_TND, k_SHD, v_SHD, table_RC, attention, self._scale
+        if digest is None:
+            mixed_TND = kernels.paged_attention(*inputs, layer.window, cap, layer.sinks_N)
+        else:
+            mixed_TND = kernels.watched_attention(*inputs, digest, None, layer.window, cap, layer.sinks_N)
+        return mixed_TND.view(len(mixed_TND), -1)
 
     def _feed(self, index: int, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         """What this rank's part of the MLP, or of the experts, adds; what attention added, x, joins the residual."""
@@ -202,11 +221,14 @@ class Decoder:
         return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
 
     def _rotate(
-        self, layer: LayerWeights, qkv_TX: torch.Tensor, batch: ForwardBatch, k_SHD: torch.Tensor, v_SHD: torch.Tensor,
+        self, index: int, qkv_TX: torch.Tensor, batch: ForwardBatch, kv: tuple[torch.Tensor, ...],
         written: WrittenRows | None,
     ) -> torch.Tensor:  # fmt: skip
         """Queries [T, N, D] of this rank, rotated; keys and values go to the pool, their digests to `written`."""
-        spec = self.spec
+        spec, layer, latent = self.spec, self._layers[index], self._latents[index]
+        slots_T = batch.slots_of(layer.part)
+        if latent is not None:
+            return latent.queries(self._kernels, layer, qkv_TX, batch.positions_T, kv[0], slots_T, written)
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
         self._kernels.qk_rope_store(
             qkv_TX,
@@ -216,9 +238,8 @@ class Decoder:
             layer.q_norm_D,
             layer.k_norm_D,
             spec.norm_eps,
-            k_SHD,
-            v_SHD,
-            batch.slots_of(layer.part),
+            *kv,
+            slots_T,
             q_TND,
             written,
         )

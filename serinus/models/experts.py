@@ -37,6 +37,8 @@ class ExpertFamily:
     """Router and experts have biases."""
     gate: Literal["silu", "swiglu_oai"] = "silu"
     """The activation of an expert."""
+    method_said: bool = False
+    """`topk_method` of the config says whether groups count, and weights are never made to sum to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,12 @@ def expert_fields(config: ConfigFields, family: ExpertFamily, layer_count: int) 
     for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         shared = config.whole(name, shared, low=0)
     groups = config.whole("n_group", 1)
+    if family.method_said:
+        if config.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
+            raise config.fail("topk_method", "greedy or group_limited_greedy")
+        if config.flag("norm_topk_prob", False):
+            raise config.fail("norm_topk_prob", "false: transformers has no other weights of this family")
+        groups = groups if config.get("topk_method", "greedy") == "group_limited_greedy" else 1
     if count % groups:
         raise config.fail("n_group", f"a divisor of {counted} = {count}")
     spec = ExpertSpec(

@@ -15,6 +15,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields
 from serinus.models.experts import ExpertFamily, expert_fields
+from serinus.models.latent import latent_fields, rescaled
 
 __all__ = ["FAMILIES", "LLAMA_NORMS", "Family", "NormNames", "RopeSpec", "family_fields", "toy_fields"]
 
@@ -126,6 +127,8 @@ class Family:
     """Values of `quant_method` that its weights may come in."""
     qk_norm_said: bool = False
     """`use_qk_norm` of the config says whether it has the norms of `qk_norm`."""
+    latent: bool = False
+    """Its attention is latent: one row of KV for all heads."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -185,6 +188,15 @@ FAMILIES: Mapping[str, Family] = {
         sliding=Sliding.ABOVE,
         experts=ExpertFamily(sigmoid=True, corrected=True, normalized=False),
     ),
+    "DeepseekV2ForCausalLM": Family(
+        qkv_bias=None, latent=True, interleaved=True, experts=ExpertFamily(normalized=False, method_said=True)
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        qkv_bias=None,
+        latent=True,
+        interleaved=True,
+        experts=ExpertFamily(sigmoid=True, corrected=True, dense_first=3),
+    ),
     "GraniteMoeForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "GraniteMoeSharedForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True, sliding=Sliding.ALL),
@@ -222,14 +234,6 @@ _LAYER_TYPES = {"full_attention": Part.FULL, "sliding_attention": Part.SWA}
 def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     """The fields of a ModelSpec that the family decides. Raises ConfigError for missing, wrong or unknown ones."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    kv_heads = config.whole("num_key_value_heads", family.kv_head_count or heads)
-    if heads % kv_heads:
-        raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    if config.get("head_dim") is None and family.head_size is None and hidden % heads:
-        raise config.fail("hidden_size", f"a multiple of num_attention_heads = {heads}, or a head_dim")
-    head_size = config.whole("head_dim", family.head_size or hidden // heads)
-    if head_size % 2:
-        raise config.fail("head_dim", "an even number")
     attention_bias = config.flag("attention_bias", False) if family.qkv_bias is None else family.qkv_bias
     layer_count = config.whole("num_hidden_layers")
     context = config.whole("max_position_embeddings")
@@ -242,8 +246,7 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": config.whole("intermediate_size"),
         "head_count": heads,
-        "kv_head_count": kv_heads,
-        "head_size": head_size,
+        **_heads(config, family, hidden, heads, rope),
         "context_length": context,
         "rope": rope,
         "rope_swa": rope_swa,
@@ -264,6 +267,22 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     }
 
 
+def _heads(config: ConfigFields, family: Family, hidden: int, heads: int, rope: RopeSpec) -> dict[str, Any]:
+    """What a head is, and how many there are of KV."""
+    if family.latent:
+        found = latent_fields(config)
+        return {**found, "attention_scale": rescaled(found["latent"], rope.given)}
+    kv_heads = config.whole("num_key_value_heads", family.kv_head_count or heads)
+    if heads % kv_heads:
+        raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if config.get("head_dim") is None and family.head_size is None and hidden % heads:
+        raise config.fail("hidden_size", f"a multiple of num_attention_heads = {heads}, or a head_dim")
+    head_size = config.whole("head_dim", family.head_size or hidden // heads)
+    if head_size % 2:
+        raise config.fail("head_dim", "an even number")
+    return {"kv_head_count": kv_heads, "head_size": head_size}
+
+
 def toy_fields(config: ConfigFields) -> dict[str, Any]:
     """The same fields for the toy model. Raises ConfigError for missing or wrong ones."""
     vocab = config.whole("vocab_size", low=2)
@@ -276,7 +295,10 @@ def toy_fields(config: ConfigFields) -> dict[str, Any]:
         raise config.fail("head_dim", "num_key_value_heads * head_dim to be a multiple of 4 (rows of whole words)")
     layer_count = config.whole("num_hidden_layers")
     context = config.whole("max_position_embeddings")
-    layer_parts, window = _windows(config, Family(sliding=Sliding.ALL), layer_count, context)
+    is_latent = config.flag("latent", False)
+    layer_parts, window = _windows(config, Family(sliding=Sliding.ALL, latent=is_latent), layer_count, context)
+    if is_latent and (heads != 1 or window is not None):
+        raise config.fail("latent", "one KV head and no sliding_window")
     if window == 1:
         raise config.fail("sliding_window", "at least 2: a toy layer continues from the position before")
     return {
@@ -285,7 +307,7 @@ def toy_fields(config: ConfigFields) -> dict[str, Any]:
         "window": window,
         "hidden_size": heads * head_size,
         "intermediate_size": heads * head_size,
-        "head_count": heads,
+        "head_count": config.whole("num_attention_heads", heads),
         "kv_head_count": heads,
         "head_size": head_size,
         "context_length": context,
@@ -347,7 +369,7 @@ def _windows(
     config: ConfigFields, family: Family, layer_count: int, context: int
 ) -> tuple[tuple[Part, ...], int | None]:
     """The part of each layer, and the window of those that slide."""
-    full = (Part.FULL,) * layer_count
+    full = (Part.LATENT if family.latent else Part.FULL,) * layer_count
     if family.sliding is None or config.given("sliding_window", family.window) is None:
         return full, None
     named = config.get("layer_types")
@@ -413,8 +435,9 @@ def _rope(config: ConfigFields, family: Family, given: Mapping[str, Any], defaul
     if rotated > 1.0:
         raise config.fail("partial_rotary_factor", "at most 1")
     rope = RopeSpec(
-        theta=values.real("rope_theta", default_theta), kind=kind, rotated=rotated, interleaved=family.interleaved
-    )
+        theta=values.real("rope_theta", default_theta), kind=kind, rotated=rotated,
+        interleaved=config.flag("rope_interleave", family.interleaved),
+    )  # fmt: skip
     if kind == "default":
         return rope
     if kind == "linear":

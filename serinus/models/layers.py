@@ -18,6 +18,8 @@ from serinus.core.parts import Part
 from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear, QuantizedWeight
 from serinus.models.experts import ExpertSpec
 from serinus.models.interleaved import take_interleaved
+from serinus.models.latent import LatentSpec
+from serinus.models.latent_attention import Latent
 from serinus.models.mixture import Mixture, SharedExpert
 from serinus.models.rope import head_order, rope_tables
 from serinus.models.spec import ModelSpec
@@ -35,6 +37,8 @@ class RankWeights:
     """Of its stage, in order."""
     mixtures: tuple[Mixture | None, ...]
     """What layers have in place of an MLP; None where they have one."""
+    latents: tuple[Latent | None, ...]
+    """What layers have for latent attention; None where theirs is another."""
     embedding_VE: torch.Tensor | None
     """Its rows of the vocabulary; None but on the first stage."""
     norm_E: torch.Tensor | None
@@ -63,12 +67,14 @@ def take_weights(spec: ModelSpec, source: WeightSource, kernels: Kernels, positi
     readers = [(i, _Layer(spec, taken, kernels, i, shard)) for i in shard.layers]
     is_mixture = spec.experts.layers if spec.experts is not None else ()
     loaded = [
-        (each.packed(rotations[i], i not in is_mixture), i in is_mixture and each.mixture()) for i, each in readers
+        (each.packed(rotations[i], i not in is_mixture), i in is_mixture and each.mixture(), each.latent())
+        for i, each in readers
     ]
     source.finish(_Elsewhere(spec, shard, taken.names))
     return RankWeights(
-        layers=tuple(layer for layer, _ in loaded),
-        mixtures=tuple(mixture or None for _, mixture in loaded),
+        layers=tuple(layer for layer, _, _ in loaded),
+        mixtures=tuple(mixture or None for _, mixture, _ in loaded),
+        latents=tuple(latent for _, _, latent in loaded),
         embedding_VE=embedding_VE,
         norm_E=norm_E,
         head=head,
@@ -85,11 +91,13 @@ _Weight = torch.Tensor | QuantizedWeight
 def _rotations(spec: ModelSpec, positions: int, device: torch.device) -> list[_Rotation]:
     """cos and sin, [P, F] each, of every layer; layers with the same rotation share them."""
     made: dict[Part | None, _Rotation] = {}
+    size = spec.head_size if spec.latent is None else spec.latent.rotated
     for part, rope in ((Part.FULL, spec.rope), (Part.SWA, spec.rope_swa)):
         if rope is not None:
-            cos_PF, sin_PF = rope_tables(rope, spec.head_size, positions, spec.context_length)
+            cos_PF, sin_PF = rope_tables(rope, size, positions, spec.context_length)
             made[part] = cos_PF.to(device), sin_PF.to(device)
     made.setdefault(Part.SWA, made[Part.FULL])
+    made[Part.LATENT] = made[Part.FULL]
     if spec.plain_layers:
         cos_PF, sin_PF = made[Part.FULL]
         made[None] = torch.ones_like(cos_PF), torch.zeros_like(sin_PF)
@@ -104,13 +112,15 @@ class _Layer:
         self._base = f"model.layers.{index}."
         self._part = spec.layer_parts[index]
         rope = spec.rope_swa if self._part is Part.SWA and spec.rope_swa is not None else spec.rope
-        self._order = head_order(rope, spec.head_size)
+        self._order = head_order(rope, spec.head_size if spec.latent is None else spec.latent.rotated)
 
     def packed(self, rotation: _Rotation, is_dense: bool) -> LayerWeights:
         """All of it, as kernels take it, the MLP where it is one."""
         spec, size, shard = self._spec, self._spec.head_size, self._shard
         queries, keys = (range(heads.start * size, heads.stop * size) for heads in (shard.heads, shard.kv_heads))
         before, added, before_mlp, added_by_mlp = spec.norm_names
+        width = size if spec.latent is None else spec.latent.value
+        outputs = range(shard.heads.start * width, shard.heads.stop * width)
         q_size, kv_size, inner = spec.head_count * size, spec.kv_head_count * size, spec.intermediate_size
         return LayerWeights(
             part=self._part,
@@ -119,14 +129,14 @@ class _Layer:
             sin_PF=rotation[1],
             sinks_N=self._take("self_attn.sinks", (spec.head_count,), shard.heads).float() if spec.sinks else None,
             input_norm_E=self._norm(before),
-            qkv=self._rows(
+            qkv=self._latent_inputs() if spec.latent is not None else self._rows(
                 (("self_attn.q_proj", q_size, queries), ("self_attn.k_proj", kv_size, keys),
                  ("self_attn.v_proj", kv_size, keys)),
                 "self_attn.qkv_proj" if spec.fused_qkv else None, has_bias=spec.qkv_bias, in_order=2,
             ),
             q_norm_D=self._head_norm("self_attn.q_norm") if spec.qk_norm else None,
             k_norm_D=self._head_norm("self_attn.k_norm") if spec.qk_norm else None,
-            output=self._columns("self_attn.o_proj", q_size, queries, spec.output_bias),
+            output=self._columns("self_attn.o_proj", spec.head_count * width, outputs, spec.output_bias),
             attention_norm_E=None if added is None else self._norm(added),
             mlp_norm_E=self._norm(before_mlp),
             output_norm_E=None if added_by_mlp is None else self._norm(added_by_mlp),
@@ -136,6 +146,54 @@ class _Layer:
             ) if is_dense else None,
             down=self._columns("mlp.down_proj", inner, shard.mlp, spec.mlp_bias) if is_dense else None,
         )  # fmt: skip
+
+    def latent(self) -> Latent | None:
+        """What latent attention has beside its inputs and outputs, of the heads of this rank; None: it is another."""
+        spec, heads = self._spec.latent, self._shard.heads
+        if spec is None:
+            return None
+        each, count = spec.plain + spec.value, self._spec.head_count
+        span = None if len(heads) == count else range(heads.start * each, heads.stop * each)
+        made_NXR = self._take("self_attn.kv_b_proj.weight", (count * each, spec.rank), span).view(-1, each, spec.rank)
+        query = None if not spec.query_rank else self._kernels.pack_linear(self._latent_queries(spec, "q_b_proj"), None)
+        return Latent(
+            spec=spec,
+            query_norm_Q=self._norm("self_attn.q_a_layernorm", spec.query_rank) if spec.query_rank else None,
+            query=query,
+            row_norm_R=self._norm("self_attn.kv_a_layernorm", spec.rank),
+            key_NPR=made_NXR[:, : spec.plain].clone(),
+            value_NRV=made_NXR[:, spec.plain :].transpose(1, 2).contiguous(),
+        )
+
+    def _latent_inputs(self) -> PackedLinear:
+        """Queries, or what they are made of, and rows, as one."""
+        spec, hidden = self._spec.latent, self._spec.hidden_size
+        assert spec is not None, "models: inputs of a latent attention that is none"
+        names, parts = [("kv_a_proj_with_mqa", spec.row)], []
+        if spec.query_rank:
+            names.insert(0, ("q_a_proj", spec.query_rank))
+        else:
+            parts.append(self._latent_queries(spec, "q_proj"))
+        parts += [self._take(f"self_attn.{name}.weight", (size, hidden)) for name, size in names]
+        parts[-1] = self._turned(parts[-1], spec.rotated)
+        if not self._spec.qkv_bias:
+            return self._kernels.pack_linear(torch.cat(parts), None)
+        biases = [self._take(f"self_attn.{name}.bias", (size,)) for name, size in names]
+        biases[-1] = self._turned(biases[-1], spec.rotated)
+        return self._kernels.pack_linear(torch.cat(parts), torch.cat(biases))
+
+    def _latent_queries(self, spec: LatentSpec, name: str) -> torch.Tensor:
+        """Rows of this rank's heads."""
+        heads, count, width = self._shard.heads, self._spec.head_count, spec.query_rank or self._spec.hidden_size
+        span = None if len(heads) == count else range(heads.start * spec.query, heads.stop * spec.query)
+        rows = self._take(f"self_attn.{name}.weight", (count * spec.query, width), span)
+        return torch.cat([self._turned(head, spec.rotated) for head in rows.view(-1, spec.query, width)])
+
+    def _turned(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """With the last `count` in the order of the rotation."""
+        if self._order is None:
+            return rows
+        return torch.cat([rows[:-count], rows[-count:].index_select(0, self._order.to(rows.device))])
 
     def mixture(self) -> Mixture:
         """The experts of this layer, of each the slice of this rank, and what chooses among them."""
@@ -250,8 +308,8 @@ class _Layer:
             return self._ordered(weight)
         return weight.rows(self._ordered(torch.arange(weight.out_size)))
 
-    def _norm(self, name: str) -> torch.Tensor:
-        return _norm(self._spec, self._take(f"{name}.weight", (self._spec.hidden_size,)))
+    def _norm(self, name: str, size: int | None = None) -> torch.Tensor:
+        return _norm(self._spec, self._take(f"{name}.weight", (size or self._spec.hidden_size,)))
 
     def _head_norm(self, name: str) -> torch.Tensor:
         return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (self._spec.head_size,))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
-from serinus.kernels import Kernels
+from serinus.kernels import Kernels, LayersKv
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
 from serinus.models.hooks import ForwardHook
@@ -47,7 +47,7 @@ class Model(Protocol):
     def forward(
         self,
         batch: ForwardBatch,
-        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv: LayersKv,
         tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
         inflow: torch.Tensor | None = None,

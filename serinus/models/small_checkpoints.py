@@ -45,6 +45,14 @@ _GROUPED = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
+_DEEPSEEK = {
+    **_GROUPED,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "llama3": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
@@ -67,6 +75,24 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**_GROUPED, "use_qk_norm": True}),
     "dots1": ("Dots1Config", "Dots1ForCausalLM", _GROUPED),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_DEEPSEEK, "num_nextn_predict_layers": 0}),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**_GRANITE, **_EXPERTS}),
     "granitemoeshared": (
         "GraniteMoeSharedConfig",
@@ -89,7 +115,7 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Family -> config class, architecture, fields unless the caller says otherwise."""
 
 FAMILIES = tuple(_KINDS)
-"""`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn YaRN;
+"""`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn and deepseek_v2_lite YaRN;
 mistral_swa, gemma2, gemma3_text and gpt_oss slide over 24 positions."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
@@ -213,10 +239,12 @@ def make_toy(
     tokenizer: bool = True,
     window: int | None = None,
     layer_types: str = "",
+    latent: bool = False,
 ) -> Path:
     """Write a toy checkpoint (models/toy.py): a config.json and, with `tokenizer` (vocab >= 512), a tokenizer.
 
     With a `window` (at least 2), layers slide: all of them, or those that `layer_types` calls S and not F, as "SFS".
+    `latent`: each layer has one row of KV, which every rank holds.
     `seed` only tells two toys apart in their signature. With a tokenizer, the special ids are never generated.
     Cost: milliseconds; imports neither torch nor transformers.
     """
@@ -235,6 +263,7 @@ def make_toy(
         "seed": seed,
         **({} if window is None else {"sliding_window": window}),
         **({"layer_types": [_LAYER_TYPES[letter] for letter in layer_types]} if layer_types else {}),
+        **({"latent": True, "num_attention_heads": 4} if latent else {}),
         **({"eos_token_id": _EOS_ID, "bos_token_id": _BOS_ID} if tokenizer else {}),
     }
     _write_json(folder / "config.json", config)
@@ -289,8 +318,10 @@ def _config_of(family: str, settings: dict[str, Any]) -> Any:
         raise ValueError(f"models: family {family!r}, expected one of {', '.join(FAMILIES)}")
     kind, architecture, extra = _KINDS[family]
     settings = {**extra, **settings}
-    if family.startswith(("qwen2", "phi3", "dots1", "granitemoe")):
+    if family.startswith(("qwen2", "phi3", "dots1", "granitemoe", "deepseek")):
         settings.pop("head_dim")  # it is hidden / heads
+    if family.startswith("deepseek"):
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     if family == "phi3":
         settings.setdefault("rope_parameters", _longrope(settings["hidden_size"] // settings["num_attention_heads"]))
     return getattr(transformers, kind)(architectures=[architecture], **settings)

@@ -17,6 +17,7 @@ from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields, read_json
 from serinus.models.experts import ExpertSpec
 from serinus.models.families import FAMILIES, LLAMA_NORMS, NormNames, RopeSpec, family_fields, toy_fields
+from serinus.models.latent import LatentSpec
 from serinus.models.quantization import QuantSpec, quant_spec
 from serinus.parallel import Mesh, Shard, shards_of
 
@@ -92,6 +93,8 @@ class ModelSpec:
     """Gate and up projections are one tensor, `gate_up_proj`."""
     experts: ExpertSpec | None = None
     """Its mixtures of experts; None = every MLP is dense."""
+    latent: LatentSpec | None = None
+    """Its attention is latent: then kv_head_count is 1, and head_size that of a row; None = it is not."""
     through_transformers: bool = False
     """transformers' code computes it, but for attention."""
     extra_layers: int = 0
@@ -130,8 +133,14 @@ class ModelSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of its KV, FULL first: FULL always, SWA where a layer slides."""
-        return (Part.FULL,) if self.window is None else (Part.FULL, Part.SWA)
+        """The parts of its KV, FULL first: FULL always, SWA where a layer slides, LATENT where rows are latent."""
+        window = () if self.window is None else (Part.SWA,)
+        return (Part.FULL, *window, *((Part.LATENT,) if self.is_latent else ()))
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its KV is latent rows, which every rank of a stage has: then that of all layers is."""
+        return Part.LATENT in self.layer_parts
 
     def layers_of(self, part: Part) -> tuple[int, ...]:
         """Indices of the layers of a part, ascending; none of FULL where all slide."""
@@ -159,6 +168,7 @@ class ModelSpec:
             mlp_size=self.intermediate_size,
             vocab_size=self.vocab_size,
             partition=partition,
+            is_latent=self.is_latent,
         )
 
     def signed(self, weights: str) -> ModelSpec:

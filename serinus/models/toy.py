@@ -27,7 +27,7 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import GatheredRows, LayerDigest, digest_values, slots_in
+from serinus.kernels import GatheredRows, LayerDigest, LayersKv, digest_values, slots_in
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -96,9 +96,11 @@ class ToyModel:
             raise ConfigError(f"models: a toy KV row of {row_bytes} bytes, expected a multiple of 8")
         self.dtype = dtype
         self._comm = comm or SoloComm()
-        words = row_bytes // 8
-        self._words = range(self.shard.tp_rank * words, (self.shard.tp_rank + 1) * words)
-        self._row_words = words * self.shard.tp
+        words, share = row_bytes // 8, self.shard.tp_rank
+        self._words = range(words) if spec.is_latent else range(share * words, (share + 1) * words)
+        self._row_words = words if spec.is_latent else words * self.shard.tp
+        self._own = slice(share, None, self.shard.tp) if spec.is_latent else slice(None)
+        """Of the words here, those that this rank makes its part of sums of: of rows that all ranks have, a share."""
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage: chain word and sum of each token."""
@@ -107,7 +109,7 @@ class ToyModel:
     def forward(
         self,
         batch: ForwardBatch,
-        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv: LayersKv,
         tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
         inflow: torch.Tensor | None = None,
@@ -124,19 +126,20 @@ class ToyModel:
         if inflow is not None:
             chain_T, sums_T = inflow.unbind(1)
         read: list[torch.Tensor] = []
-        for layer, pair in enumerate(kv):
+        lanes: list[tuple[int, int]] = []
+        for layer, halves in enumerate(kv):
             hook.before_layer(layer)
             part = parts[layer]
             if part not in reaches:
-                reaches[part] = self._reach(batch, tables[part], part, len(pair[0]))
-            rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in pair]
+                reaches[part] = self._reach(batch, tables[part], part, len(halves[0]))
+            rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in halves]
             reach = reaches[part]
             read_2CJ = [rows_SJ[reach.slots_C] for rows_SJ in rows_2SJ]
-            self._digest(hook.reads(layer, batch.attention), batch, tables[part], reach, pair, read_2CJ)
+            self._digest(hook.reads(layer, batch.attention), batch, tables[part], reach, halves, read_2CJ)
             if layer == 0 and inflow is None:
                 chain_T = self._continue(batch, read_2CJ[0], reach)
-            lanes = range(2 * (self.shard.layers.start + layer), 2 * (self.shard.layers.start + layer) + 2)
-            values_2TJ = [self._values(chain_T, lane) for lane in lanes]
+            lanes += [(layer, 2 * (self.shard.layers.start + layer) + half) for half in range(len(halves))]
+            values_2TJ = [self._values(chain_T, lane) for _, lane in lanes[-len(halves) :]]
             written = hook.writes(layer)
             if written is not None:
                 digest_values(written, *values_2TJ)
@@ -145,8 +148,8 @@ class ToyModel:
                 read_CJ[reach.last_T] = rows_SJ[reach.slots_C[reach.last_T]]
                 read.append(self._read(read_CJ))
         hook.after(batch)
-        for lane, row_C in enumerate(self._total(read), start=2 * self.shard.layers.start):
-            sums_T = sums_T + self._sum(reaches[parts[lane // 2 - self.shard.layers.start]], row_C, lane)
+        for (layer, lane), row_C in zip(lanes, self._total(read), strict=True):
+            sums_T = sums_T + self._sum(reaches[parts[layer]], row_C, lane)
         if not self.shard.is_last:
             return torch.stack((chain_T, sums_T), dim=1)
         return (sums_T if batch.wanted_W is None else sums_T.index_select(0, batch.wanted_W))[:, None]
@@ -200,16 +203,16 @@ class ToyModel:
 
     def _digest(
         self, digest: LayerDigest | None, batch: ForwardBatch, table_RC: torch.Tensor, reach: _Reach,
-        pair: tuple[torch.Tensor, torch.Tensor], read_2CJ: Sequence[torch.Tensor],
+        halves: tuple[torch.Tensor, ...], read_2CJ: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         """Digest what was read of the positions before the step; what is due before a window is read for that alone."""
         if digest is None:
             return
         rows = GatheredRows(digest, batch.attention.sequence_count)
         counts = batch.attention.q_starts_B1.diff().tolist()
-        k_CHD, v_CHD = (
-            read_CJ.view(self.dtype).view(-1, *lane.shape[1:]) for read_CJ, lane in zip(read_2CJ, pair, strict=True)
-        )
+        seen_2CHD = [
+            read_CJ.view(self.dtype).view(-1, *lane.shape[1:]) for read_CJ, lane in zip(read_2CJ, halves, strict=True)
+        ]
         for b, (row, first, begin, end) in enumerate(
             zip(
                 batch.attention.rows_B.tolist(), reach.first_B.tolist(), reach.begins_B.tolist(),
@@ -218,23 +221,23 @@ class ToyModel:
         ):  # fmt: skip
             low = rows.low(b)
             if low < first:
-                slots = slots_in(table_RC[row, low:first], len(pair[0]))
-                rows.add(b, low, *(lane[slots] for lane in pair))
+                slots = slots_in(table_RC[row, low:first], len(halves[0]))
+                rows.add(b, low, *(lane[slots] for lane in halves))
             count = end - counts[b] - first
             if count:
-                rows.add(b, first, k_CHD[begin : begin + count], v_CHD[begin : begin + count])
+                rows.add(b, first, *(seen_CHD[begin : begin + count] for seen_CHD in seen_2CHD))
 
     def _values(self, chain_T: torch.Tensor, lane: int) -> torch.Tensor:
         """The rows of one lane of the step's tokens."""
         words_J = self._words_J(chain_T.device)
         values_TJ = _mix(chain_T[:, None] + (lane * self._row_words + words_J + 1) * _B)
-        if lane == 0 and self.shard.tp_rank == 0:
+        if lane == 0 and not self._words.start:
             values_TJ[:, 0] = chain_T
         return values_TJ
 
     def _read(self, read_CJ: torch.Tensor) -> torch.Tensor:
         """What this rank makes of each row of one lane, [C]."""
-        return _mix(read_CJ + (self._words_J(read_CJ.device) + 1) * _B).sum(1)
+        return _mix(read_CJ + (self._words_J(read_CJ.device) + 1) * _B)[:, self._own].sum(1)
 
     def _total(self, read: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The same of all ranks of the stage."""

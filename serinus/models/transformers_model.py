@@ -9,7 +9,7 @@ Shapes: T = tokens of the step, N = query heads, H = KV heads, D = head size, W 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
-from serinus.kernels import Kernels
+from serinus.kernels import Kernels, LayersKv
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -41,7 +41,7 @@ class _Pass:
 
     kernels: Kernels
     batch: ForwardBatch
-    kv: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    kv: LayersKv
     table_RC: torch.Tensor
     hook: ForwardHook
     still: tuple[torch.Tensor, torch.Tensor]
@@ -101,7 +101,7 @@ class TransformersModel:
         raise InvariantError(f"models: a stage asks for {token_count} rows of a model of one rank")
 
     def forward(
-        self, batch: ForwardBatch, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], tables: Mapping[Part, torch.Tensor],
+        self, batch: ForwardBatch, kv: LayersKv, tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook, inflow: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write the step's KV, return the logits of the wanted rows, [W, V], or of all: what is scaled or capped on the

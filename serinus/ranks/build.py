@@ -268,7 +268,9 @@ def record_steps(parts: RankParts, shown: Callable[[str, int], AbstractContextMa
 
 def _why_eager(parts: RankParts) -> str | None:
     """Why no step is recorded; None = nothing is in the way."""
-    ops = {"paged_attention"} | (set() if parts.canary is None else {"canary_watch", "watched_attention"})
+    ops = {"latent_attention" if parts.spec.is_latent else "paged_attention"} | (
+        set() if parts.canary is None else {"canary_watch", "watched_attention"}
+    )
     ops |= set() if parts.spec.experts is None else {"fused_moe"}
     waiting = sorted(op for op in ops if parts.kernels.columns[op] == "ref")
     if parts.config.kernels.disable_cuda_graph:

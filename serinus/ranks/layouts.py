@@ -33,6 +33,7 @@ class HasPools(Protocol):
 def layout_of(rank: HasPools) -> LayoutSignature:
     """What shapes this engine's KV bytes, as any of its ranks can say; pd.layout says what may differ between two."""
     spec, parallel, pool = rank.spec, rank.config.parallel, rank.pools[Part.FULL].spec
+    is_latent = spec.is_latent
     stages = Mesh(tp=parallel.tp_size, pp=parallel.pp_size).stage_layers(spec.layer_count, parallel.partition)
     assert spec.signature, "ranks: a layout of a model whose weights are not loaded"
     stamp_bytes = max(each.spec.stamp_bytes for each in rank.pools.values()) // pool.page_size
@@ -41,8 +42,9 @@ def layout_of(rank: HasPools) -> LayoutSignature:
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         page_size=pool.page_size,
         layer_count=spec.layer_count,
-        kv_head_count=pool.kv_head_count * parallel.tp_size,
+        kv_head_count=1 if is_latent else pool.kv_head_count * parallel.tp_size,
         head_size=pool.head_size,
+        lanes=("latent",) if is_latent else ("k", "v"),
         layer_parts=bytes(spec.layer_parts),
         window=spec.window or 0,
         stamp_bytes=stamp_bytes,

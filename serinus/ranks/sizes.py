@@ -74,6 +74,7 @@ def part_specs(
             page_count=2,
             dtype=dtype,
             device=device,
+            halves=part.halves,
             stamped=config.canary.kv_canary != "none",
         )
         for part in spec.parts
@@ -104,6 +105,8 @@ def part_specs(
 
 def _counts(config: ServeConfig, spec: ModelSpec, context: int, full: int) -> dict[Part, int]:
     """Pages by part, without page 0, for so many FULL ones."""
+    if spec.is_latent:
+        return {Part.FULL: full, Part.LATENT: full}
     if spec.window is None:
         return {Part.FULL: full}
     page_size = config.memory.page_size

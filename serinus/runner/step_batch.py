@@ -78,8 +78,8 @@ def put_batch(
     batch = ForwardBatch(
         tokens_T=tokens_T,
         positions_T=positions_T,
-        slots_T=slots[Part.FULL],
-        swa_slots_T=slots.get(Part.SWA),
+        slots_T=slots.pop(Part.FULL),
+        other_slots=slots,
         attention=attention,
         wanted_W=wanted,
         wanted_attention=wanted_attention,

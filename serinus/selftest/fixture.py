@@ -48,8 +48,10 @@ CANARY_SHAPES: dict[str, dict[str, Any]] = {
     "full": {},
     "swa": {"window": 9},
     "both": {"window": 9, "layer_types": "SFS"},
+    "latent": {"latent": True, "kv_heads": 1},
 }
-"""Toy models: all layers full, all sliding, both. A window of 9 sees whole pages of 4 where a page begins."""
+"""Toy models: all layers full, all sliding, both, all latent. A window of 9 sees whole pages of 4 where a page
+begins."""
 SIDES = ("prefill", "decode")
 _DEFAULTS: dict[str, Any] = {
     "page_size": 4,
@@ -81,7 +83,7 @@ class Planted:
 def make_canary_toy(folder: Path, shape: str, **kind: Any) -> Path:
     """A toy checkpoint of one of CANARY_SHAPES."""
     heads = {"kv_heads": 2, "head_size": 16}
-    return make_toy(folder, tokenizer=False, **{**heads, **CANARY_SHAPES[shape], **kind})
+    return make_toy(folder, tokenizer=False, **{**heads, **kind, **CANARY_SHAPES[shape]})
 
 
 class CanaryPDFixture:

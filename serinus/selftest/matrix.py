@@ -20,7 +20,7 @@ from typing import Any
 from serinus.canary.perturb import MODES
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.core.stamps import STAMP_FIELDS, STAMP_LANES
+from serinus.core.stamps import STAMP_FIELDS
 from serinus.models import ModelSpec, load_spec
 from serinus.parallel import Mesh
 from serinus.selftest.fixture import SIDES, CanaryPDFixture
@@ -104,7 +104,7 @@ def plan_matrix(subject: Subject) -> list[Cell]:
     spec.shards(mesh)
     parts = sorted(part for part in spec.parts if spec.layers_of(part))
     cells = [Cell(model=subject.name, part="all", mode=CLEAN, side="both", expected="neither", promise=None)]
-    if Part.FULL in parts and not subject.modes:
+    if parts != [Part.SWA] and not subject.modes:
         says = "decode counts all"
         cells.append(Cell(model=subject.name, part="all", mode=OVERFLOW, side="decode", expected=says, promise=None))
     for mode, facts in MODES.items():
@@ -142,14 +142,14 @@ def _mesh(subject: Subject) -> Mesh:
 def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str) -> dict[int, int]:
     """The ranks that a mode can damage, and how many places it can hit there; empty: it damages tokens."""
     partial = subject.settings.get("kv_canary_real_data") == "partial"
-    stamped = STAMP_LANES * STAMP_FIELDS if mode in _AT_ARRIVAL else 0
+    stamped = 2 * part.halves * STAMP_FIELDS if mode in _AT_ARRIVAL else 0
     found = {}
     for shard in spec.shards(_mesh(subject)) if MODES[mode].has_part else ():
         layers, heads = len(spec.on(shard).layers_of(part)), len(shard.kv_heads)
         if partial and MODES[mode].reads_bytes:
             heads = int(0 in shard.kv_heads)  # the first bytes of head 0 alone are digested
         if layers and heads:
-            found[shard.rank] = layers * 2 * heads + stamped if MODES[mode].reads_bytes else 0
+            found[shard.rank] = layers * part.halves * heads + stamped if MODES[mode].reads_bytes else 0
     return found
 
 

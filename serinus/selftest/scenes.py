@@ -39,9 +39,7 @@ def scene_settings(mode: str, side: str, part: str, page: int, stages: int) -> t
     if mode == CLEAN:
         decode["kv_canary_sweep_interval"] = 2
         prefill |= decode
-    if side == "decode" and (
-        SCENES[mode] in (_running, _overflow) or (mode == "tier_bytes" and part == Part.FULL.name)
-    ):
+    if side == "decode" and (SCENES[mode] in (_running, _overflow) or (mode == "tier_bytes" and part != Part.SWA.name)):
         # It computes every prompt by itself: every token is its own, and all requests run within a few steps, while
         # handoffs take as long as the machine likes. In part SWA tier_bytes would keep pages that no prompt loads,
         # being out of all windows; those that come by handoff are in one.

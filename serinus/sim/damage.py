@@ -64,7 +64,7 @@ class Damage:
         at = self._rng.randrange(len(self._pools))
         pool, slots = self._pools[at], batch.slots_of(self._parts[at]).tolist()
         slot = self._rng.choice([slot for slot in slots if slot] or [pool.spec.page_size])
-        half = self._rng.choice(pool.layers)[self._rng.randrange(2)]
+        half = self._rng.choice(self._rng.choice(pool.layers))
         words = half[slot].view(torch.uint8).view(-1).numpy()
         words[self._rng.randrange(len(words))] ^= 1 << self._rng.randrange(8)
         self._struck("midway")

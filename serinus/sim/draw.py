@@ -28,6 +28,8 @@ MODES = ("raise", "heal")
 """What canaries do in worlds with damage."""
 _SLIDING = 0.2
 """Worlds in which layers slide."""
+_LATENT = 0.1
+"""Of the others, worlds with latent rows."""
 
 _RANKED = 0.15
 """Worlds in which requests have priorities and deadlines."""
@@ -38,11 +40,13 @@ _SPAN_S = 1.5
 
 
 def draw(
-    seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None, ranked: bool | None = None
-) -> Scenario:
+    seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None, ranked: bool | None = None,
+    latent: bool | None = None,
+) -> Scenario:  # fmt: skip
     """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only,
-    `canary` whether there is one: sound (it must be silent), damaged (it must not), or empty = there is none; `ranked`
-    whether requests have priorities and deadlines."""
+    `latent` whether, where none does, each layer has one row for keys and values, `canary` whether there is one: sound
+    (it must be silent), damaged (it must not), or empty = there is none; `ranked` whether requests have priorities and
+    deadlines."""
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
@@ -51,6 +55,10 @@ def draw(
     window = Rng(seed).split("sliding")
     if window.random() < _SLIDING if slides is None else slides:
         shape = _sliding(window, shape)
+    elif Rng(seed).split("latent").random() < _LATENT if latent is None else latent:
+        shape = replace(shape, slides="L" * shape.layers, heads=1)
+        if shape.backend in ("push", "pull"):  # whole pages go from rank to rank, and the product has one of them
+            shape = replace(shape, engines=tuple(replace(engine, tp=1) for engine in shape.engines))
     if shape.backend == "local" and not backend and Rng(seed).split("shared memory").random() < 0.5:
         shape = replace(shape, backend="shm")
     if shape.backend not in ("push", "pull") and Rng(seed).split("stages").random() < _STAGES:

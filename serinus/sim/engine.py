@@ -28,7 +28,7 @@ from serinus.engine.build import LeadKinds, lead
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs, make_role
 from serinus.engine.messages import FrontMessage
 from serinus.engine.peers import Peers
-from serinus.kernels import StampLane
+from serinus.kernels import StampLane, stamp_lanes
 from serinus.parallel import Mesh
 from serinus.pd import HandoffPort
 from serinus.pool import HostPool
@@ -103,6 +103,7 @@ class SimEngine:
         self.shared, self._answer, self._note = shared, answer, note
         self.config = config_of(shape, world)
         self.pages = {Part.FULL: shape.pages, **({Part.SWA: shape.swa_pages} if world.window else {})}
+        self.pages |= {Part.LATENT: shape.pages} if "L" in world.slides else {}
         """Of each part, the padding page included."""
         self.life = 0
         """Runs of its processes so far."""
@@ -364,7 +365,8 @@ class SimEngine:
                         if kv is None or pool.stamps_LS4 is None:
                             continue
                         words = expected_kv(self.lanes, tokens[: span.stop], kv.which)[span]
-                        stamps = pool.stamps_LS4[list(lanes), slots, :2].numpy()
+                        those = [at for at, lane in enumerate(stamp_lanes(part)) if lane in lanes]
+                        stamps = pool.stamps_LS4[those, slots, :2].numpy()
                         own = np.stack((tokens[span], np.arange(span.start, span.stop)), axis=1)
                         if (kv.read(np.arange(slots.start, slots.stop)) != words).any() or (stamps != own).any():
                             found.append(f"{part.name} page {page} (position {first}) on rank {number} of {self.name}")

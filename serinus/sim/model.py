@@ -1,10 +1,11 @@
 """SimModel: the arithmetic of the simulated cluster, behind the protocol of a model, for the real runner and pools.
 
 It writes the words of toy.py: each position of a sequence has one 64-bit word for every head of every layer, keys and
-values, made of the chain of tokens up to there. A rank continues a sequence from the chain that it *reads* in the KV of
-the position before, and folds what it reads through the row tables: of full layers all positions, of sliding ones the
-window. Folds go from stage to stage; slice 0 of the last stage puts those of all slices together and makes logits in
-which the token that the fold stands for is the only one. So wrong KV is a wrong token, on whatever rank it is.
+values (or latent rows, which every slice of a stage has; each folds a share of them), made of the chain of tokens up to
+there. A rank continues a sequence from the chain that it *reads* in the KV of the position before, and folds what it
+reads through the row tables: of full layers all positions, of sliding ones the window. Folds go from stage to stage;
+slice 0 of the last stage puts those of all slices together and makes logits in which the token that the fold stands for
+is the only one. So wrong KV is a wrong token, on whatever rank it is.
 
 Shapes: T = tokens, B = sequences, W = wanted rows, N = lanes (k and v of each layer of a part), S = slots, H = heads.
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from serinus.core.parts import Part
 from serinus.core.rng import splitmix64
-from serinus.kernels import digest_values
+from serinus.kernels import LayersKv, digest_values
 from serinus.models import ForwardBatch, ForwardHook, ModelSpec
 from serinus.parallel import Shard
 from serinus.parallel.comm import Comm
@@ -37,9 +38,11 @@ def sim_spec(lanes: Lanes, vocab_size: int, context_length: int) -> ModelSpec:
     """What such a model looks like to the rooms around it."""
     return ModelSpec(
         path="", architecture="Simulated", layer_count=lanes.layers, hidden_size=lanes.heads * HEAD_SIZE,
-        intermediate_size=lanes.heads, head_count=lanes.heads, kv_head_count=lanes.heads, head_size=HEAD_SIZE,
+        intermediate_size=2 * lanes.heads, head_count=2 * lanes.heads, kv_head_count=lanes.heads, head_size=HEAD_SIZE,
         vocab_size=vocab_size, context_length=context_length,
-        layer_parts=tuple(Part.SWA if slides else Part.FULL for slides in lanes.slides),
+        layer_parts=tuple(
+            Part.LATENT if lanes.halves == 1 else Part.SWA if slides else Part.FULL for slides in lanes.slides
+        ),
         window=lanes.window or None, dtype="float32", eos_ids=(0,), signature="simulated",
     )  # fmt: skip
 
@@ -47,10 +50,17 @@ def sim_spec(lanes: Lanes, vocab_size: int, context_length: int) -> ModelSpec:
 class PartKv:
     """The words of one part on one rank, as numpy sees the device pool; the rank has at least one layer of it."""
 
-    def __init__(self, lanes: Lanes, layers: Sequence[int], heads: range, k_SHD: torch.Tensor) -> None:
+    def __init__(self, lanes: Lanes, layers: Sequence[int], shard: Shard, k_SHD: torch.Tensor) -> None:
         """`layers`: of this part, as the whole model counts them; `k_SHD`: the keys of the first one."""
+        halves = lanes.halves
         self.which: NDArray[np.intp] = np.array(
-            [(layer * 2 + kv) * lanes.heads + head for layer in layers for kv in (0, 1) for head in heads], np.intp
+            [
+                (layer * halves + half) * lanes.heads + head
+                for layer in layers
+                for half in range(halves)
+                for head in shard.kv_heads
+            ],
+            np.intp,
         )
         """The model's lanes that are here."""
         first_SH = k_SHD.view(torch.int64).numpy().view(np.uint64)[..., 0]
@@ -58,16 +68,17 @@ class PartKv:
         width, step = first_SH.strides
         # One allocation: layer after layer, keys and then values (DevicePool).
         self.words_NSH: NDArray[np.uint64] = np.lib.stride_tricks.as_strided(
-            first_SH, (2 * len(layers), slots, count), (slots * width, width, step)
+            first_SH, (halves * len(layers), slots, count), (slots * width, width, step)
         )
         self._lanes = lanes
-        self.weights_PL = lanes.weight_PL[:, self.which]
+        is_mine = (self.which % shard.tp == shard.tp_rank) | (halves == 2)  # of rows that all slices have, a share
+        self.weights_PL = lanes.weight_PL[:, self.which] * is_mine.astype(np.uint64)
         self._odd, self._salt = lanes.odd_L[self.which], lanes.salt_L[self.which]
         self._inverse = lanes.inverse_L[self.which]
-        self._shape = (-1, 2 * len(layers), count)
+        self._shape = (-1, halves * len(layers), count)
 
     def put(self, slots: NDArray[np.integer], chain_T: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Write the words of tokens with these chains; returns them, [T, 2 * layers, heads]."""
+        """Write the words of tokens with these chains; returns them, [T, halves * layers, heads]."""
         words: NDArray[np.uint64] = (chain_T[:, None] * self._odd + self._salt).reshape(self._shape)
         self.words_NSH[:, slots] = words.transpose(1, 0, 2)
         return words
@@ -113,7 +124,7 @@ class SimModel:
         self.spec = spec.on(shard)
         self._shard, self._lanes, self._comm, self._damage = shard, lanes, comm, damage
         self.kv = {
-            part: PartKv(lanes, own, shard.kv_heads, pools[part].k[0])
+            part: PartKv(lanes, own, shard, pools[part].k[0])
             for part in spec.parts
             if (own := [layer for layer in shard.layers if spec.layer_parts[layer] is part])
         }
@@ -128,7 +139,7 @@ class SimModel:
     def forward(
         self,
         batch: ForwardBatch,
-        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv: LayersKv,
         tables: Mapping[Part, torch.Tensor],
         hook: ForwardHook,
         inflow: torch.Tensor | None = None,
@@ -180,10 +191,10 @@ class SimModel:
         seen = dict.fromkeys(stored, 0)
         for layer, part in enumerate(self.spec.layer_parts):
             at, written = seen[part], hook.writes(layer)
-            seen[part] += 2
+            seen[part] += part.halves
             if written is not None:
-                k_TH, v_TH = (torch.from_numpy(stored[part][:, at + half].view(np.int64)) for half in range(2))
-                digest_values(written, k_TH.contiguous(), v_TH.contiguous())
+                rows = (torch.from_numpy(stored[part][:, at + half].view(np.int64)) for half in range(part.halves))
+                digest_values(written, *(row_TH.contiguous() for row_TH in rows))
 
     def _compute(
         self, row: int, end: int, tokens: list[int], slots: Mapping[Part, NDArray[np.int64]]

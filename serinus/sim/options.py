@@ -66,7 +66,7 @@ class Shape:
     secret: str = ""
     """The secret of the cluster; empty = there is none."""
     slides: str = ""
-    """F or S (sliding) of each layer; empty = none slides."""
+    """F or S (sliding) of each layer, or L (latent) of all; empty = all are F."""
     window: int = 0
     """Positions that a sliding layer sees, the token itself included; 0 = none slides."""
     canary: str = ""
@@ -251,7 +251,8 @@ class Scenario:
         engines = ", ".join(f"{e.name} (TP{e.tp} PP{e.pp}, {e.pages} pages)" for e in shape.engines)
         lines = [f"world    {engines}; {shape.backend}; {shape.layers} layers x {shape.heads} heads"]
         lines += [f"         canaries, which digest KV: {shape.canary}"] * bool(shape.canary)
-        lines += [f"         layers {shape.slides}, a window of {shape.window}"] * bool(shape.slides)
+        lines += [f"         layers {shape.slides}, a window of {shape.window}"] * bool(shape.window)
+        lines += ["         latent rows"] * ("L" in shape.slides)
         lines += ["         prompts are asked for before there are pages for them"] * shape.optimistic
         lines += [f"         by priority, ageing {shape.ageing_s:g} s; {shape.rows} at once"] * shape.ranked
         for field in dataclasses.fields(self.options):

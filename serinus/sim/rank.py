@@ -67,7 +67,7 @@ def build_sim_rank(engine: SimEngine, rank: int) -> SimRank:
             PoolSpec(
                 layer_count=len(own.layers_of(part)), kv_head_count=own.kv_head_count, head_size=HEAD_SIZE,
                 page_size=config.memory.page_size, page_count=count, dtype=torch.float32,
-                stamped=config.canary.kv_canary != "none",
+                halves=part.halves, stamped=config.canary.kv_canary != "none",
             ),
             kernels, engine.faults,
         )

@@ -67,7 +67,7 @@ def _steps(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, shape=replace(scenario.shape, engines=tuple(engines)))
     if scenario.shape.canary and not options.damages:  # without one, damage is a finding by itself
         yield replace(scenario, shape=replace(scenario.shape, canary=""))
-    if scenario.shape.slides:
+    if scenario.shape.window:
         whole = tuple(replace(engine, swa_pages=0) for engine in scenario.shape.engines)
         yield replace(scenario, shape=replace(scenario.shape, engines=whole, slides="", window=0))
     for index, work in enumerate(scenario.works):

@@ -44,6 +44,8 @@ class Lanes:
     odd_L: NDArray[np.uint64]
     salt_L: NDArray[np.uint64]
     inverse_L: NDArray[np.uint64]
+    halves: int
+    """Rows of a position in each layer: keys and values, or one that is latent."""
     slides: tuple[bool, ...]
     """Whether each layer is of part SWA..."""
     sliding_L: NDArray[np.bool_]
@@ -56,9 +58,10 @@ class Lanes:
     @staticmethod
     @cache
     def of(layers: int, heads: int, positions: int, slides: str = "", window: int = 0) -> Lanes:
-        """Lanes of a model of this size, for sequences of up to so many positions. `slides`: F or S of each layer;
-        empty = none of them slides."""
-        count = layers * 2 * heads
+        """Lanes of a model of this size, for sequences of up to so many positions. `slides`: F or S of each layer, or L
+        of all (latent rows); empty = none of them slides."""
+        halves = 1 if "L" in slides else 2
+        count = layers * halves * heads
         slide = tuple(letter == "S" for letter in slides or "F" * layers)
         odd = [splitmix64(2 * lane + 1) | 1 for lane in range(count)]
         weights = [[splitmix64((p + 1) * 1009 + lane) | 1 for lane in range(count)] for p in range(positions)]
@@ -68,8 +71,9 @@ class Lanes:
             odd_L=np.array(odd, np.uint64),
             salt_L=np.array([splitmix64(77 + lane) for lane in range(count)], np.uint64),
             inverse_L=np.array([pow(number, -1, 1 << 64) for number in odd], np.uint64),
+            halves=halves,
             slides=slide,
-            sliding_L=np.repeat(slide, 2 * heads),
+            sliding_L=np.repeat(slide, halves * heads),
             window=window,
             weight_PL=np.array(weights, np.uint64),
         )

@@ -44,14 +44,19 @@ class DirectSeq:
     """Seed of its sampler."""
     slots: NDArray[np.int64]
     """Slots of all its positions, prompt and output, in part FULL."""
-    swa_slots: NDArray[np.int64] | None = None
-    """The same in part SWA, where the model slides."""
+    others: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
+    """The same in the model's other parts."""
     done: int = 0
     """Positions whose KV is in the pool."""
     output: list[int] = field(default_factory=list)
     """Tokens chosen so far."""
     results: list[SeqResult] = field(default_factory=list)
     """What the runner found, chunk by chunk and token by token."""
+
+    @property
+    def swa_slots(self) -> NDArray[np.int64] | None:
+        """Those in part SWA; None where the model does not slide."""
+        return self.others.get(Part.SWA)
 
 
 class Runs(Protocol):
@@ -93,6 +98,7 @@ class DirectEngine:
                     page_count=page_count,
                     dtype=model.dtype,
                     device=device,
+                    halves=part.halves,
                     stamped=canary is not None,
                 ),
                 kernels,
@@ -138,7 +144,7 @@ class DirectEngine:
             params=params,
             seed=seed,
             slots=self._take(Part.FULL, need),
-            swa_slots=self._take(Part.SWA, need) if Part.SWA in self.pools else None,
+            others={part: self._take(part, need) for part in self.pools if part is not Part.FULL},
         )
 
     def step(self, work: Sequence[tuple[DirectSeq, int]]) -> None:
@@ -173,9 +179,8 @@ class DirectEngine:
         """Take back the sequence's row and pages."""
         size = self.pool.spec.page_size
         self._rows.append(seq.row)
-        self._pages[Part.FULL].extend(int(slot) // size for slot in seq.slots[::size])
-        if seq.swa_slots is not None:
-            self._pages[Part.SWA].extend(int(slot) // size for slot in seq.swa_slots[::size])
+        for part, slots in _slots_of(seq).items():
+            self._pages[part].extend(int(slot) // size for slot in slots[::size])
 
     def forget(self, seq: DirectSeq) -> int:
         """Poison what fell out of the sequence's window: in the next plan its row says 0 there, and its KV,
@@ -251,4 +256,4 @@ def _rows_of(seq: DirectSeq) -> list[TableWrite]:
 
 
 def _slots_of(seq: DirectSeq) -> dict[Part, NDArray[np.int64]]:
-    return {Part.FULL: seq.slots} if seq.swa_slots is None else {Part.FULL: seq.slots, Part.SWA: seq.swa_slots}
+    return {Part.FULL: seq.slots, **seq.others}

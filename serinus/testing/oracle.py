@@ -33,11 +33,12 @@ class ToyOracle:
         """`dtype` is that of the engine's KV: rows of other bytes have other hashes."""
         self._spec = spec
         self._words = spec.kv_head_count * spec.head_size * _ITEM_BYTES[dtype] // 8
-        self._lanes = np.arange(2 * spec.layer_count, dtype=np.uint64)
+        halves = spec.layer_parts[0].halves
+        self._lanes = np.arange(0, 2 * spec.layer_count, 3 - halves, dtype=np.uint64)
         self._chain = np.zeros(1, dtype=np.uint64)
         self._seen = np.zeros(1, dtype=np.uint64)
         self._position = 0
-        self._slides = np.repeat([part is Part.SWA for part in spec.layer_parts], 2)
+        self._slides = np.repeat([part is Part.SWA for part in spec.layer_parts], halves)
         self._recent: deque[np.uint64] = deque()
 
     def feed(self, token: int) -> None:

@@ -74,6 +74,7 @@ class RunnerRank:
                     page_count=page_count,
                     dtype=dtype,
                     device=device,
+                    halves=part.halves,
                 ),
                 kernels,
             )

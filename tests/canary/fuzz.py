@@ -132,8 +132,8 @@ def flip_in_flight(toy: Path, count: int, rng: Rng) -> None:
         if done or part is not wanted or not spec.kv_bytes:
             return
         row = pages_GY[rng.randrange(len(pages_GY))]
-        positions = row[spec.kv_bytes :].view(np.int64).reshape(4, PAGE, 4)[2, :, 1]
-        width = spec.slot_bytes // spec.layer_count // 2
+        positions = row[spec.kv_bytes :].view(np.int64).reshape(2 * spec.halves, PAGE, 4)[spec.halves, :, 1]
+        width = spec.slot_bytes // spec.layer_count // spec.halves
         byte = rng.randrange(spec.kv_bytes)
         position = int(positions[0]) + byte // width % PAGE
         if position < length:  # behind the prompt, a page holds what its last owner left

@@ -52,9 +52,9 @@ def subject(folder: Path, shape: str, **settings: Any) -> Subject:
 @pytest.mark.parametrize("shape", CANARY_SHAPES)
 def test_every_fault_has_a_cell_in_every_part_it_can_damage(tmp_path: Path, shape: str) -> None:
     cells = plan_matrix(subject(tmp_path, shape))
-    parts = {"full": [Part.FULL], "swa": [Part.SWA], "both": [Part.FULL, Part.SWA]}[shape]
+    parts = {"full": [Part.FULL], "swa": [Part.SWA], "both": [Part.FULL, Part.SWA], "latent": [Part.LATENT]}[shape]
     wanted = {(name, part.name if mode.has_part else "tokens") for name, mode in MODES.items() for part in parts}
-    over = {(OVERFLOW, "all")} if Part.FULL in parts else set()
+    over = {(OVERFLOW, "all")} if parts != [Part.SWA] else set()
     assert {(cell.mode, cell.part) for cell in cells} == wanted | {(CLEAN, "all")} | over
     finders = {cell.mode for cell in cells if cell.finder == "prefill"}
     assert finders >= {"req_to_token", "real_kv_used", "real_kv_unused_cache"}
@@ -62,7 +62,7 @@ def test_every_fault_has_a_cell_in_every_part_it_can_damage(tmp_path: Path, shap
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("shape", ["full", "both"])
+@pytest.mark.parametrize("shape", ["full", "both", "latent"])
 def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, shape: str) -> None:
     model = subject(tmp_path, shape, kv_canary_real_data="partial")
     for cell in plan_matrix(model):
@@ -70,7 +70,7 @@ def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, shape: str) -> None
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("shape", "tp", "pp"), [("full", 2, 1), ("both", 1, 2)])
+@pytest.mark.parametrize(("shape", "tp", "pp"), [("full", 2, 1), ("both", 1, 2), ("latent", 2, 1)])
 def test_every_rank_of_an_engine_finds_the_faults_that_are_planted_in_it(
     tmp_path: Path, shape: str, tp: int, pp: int
 ) -> None:

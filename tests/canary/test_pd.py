@@ -17,7 +17,7 @@ from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
 from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
-CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
+CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA), ("latent", Part.LATENT)]
 """(model, the part that is damaged)."""
 TIERED = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
 MINE = {
@@ -239,7 +239,7 @@ def test_what_sleeps_in_the_cache_is_reported_by_the_sweep_alone(toys: dict[str,
 def test_exchanged_tokens_are_reported_by_the_oracle_alone(toys: dict[str, Path], shape: str) -> None:
     pair = CanaryPDFixture(
         toys[shape], perturb_decode="next_token_swap=1.0", armed=False, sampling_backend="token_oracle",
-        target=Part.FULL if shape == "full" else Part.SWA,
+        target=dict(CASES)[shape],
     )  # fmt: skip
     rids = pair.send_parallel_short_requests(3, distinct_prompts=True, new_tokens=20)
     assert pair.run_until(lambda: all(len(pair.tokens(rid)) >= 3 for rid in rids))
@@ -260,7 +260,7 @@ def test_a_duplicate_that_is_freed_before_the_handoff_may_be_wrong_and_is_not_re
     toys: dict[str, Path], shape: str, victim: str
 ) -> None:
     """Of two equal prompts the second computes their last page once more, and gives it back for the first one's."""
-    part = Part.FULL if shape == "full" else Part.SWA
+    part = dict(CASES)[shape]
     pair = CanaryPDFixture(toys[shape], perturb_prefill="real_kv_post_forward=1.0", target=part, armed=False)
     pair.send_parallel_short_requests(1, distinct_prompts=True)
     pair.run()  # the engines know each other now: what is sent together is asked for together

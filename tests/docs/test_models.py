@@ -35,6 +35,7 @@ def rest_of(family: Family) -> list[str]:
         "neighbours together": family.interleaved,
         "fused": family.fused_mlp,
         "fused projections": family.fused_qkv,
+        "latent attention": family.latent,
         "multipliers": family.multipliers,
         "do not rotate": bool(family.plain_every),
         "sinks": family.sinks,

@@ -22,6 +22,7 @@ from serinus.testing.oracle import toy_continue
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {}, "mixed": {"window": 6, "layer_types": "SFS"}, "sliding": {"window": 9},
+    "latent": {"latent": True},
 }  # fmt: skip
 SHARED = [list(range(first, first + 41)) for first in (20, 70, 120)]
 SMALL = {"page_size": 4, "max_total_tokens": 120, "max_running_requests": 3, "chunked_prefill_size": 16,
@@ -52,7 +53,7 @@ class Watched(EngineDriver):
 
     @property
     def part(self) -> Part:
-        return Part.SWA if Part.SWA in self.rank.parts else Part.FULL
+        return max(self.rank.parts)
 
     def flip(self, rid: str, back: int = 2) -> int:
         """Damage the keys of a running request's position so far from its end; the slot."""
@@ -181,7 +182,7 @@ def test_a_canary_that_cannot_be_is_refused_at_start(toys: dict[str, Path]) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward"])
 def test_faults_planted_by_the_settings_are_found_by_the_engine(toys: dict[str, Path], kind: str, name: str) -> None:
-    target = {"kv_canary_perturb_target": "full" if kind == "full" else "swa"}
+    target = {"kv_canary_perturb_target": kind if kind in ("full", "latent") else "swa"}
     engine = Watched(toys[kind], kv_canary_perturb=f"{name}=0.2", kv_canary_perturb_warmup_steps=5, **target)
     for turn in range(3):
         engine.add(f"r{turn}", [*SHARED[turn], 200], count=30)

@@ -50,11 +50,12 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("toys")
     kinds: dict[str, dict[str, Any]] = {
         "full": {}, "mixed": {"window": 6, "layer_types": "SFS"}, "sliding": {"window": 9},
+        "latent": {"latent": True},
     }  # fmt: skip
     return {name: make_toy(home / name, tokenizer=False, **kind) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize("kind", ["full", "mixed", "sliding"])
+@pytest.mark.parametrize("kind", ["full", "mixed", "sliding", "latent"])
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_answers_are_right_whatever_went_to_the_host_and_came_back(
     toys: dict[str, Path], kind: str, policy: str
@@ -120,7 +121,7 @@ def test_a_second_engine_finds_what_the_first_one_stored(toys: dict[str, Path], 
         pytest.param("write_through_selective", marks=pytest.mark.proof),
     ],
 )
-@pytest.mark.parametrize("kind", ["full", "mixed", "sliding"])
+@pytest.mark.parametrize("kind", ["full", "mixed", "sliding", "latent"])
 def test_prompts_on_tiny_pools_never_see_a_byte_of_another_prefix(
     toys: dict[str, Path], kind: str, policy: str, tmp_path: Path
 ) -> None:

@@ -18,7 +18,18 @@ from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_un
 
 LOADED = ("gemma", "glm", "glm4", "granite", "phi3", "qwen2_yarn", "smollm3")
 """They differ from others as they are loaded, not as they are computed."""
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "granitemoe", "granitemoeshared", "gpt_oss")
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "dots1",
+    "granitemoe",
+    "granitemoeshared",
+    "gpt_oss",
+    *LATENT,
+)
 OWN = [pytest.param(name, marks=pytest.mark.proof if name in LOADED + MIXTURES else ()) for name in FAMILIES]
 
 

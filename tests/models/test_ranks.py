@@ -43,6 +43,8 @@ FAMILIES = {
     "qwen2_moe": {"layers": 3, "moe_intermediate_size": 45, "shared_expert_intermediate_size": 31, "stacked": True},
     "glm4_moe": {"layers": 3, "moe_intermediate_size": 33},
     "gpt_oss": {"layers": 3, "intermediate": 45},
+    "deepseek_v2_lite": {"layers": 3},
+    "deepseek_v3": {"layers": 3, "attention_bias": True, "moe_intermediate_size": 33},
 }
 """Odd widths and vocabularies, tied heads, shards of files, biases, windows, caps: all that ranks cut differently."""
 

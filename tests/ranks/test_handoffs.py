@@ -81,12 +81,40 @@ def test_ranks_without_layers_of_a_part_hand_over_what_they_have(tmp_path: Path)
         assert count(engines.decode, "kv_transfer_pages") > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("canary", ["none", "raise"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(p, d, marks=() if (p, d) in (((2, 2), (1, 1)), ((1, 2), (2, 1))) else pytest.mark.proof)
+        for p in [(1, 1), *PREFILL]
+        for d in DECODE
+    ],
+)
+def test_latent_rows_which_all_slices_hold_come_to_every_slice(
+    tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], canary: str
+) -> None:
+    path = make_toy(tmp_path, vocab=64, context=128, layers=4, head_size=16, tokenizer=False, latent=True)
+    spec, prompts = load_spec(path), prompts_of(5)
+    ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
+    with pair(path, ours, theirs, kv_canary=canary) as engines:
+        for rid, prompt in prompts.items():
+            engines.add(rid, prompt, 7)
+        engines.run()
+        assert {rid: engines.tokens(rid) for rid in prompts} == {
+            rid: toy_continue(spec, prompt, 7) for rid, prompt in prompts.items()
+        }
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "kv_transfer_pages") > 20
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(("prefill", "decode"), [((2, 2), (1, 2))])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_real_model_answers_what_one_engine_answers(
-    tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int]
+    tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], family: str
 ) -> None:
-    path = make_checkpoint(tmp_path, "llama", layers=4, vocab=320, tokenizer=False)
+    path = make_checkpoint(tmp_path, family, layers=4, vocab=320, tokenizer=False)
     prompts = {f"r{i}": [(37 * i + 11 * j) % 320 for j in range(9 + 8 * i)] for i in range(4)}
     with crew(path, dtype="float32") as alone:
         for rid, prompt in prompts.items():

@@ -201,7 +201,7 @@ def test_each_part_needs_its_pool_its_table_and_its_slots(tmp_path: Path) -> Non
     with pytest.raises(InvariantError, match="pools of FULL and tables of FULL, SWA, expected both of FULL, SWA"):
         Runner(engine.model, full, engine.tables, KERNELS)
     seq = engine.start([1, 2, 3], GREEDY)
-    seq.swa_slots = None
+    seq.others.clear()
     with pytest.raises(InvariantError, match="without a SWA slot for each token"):
         engine.step([(seq, 3)])
 

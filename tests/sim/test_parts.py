@@ -46,6 +46,8 @@ class Ranks:
         parts = {Part.FULL: PartGeometry(pages=PAGES)}
         if window:
             parts[Part.SWA] = PartGeometry(pages=PAGES, window=window)
+        if lanes.halves == 1:
+            parts[Part.LATENT] = PartGeometry(pages=PAGES)
         geometry = CacheGeometry(page_size=PAGE_SIZE, parts=parts)
         settings = SchedSettings(
             page_size=PAGE_SIZE, context_length=CONTEXT, rows=5, vocab_size=VOCAB, max_running_requests=4,
@@ -63,7 +65,7 @@ class Ranks:
             part: DevicePool(
                 PoolSpec(
                     layer_count=len(own.layers_of(part)), kv_head_count=own.kv_head_count, head_size=HEAD_SIZE,
-                    page_size=PAGE_SIZE, page_count=PAGES, dtype=torch.float32,
+                    page_size=PAGE_SIZE, page_count=PAGES, dtype=torch.float32, halves=part.halves,
                 ),
                 kernels,
             )
@@ -98,10 +100,10 @@ class Ranks:
         return got, expected
 
 
-@pytest.mark.parametrize("slides", ["", "FS", "SS"])
+@pytest.mark.parametrize("slides", ["", "FS", "SS", "LL"])
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 def test_ranks_of_the_simulated_model_give_the_tokens_of_the_oracle(mesh: tuple[int, int], slides: str) -> None:
-    lanes = Lanes.of(2, 2, CONTEXT, slides, 5 if slides else 0)
+    lanes = Lanes.of(2, 1 if slides == "LL" else 2, CONTEXT, slides, 5 if "S" in slides else 0)
     got, expected = Ranks(Mesh(tp=mesh[0], pp=mesh[1]), lanes).answers()
     assert got == expected
 

@@ -72,12 +72,12 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
     for seed in range(120):
         scenario = draw(seed, canary="damaged" if seed < 20 else None)
         result = run(scenario)
-        if scenario.shape.slides:
-            counts["landed sliding"] = counts.get("landed sliding", 0) + result.counts["landed"]
+        for kind, is_so in (("sliding", scenario.shape.window), ("latent", "L" in scenario.shape.slides)):
+            counts[f"landed {kind}"] = counts.get(f"landed {kind}", 0) + result.counts["landed"] * bool(is_so)
         for name, count in [*result.counts.items(), *(("end " + end, n) for end, n in result.ends.items())]:
             counts[name] = counts.get(name, 0) + count
     expected = (
-        "landed", "recomputed", "retracted", "cancel", "crash", "pause", "partition", "pieces lost",
+        "landed", "landed latent", "recomputed", "retracted", "cancel", "crash", "pause", "partition", "pieces lost",
         "frames sent again", "rejected crc",
         "rejected closed_grant", "decode failed: peer_gone", "prefill failed: aborted", "quarantined",
         "operations lost", "prefetched tokens",

@@ -1,0 +1,83 @@
+"""Latent attention of one layer on one rank: projections absorbed, so that all heads attend over the rows as stored.
+
+Scores of a head are those of its query against keys W_uk c of the latent c: equal to the query times W_uk against c
+itself. Its output is W_uv times the shares' sum of latents. So keys and values of heads are never made, in decoding nor
+for prompts; a prompt chunk costs more arithmetic by it than with keys and values (rank + rotated against plain +
+rotated elements a score), and no memory beside the rows.
+
+Shapes: T = tokens of the step, N = query heads of this rank, R = rank of the latent, P = plain, O = rotated and
+V = value elements of a head, W = R + O, S = slots, F = O / 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows, digest_values
+from serinus.models.latent import LatentSpec
+
+__all__ = ["Latent"]
+
+_EPS: Final = 1e-6
+"""Of the norms of latents; as transformers has it, whatever rms_norm_eps is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """The weights of a layer beside those of LayerWeights; the `qkv` there gives queries (or what they are made of)
+    and rows."""
+
+    spec: LatentSpec
+    query_norm_Q: Tensor | None
+    """Norm of the compressed query; None where there is none."""
+    query: PackedLinear | None
+    """From it the queries of this rank's heads, [N * (P + O), query_rank]; likewise."""
+    row_norm_R: Tensor
+    """Norm of the latent."""
+    key_NPR: Tensor
+    """What makes plain keys of a latent: it is applied to queries."""
+    value_NRV: Tensor
+    """What makes values of a latent: it is applied to what heads have summed up."""
+
+    def queries(
+        self, kernels: Kernels, layer: LayerWeights, mixed_TX: Tensor, positions_T: Tensor, pool_S1W: Tensor,
+        slots_T: Tensor, written: WrittenRows | None,
+    ) -> Tensor:  # fmt: skip
+        """Queries in the space of the rows, [T, N, W]; rows go to the pool, their digests to `written`.
+
+        `mixed_TX`: what `layer.qkv` gave.
+        """
+        spec, count = self.spec, len(mixed_TX)
+        cos_TF, sin_TF = layer.cos_PF[positions_T], layer.sin_PF[positions_T]
+        sizes = [mixed_TX.shape[1] - spec.row, spec.rank, spec.rotated]
+        first_TX, latent_TR, key_TO = torch.split_with_sizes(mixed_TX, sizes, 1)
+        rows_TW = torch.cat(
+            [
+                kernels.rms_norm(latent_TR.contiguous(), self.row_norm_R, _EPS),
+                _rotated(key_TO, cos_TF, sin_TF),
+            ],
+            dim=1,
+        )
+        if written is not None:
+            digest_values(written, rows_TW)
+        pool_S1W.view(len(pool_S1W), -1).index_copy_(0, slots_T, rows_TW)
+        if self.query is not None and self.query_norm_Q is not None:
+            first_TX = kernels.linear(kernels.rms_norm(first_TX.contiguous(), self.query_norm_Q, _EPS), self.query)
+        query_TNX = first_TX.view(count, -1, spec.query)
+        plain_NTR = torch.bmm(query_TNX[:, :, : spec.plain].transpose(0, 1), self.key_NPR)
+        turned_TNO = _rotated(query_TNX[:, :, spec.plain :], cos_TF[:, None], sin_TF[:, None])
+        return torch.cat([plain_NTR.transpose(0, 1), turned_TNO], dim=2)
+
+    def values(self, mixed_TNR: Tensor) -> Tensor:
+        """What heads add, [T, N * V], of the latents that they have summed up."""
+        return torch.bmm(mixed_TNR.transpose(0, 1), self.value_NRV).transpose(0, 1).flatten(1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Element i turns with element i + O/2, in fp32."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
