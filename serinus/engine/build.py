@@ -310,7 +310,7 @@ def lead(
         cache=cache,
         line=line,
         handoffs=made.role,
-        metrics=_step_metrics(config, metrics, None if starter is None else line, clock.now()),
+        metrics=_step_metrics(config, metrics, line, clock.now()),
         canary=canary,
         healer=Healer(config.canary, scheduler, made.role, metrics) if heals else None,
         facts=_facts(parts, starter, clock),
@@ -355,11 +355,9 @@ def _facts(parts: RankParts, starter: RankStarter | None, clock: Clock) -> Engin
     )
 
 
-def _step_metrics(config: ServeConfig, metrics: Metrics, line: LeaderLine | None, now: float) -> StepMetrics:
-    """`line`: to several ranks; None = there is one."""
-    ranks = None
-    if line is not None:
-        ranks = RankMetrics(metrics, line, engine=config.engine_name, role=config.role, now=now)
+def _step_metrics(config: ServeConfig, metrics: Metrics, line: LeaderLine, now: float) -> StepMetrics:
+    """Of all ranks, also where there is one: what it holds staged or under way is told by the line alone."""
+    ranks = RankMetrics(metrics, line, engine=config.engine_name, role=config.role, now=now)
     return StepMetrics(metrics, now, every_steps=config.sched.decode_log_interval, ranks=ranks)
 
 

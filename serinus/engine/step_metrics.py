@@ -60,7 +60,7 @@ class StepMetrics:
     """Told of every step; speaks every `every_steps` decode steps (0 = never) and at every step with a prompt."""
 
     def __init__(self, metrics: Metrics, now: float, *, every_steps: int, ranks: RankMetrics | None = None) -> None:
-        """`ranks`: shows the ranks of this engine, where there are several."""
+        """`ranks`: shows what the ranks of this engine do and hold; None = that is not asked for."""
         self.metrics = metrics
         self.busy_seconds = 0.0
         """Time spent in steps since the start."""

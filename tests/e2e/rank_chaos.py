@@ -45,16 +45,22 @@ FILES_MORE = 6
 """Open files that a rank may have more than after its first storm."""
 
 
+ENDS = ("stay", "stay", "leave", "abort")
+"""What clients of a storm do, equally often."""
+
+
 class Storm:
     """Requests to one engine, some of which are left or aborted."""
 
-    def __init__(self, url: str, checkpoint: Path, rng: random.Random, count: int) -> None:
+    def __init__(
+        self, url: str, checkpoint: Path, rng: random.Random, count: int, *, ends: Sequence[str] = ENDS
+    ) -> None:  # fmt: skip
         self.seen: Counter[str] = Counter()
         self._url = url
         self._checkpoint = checkpoint
         self._rng = rng
         self._plans = [
-            (f"storm-{rng.randrange(1 << 40)}", prompt, rng.choice(("stay", "stay", "leave", "abort")))
+            (f"storm-{rng.randrange(1 << 40)}", prompt, rng.choice(ends))
             for prompt in prompts(count, rng.randrange(1 << 30))
         ]
 

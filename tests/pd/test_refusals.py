@@ -14,13 +14,16 @@ from serinus.core.handoff import ChunkReady
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
+    Capabilities,
     DecodeSide,
     Landed,
+    Mode,
     PeerChanged,
     PrefillSide,
     Recompute,
     StartHandoff,
     TakenIn,
+    WantPeer,
     difference,
 )
 from serinus.wire.messages import (
@@ -79,6 +82,55 @@ def test_engines_of_other_layouts_are_refused_by_the_name_of_the_field(field: st
 
 def test_equal_layouts_have_no_difference() -> None:
     assert difference(LAYOUT, LAYOUT) == ""
+
+
+_WINDOW = {"layer_parts": bytes([1]), "window": 8}
+_WHOLE = Capabilities(mode=Mode.PULL, needs_registration=True)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ({"kv_dtype": "bfloat16"}, {"kv_dtype": "float32"}, "in kv_dtype: 'bfloat16' here, 'float32' there"),
+        ({"page_size": 16}, {"page_size": 24}, "in page_size: 16 here, 24 there, neither divides the other"),
+        (_WINDOW, {**_WINDOW, "window": 12}, "in window: 8 here, 12 there"),
+        (_WINDOW, {**_WINDOW, "page_size": 8}, "in page_size: 4 here, 8 there; with sliding layers"),
+    ],
+    ids=["dtype", "page size", "window", "page size with a window"],
+)
+def test_both_sides_say_both_values_when_they_greet(ours: dict[str, Any], theirs: dict[str, Any], words: str) -> None:
+    """An engine on a GPU and one on a CPU, say: what must be equal is told before any prompt."""
+    here, there = (msgspec.structs.replace(LAYOUT, **fields) for fields in (ours, theirs))
+    prefill = PrefillSide(make_settings("p", 2, layout=here))
+    hello = Hello(engine="d", role="decode", layout=there, backends=("shm",), host="here")
+    (answer,) = sent(tell(prefill, "in-1", hello))
+    assert isinstance(answer, HelloNo)
+    assert answer.reason.startswith(f"pd: layout differs {words}")
+    if "sliding" not in words:
+        decode = DecodeSide(make_settings("d", 1, layout=here))
+        decode.handle(WantPeer(address="p0"), 0.0)
+        out = tell(decode, "p0#1", HelloOk(engine="p", role="prefill", backend="shm", layout=there))
+        (news,) = of_type(out, PeerChanged)
+        assert news.reason.startswith(f"layout differs {words}")
+
+
+def test_a_backend_that_moves_whole_pages_says_so_when_they_greet() -> None:
+    settings = make_settings("p", 2, backends=("b",), capabilities={"b": _WHOLE})
+    for name, value in (("page_size", 8), ("pp", 1), ("tp", 1)):
+        there = msgspec.structs.replace(LAYOUT, kv_head_count=2, layer_count=2, **{name: value})
+        here = msgspec.structs.replace(there, **{name: 2 * value})
+        prefill = PrefillSide(replace(settings, layout=here))
+        (answer,) = sent(tell(prefill, "in-1", Hello(engine="d", role="decode", layout=there, backends=("b",))))
+        assert isinstance(answer, HelloNo)
+        assert f"in {name}: {2 * value} here, {value} there; only shm and tcp cut pages anew" in answer.reason
+
+
+def test_engines_of_pages_that_divide_greet_each_other_whatever_their_device() -> None:
+    """The signature names no device: a prefill engine on a GPU with large pages, a decode engine on a CPU."""
+    prefill = PrefillSide(make_settings("p", 2, layout=msgspec.structs.replace(LAYOUT, page_size=64)))
+    hello = Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here")
+    (answer,) = sent(tell(prefill, "in-1", hello))
+    assert isinstance(answer, HelloOk)
 
 
 def test_decode_checks_the_layout_as_well() -> None:
