@@ -42,7 +42,14 @@ RAY_JOB = {
                     "properties": {
                         "rayVersion": {"type": "string"},
                         "enableInTreeAutoscaling": {"type": "boolean"},
-                        "autoscalerOptions": {"type": "object"},
+                        "autoscalerOptions": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "properties": {
+                                "idleTimeoutSeconds": {"type": "integer"},
+                                "upscalingMode": {"enum": ["Default", "Aggressive", "Conservative"]},
+                            },
+                        },
                         "headGroupSpec": {
                             "required": ["rayStartParams", "template"],
                             "additionalProperties": False,
@@ -51,7 +58,7 @@ RAY_JOB = {
                         "workerGroupSpecs": {
                             "type": "array",
                             "items": {
-                                "required": ["groupName", "rayStartParams", "template"],
+                                "required": ["groupName", "rayStartParams", "template", "minReplicas", "maxReplicas"],
                                 "additionalProperties": False,
                                 "properties": {
                                     **GROUP,
@@ -68,7 +75,8 @@ RAY_JOB = {
         },
     },
 }
-"""The parts of KubeRay's RayJob that the manifest uses, written by hand: no package carries the schema of its CRD."""
+"""The parts of KubeRay's RayJob that the manifest uses, after the Go types (ray/v1) that KubeRay makes its CRD from:
+no package of PyPI or npm carries that one."""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -146,6 +154,10 @@ def test_the_ray_job_has_the_structure_of_one_and_a_wrong_one_is_seen() -> None:
     jsonschema.validate(job, RAY_JOB)
     job["spec"]["rayClusterSpec"]["workerGroupSpec"] = []
     with pytest.raises(jsonschema.ValidationError, match="workerGroupSpec"):
+        jsonschema.validate(job, RAY_JOB)
+    del job["spec"]["rayClusterSpec"]["workerGroupSpec"]
+    job["spec"]["rayClusterSpec"]["autoscalerOptions"]["idleTimeoutSeconds"] = "5m"
+    with pytest.raises(jsonschema.ValidationError, match="'5m' is not of type 'integer'"):
         jsonschema.validate(job, RAY_JOB)
 
 
