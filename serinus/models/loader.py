@@ -129,19 +129,21 @@ def load_model(
     if spec.through_transformers:
         made = seed if dummy else None
         return TransformersModel(spec, Path(path), dtype, kernels, device=device, dummy_seed=made, digests=digests)
-    source = _source(spec, Path(path), dtype, device, digests, dummy_seed=seed if dummy else None)
+    source = _source(spec, Path(path), dtype, device, digests, dummy_seed=seed if dummy else None, kernels=kernels)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
 
 
 def _source(
     spec: ModelSpec, path: Path, dtype: torch.dtype, device: str, digests: TensorDigests | None, *,
-    dummy_seed: int | None,
+    dummy_seed: int | None, kernels: Kernels,
 ) -> WeightSource:  # fmt: skip
     """Where the weights come from, on their way quantized, unpacked or dequantized."""
     quantized = spec.quantization
     if quantized is not None and quantized.bits < 16:
-        if not device.startswith("cpu"):
-            raise ConfigError(f"models: quantization {quantized.method} on {device}, expected a CPU")
+        if kernels.columns["linear"] == "ref" and kernels.device != "cpu":
+            raise ConfigError(
+                f"models: quantization {quantized.method} on {device} without a kernel, expected a CPU, or Triton"
+            )
         _log.info("weights are quantized, %s", quantized.text)
     if dummy_seed is not None:
         dummy = RandomSource(dummy_seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)

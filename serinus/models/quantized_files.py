@@ -61,7 +61,9 @@ class QuantizedFiles:
         ConfigError: a tensor is missing or not as config.json says, or groups would be cut too short."""
         if not self._is_quantized(name):
             return self._files.take(f"{name}.weight", shape, span, dim)
-        tensors = {kind: self._files.stored(f"{name}.{kind}") for kind in sorted(self._kinds[name] - {"bias"})}
+        tensors = {
+            kind: self._files.stored(f"{name}.{kind}").to(self.device) for kind in sorted(self._kinds[name] - {"bias"})
+        }
         if "weight" in tensors:
             weight = _dequantized_fp8(name, tensors, shape).to(self.device, self._files.dtype)
             return weight if span is None else weight.narrow(dim, span.start, len(span)).contiguous()
@@ -155,7 +157,7 @@ def _check_order(name: str, tensors: dict[str, Tensor], in_size: int, spec: Quan
     for kind in ("g_idx", "weight_g_idx"):
         groups_I = tensors.get(kind)
         expected = torch.arange(in_size) // (spec.group or in_size)
-        if groups_I is not None and not torch.equal(groups_I.long(), expected):
+        if groups_I is not None and not torch.equal(groups_I.long().cpu(), expected):
             raise ConfigError(
                 f"models: {name}.{kind} gives neighbouring inputs different groups (act-order), expected none"
             )

@@ -23,7 +23,7 @@ from .canary_case import make_case, outcome
 from .triton_attention_cases import paged_attention, watched_attention, watched_batch
 from .triton_columns import columns, dtype_of
 from .triton_host_cases import choose_tokens, hashed_pages, pages, top_tokens
-from .triton_layer_cases import experts, gates, linears, norms, qk_rope_store, rows_of_linears
+from .triton_layer_cases import experts, gates, linears, norms, qk_rope_store, quantized_linears, rows_of_linears
 from .triton_shapes import call_all
 from .triton_watch_cases import canary_watch
 
@@ -70,6 +70,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         experts,
         linears,
         rows_of_linears,
+        quantized_linears,
         qk_rope_store,
         choose_tokens,
         top_tokens,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import ExpertGate, Gate, PackedExperts, WrittenRows
+from serinus.kernels import ExpertGate, Gate, PackedExperts, QuantizedWeight, WrittenRows
 from serinus.kernels.triton.linear import WeightCut, cut_of, multiply_rows
 from serinus.kernels.triton.tickets import Tickets
 
 from .triton_columns import columns, dtype_of, far_apart
 
-__all__ = ["experts", "gates", "linears", "norms", "qk_rope_store", "rows_of_linears"]
+__all__ = ["experts", "gates", "linears", "norms", "qk_rope_store", "quantized_linears", "rows_of_linears"]
 
 
 def drawn(generator: torch.Generator, device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -121,6 +121,32 @@ def linears(seed: int, device: str) -> str:
     other = residual.clone()
     found = fast.norm_linear(x, residual, norm, 1e-6, mine, gate)
     return wrong + far_apart(f"normed {gate} {what}", found, ref.norm_linear(x, other, norm, 1e-6, theirs, gate))
+
+
+def quantized_linears(seed: int, device: str) -> str:
+    """Integers of 4 and 8 bits, groups or one scale, zero points or none, odd sizes, behind a norm and a gate too."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "linear", "norm_linear", "pack_linear")
+    dtype, bits, rows = dtype_of(rng, device), (4, 8)[seed % 2], rng.choice((1, 3, 16, 70))
+    out_size, inner = rng.choice(((64, 128), (70, 96), (130, 33), (96, 320)))
+    group = rng.choice((32, 64, inner))
+    groups = -(-inner // group)
+    half = 1 << bits - 1
+    weight = QuantizedWeight(
+        bits=bits, group=group,
+        values_OI=torch.randint(-half, half, (out_size, inner), generator=generator).to(torch.int8).to(device),
+        scales_OG=(torch.randn((out_size, groups), generator=generator) * 0.1 / half).to(device),
+        zeros_OG=torch.randint(-8, 9, (out_size, groups), generator=generator).to(torch.int8).to(device)
+        if rng.random() < 0.5 else None,
+    )  # fmt: skip
+    x, norm = drawn(generator, device, dtype, rows, inner), drawn(generator, device, dtype, inner)
+    bias = drawn(generator, device, dtype, out_size) if rng.random() < 0.5 else None
+    mine, theirs = fast.pack_linear(weight, bias), ref.pack_linear(weight, bias)
+    what = f"{rows} rows by {bits} bits of {out_size} x {inner} in groups of {group}"
+    wrong = far_apart(what, fast.linear(x, mine), ref.linear(x, theirs))
+    gate: Gate | None = rng.choice((None, "silu"))
+    found = fast.norm_linear(None, x, norm, 1e-6, mine, gate)
+    return wrong + far_apart(f"normed {gate} {what}", found, ref.norm_linear(None, x, norm, 1e-6, theirs, gate))
 
 
 def qk_rope_store(seed: int, device: str) -> str:

@@ -23,6 +23,7 @@ from serinus.models import load_model, load_spec
 from serinus.models.quantized import quantize
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.parallel import Mesh
+from serinus.selftest import EnginePair
 from serinus.testing.direct import DirectEngine
 from serinus.testing.ranked import ranked_engine
 from tests.models.parity import GREEDY, Recorder, random_ids
@@ -175,3 +176,18 @@ def test_what_has_no_linears_of_ours_is_not_quantized(tmp_path: Path, make: Call
 def test_a_weight_of_zeros_is_quantized_to_zeros() -> None:
     for bits, group in ((8, 256), (4, 128)):
         assert not quantize(torch.zeros(3, 256), bits, group).dequantized().any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_prefill_here_and_decode_there_answer_as_one_engine(checkpoints: dict[str, Path], method: str) -> None:
+    settings: dict[str, Any] = {"page_size": 8, "max_total_tokens": 512, "chunked_prefill_size": 32}
+    both = EnginePair(checkpoints["llama"], quantization=method, dtype="float32", **settings)
+    both.add("a", PROMPT, 16)
+    both.run_until_idle()
+    alone, _ = engine(checkpoints["llama"], method)
+    assert list(both.tokens("a")) == alone.generate([alone.start(PROMPT, GREEDY, tokens=20)], 16)[0]
+    usage = both.deltas["a"][-1].usage
+    assert usage is not None
+    assert (usage.prefill_engine, usage.handoff_tokens) == ("prefill-0", len(PROMPT))
+    both.check()

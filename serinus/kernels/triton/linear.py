@@ -21,8 +21,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from serinus.kernels.contracts import Gate
 from serinus.kernels.packed import PackedLinear
-from serinus.kernels.ref.linear import pack_linear
+from serinus.kernels.quantized import QuantizedWeight
+from serinus.kernels.ref.linear import pack_linear as pack_plain
 from serinus.kernels.triton.gates import GATES, gated
+from serinus.kernels.triton.quantized import multiply_quantized, pack_quantized
 from serinus.kernels.triton.tickets import TICKETS, Tickets
 
 __all__ = ["WeightCut", "cut_of", "multiply_rows", "new_linear", "pack_linear"]
@@ -87,6 +89,13 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
     return cut if cut.fits(out_size, in_size) else None
 
 
+def pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> PackedLinear:
+    """A plain weight as it is, a quantized one as its kernel reads it. Raises ValueError: shapes disagree, or groups
+    are too small."""
+    plain = pack_plain(weight, bias_O)
+    return pack_quantized(weight, bias_O) if isinstance(weight, QuantizedWeight) else plain
+
+
 def new_linear() -> Linear:
     """The op, with tickets of its own."""
     return Linear()
@@ -100,6 +109,8 @@ class Linear:
 
     def __call__(self, x_TI: Tensor, packed: PackedLinear) -> Tensor:
         """As the reference. Cost: one read of the weight, of x and one write of the output; no host wait."""
+        if packed.rows is not None:
+            return multiply_quantized(x_TI, packed, packed.rows)
         cut = cut_of(x_TI.numel() // packed.in_size, packed.out_size, packed.in_size, x_TI.dtype, is_gated=False)
         if cut is None or packed.blocked or not packed.weight.is_contiguous():
             return _plain(x_TI, packed)
