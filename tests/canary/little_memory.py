@@ -1,4 +1,4 @@
-"""A workload in little memory: prompts that share beginnings, handed over or not, whose pages come and go."""
+"""A workload in little memory: requests share beginnings, are handed over or not, and their pages come and go."""
 
 from __future__ import annotations
 
