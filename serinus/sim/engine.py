@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from serinus.cache import CacheGeometry, PrefixCache
 from serinus.cache.keys import HASH_BYTES, PageKeys
@@ -74,6 +75,7 @@ class CountingMetrics(Metrics):
     def __init__(self) -> None:
         self.counted: Counter[tuple[str, ...]] = Counter()
         """By name and labels."""
+        self._registry, self._families = CollectorRegistry(), {}  # empty: of several ranks the others' stand beside it
 
     def set(self, name: str, value: float, *labels: str) -> None:
         self.counted[name, *labels] = int(value)
