@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from serinus.cli import main
-from serinus.cli.on_ray.placement import bundles_of, why_unplaced
+from serinus.cli.on_ray.placement import actor_name, bundles_of, why_unplaced
 from serinus.cli.on_ray.seen import Looks
 from serinus.core.config import ServeConfig, UpConfig, from_names
 from serinus.core.errors import ConfigError
 from serinus.front import RouterSettings
+from serinus.parallel import Mesh
 from serinus.scale import RoleSeen
 
 
@@ -46,6 +47,12 @@ def test_an_engine_asks_for_a_bundle_for_each_stage() -> None:
     assert bundles_of(config, gpus=True) == [{"GPU": 2.0, "CPU": 2.0}] * 3
     assert bundles_of(config, gpus=False) == [{"CPU": 8.0}] * 3
     assert bundles_of(from_names(ServeConfig, {}), gpus=False) == [{"CPU": 1.0}]
+
+
+def test_each_rank_is_an_actor_with_the_name_that_the_log_has() -> None:
+    mesh = Mesh(tp=2, pp=2)
+    names = [actor_name("decode-0", mesh, rank) for rank in range(mesh.size)]
+    assert names == ["decode-0", "decode-0-TP1-PP0", "decode-0-TP0-PP1", "decode-0-TP1-PP1"]
 
 
 NODES = [

@@ -53,7 +53,7 @@ def test_fields_are_short_and_readable() -> None:
 @pytest.mark.usefixtures("root_as_before")
 def test_json_lines_are_objects_with_the_fields_of_their_call(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info", "TP1 PP0", "json")
-    get_logger("engine").info("request %s\nfails", "r-1", extra={"rid": "r-1", "step": 7, "odd": {1}})
+    get_logger("engine").info("request %s\nfails", "r-1", extra={"rid": "r-1", "step": 7, "odd": {1}, "_ray": 1})
     (line,) = capsys.readouterr().err.splitlines()
     found = json.loads(line)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found.pop("ts"))
@@ -85,3 +85,7 @@ def test_a_line_of_a_child_names_its_engine_whatever_it_is() -> None:
         assert found == {
             "ts": "1970-01-01T00:00:01.500Z", "level": "info", "logger": "stderr", "message": raw, "engine": "decode-0",
         }  # fmt: skip
+
+
+def test_a_line_of_a_child_is_for_people_where_theirs_are() -> None:
+    assert child_line("[12:00] words", "decode-0", 0.0, "text") == "  decode-0 | [12:00] words"
