@@ -22,8 +22,8 @@ import torch
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
 from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
-from serinus.kernels.cpu.scalar import LOG2_E, at, cap_score, carray, fetch_add, host_has, inlined, narrow
-from serinus.kernels.cpu.vector import add_rows, dots_16, take_shares
+from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, narrow
+from serinus.kernels.cpu.vector import add_rows, begin_shares, dots_16, take_shares
 from serinus.kernels.cpu.watching import (
     PACKED,
     PLAIN,
@@ -33,9 +33,10 @@ from serinus.kernels.cpu.watching import (
     any_due,
     find_entries,
     own_sums,
+    weigh,
 )
 
-__all__ = ["UNIT_FIELDS", "begin_shares", "decode_body", "serves", "weigh"]
+__all__ = ["UNIT_FIELDS", "decode_body", "serves"]
 
 
 _BLOCK = 64
@@ -53,29 +54,6 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
     return (
         dtype == torch.bfloat16 and head_size % 32 == 0 and head_size <= 256 and group <= 8 and host_has("avx512bf16")
     )
-
-
-@inlined(fastmath=set())
-def begin_shares(top: Any, mass: Any, first: Any, end: Any, sinks: Any) -> None:
-    """The running softmax of heads first .. end - 1 before any position: nothing, or where there are sinks (an address
-    other than 0, of fp32 of all heads) those alone."""
-    for n in range(first, end):
-        top[n], mass[n] = np.float32(-np.inf), np.float32(0)
-    if sinks != 0:
-        of_heads = carray(at(sinks), end, np.float32)
-        for n in range(first, end):
-            top[n], mass[n] = of_heads[n] * np.float32(LOG2_E), np.float32(1)
-
-
-@inlined(fastmath=set())
-def weigh(weights: Any, query: Any, queries: Any, context: Any, sees: Any, start: Any) -> None:
-    """weights[p] of the digest that this query makes of position start + p: see `watching`. `context`: its own."""
-    for p in range(_BLOCK):
-        weight = 1
-        if queries > 1:
-            readers = min(queries, start + p + sees - context + 1)
-            weight = 2 if query > 0 else 3 - 2 * readers
-        weights[p] = weight
 
 
 @cache

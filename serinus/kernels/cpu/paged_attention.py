@@ -30,10 +30,10 @@ from serinus.kernels.cpu import chunk_attention
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
-from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, begin_shares, decode_body, weigh
+from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body
 from serinus.kernels.cpu.decode_attention import serves as decodes
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
-from serinus.kernels.cpu.vector import add_weighted_4, dots, largest
+from serinus.kernels.cpu.vector import add_weighted_4, begin_shares, dots, largest
 from serinus.kernels.cpu.watching import (
     PACKED,
     PLAIN,
@@ -43,6 +43,7 @@ from serinus.kernels.cpu.watching import (
     is_packed,
     own_sums,
     watch_integers,
+    weigh,
 )
 from serinus.kernels.ref.watched_attention import GatheredRows
 
@@ -253,19 +254,9 @@ def _decode(
     """Returns 1 + a row with an entry that is no slot, which was read as slot 0; 0 = there is none."""
     units, kv_heads = layout.units_UF, k_pool_SHD.shape[1]
     call = decode_call(
-        q_TND,
-        k_pool_SHD,
-        v_pool_SHD,
-        table_RC,
-        units,
-        scale,
-        window,
-        softcap,
-        sinks_N,
-        out,
-        digest,
+        q_TND, k_pool_SHD, v_pool_SHD, table_RC, units, scale, window, softcap, sinks_N, out, digest,
         len(layout.lows_B),
-    )
+    )  # fmt: skip
     cuts = len(digest.sums_P22E) if digest is not None and layout.is_shared else 0
     call.threads = threads_of(len(units), layout.work * kv_heads, cuts)
     return call.run()

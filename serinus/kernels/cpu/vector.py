@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from serinus.kernels.cpu.llvm import (
@@ -29,12 +30,13 @@ from serinus.kernels.cpu.llvm import (
     splat,
     store,
 )
-from serinus.kernels.cpu.scalar import EXP2, cgutils, intrinsic, ir
+from serinus.kernels.cpu.scalar import EXP2, LOG2_E, at, carray, cgutils, inlined, intrinsic, ir
 
 __all__ = [
     "TILE",
     "add_rows",
     "add_weighted_4",
+    "begin_shares",
     "copy_bytes",
     "dots",
     "dots_16",
@@ -368,3 +370,15 @@ def take_shares(typingctx: Any, score: Any, count: Any, top: Any, mass: Any, shr
         return context.get_dummy_value()
 
     return types.void(score, count, top, mass, shrink, COUNT), codegen
+
+
+@inlined(fastmath=set())
+def begin_shares(top: Any, mass: Any, first: Any, end: Any, sinks: Any) -> None:
+    """The running softmax of heads first .. end - 1 before any position: nothing, or where there are sinks (an address
+    other than 0, of fp32 of all heads) those alone."""
+    for n in range(first, end):
+        top[n], mass[n] = np.float32(-np.inf), np.float32(0)
+    if sinks != 0:
+        of_heads = carray(at(sinks), end, np.float32)
+        for n in range(first, end):
+            top[n], mass[n] = of_heads[n] * np.float32(LOG2_E), np.float32(1)

@@ -34,6 +34,7 @@ __all__ = [
     "is_packed",
     "own_sums",
     "watch_integers",
+    "weigh",
 ]
 
 PACKED, PLAIN = 1, 2
@@ -139,3 +140,14 @@ def add_row(
     both = carray(at(sums), 2 * entry_count, np.int32)
     both[entry] += np.int32(found & 0xFFFFFFFF) * weight
     both[entry_count + entry] += np.int32((found >> 32) & 0xFFFFFFFF) * weight
+
+
+@inlined(fastmath=set())
+def weigh(weights: Any, query: Any, queries: Any, context: Any, sees: Any, start: Any) -> None:
+    """weights[p] of the digest that this query makes of position start + p: see above. `context`: its own."""
+    for p in range(len(weights)):
+        weight = 1
+        if queries > 1:
+            readers = min(queries, start + p + sees - context + 1)
+            weight = 2 if query > 0 else 3 - 2 * readers
+        weights[p] = weight
