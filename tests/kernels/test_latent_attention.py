@@ -1,0 +1,83 @@
+"""Attention over latent rows: the reference against plain sums, column cpu against the reference, with digests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest
+from serinus.kernels.packed import PackedFactors
+
+PAGE, WIDTH, VALUE, HEADS = 4, 24, 16, 6
+LENGTHS, FRESH = (9, 1, 30), (1, 1, 13)
+SCALE = 0.3
+
+
+def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
+    """Queries, a pool, a table and a batch: a decoding sequence, one of a single token and a chunk behind a prefix."""
+    chance = torch.Generator().manual_seed(3)
+    pool = torch.randn((60 * PAGE, 1, WIDTH), generator=chance).to(dtype)
+    slots = torch.randperm(59, generator=chance)[:, None] * PAGE + PAGE + torch.arange(PAGE)
+    table = torch.zeros((4, 40), dtype=torch.int32)
+    for row, length in enumerate(LENGTHS, 1):
+        table[row, :length] = slots[10 * row : 10 * row + 10].flatten()[:length]
+    batch = AttentionBatch(
+        rows_B=torch.tensor([1, 2, 3]), q_starts_B1=torch.tensor([0, *FRESH]).cumsum(0), context_B=torch.tensor(LENGTHS)
+    )
+    return torch.randn((sum(FRESH), HEADS, WIDTH), generator=chance).to(dtype), pool, table, batch
+
+
+def by_hand(q: torch.Tensor, pool: torch.Tensor, table: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    """One token and head at a time."""
+    out = torch.empty((len(q), HEADS, VALUE), dtype=torch.float64)
+    for b, (row, context) in enumerate(zip(batch.rows_B.tolist(), batch.context_B.tolist(), strict=True)):
+        begin, end = batch.q_starts_B1[b : b + 2].tolist()
+        for t in range(begin, end):
+            rows = pool[table[row, : context - (end - 1 - t)].long(), 0].double()
+            for head in range(HEADS):
+                out[t, head] = ((rows @ q[t, head].double()) * SCALE).softmax(0) @ rows[:, :VALUE]
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_token_sums_the_values_in_the_rows_that_it_sees(either: Kernels, dtype: torch.dtype, apart: float) -> None:
+    q, pool, table, batch = case(dtype)
+    found = either.latent_attention(q, pool, VALUE, table, batch, SCALE)
+    assert (found.shape, found.dtype) == ((len(q), HEADS, VALUE), dtype)
+    assert float((found.double() - by_hand(q, pool, table, batch)).abs().max()) < apart
+
+
+def test_a_chunk_that_goes_in_pieces_is_the_same(cpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, pool, table, batch = case(torch.float32)
+    whole = cpu.latent_attention(q, pool, VALUE, table, batch, SCALE)
+    monkeypatch.setattr("serinus.kernels.cpu.latent_attention._SCORES", 100)
+    assert torch.allclose(cpu.latent_attention(q, pool, VALUE, table, batch, SCALE), whole, atol=1e-6)
+
+
+def test_what_is_due_is_digested_of_the_rows_that_were_gathered(either: Kernels) -> None:
+    q, pool, table, batch = case(torch.bfloat16)
+    factors = torch.from_numpy(digest_coefficients([0], [0], WIDTH, 2, partial=False, halves=1))[0]
+    # Of the chunk the prefix before it: pages 0 to 4, positions 0 to 16, entries 0 to 19.
+    due = torch.zeros((7, 3), dtype=torch.int64)
+    due[:, 2] = torch.tensor([0, 3, 0, 17, 0, 1, 0])
+    sums = torch.zeros((1, 2, 2, 20), dtype=torch.int32)
+    digest = LayerDigest(
+        factors=PackedFactors(factors=factors, bias=None, plain_22W=factors), due_7B=due, sums_P22E=sums, page_size=PAGE
+    )
+    with_it = either.latent_attention(q, pool, VALUE, table, batch, SCALE, digest)
+    assert torch.equal(with_it, either.latent_attention(q, pool, VALUE, table, batch, SCALE))
+    wanted = either.canary_digest([(pool,)], table[3, :17].long(), factors[None])[:, 0]
+    low, high = (sums[0, 0, i, :17].long() & 0xFFFFFFFF for i in range(2))
+    assert torch.equal(low | high << 32, wanted)
+    assert not sums[0, 1].any()
+    assert not sums[0, :, :, 17:].any()
+
+
+def test_rows_out_of_the_pool_and_values_wider_than_a_row_are_refused(cpu: Kernels) -> None:
+    q, pool, table, batch = case(torch.float32)
+    with pytest.raises(ValueError, match="expected one row a slot with them"):
+        cpu.latent_attention(q, pool, WIDTH + 1, table, batch, SCALE)
+    table[3, 5] = len(pool)
+    with pytest.raises(ValueError, match="row 3 of req_to_token holds a slot out of"):
+        cpu.latent_attention(q, pool, VALUE, table, batch, SCALE)

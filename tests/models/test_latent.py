@@ -1,0 +1,73 @@
+"""Latent attention in a pair of engines against transformers, and the configs that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serinus.core.errors import ConfigError
+from serinus.core.parts import Part
+from serinus.models import load_spec
+from serinus.models.small_checkpoints import make_checkpoint
+from serinus.selftest import EnginePair
+from tests.models.parity import random_ids, reference, tied_tokens
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
+def test_prefill_here_and_decode_there_give_the_log_probabilities_of_transformers_over_700_tokens(
+    tmp_path: Path, family: str
+) -> None:
+    """In chunks, with 400 tokens of a prefix that is cached, past YaRN's first context, watched."""
+    path = make_checkpoint(tmp_path, family, layers=3, tokenizer=False, seed=3)
+    both = EnginePair(
+        path, max_total_tokens=4096, kv_canary="raise", kv_canary_real_data="all", dtype="float32", page_size=16,
+        chunked_prefill_size=96, skip_tokenizer_init=True,
+    )  # fmt: skip
+    for turn in range(2):
+        rid, prompt = str(turn), [*random_ids(1, 400), *random_ids(2 + turn, 200 + turn)]
+        both.add(rid, prompt, 100, logprobs=1)
+        both.run_until_idle()
+        deltas, tokens = both.deltas[rid], both.tokens(rid)
+        sequence = prompt + tokens[:-1]
+        expected = reference(path, sequence, torch.float32)[len(prompt) - 1 :].log_softmax(-1)
+        found = torch.tensor([each.logprob for delta in deltas for each in delta.logprobs])
+        assert not [token for token in tied_tokens(path, sequence) if token >= len(prompt) - 1]
+        assert float((found - expected[torch.arange(100), torch.tensor(tokens)]).abs().max()) < 1e-4
+        assert tokens == expected.argmax(-1).tolist()
+        usage = deltas[-1].usage
+        assert usage is not None
+        assert usage.prefill_engine == "prefill-0"
+        assert sum(usage.cached_tokens.values()) == 400 * turn
+    both.check()
+
+
+def test_a_row_of_kv_is_one_head_of_part_latent_and_scores_have_the_temperature_of_yarn(tmp_path: Path) -> None:
+    spec = load_spec(make_checkpoint(tmp_path, "deepseek_v2_lite", tokenizer=False))
+    assert (spec.kv_head_count, spec.head_size) == (1, 32 + 16)
+    assert spec.parts == (Part.FULL, Part.LATENT)
+    assert set(spec.layer_parts) == {Part.LATENT}
+    assert spec.attention_scale == pytest.approx(40**-0.5 * (0.1 * 0.707 * 1.3862943611 + 1) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"norm_topk_prob": True}, "field 'norm_topk_prob' is True, expected false"),
+        ({"topk_method": "noaux_tc"}, "field 'topk_method' is 'noaux_tc', expected greedy or group_limited_greedy"),
+        ({"attention_bias": True}, "field 'attention_bias' is True, expected false where q_lora_rank is null"),
+        ({"qk_rope_head_dim": 15}, "field 'qk_rope_head_dim' is 15, expected an even number"),
+        ({"kv_lora_rank": None}, "field 'kv_lora_rank' is None, expected an integer"),
+    ],
+)
+def test_a_config_that_would_be_computed_otherwise_is_refused_by_its_field(
+    tmp_path: Path, override: dict[str, Any], words: str
+) -> None:
+    path = make_checkpoint(tmp_path, "deepseek_v2_lite", tokenizer=False)
+    with pytest.raises(ConfigError, match=words):
+        load_spec(path, overrides=override)
