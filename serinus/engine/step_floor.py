@@ -36,7 +36,10 @@ def step_floor(
 def weight_bytes(spec: ModelSpec, item_bytes: int) -> int:
     """Of the matrices that a decode step reads: attention, MLP and head. `item_bytes`: of a weight not quantized."""
     width, heads, kv_heads = spec.hidden_size, spec.head_count * spec.head_size, spec.kv_head_count * spec.head_size
-    layer = width * (2 * heads + 2 * kv_heads) + 3 * width * spec.intermediate_size
+    attention = width * (2 * heads + 2 * kv_heads)
+    if spec.latent is not None:
+        attention = spec.latent.weight_count(width, spec.head_count)
+    layer = attention + 3 * width * spec.intermediate_size
     linears, head, quantized = spec.layer_count * layer, width * spec.vocab_size, spec.quantization
     if quantized is None or quantized.bits == 16:
         return item_bytes * (linears + head)

@@ -40,6 +40,12 @@ class LatentSpec:
         """Elements of a head's query."""
         return self.plain + self.rotated
 
+    def weight_count(self, hidden: int, heads: int) -> int:
+        """Of the matrices of one layer, for so many heads."""
+        queries = heads * self.query
+        made_of = hidden * queries if not self.query_rank else self.query_rank * (hidden + queries)
+        return made_of + hidden * self.row + heads * (self.rank * (self.plain + self.value) + self.value * hidden)
+
 
 def latent_fields(config: ConfigFields) -> dict[str, Any]:
     """The fields of a ModelSpec that latent attention decides. Raises ConfigError for missing or wrong ones."""

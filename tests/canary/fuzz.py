@@ -69,7 +69,7 @@ def flip_device(toy: Path, count: int, rng: Rng) -> None:
             state = scheduler._states[rid]
             low = max(0, state.computed - window + 1) if part is Part.SWA else 0
             live += lanes.table_RC[state.row, low : state.computed].tolist()
-        slot, half = int(rng.choice(live)), rng.randrange(2)
+        slot, half = int(rng.choice(live)), rng.randrange(part.halves)
         lane = lanes.layers_kv[rng.randrange(len(lanes.layers_kv))][half]
         row = lane.view(len(lane), -1).view(torch.uint8)[slot]
         byte, mask = rng.randrange(len(row)), rng.randrange(1, 256)

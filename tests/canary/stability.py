@@ -21,7 +21,7 @@ from serinus.core.parts import Part
 from serinus.selftest import CANARY_SHAPES, SIDES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
-CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA), ("latent", Part.LATENT)]
+CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
 STORIES = ("real_kv_post_forward", "transfer_bytes", "real_kv_used")
 
 

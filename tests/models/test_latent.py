@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
+from serinus.engine.step_floor import weight_bytes
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.selftest import EnginePair
@@ -53,6 +55,15 @@ def test_a_row_of_kv_is_one_head_of_part_latent_and_scores_have_the_temperature_
     assert spec.parts == (Part.FULL, Part.LATENT)
     assert set(spec.layer_parts) == {Part.LATENT}
     assert spec.attention_scale == pytest.approx(40**-0.5 * (0.1 * 0.707 * 1.3862943611 + 1) ** 2)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "deepseek_v3"])
+def test_a_decode_step_reads_the_weights_that_the_checkpoint_has(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path, family, layers=2, tokenizer=False, first_k_dense_replace=2)
+    with safe_open(path / "model.safetensors", framework="pt") as opened:
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name]
+    assert weight_bytes(load_spec(path), 1) == sum(rows * columns for rows, columns in matrices)
 
 
 @pytest.mark.parametrize(
