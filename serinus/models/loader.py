@@ -144,7 +144,8 @@ def _source(
             raise ConfigError(
                 f"models: quantization {quantized.method} on {device} without a kernel, expected a CPU, or Triton"
             )
-        _log.info("weights are quantized, %s", quantized.text)
+        experts = "" if spec.experts is None else f"; experts in {dtype}"
+        _log.info("weights are quantized, %s%s", quantized.text, experts)
     if dummy_seed is not None:
         dummy = RandomSource(dummy_seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
         return dummy if quantized is None or quantized.bits == 16 else QuantizingSource(dummy, quantized)
