@@ -318,7 +318,10 @@ def main() -> None:
         begin = sum(a[:8] == b[:8] for a, b in zip(own, theirs, strict=True))
         values[name] = {word: summary(found[word], count) for word, count in WORDS.items()}
         values[name]["equal_first_8"] = f"{begin} of {len(own)}"
-    emit("peers", engines=values, requests=REQUESTS, prompt=PROMPT, output=OUTPUT, versions=versions())
+    emit(
+        "peers", engines=values, requests=REQUESTS, prompt=PROMPT, output=OUTPUT, threads=args.threads,
+        rounds=args.rounds, versions=versions(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -61,18 +61,24 @@ def bars(axes: Axes, names: Sequence[str], values: Sequence[float], colours: Seq
 
 
 def peers() -> Figure:
-    """The whole job beside transformers and the floor, as tokens a second."""
-    job = result("job")
-    tokens = 16 * (256 + 64)
-    figure, axes = panel(2.6)
-    seconds = [job["floor_s"], job["seconds"], job["transformers_s"]]
-    bars(
-        axes, ["the machine's floor", "Serinus, canary on", "transformers"], [tokens / each for each in seconds],
-        [GREY, GREEN, AMBER], "{:,.0f} tokens/s",
-    )  # fmt: skip
-    axes.set_title(f"Throughput against a peer: {job['ratio']:.2f} times transformers")
-    axes.set_xlabel("tokens/s, prompts and answers (higher is better): 16 requests of 256 + 64 tokens, 221M weights")
-    return signed(figure, conditions("job"))
+    """The whole job, and one stream, beside other engines with the same weights, in turns."""
+    found = result("peers")
+    engines, versions = found["engines"], found["versions"]
+    words = {"serinus": "Serinus, bf16, canary on", "transformers": "transformers, bf16"}
+    names = sorted(engines, key=lambda name: -engines[name]["batch"]["tok_per_cpu_s"])
+    figure = Figure(figsize=(9.6, 3.3), layout="constrained")
+    colours = [GREEN if name == "serinus" else AMBER for name in names]
+    for axes, word, count, shown in zip(
+        figure.subplots(1, 2, sharey=True), ("batch", "stream"), (found["requests"], 1), ("requests", "request"),
+        strict=True,
+    ):  # fmt: skip
+        rates = [engines[name][word]["tok_per_cpu_s"] for name in names]
+        bars(axes, [words.get(name, name.replace(" ", ", ")) for name in names], rates, colours, "{:,.0f}")
+        axes.set_title(f"{count} {shown} of {found['prompt']} + {found['output']} tokens")
+        axes.set_xlabel("tokens per second of CPU, prompts and answers (higher is better)")
+    figure.axes[1].invert_yaxis()  # shared: both calls of bars have turned it
+    about = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return signed(figure, f"221M weights, {found['threads']} thread, {about}; {conditions('peers')}")
 
 
 def decode() -> Figure:

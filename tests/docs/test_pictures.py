@@ -62,7 +62,9 @@ def test_the_same_results_give_the_same_plots_with_their_numbers(tmp_path: Path)
         assert (PICTURES / picture.name).exists()
         assert "commit" in words_of(picture), f"{picture.name} does not say where its numbers come from"
     job, matrix = result("job"), result("matrix")
-    assert f"{job['ratio']:.2f} times transformers" in words_of(tmp_path / "one" / "peers.svg")
+    shown = words_of(tmp_path / "one" / "peers.svg")
+    for name, engine in result("peers")["engines"].items():
+        assert {f"{engine[word]['tok_per_cpu_s']:,.0f}" for word in ("batch", "stream")} <= set(shown.split()), name
     assert f"{job['decode_step_ms']:.1f} ms" in words_of(tmp_path / "one" / "decode.svg")
     told = f"{matrix['detected']} of {matrix['injected']} planted faults found, {matrix['alarms']} false alarms"
     assert told in words_of(tmp_path / "one" / "matrix.svg")
