@@ -1,4 +1,5 @@
-"""The log is left as each test found it. Tests of several accelerators are skipped where there are fewer."""
+"""The log is left as each test found it; a busy machine is no failure of a property test. Tests of several accelerators
+are skipped where there are fewer."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("serinus", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("serinus")
 
 
 @pytest.fixture(autouse=True)

@@ -247,7 +247,7 @@ def refusal_of(raw: bytes, body_type: type[CompletionBody | ChatBody | GenerateB
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(NAMES, JSON, max_size=6), body_type=st.sampled_from([CompletionBody, ChatBody]))
 def test_any_json_is_either_read_or_refused_by_name(
     body: dict[str, Any], body_type: type[CompletionBody | ChatBody]
@@ -257,7 +257,7 @@ def test_any_json_is_either_read_or_refused_by_name(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=60))
 def test_any_bytes_are_either_read_or_refused_by_name(raw: bytes) -> None:
     refusal = refusal_of(raw, GenerateBody)

@@ -144,7 +144,7 @@ def test_text_full_of_brackets_and_commas_is_no_list() -> None:
     assert parse_body(json.dumps({"prompt": text}).encode(), CompletionBody).prompt == text
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.recursive(st.text('a"\\,[{', max_size=4), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_values_are_counted_whatever_the_strings_hold(value: Any) -> None:
     def count(value: Any) -> int:

@@ -112,7 +112,7 @@ def test_strided_rows_are_read_as_they_are(ref: Kernels, cpu: Kernels) -> None:
     assert_close(cpu.rms_norm(x, weight, 1e-6), ref.rms_norm(x, weight, 1e-6))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(words=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 def test_narrowing_rounds_like_torch_for_any_bits(words: list[int]) -> None:
     bits = torch.tensor(words, dtype=torch.int64).to(torch.uint32).view(torch.float32)

@@ -85,7 +85,7 @@ def test_both_columns_agree_on_uneven_batches(ref: Kernels, cpu: Kernels, sequen
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.integers(1, 128),

@@ -74,7 +74,7 @@ def many_rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[RowSampling]]:
     return logits, [row() for _ in range(count)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(many_rows())
 def test_both_columns_choose_the_same_tokens(case: tuple[torch.Tensor, list[RowSampling]]) -> None:
     logits, rows = case

@@ -122,7 +122,7 @@ def test_both_columns_agree_and_read_nothing_below_a_window(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.tuples(st.integers(1, 150), st.integers(0, 150)), min_size=1, max_size=4),

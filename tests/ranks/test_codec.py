@@ -39,7 +39,7 @@ from serinus.wire import Parts, encode
 from serinus.wire.arrays import to_extension
 from serinus.wire.messages import Ack, RankHeader
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60)
 
 
 def same(a: Any, b: Any) -> bool:

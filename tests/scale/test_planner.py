@@ -107,7 +107,6 @@ roles = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(looks=st.lists(st.tuples(roles, roles), max_size=40), low=st.integers(0, 5), more=st.integers(0, 10))
 def test_whatever_is_seen_the_bounds_hold_and_the_memory_stays_small(
     looks: list[tuple[RoleSeen, RoleSeen]], low: int, more: int
@@ -123,7 +122,7 @@ def test_whatever_is_seen_the_bounds_hold_and_the_memory_stays_small(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(usage=st.floats(0, 1), busy=st.floats(0, 1), running=st.integers(1, 64), count=st.integers(1, 12))
 def test_a_steady_load_settles(usage: float, busy: float, running: int, count: int) -> None:
     """The same requests on whatever engines there are: each role changes in one direction only, and then no more."""

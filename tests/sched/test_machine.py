@@ -260,5 +260,5 @@ class SchedulersUnderFire(RuleBasedStateMachine):
 
 TestSchedulersUnderFire = SchedulersUnderFire.TestCase
 TestSchedulersUnderFire.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

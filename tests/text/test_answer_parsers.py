@@ -181,7 +181,7 @@ FRAGMENTS = [
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join) | st.sampled_from([text for _, text, _ in GOOD])
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     text=TEXTS, places=st.lists(st.integers(0, 400), max_size=12), name=st.sampled_from((*STYLES, "forced")),
     thinks=st.sampled_from(("none", "qwen3", "deepseek_r1")), is_open=st.booleans(),

@@ -42,7 +42,7 @@ def test_a_byte_vocabulary_needs_no_look_back(byte_tokenizer: Tokenizer, piece_t
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.integers(0, BYTE_VOCAB - 1), max_size=40),
     cuts=st.lists(st.integers(0, 100), max_size=8),
@@ -56,7 +56,7 @@ def test_the_pieces_of_any_byte_level_tokens_are_their_whole_text(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30), cuts=st.lists(st.integers(0, 100), max_size=8))
 def test_the_pieces_of_any_encoded_text_are_that_text(byte_tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = byte_tokenizer.encode(text, add_special_tokens=False)
@@ -64,7 +64,7 @@ def test_the_pieces_of_any_encoded_text_are_that_text(byte_tokenizer: Tokenizer,
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text(alphabet="theab !日本é🙂", min_size=1, max_size=30), cuts=st.lists(st.integers(0, 100), max_size=8))
 def test_a_window_detokenizer_gives_the_text_of_sentence_pieces(
     piece_tokenizer: Tokenizer, text: str, cuts: list[int]
@@ -74,7 +74,7 @@ def test_a_window_detokenizer_gives_the_text_of_sentence_pieces(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, PIECE_VOCAB - 1), max_size=60), prompt=st.lists(st.integers(0, 271), max_size=8))
 def test_a_window_detokenizer_takes_any_tokens_and_never_shows_half_a_character(
     piece_tokenizer: Tokenizer, ids: list[int], prompt: list[int]
@@ -116,7 +116,7 @@ def test_a_prompt_that_ends_in_half_a_character_does_not_swallow_the_answer(piec
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     text=st.text(alphabet="ab", max_size=30) | st.text(alphabet="abc", max_size=30),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=9), min_size=1, max_size=4),

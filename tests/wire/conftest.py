@@ -1,8 +1,0 @@
-"""Settings for the property tests of this room: a busy machine is no failure."""
-
-from __future__ import annotations
-
-from hypothesis import settings
-
-settings.register_profile("serinus", deadline=None, print_blob=True)
-settings.load_profile("serinus")
