@@ -85,12 +85,16 @@ class PieceQueue:
 
     def _has_room(self, lane: Lane, mode: Mode) -> bool:
         """Whether the next piece may be asked for already. The leader's own rank stages in the leader's thread, before
-        any of it is announced: it is asked for as many bytes as one piece has at most."""
+        any of it is announced: it is asked for as many bytes as one piece has at most, and of each handoff for one
+        piece of a part, which its peer takes in while the next is staged."""
         if mode is not Mode.RECEIVER_CHECKED or not lane.moving:
             return not lane.moving
         if lane.rank:
             return len(lane.moving) < self._settings.staging_pieces
-        return lane.moving_bytes + self._bytes(lane.outbox[0], lane) <= self._settings.piece_bytes_max
+        piece = lane.outbox[0]
+        if any(moving.xid == piece.xid and moving.part is piece.part for moving in lane.moving):
+            return False
+        return lane.moving_bytes + self._bytes(piece, lane) <= self._settings.piece_bytes_max
 
     def _bytes(self, piece: Piece, lane: Lane) -> int:
         return len(piece.pages) * self._layout.page_bytes(lane.rank, piece.part)

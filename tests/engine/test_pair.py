@@ -97,7 +97,7 @@ def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
 
 @pytest.mark.slow
 def test_peers_hear_of_a_piece_before_the_next_is_staged_and_no_step_begins_before_the_last(tmp_path: Path) -> None:
-    wide = make_toy(tmp_path, vocab=64, context=256, kv_heads=64, head_size=128, tokenizer=False)  # 84 tokens a piece
+    wide = make_toy(tmp_path, vocab=64, context=256, kv_heads=64, head_size=128, tokenizer=False)  # whole pieces: 84 tokens
     both = pair(wide, chunked_prefill_size=100)
     both.add("a", list(range(1, 61)) * 2, 6)
     engine, built = both.prefill.engine, both.prefill.built
@@ -112,7 +112,7 @@ def test_peers_hear_of_a_piece_before_the_next_is_staged_and_no_step_begins_befo
             turns.append((sent, engine.line.under_way > 0))
         built.deliver(output)
         engine.line.flush()
-    assert turns == [(1, False), (1, True), (1, False)], "pieces of 84 and 16 tokens and, after a step, of 20"
+    assert turns == [(1, False), (1, False), (1, True), (1, False)], "pieces of 20, 40 and 40 tokens, after a step 20"
     assert both.tokens("a")[:1] == toy_continue(load_spec(wide), list(range(1, 61)) * 2, 1)
     both.run_until_idle()
     both.check()
