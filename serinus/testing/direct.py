@@ -25,7 +25,7 @@ from serinus.core.stamps import CHAIN_ANCHOR, chain_hashes
 from serinus.kernels import Kernels
 from serinus.models import ForwardHook, Model, compose_hooks
 from serinus.pool import DevicePool, PoolSpec, RequestTable
-from serinus.runner import Runner
+from serinus.runner import GrammarMasks, Runner
 
 __all__ = ["DirectEngine", "DirectSeq"]
 
@@ -84,8 +84,10 @@ class DirectEngine:
         device: str = "cpu",
         canary: Callable[[DirectEngine], CanaryRank] | None = None,
         token_oracle: bool = False,
+        grammars: GrammarMasks | None = None,
     ) -> None:
-        """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there."""
+        """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there.
+        `grammars`: makes the masks of sequences with a grammar; its owner closes it."""
         spec = model.spec
         self.model = model
         self.pools = {
@@ -123,6 +125,7 @@ class DirectEngine:
             hook=compose_hooks(hooks),
             is_watched=canary is not None,
             token_oracle=token_oracle,
+            grammars=grammars,
         )
         rng = Rng(seed)
         self._pages: dict[Part, list[int]] = {}
@@ -248,6 +251,7 @@ class DirectEngine:
             generated=len(seq.output),
             stop_ids=self.model.spec.eos_ids,
             history=history,
+            output=None if seq.params.grammar is None else np.array(seq.output, np.int32),
         )
 
 
