@@ -97,7 +97,7 @@ def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
 
 @pytest.mark.slow
 def test_peers_hear_of_a_piece_before_the_next_is_staged_and_no_step_begins_before_the_last(tmp_path: Path) -> None:
-    wide = make_toy(tmp_path, vocab=64, context=256, kv_heads=64, head_size=128, tokenizer=False)  # whole pieces: 84 tokens
+    wide = make_toy(tmp_path, vocab=64, context=256, kv_heads=64, head_size=128, tokenizer=False)  # pieces: 84 tokens
     both = pair(wide, chunked_prefill_size=100)
     both.add("a", list(range(1, 61)) * 2, 6)
     engine, built = both.prefill.engine, both.prefill.built
