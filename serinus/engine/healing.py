@@ -67,7 +67,8 @@ class Healer:
                 if not why_not:
                     asks = self._handoffs.can_ask_again(rid)
                     result = "asked_again" if asks else result
-                    scheduler.heals.heal(rid, reason, now, asks=asks)
+                    heals, most = scheduler.heals.count(rid), self._settings.kv_canary_heals_max
+                    scheduler.heals.heal(rid, reason, now, asks=asks, is_last=0 < heals == most - 1)
         self._metrics.add("kv_canary_heals", 1, result)
         _log.warning("kv_canary heal: req=%s result=%s reason=%s", rid, result, reason.replace(" ", "_"))
         return why_not

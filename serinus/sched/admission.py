@@ -116,6 +116,8 @@ class Admission:
         for other in chain(self._batch.prefilling, self._batch.transfer.values()):
             if other.request.cache_salt != state.request.cache_salt or other.tokens[0] != state.tokens[0]:
                 continue
+            if other.alone:  # it publishes when it ends
+                continue
             shared = self._shared_tokens(state, other)
             if shared < self._page_size:
                 continue

@@ -51,12 +51,14 @@ class Heals:
         """How often a request was healed; 0 = never, or unknown."""
         return len(self._states[rid].heals) if rid in self._states else 0
 
-    def heal(self, rid: str, reason: str, now: float, *, asks: bool = False) -> None:
+    def heal(self, rid: str, reason: str, now: float, *, asks: bool = False, is_last: bool = False) -> None:
         """A running request read wrong KV (`reason`: what was found): it goes back to the last token that is known to
         be right and is computed again at the place of its age, on other pages, from what any tier has of it that is
-        sound; the storage is asked once more. `asks`: its prompt is asked for once more too (`address_of`). Steps under
-        way drop what they compute for it. Tokens that have left are computed again too: equal ones are not given out
-        twice, the first other one ends the request with an error that names it (TokenDelta.wrong_token).
+        sound; the storage is asked once more. `asks`: its prompt is asked for once more too (`address_of`). `is_last`:
+        there may be no other heal. Then, and where the heal before brought it no token further, it is computed of its
+        tokens alone: whatever copies are sound, what brings them may not be. Steps under way drop what they compute for
+        it. Tokens that have left are computed again too: equal ones are not given out twice, the first other one ends
+        the request with an error that names it (TokenDelta.wrong_token).
 
         Raises KeyError where it is unknown, InvariantError where it does not run. Cost: that of a retraction.
         """
@@ -66,6 +68,8 @@ class Heals:
         state.heals.append(reason)
         state.asked_again |= asks
         self._requests.go_back(state, asks=asks)
+        state.alone |= is_last or state.healed_at == state.right
+        state.healed_at = state.right
         state.asked_at = now
         if self._settings.prefetch_policy != "none":
             self._allocator.prefetch(state)

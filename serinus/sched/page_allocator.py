@@ -78,7 +78,7 @@ class PageAllocator:
     def match_limit(self, state: ReqState) -> int:
         """Tokens it may take from the cache: at least one must be computed, to have logits; and a prompt token with a
         wanted log-probability needs the one before it computed."""
-        if state.cold:
+        if state.cold or state.alone:
             return 0
         collected = state.prompt_logprobs
         if collected is not None and len(collected) < state.prompt_len:
@@ -205,7 +205,7 @@ class PageAllocator:
         state.row = 0
 
     def publish(self, state: ReqState) -> None:
-        """Insert its full pages into the tree, as far as they are verified.
+        """Insert its full pages into the tree, as far as they are verified; none while it is to read its own alone.
 
         Where the tree had them already, its own duplicates go back and its rows are rewritten to the canonical pages:
         first the rows, then the release (a duplicate freed before could be another request's while a row names it).
@@ -214,7 +214,7 @@ class PageAllocator:
         on KV that may not come.
         """
         size, end = self.page_size, state.verified // self.page_size * self.page_size
-        if not self.shares or end <= state.published:
+        if not self.shares or end <= state.published or state.alone:
             return
         if self.open_loads and state.lease is not None:
             self.settle(self.cache.loads_over(state.lease, state.tokens[state.published : end]))

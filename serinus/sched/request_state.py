@@ -194,6 +194,10 @@ class ReqState:
     """Log-probabilities of tokens behind `left`, where asked for."""
     heals: list[str] = field(default_factory=list)
     """Why it was computed again, each time that its KV was found wrong."""
+    healed_at: int = -1
+    """Tokens known to be right at its last heal; -1 = there was none."""
+    alone: bool = False
+    """What it was healed from was wrong too: it reads KV of its own alone, and publishes it when it gives it back."""
     checked: Checked = field(default_factory=Checked)
     """What a canary verified for it."""
     landed: int = 0

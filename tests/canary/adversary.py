@@ -69,6 +69,8 @@ class Cell:
     mode: str
     coverage: str
     faults: int = 0
+    answers: int = 0
+    """Asked for, before and after the faults."""
     told: int = 0
     refused: int = 0
     unread: int = 0
@@ -210,6 +212,7 @@ class _Round:
             wrong, early = wrong + early, []
         # What is not streamed is shown when it ends well.
         streamed = sum(each.stream for each in early)
+        cell.answers += len(ends)
         cell.wrong += len(wrong)
         cell.failed += failed
         cell.streamed += streamed
@@ -319,9 +322,10 @@ def main() -> int:
         )  # fmt: skip
     print(table(cells))
     blind = [cell for cell in cells if cell.is_blind]
-    faults, unread = (sum(getattr(cell, name) for cell in cells) for name in ("faults", "unread"))
+    names = ("faults", "unread", "answers", "failed", "wrong")
+    faults, unread, answers, failed, wrong = (sum(getattr(cell, name) for cell in cells) for name in names)
     print(f"{faults} faults, {faults - unread} of them ({(faults - unread) / max(faults, 1):.0%}) in what was read,"
-          f" {sum(cell.wrong for cell in cells)} wrong answers, "
+          f" {answers} answers, {failed} of them errors, {wrong} wrong, "
           f"{len(blind)} cells blind that no list allows")  # fmt: skip
     return int(bool(blind))
 
