@@ -17,7 +17,7 @@ from serinus.kernels.packed import PackedFactors
 from .conftest import make_paged
 from .triton_columns import columns, dtype_of, far_apart
 
-__all__ = ["paged_attention", "watched_attention", "watched_batch"]
+__all__ = ["latent_attention", "paged_attention", "watched_attention", "watched_batch"]
 
 TILING = Tiling(block=16, warps=4, stages=1, stretches=2)
 """Small: the few tokens of a case are several blocks of several stretches."""
@@ -156,6 +156,40 @@ def watched_batch(seed: int, device: str) -> str:
     if not torch.equal(packed_sums(digest.sums_P22E), packed_sums(stood_in.sums_P22E)):
         wrong += " digests"
     return wrong
+
+
+def latent_attention(seed: int, device: str) -> str:
+    """Attention over latent rows of one random batch, with digests and without, twice to the bit."""
+    rng = random.Random(seed)
+    ref, fast = columns(device, "latent_attention")
+    value, rest, heads = *rng.choice(((32, 16), (40, 8), (48, 0))), rng.choice((1, 4, 6, 20))
+    if device == "cuda":
+        value, rest, heads = *rng.choice(((512, 64), (256, 32), (32, 16))), rng.choice((1, 8, 16, 40, 128))
+    page, long = rng.choice((1, 4, 16)), 2500 if device == "cuda" else 90
+    few = [(1, rng.randint(1, long)) for _ in range(rng.randint(1, 4))]
+    many = [(n, n + rng.randint(0, long)) for n in rng.sample((2, 7, 33, 70), 1 if device == "cpu" else 2)]
+    sequences = {"decode": few, "chunk": many, "mixed": few + many}[("decode", "chunk", "mixed")[seed % 3]]
+    rng.shuffle(sequences)
+    paged = make_paged(
+        seed=seed, sequences=sequences, heads=heads, kv_heads=1, head_size=value + rest, page_size=page,
+        dtype=dtype_of(rng, device),
+    )  # fmt: skip
+    q, pool, table = (each.to(device) for each in (paged.q, paged.k_pool, paged.table))
+    inputs = (q, pool, value, table, batch_on(paged.batch, device), (value + rest) ** -0.5)
+    due, entries = due_of(rng, (q, pool, pool, table, inputs[4]), None, page)
+    lanes = pool.shape[2] * pool.element_size() // 2
+    partial = rng.random() < 0.2
+    factors = torch.from_numpy(digest_coefficients([3], [0], lanes, 2, partial=partial, halves=1))[0].to(device)
+    digest = LayerDigest(
+        factors=_plain(factors), due_7B=due.to(device), page_size=page,
+        sums_P22E=torch.full((1, 2, 2, entries), 7, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone(), kept={})
+    found = fast.latent_attention(*inputs, digest)
+    wrong = far_apart(f"latent attention of {heads} heads", found, ref.latent_attention(*inputs, stood_in))
+    if not torch.equal(digest.sums_P22E, stood_in.sums_P22E):
+        wrong += " digests"
+    return wrong + ("" if torch.equal(found, fast.latent_attention(*inputs)) else " other bits without digests")
 
 
 def _plain(factors_22W: Tensor) -> PackedFactors:

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from .canary_case import make_case, outcome
-from .triton_attention_cases import paged_attention, watched_attention, watched_batch
+from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
 from .triton_columns import columns, dtype_of
 from .triton_host_cases import choose_tokens, hashed_pages, pages, top_tokens
 from .triton_layer_cases import experts, gates, linears, norms, qk_rope_store, quantized_linears, rows_of_linears
@@ -65,6 +65,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         watched_attention,
         watched_batch,
         paged_attention,
+        latent_attention,
         norms,
         gates,
         experts,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import ExpertGate, Gate, PackedExperts, QuantizedWeight, WrittenRows
+from serinus.kernels.triton.fused_moe import ExpertCut, run_experts
 from serinus.kernels.triton.linear import WeightCut, cut_of, multiply_rows
 from serinus.kernels.triton.tickets import Tickets
 
@@ -65,7 +66,15 @@ def experts(seed: int, device: str) -> str:
     )
     activation: ExpertGate = "silu" if gate == "silu" else "swiglu_oai"
     inputs = x, weights, ids, packed, activation
-    return far_apart(f"{tokens} x {chosen} of {count}", fast.fused_moe(*inputs), ref.fused_moe(*inputs))
+    expected = ref.fused_moe(*inputs)
+    rows = rng.choice((16, 64))
+    cuts = [
+        ExpertCut(rows=rows, outputs=rng.choice((16, 32)), inner=32, stages=2, bulk=rng.random() < 0.5)
+        for _ in range(2)
+    ]
+    cut = run_experts(*inputs, (cuts[0], cuts[1]))
+    wrong = far_apart(f"{tokens} x {chosen} of {count}", fast.fused_moe(*inputs), expected)
+    return wrong + far_apart(f"{tokens} x {chosen} of {count} by {cuts}", cut, expected)
 
 
 def rows_of_linears(seed: int, device: str) -> str:

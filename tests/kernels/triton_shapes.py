@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Gate, Kernels, LayerDigest, PackedExperts, RowSampling, WrittenRows, load
+from serinus.kernels import (
+    AttentionBatch,
+    Gate,
+    Kernels,
+    LayerDigest,
+    PackedExperts,
+    QuantizedWeight,
+    RowSampling,
+    WrittenRows,
+    load,
+)
 
 __all__ = ["call_all"]
 
@@ -45,6 +55,13 @@ def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int,
         ops.watched_attention(*inputs, digest, None, **given)
 
 
+def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int) -> None:
+    """A decode step or a chunk of DeepSeek-V2-Lite or V3, by their heads."""
+    table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
+    pool, batch = blank(64 * PAGE, 1, 576), batch_of(tokens, sequences)
+    ops.latent_attention(blank(tokens, heads, 576), pool, 512, table, batch, 0.1)
+
+
 def multiply(ops: Kernels, rows: int) -> None:
     """The linears of Qwen3-8B."""
     shapes: tuple[tuple[int, int, Gate | None], ...] = (
@@ -62,6 +79,15 @@ def mix(ops: Kernels, rows: int) -> None:
     ops.fused_moe(blank(rows, 2048), torch.ones(rows, 8), ids, experts, "silu")
 
 
+def multiply_quantized(ops: Kernels, rows: int) -> None:
+    """12288 x 4096, by 8 bits with a scale of each output and by 4 bits with one of 128 inputs."""
+    outs, inner = 12288, 4096
+    for bits, group in ((8, inner), (4, 128)):
+        values, scales = blank(outs, inner, dtype=torch.int8), blank(outs, inner // group, dtype=torch.float32)
+        weight = QuantizedWeight(bits=bits, group=group, values_OI=values, scales_OG=scales)
+        ops.linear(blank(rows, inner), ops.pack_linear(weight, None))
+
+
 def call_all() -> None:
     """Call the ops of a step with the sizes of Qwen3-8B, of Gemma 2 9B and of gpt-oss."""
     ops = load("cpu", "triton")
@@ -69,11 +95,16 @@ def call_all() -> None:
         attend(ops, sequences, sequences, 32, 8, 128)
         multiply(ops, sequences)
         mix(ops, sequences)
+        multiply_quantized(ops, sequences)
+    multiply_quantized(ops, 8192)
     mix(ops, 8192)
     attend(ops, 16, 16, 16, 8, 256, window=4096, softcap=50.0)
     sinks = torch.zeros(64)
     attend(ops, 16, 16, 64, 8, 64, window=128, sinks_N=sinks)
     attend(ops, 8192, 1, 64, 8, 64, sinks_N=sinks)
+    for heads in (16, 128):
+        attend_latent(ops, 16, 16, heads)
+        attend_latent(ops, 8192, 1, heads)
     attend(ops, 8192, 1, 32, 8, 128)
     attend(ops, 4096, 2, 16, 8, 256, window=4096, softcap=50.0)
     pool, slots = blank(64 * PAGE, 8, 128), torch.arange(16)

@@ -79,11 +79,28 @@ def tied_tokens(path: Path, ids: list[int], apart: float = 1e-5) -> set[int]:
     return tied
 
 
-def engine(path: Path, dtype: torch.dtype, column: str = "auto", page_size: int = 8) -> tuple[DirectEngine, Recorder]:
-    spec = load_spec(path)
-    kernels = load("cpu", column)
-    model = Recorder(load_model(spec, path, dtype, kernels))
-    return DirectEngine(model, kernels, page_size=page_size, page_count=1280 // page_size), model
+def engine(
+    path: Path, dtype: torch.dtype, column: str = "auto", page_size: int = 8, *, device: str = "cpu",
+    quantization: str = "auto",
+) -> tuple[DirectEngine, Recorder]:  # fmt: skip
+    kernels = load(device, column)
+    model = Recorder(load_model(load_spec(path, quantization=quantization), path, dtype, kernels, device=device))
+    return DirectEngine(model, kernels, page_size=page_size, page_count=1280 // page_size, device=device), model
+
+
+def equals_transformers(
+    path: Path, column: str, *, device: str = "cpu", plain: Path | None = None, **given: Any
+) -> None:
+    """In fp32 all logits and the greedy tokens. `plain`: the same model as transformers reads it; `given`: of
+    `engine`."""
+    prompt = random_ids(7, 150)
+    direct, model = engine(path, torch.float32, column, device=device, **given)
+    seq = run_in_uneven_chunks(direct, prompt)
+    expected = reference(plain or path, prompt + seq.output[:-1], torch.float32)[len(prompt) - 1 :]
+    found = torch.cat(model.seen).cpu()
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) < 1e-4
+    assert seq.output == expected.argmax(-1).tolist()
 
 
 def run_in_uneven_chunks(direct: DirectEngine, prompt: list[int], *, forget: bool = False) -> DirectSeq:

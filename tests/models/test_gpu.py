@@ -1,4 +1,4 @@
-"""The same models on an accelerator, through the `ref` kernels: the fp32 answers of the CPU, token for token."""
+"""The same models on an accelerator: the fp32 answers of the CPU, token for token, and the logits of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from serinus.kernels import load
 from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import FAMILIES, make_checkpoint
 from serinus.testing.direct import DirectEngine
-from tests.models.parity import random_ids, run_in_uneven_chunks
+from tests.models.parity import equals_transformers, random_ids, run_in_uneven_chunks
+from tests.models.test_quantized import dequantized
+from tests.models.test_quantized_files import CASES, written
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +43,56 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
         llm = LLM(str(tmp_path), device=device, dtype="float32", max_total_tokens=2048, chunked_prefill_size=64)
         answers[device] = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
     assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_logits_on_a_gpu_are_those_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
+    equals_transformers(checkpoints[family], "triton", device="cuda")
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v2"])
+def test_a_model_quantized_at_load_on_a_gpu_is_that_of_its_dequantized_weights(
+    tmp_path: Path, family: str, method: str
+) -> None:  # fmt: skip
+    path = make_checkpoint(tmp_path / "made", family, tokenizer=False)
+    if family == "deepseek_v2":  # of its attention the output projection alone is quantized
+        answers = [run_quantized(path, method, device) for device in ("cpu", "cuda")]
+        assert answers[0] == answers[1]
+        return
+    plain = dequantized(path, tmp_path / "plain", method)
+    equals_transformers(path, "triton", device="cuda", plain=plain, quantization=method)
+
+
+def run_quantized(path: Path, method: str, device: str) -> list[int]:
+    """Greedy tokens of a prompt."""
+    kernels = load(device)
+    model = load_model(load_spec(path, quantization=method), path, torch.float32, kernels, device=device)
+    direct = DirectEngine(model, kernels, page_size=8, page_count=160, device=device)
+    return run_in_uneven_chunks(direct, random_ids(7, 150)).output
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_quantized_checkpoint_on_a_gpu_is_what_its_integers_stand_for(tmp_path: Path, case: str) -> None:
+    quantized, plain = written(make_checkpoint(tmp_path / "made", "llama", tokenizer=False), tmp_path, case)
+    equals_transformers(quantized, "triton", device="cuda", plain=plain)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe"])
+def test_recorded_steps_of_mixtures_and_latent_rows_give_the_tokens_of_those_that_are_not(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 500 for i in range(20 + 30 * j)]} for j in range(5)]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    answers = []
+    for disabled in (True, False):
+        with LLM(
+            str(checkpoints[family]), device="cuda", dtype="bfloat16", max_total_tokens=2048, chunked_prefill_size=64,
+            skip_tokenizer_init=True, disable_cuda_graph=disabled, max_running_requests=8,
+            kv_canary="raise", kv_canary_real_data="all", kv_canary_coverage="full",
+        ) as llm:  # fmt: skip
+            answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

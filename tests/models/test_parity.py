@@ -14,7 +14,15 @@ from serinus.kernels import load
 from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import FAMILIES
 from serinus.testing.direct import DirectEngine, DirectSeq
-from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks, tied_tokens
+from tests.models.parity import (
+    GREEDY,
+    engine,
+    equals_transformers,
+    random_ids,
+    reference,
+    run_in_uneven_chunks,
+    tied_tokens,
+)
 
 LOADED = ("gemma", "glm", "glm4", "granite", "phi3", "qwen2_yarn", "smollm3")
 """They differ from others as they are loaded, not as they are computed."""
@@ -56,17 +64,6 @@ def test_fp32_logits_and_greedy_tokens_are_those_of_transformers(
     checkpoints: dict[str, Path], family: str, column: str
 ) -> None:
     equals_transformers(checkpoints[family], column)
-
-
-def equals_transformers(path: Path, column: str) -> None:
-    prompt = random_ids(7, 150)
-    direct, model = engine(path, torch.float32, column)
-    seq = run_in_uneven_chunks(direct, prompt)
-    expected = reference(path, prompt + seq.output[:-1], torch.float32)[len(prompt) - 1 :]
-    found = torch.cat(model.seen)
-    assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) < 1e-4
-    assert seq.output == expected.argmax(-1).tolist()
 
 
 @pytest.mark.slow

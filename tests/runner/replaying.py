@@ -22,7 +22,7 @@ from serinus.models.small_checkpoints import make_checkpoint
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
 
-__all__ = ["Told", "converse", "small_model"]
+__all__ = ["Told", "converse", "small_latent_model", "small_model"]
 
 PAGE = 4
 SIZES = (1, 2, 4)
@@ -36,6 +36,12 @@ class Told:
     violations: list[Violation]
     replays: int
     checked: dict[Part, int]
+
+
+def small_latent_model(folder: Path, kernels: Kernels, dtype: torch.dtype, device: str = "cpu") -> Model:
+    """Rows of 32 + 16 elements for 4 heads, and experts."""
+    make_checkpoint(folder, "deepseek_v3", vocab=128, context=96, dtype="float32", tokenizer=False)
+    return load_model(load_spec(folder), folder, dtype, kernels, device=device)
 
 
 def small_model(folder: Path, kernels: Kernels, dtype: torch.dtype, device: str = "cpu", layers: int = 3) -> Model:
@@ -78,12 +84,12 @@ def converse(
         running.append(seq)
         for _ in range(3):
             engine.step([(each, 1) for each in running])
+    parts = [part for part in model.spec.parts if model.spec.layers_of(part)]
     for at in range(steps):
-        where = seqs[at % 3]
-        pool = engine.pools[Part.SWA if at % 2 else Part.FULL]
-        slots = where.swa_slots if at % 2 else where.slots
-        assert slots is not None
-        lane = pool.layers[0][at % 2][int(slots[where.done - 1 - at % 5])].view(-1).view(torch.uint8)
+        where, part = seqs[at % 3], parts[at % len(parts)]
+        slots = where.slots if part is Part.FULL else where.others[part]
+        halves = engine.pools[part].layers[0]
+        lane = halves[at % len(halves)][int(slots[where.done - 1 - at % 5])].view(-1).view(torch.uint8)
         if flips:
             lane[at] ^= 16
         engine.step([(each, 1) for each in seqs])

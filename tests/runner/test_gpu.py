@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
 from serinus.kernels import load
-from serinus.models import load_model, load_spec
+from serinus.models import Model, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
 
-from .replaying import converse, small_model, where
+from .replaying import converse, small_latent_model, small_model, where
 
 pytestmark = pytest.mark.gpu
 
@@ -35,9 +36,12 @@ def test_a_recorded_step_changes_no_token_and_no_check(tmp_path: Path, stride: i
 
 
 @pytest.mark.parametrize("real_data", ["all", "partial"])
-def test_a_recorded_step_finds_what_the_reference_finds(tmp_path: Path, real_data: str) -> None:
+@pytest.mark.parametrize("make", [small_model, small_latent_model])
+def test_a_recorded_step_finds_what_the_reference_finds(
+    tmp_path: Path, make: Callable[..., Model], real_data: str
+) -> None:
     kernels, ref = load("cuda"), load("cuda", "ref")
-    model = small_model(tmp_path, kernels, torch.bfloat16, device="cuda")
+    model = make(tmp_path, kernels, torch.bfloat16, device="cuda")
     plain = load_model(load_spec(tmp_path), tmp_path, torch.bfloat16, ref, device="cuda")
     expected = converse(plain, ref, recorded=False, stride=1, flips=True, device="cuda", real_data=real_data)
     for recorded in (False, True):

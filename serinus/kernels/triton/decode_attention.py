@@ -30,7 +30,17 @@ from serinus.kernels.contracts import LayerDigest, Tiling
 from serinus.kernels.packed import PackedFactors
 from serinus.kernels.triton.tickets import TICKETS
 
-__all__ = ["PLANE_COLUMNS", "ROWS_LEAST", "attend_one", "capped", "dot", "head_block", "load_rows", "load_slots"]
+__all__ = [
+    "PLANE_COLUMNS",
+    "ROWS_LEAST",
+    "attend_one",
+    "capped",
+    "dot",
+    "head_block",
+    "join",
+    "load_rows",
+    "load_slots",
+]
 
 ROWS_LEAST = 16
 """Query heads of one KV head are padded to what a matrix unit takes."""
@@ -249,11 +259,11 @@ def _decode(
             ticket = tickets + b * HEADS + h
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == live - 1:
                 tl.store(ticket, 0)
-                _join(partial, stats, out, token, b, h, every, live, HEADS, QUERIES, HEADS_JOINED, SIZE, PARTS, DEPTH)
+                join(partial, stats, out, token, b, h, every, live, HEADS, QUERIES, HEADS_JOINED, SIZE, PARTS, DEPTH)
 
 
 @_jit
-def _join(
+def join(
     partial, stats, out, token, b, h, every, live,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, HEADS_JOINED: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
     DEPTH: tl.constexpr,

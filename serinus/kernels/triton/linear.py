@@ -110,7 +110,7 @@ class Linear:
     def __call__(self, x_TI: Tensor, packed: PackedLinear) -> Tensor:
         """As the reference. Cost: one read of the weight, of x and one write of the output; no host wait."""
         if packed.rows is not None:
-            return multiply_quantized(x_TI, packed, packed.rows)
+            return multiply_quantized(x_TI, packed, packed.rows, self._tickets.on(x_TI.device))
         cut = cut_of(x_TI.numel() // packed.in_size, packed.out_size, packed.in_size, x_TI.dtype, is_gated=False)
         if cut is None or packed.blocked or not packed.weight.is_contiguous():
             return _plain(x_TI, packed)

@@ -1,14 +1,18 @@
 """The linear of a quantized weight: integers become fp16, bf16 or fp32 in the kernel, exactly; scales are applied to
-sums of groups; see the reference. Any number of rows takes the same path. T = tokens, I = input width, O = output
-width.
+sums of groups; see the reference. T = tokens, I = input width, O = output width.
 
-8 bits: a byte each. 4 bits: two inputs in a byte, the first in its lower half, each plus 8; products of the even and of
-the odd inputs are summed one after the other, so that nothing has to be put in order.
+8 bits: a byte each. 4 bits: of every span of inputs (a group, or a part of one) the first half is in the lower halves
+of bytes and the second half in the upper ones, each plus 8: so inputs are read as they lie. In assembly bytes are taken
+apart four at a time: 0x4300 | n is 128 + n in bf16, 0x6400 | n is 1024 + n in fp16.
+
+Where the output is too narrow to fill the GPU, inputs are cut too: the last program adds the partial sums in their
+order, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,98 +23,203 @@ from torch import Tensor
 
 from serinus.kernels.packed import PackedLinear, RowBlocks
 from serinus.kernels.quantized import QuantizedWeight
+from serinus.kernels.triton.tickets import TICKETS
 
-__all__ = ["multiply_quantized", "pack_quantized"]
+__all__ = ["QuantizedCut", "multiply_quantized", "pack_quantized"]
 
-_BLOCK = 64
+_SPAN = 128
 """Inputs of one step, at most; they share a scale."""
-_BLOCK_MIN = 32
-_OUTPUTS = 64
-"""Outputs of one program."""
+_SPAN_MIN = 32
+_IN_ASSEMBLY = not triton.knobs.runtime.interpret
+"""Triton's interpreter knows none."""
+_PROGRAMS = 512
+"""With fewer, inputs are cut into parts."""
+_PARTS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedCut:
+    """How the work is cut."""
+
+    rows: int
+    """Tokens of one program."""
+    outputs: int
+    """Outputs of one program."""
+    parts: int
+    """Into which the inputs are cut."""
+    warps: int
+    """Warps of one program."""
+    stages: int
+    """Steps that are loaded ahead."""
+
+
+def cut_of(count: int, out_size: int, in_size: int) -> QuantizedCut:
+    """How a weight is cut for so many tokens."""
+    rows = min(128, max(16, int(triton.next_power_of_2(count))))
+    if rows == 128:
+        return QuantizedCut(rows=rows, outputs=128, parts=1, warps=8, stages=3)
+    programs = triton.cdiv(out_size, 64)
+    parts = min(
+        _PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))), triton.cdiv(in_size, 4 * _SPAN)
+    )
+    return QuantizedCut(rows=rows, outputs=64, parts=parts if programs <= TICKETS else 1, warps=4, stages=4)
+
+
+def span_of(group: int) -> int:
+    """Inputs of one step, of groups of so many; 0: all inputs share a scale."""
+    return math.gcd(group, _SPAN) if group else _SPAN
 
 
 def pack_quantized(weight: QuantizedWeight, bias_O: Tensor | None) -> PackedLinear:
     """As the kernel reads it, on the device where it is. Raises ValueError: groups are too small."""
     out_size, in_size = weight.values_OI.shape
     single = weight.scales_OG.shape[1] == 1
-    if not single and weight.group % _BLOCK_MIN:
-        raise ValueError(f"kernels: a weight in groups of {weight.group}, expected a multiple of {_BLOCK_MIN}")
-    values = weight.values_OI.contiguous()
+    if not single and weight.group % _SPAN_MIN:
+        raise ValueError(f"kernels: a weight in groups of {weight.group}, expected a multiple of {_SPAN_MIN}")
+    values, group = weight.values_OI.contiguous(), 0 if single else weight.group
     if weight.bits == 4:
-        digits = (F.pad(values, (0, in_size % 2)) + 8).view(torch.uint8)
-        values = digits[:, ::2] | digits[:, 1::2] << 4
+        span = span_of(group)
+        digits = (F.pad(values, (0, -in_size % span)) + 8).view(torch.uint8).view(out_size, -1, 2, span // 2)
+        values = (digits[:, :, 0] | digits[:, :, 1] << 4).view(out_size, -1)
     rows = RowBlocks(
-        address=values.data_ptr(), part=0 if single else weight.group, bits=weight.bits,
-        scales=weight.scales_OG.contiguous(),
-        zeros=None if weight.zeros_OG is None else weight.zeros_OG.contiguous(),
+        address=values.data_ptr(), part=group, bits=weight.bits, scales=weight.scales_OG.T.contiguous(),
+        zeros=None if weight.zeros_OG is None else weight.zeros_OG.T.contiguous(),
     )  # fmt: skip
     return PackedLinear(weight=values, bias_O=bias_O, in_size=in_size, out_size=out_size, blocked=True, rows=rows)
 
 
-def multiply_quantized(x_TI: Tensor, packed: PackedLinear, how: RowBlocks) -> Tensor:
-    """x @ weight.T + bias, [T, O] in the dtype of x. Raises ValueError: x is not of width I.
+def multiply_quantized(
+    x_TI: Tensor, packed: PackedLinear, how: RowBlocks, tickets: Tensor, cut: QuantizedCut | None = None
+) -> Tensor:
+    """x @ weight.T + bias, [T, O] in the dtype of x. `tickets`: of `Tickets`; `cut`: None = as measured best.
 
-    Cost: one read of the integers for every 64 rows, one write of the output; no host wait.
+    Raises ValueError: x is not of width I.
+    Cost: one read of the integers for every 128 rows, one write of the output; no host wait.
     """
     if x_TI.shape[-1] != packed.in_size:
         raise ValueError(f"kernels: linear got {tuple(x_TI.shape)}, expected [T, {packed.in_size}]")
     rows_TI = x_TI.reshape(-1, packed.in_size).contiguous()
-    count = len(rows_TI)
+    count, span = len(rows_TI), span_of(how.part)
     out_TO = rows_TI.new_empty((count, packed.out_size))
     if not out_TO.numel():
         return out_TO.view(*x_TI.shape[:-1], packed.out_size)
     assert how.scales is not None, "kernels: a quantized weight without scales"
-    rows = min(64, max(16, int(triton.next_power_of_2(count))))
-    _quantized[(triton.cdiv(packed.out_size, _OUTPUTS), triton.cdiv(count, rows))](
+    cut = cut or cut_of(count, packed.out_size, packed.in_size)
+    partial = out_TO
+    if cut.parts > 1:
+        partial = torch.empty((cut.parts, count, packed.out_size), dtype=torch.float32, device=x_TI.device)
+    _quantized[(triton.cdiv(packed.out_size, cut.outputs), triton.cdiv(count, cut.rows), cut.parts)](
         rows_TI, packed.weight, how.scales, how.scales if how.zeros is None else how.zeros,
-        rows_TI if packed.bias_O is None else packed.bias_O, out_TO, count, packed.out_size, packed.in_size,
-        how.scales.shape[1], max(how.part, 1), BITS=how.bits, ROWS=rows, OUTPUTS=_OUTPUTS,
-        BLOCK=math.gcd(how.part, _BLOCK) if how.part else _BLOCK, GROUPED=how.part > 0,
-        HAS_ZEROS=how.zeros is not None, HAS_BIAS=packed.bias_O is not None, num_warps=4, num_stages=3,
+        rows_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, count, packed.out_size,
+        packed.in_size, packed.weight.stride(0), max(how.part, 1), BITS=how.bits, ROWS=cut.rows, OUTPUTS=cut.outputs,
+        SPAN=span, PARTS=cut.parts, GROUPED=how.part > 0, HAS_ZEROS=how.zeros is not None,
+        HAS_BIAS=packed.bias_O is not None, EVEN=packed.in_size % span == 0 and packed.out_size % cut.outputs == 0,
+        IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out_TO.view(*x_TI.shape[:-1], packed.out_size)
 
 
 _jit: Any = triton.jit
+_HALVES: Any = tl.constexpr(
+    "{ .reg .b32 a, b, k; mov.b32 k, 0xLESS; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
+    " lop3.b32 $0, a, 0x000F000F, 0xPLUS, 0xEA; lop3.b32 $1, b, 0x000F000F, 0xPLUS, 0xEA;"
+    " shr.b32 a, a, 4; shr.b32 b, b, 4;"
+    " lop3.b32 $2, a, 0x000F000F, 0xPLUS, 0xEA; lop3.b32 $3, b, 0x000F000F, 0xPLUS, 0xEA;"
+    " sub.TYPEx2 $0, $0, k; sub.TYPEx2 $1, $1, k; sub.TYPEx2 $2, $2, k; sub.TYPEx2 $3, $3, k; }"
+)
+_BF16: Any = tl.constexpr(_HALVES.value.replace("LESS", "43084308").replace("PLUS", "43004300").replace("TYPE", "bf16"))
+_FP16: Any = tl.constexpr(_HALVES.value.replace("LESS", "64086408").replace("PLUS", "64006400").replace("TYPE", "f16"))
+
+
+@_jit
+def _halves(both, dtype: tl.constexpr, IN_ASSEMBLY: tl.constexpr):
+    """The lower and the upper halves of bytes, each less 8."""
+    if IN_ASSEMBLY and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _BF16, "=r,=r,=r,=r,r", [both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif IN_ASSEMBLY and dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            _FP16, "=r,=r,=r,=r,r", [both], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        wide = both.to(tl.int32)
+        low, high = ((wide & 15) - 8).to(dtype), ((wide >> 4) - 8).to(dtype)
+    return low, high
 
 
 @_jit
 def _quantized(
-    x, weight, scales, zeros, bias, out, rows, outs, inner, groups, group,
-    BITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, weight, scales, zeros, bias, out, partial, tickets, rows, outs, inner, stride, group,
+    BITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
+    GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+    IN_ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    o, t = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tile, part = tl.program_id(0), tl.program_id(2)
+    o, t = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_out, is_row = o < outs, t < rows
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
-    row = x + t[None, :].to(tl.int64) * inner
-    for first in range(0, inner, BLOCK):
-        table = o.to(tl.int64) * groups
+    WIDTH: tl.constexpr = SPAN if BITS == 8 else SPAN // 2
+    i = tl.arange(0, WIDTH)
+    steps = tl.cdiv(inner, SPAN)
+    each = tl.cdiv(steps, PARTS)
+    begin, end = part * each, tl.minimum(part * each + each, steps)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    row = x + t[:, None].to(tl.int64) * inner + i[None, :]
+    at_OI = weight + o[:, None].to(tl.int64) * stride + i[None, :]
+    # The tables of a step are loaded in the step before.
+    last = tl.minimum(begin, steps - 1) * SPAN // group if GROUPED else 0
+    scale_O = tl.load(scales + last * outs + o, mask=is_out, other=0.0)
+    zero_O = tl.load(zeros + last * outs + o, mask=is_out, other=0).to(dtype) if HAS_ZEROS else scale_O
+    for step in range(begin, end):
+        first = step * SPAN
+        this_O, less_O = scale_O, zero_O
         if GROUPED:
-            table += first // group
-        scale = tl.load(scales + table, mask=is_out, other=0.0)
-        if HAS_ZEROS:
-            zero = tl.load(zeros + table, mask=is_out, other=0).to(tl.int32)[:, None]
+            last = tl.minimum(step + 1, steps - 1) * SPAN // group
+            scale_O = tl.load(scales + last * outs + o, mask=is_out, other=0.0)
+            if HAS_ZEROS:
+                zero_O = tl.load(zeros + last * outs + o, mask=is_out, other=0).to(dtype)
+        if EVEN:
+            whole = tl.load(at_OI + step * WIDTH)
+            one_TI = tl.load(row + first, mask=is_row[:, None], other=0.0)
         else:
-            zero = tl.zeros((OUTPUTS, 1), tl.int32)
+            width = inner if BITS == 8 else stride
+            whole = tl.load(at_OI + step * WIDTH, mask=is_out[:, None] & (step * WIDTH + i < width)[None, :], other=0)
+            one_TI = tl.load(row + first, mask=is_row[:, None] & (first + i < inner)[None, :], other=0.0)
         if BITS == 8:
-            i = first + tl.arange(0, BLOCK)
-            inside = is_out[:, None] & (i < inner)[None, :]
-            value = tl.load(weight + o[:, None].to(tl.int64) * inner + i[None, :], mask=inside, other=0).to(tl.int32)
-            some = tl.load(row + i[:, None], mask=(i < inner)[:, None] & is_row[None, :], other=0.0)
-            part = tl.dot((value - zero).to(dtype), some, input_precision="ieee")
+            values = whole.to(dtype)
+            if HAS_ZEROS:
+                values -= less_O[:, None]
+            sums = tl.dot(values, tl.trans(one_TI), input_precision="ieee")
         else:
-            i = first // 2 + tl.arange(0, BLOCK // 2)
-            half = (inner + 1) // 2
-            inside = is_out[:, None] & (i < half)[None, :]
-            both = tl.load(weight + o[:, None].to(tl.int64) * half + i[None, :], mask=inside, other=0).to(tl.int32)
-            even = tl.load(row + 2 * i[:, None], mask=(2 * i < inner)[:, None] & is_row[None, :], other=0.0)
-            odd = tl.load(row + 2 * i[:, None] + 1, mask=(2 * i + 1 < inner)[:, None] & is_row[None, :], other=0.0)
-            part = tl.dot(((both & 15) - 8 - zero).to(dtype), even, input_precision="ieee")
-            part = tl.dot(((both >> 4) - 8 - zero).to(dtype), odd, part, input_precision="ieee")
-        total += part * scale[:, None]
-    if HAS_BIAS:
-        total += tl.load(bias + o, mask=is_out, other=0.0).to(tl.float32)[:, None]
-    spot = out + t[None, :].to(tl.int64) * outs + o[:, None]
-    tl.store(spot, total.to(dtype), mask=is_out[:, None] & is_row[None, :])
+            if EVEN:
+                other_TI = tl.load(row + first + WIDTH, mask=is_row[:, None], other=0.0)
+            else:
+                inside = is_row[:, None] & (first + WIDTH + i < inner)[None, :]
+                other_TI = tl.load(row + first + WIDTH, mask=inside, other=0.0)
+            low, high = _halves(whole, dtype, IN_ASSEMBLY)
+            if HAS_ZEROS:
+                low, high = low - less_O[:, None], high - less_O[:, None]
+            sums = tl.dot(low, tl.trans(one_TI), input_precision="ieee")
+            sums = tl.dot(high, tl.trans(other_TI), sums, input_precision="ieee")
+        total += sums * this_O[:, None] if GROUPED else sums
+    if not GROUPED:
+        total *= scale_O[:, None]
+    inside = is_out[:, None] & is_row[None, :]
+    spot = t[None, :].to(tl.int64) * outs + o[:, None]
+    is_last = PARTS == 1
+    if PARTS > 1:
+        every = rows * outs  # few rows: it fits into 32 bits
+        tl.store(partial + part * every + spot, total, mask=inside)
+        tl.debug_barrier()
+        ticket = tickets + tile * tl.num_programs(1) + tl.program_id(1)
+        is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        if is_last:
+            tl.store(ticket, 0)
+            total = tl.load(partial + spot, mask=inside, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, PARTS):
+                total += tl.load(partial + other * every + spot, mask=inside, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if HAS_BIAS:
+            total += tl.load(bias + o, mask=is_out, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + spot, total.to(dtype), mask=inside)

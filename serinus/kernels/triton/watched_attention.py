@@ -26,7 +26,7 @@ from serinus.kernels.triton.chunk_attention import attend_many
 from serinus.kernels.triton.decode_attention import PLANE_COLUMNS, attend_one, load_slots
 from serinus.kernels.triton.tickets import Tickets
 
-__all__ = ["new_watched_attention", "pack_factors"]
+__all__ = ["digest_beside", "new_watched_attention", "pack_factors"]
 
 _HEAD_SIZE_MAX = 512
 """Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
@@ -91,7 +91,8 @@ def new_watched_attention() -> WatchedAttention:
         if digest is not None:
             sets = digest.due_7B.shape[1] // count
             if packed is None or sets > 1 or window is not None or tokens != count:
-                _digest_beside(k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, digest, packed is not None, window)
+                pools = k_pool_SHD, v_pool_SHD
+                digest_beside(pools, req_to_token_RC, batch, digest, is_read=packed is not None, window=window)
         return out_TND
 
     return watched_attention
@@ -119,17 +120,19 @@ class _Planes:
         return found
 
 
-def _digest_beside(
-    k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, digest: LayerDigest,
+def digest_beside(
+    halves_SHD: tuple[Tensor, ...], req_to_token_RC: Tensor, batch: AttentionBatch, digest: LayerDigest, *,
     is_read: bool, window: int | None,
 ) -> None:  # fmt: skip
-    """What is due and was not digested by attention. `is_read`: attention did so where there is one query."""
+    """What is due of these pools (k and v, or latent rows) and was not digested by attention. `is_read`: attention did
+    so where there is one query."""
     factors_22W, sums_P22E, columns = digest.factors.plain_22W.contiguous(), digest.sums_P22E, digest.due_7B.shape[1]
-    width, lanes = factors_22W.shape[-1], k_pool_SHD[0].numel() * k_pool_SHD.element_size() // 2
-    _beside[(columns, 2, _BESIDE_SPLITS)](
-        k_pool_SHD.view(torch.int16), v_pool_SHD.view(torch.int16), req_to_token_RC, req_to_token_RC.stride(0),
+    pool_SHD = halves_SHD[0]
+    width, lanes = factors_22W.shape[-1], pool_SHD[0].numel() * pool_SHD.element_size() // 2
+    _beside[(columns, len(halves_SHD), _BESIDE_SPLITS)](
+        pool_SHD.view(torch.int16), halves_SHD[-1].view(torch.int16), req_to_token_RC, req_to_token_RC.stride(0),
         batch.rows_B, batch.q_starts_B1, batch.context_B, factors_22W, digest.due_7B, sums_P22E, sums_P22E.shape[-1],
-        window or 0, k_pool_SHD.shape[0], batch.sequence_count, columns, lanes, width, digest.page_size,
+        window or 0, len(pool_SHD), batch.sequence_count, columns, lanes, width, digest.page_size,
         IS_READ=is_read, WINDOWED=window is not None, SLOTS=_BESIDE_SLOTS, SPLITS=_BESIDE_SPLITS,
         WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)),
     )  # fmt: skip

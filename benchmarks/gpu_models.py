@@ -1,0 +1,160 @@
+"""The Triton kernels of models beside Llama's on a GPU: experts, quantized weights, latent rows, sinks; one JSON line
+an op, with the time that its bytes or its products need on this card beside it.
+
+    python -m benchmarks.gpu_models [PART ...]      (from the top of the repository; needs a GPU with 16 GB)
+
+PART: experts (Qwen3-30B-A3B: 8 of 128 experts of 768 over 2048, chosen at random), quantized (4096 x 12288 and 12288 x
+4096, int8 with a scale of each output, int4 with one of 128 inputs, beside bf16), latent (DeepSeek-V2-Lite and V3: 16
+and 128 heads over rows of 512 + 64), sinks (gpt-oss: 64/8 heads of 64). Times as in gpu_kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_kernels import COPIES, PAGE, Bench, batch_of, ceiling_of_card, normal
+from serinus.core.stamps import digest_coefficients
+from serinus.kernels import LayerDigest, PackedExperts, QuantizedWeight, load
+from serinus.kernels.packed import PackedFactors
+
+__all__ = ["PARTS", "chosen_experts", "expert_stacks", "quantized"]
+
+COUNT, CHOSEN, WIDTH, INNER = 128, 8, 2048, 768
+GROUP = 128
+RANK, ROTATED = 512, 64
+
+
+def expert_stacks() -> PackedExperts:
+    """1.2 GB of experts."""
+    return PackedExperts(
+        gate_up=normal(COUNT, 2 * INNER, WIDTH, scale=0.02), down=normal(COUNT, WIDTH, INNER, scale=0.02)
+    )
+
+
+def chosen_experts(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of the experts of each row."""
+    weights, ids = torch.rand(rows, COUNT, device="cuda").topk(CHOSEN)
+    return weights, ids
+
+
+def experts(bench: Bench) -> None:
+    """Decode steps and a prompt; each job has experts of its own."""
+    packed = expert_stacks()
+    for rows in (1, 16, 64, 256, 8192):
+        x = normal(rows, WIDTH)
+        choices = [chosen_experts(rows) for _ in range(COPIES)]
+        hit = sum(len(set(ids.flatten().tolist())) for _, ids in choices) / COPIES
+        jobs = [partial(bench.ops.fused_moe, x, *each, packed, "silu") for each in choices]
+        moved = hit * 3 * WIDTH * INNER * 2 + 4 * rows * WIDTH
+        flops = 6 * rows * CHOSEN * WIDTH * INNER
+        bench.line("fused_moe", f"{rows} rows, {hit:.0f} experts hit", jobs, moved, flops)
+
+
+def quantized(outs: int, inner: int, bits: int) -> QuantizedWeight:
+    """Random integers; int4 in groups."""
+    half, groups = 1 << bits - 1, inner // GROUP if bits == 4 else 1
+    return QuantizedWeight(
+        bits=bits, group=GROUP if bits == 4 else inner,
+        values_OI=torch.randint(-half, half, (outs, inner), device="cuda", dtype=torch.int8),
+        scales_OG=torch.rand((outs, groups), device="cuda") * 0.01,
+    )  # fmt: skip
+
+
+def quantized_linears(bench: Bench) -> None:
+    """Beside cuBLAS in bf16, and what this engine does there."""
+    for outs, inner in ((12288, 4096), (4096, 12288)):
+        plain = [bench.ops.pack_linear(normal(outs, inner, scale=0.02), None) for _ in range(COPIES)]
+        packed = {
+            f"int{bits}": [bench.ops.pack_linear(quantized(outs, inner, bits), None) for _ in range(2 * COPIES)]
+            for bits in (8, 4)
+        }
+        for rows in (1, 16, 64, 256, 8192):
+            x = normal(rows, inner)
+            flops, streams = 2 * rows * outs * inner, 2 * rows * (outs + inner)
+            for name, weights in (("bf16", plain), *packed.items()):
+                each = weights[0]
+                tables = 0 if each.rows is None or each.rows.scales is None else each.rows.scales.nbytes
+                jobs = [partial(bench.ops.linear, x, each) for each in weights]
+                bench.line(
+                    f"linear {name}",
+                    f"{rows} rows of {outs} x {inner}",
+                    jobs,
+                    each.weight.nbytes + tables + streams,
+                    flops,
+                )
+
+
+def latent(bench: Bench) -> None:
+    """Decode steps, with digests too, and a prompt."""
+    row = RANK + ROTATED
+    for heads in (16, 128):
+        for counts, contexts in (
+            ([1], [1100]), ([1], [16000]), ([1] * 16, [1100] * 16), ([1] * 64, [1100] * 64), ([8192], [8192]),
+        ):  # fmt: skip
+            batch, table, slots = batch_of(counts, contexts)
+            layers = [normal(slots, 1, row) for _ in range(COPIES)]
+            q = normal(sum(counts), heads, row)
+            pairs = sum(n * c - n * (n - 1) // 2 for n, c in zip(counts, contexts, strict=True))
+            moved = sum(contexts) * row * 2 + q.nbytes * (row + RANK) / row
+            case, flops = (
+                f"{len(counts)} x {counts[0]} behind {contexts[0]}, {heads} heads",
+                2 * pairs * heads * (row + RANK),
+            )
+            factors = torch.from_numpy(digest_coefficients([0], [0], row, 2, partial=False, halves=1))[0].cuda()
+            names = list(range(len(counts)))
+            reads = torch.tensor([names, [n + 1 for n in names], [0] * len(names), contexts, [1] * len(names)])
+            reads[3] -= torch.tensor(counts)
+            due, entries, _ = bench.ops.canary_due(reads.numpy(), PAGE)
+            for watched in (False, True)[: 1 + (counts[0] == 1)]:
+                digest = LayerDigest(
+                    factors=PackedFactors(factors=factors, bias=None, plain_22W=factors), page_size=PAGE,
+                    due_7B=torch.from_numpy(due).cuda(),
+                    sums_P22E=torch.zeros((1, 2, 2, entries), dtype=torch.int32, device="cuda"),
+                ) if watched else None  # fmt: skip
+                jobs = [
+                    partial(bench.ops.latent_attention, q, each, RANK, table, batch, 0.1, digest) for each in layers
+                ]
+                bench.line("latent_attention", case + ", digested" * watched, jobs, moved, flops)
+
+
+def sinks(bench: Bench) -> None:
+    """With a window of 128 too, as every other layer of gpt-oss has it."""
+    heads, kv_heads, size = 64, 8, 64
+    values = torch.zeros(heads, device="cuda")
+    for rows in (1, 16, 64):
+        batch, table, slots = batch_of([1] * rows, [1100] * rows)
+        layers = [(normal(slots, kv_heads, size), normal(slots, kv_heads, size)) for _ in range(COPIES)]
+        q = normal(rows, heads, size)
+        for window in (None, 128):
+            moved = rows * min(1100, window or 1100) * 2 * kv_heads * size * 2 + 2 * q.nbytes
+            for name, given in (("without", None), ("with", values)):
+                jobs = [
+                    partial(bench.ops.paged_attention, q, *each, table, batch, size**-0.5, window, None, given)
+                    for each in layers
+                ]
+                bench.line("paged_attention", f"{rows} x 1 behind 1,100, window {window}, {name} sinks", jobs, moved)
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "experts": experts, "quantized": quantized_linears, "latent": latent, "sinks": sinks,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    chosen = parser.parse_args().parts or list(PARTS)
+    torch.manual_seed(1)
+    bench = Bench(load("cuda"), ceiling_of_card())
+    for name in chosen:
+        PARTS[name](bench)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

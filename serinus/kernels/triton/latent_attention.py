@@ -1,0 +1,206 @@
+"""Causal attention of many query heads over latent rows; see the reference for what it means.
+
+Pairs of a query and a head are rows of one product, since all heads see the same KV: a program has some of a sequence's
+pairs and walks over the latent rows, of which a block is loaded once and serves as keys and as values. Sequences with
+one query are cut into parts that the last program puts together, as in `decode_attention`; tiles of longer chunks are
+numbered as in `chunk_attention`. What is due is digested beside: of rows of 576 elements, sums of the matrix unit would
+not be exact.
+
+T = tokens, N = query heads, B = sequences, P = parts, W = elements of a row, V = value_size, O = W - V, S = slots,
+R, C = rows and columns of req_to_token, M = pairs of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.checks import check_latent_attention
+from serinus.kernels.contracts import LatentAttention, LayerDigest
+from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, join, load_rows, load_slots
+from serinus.kernels.triton.tickets import TICKETS, Tickets
+from serinus.kernels.triton.watched_attention import digest_beside
+
+__all__ = ["LatentCut", "new_latent_attention"]
+
+_LOG2_E = 1.4426950408889634
+_PROGRAMS = 264
+"""With fewer, sequences with one query are cut into parts: two for each multiprocessor of an H100."""
+_PARTS_MAX = 32
+_TOKENS_LEAST = 64
+"""Tokens of a part at least."""
+_JOINED = 2048
+"""Values of all parts that a warp puts together at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentCut:
+    """How the work of a program is cut."""
+
+    rows: int
+    """Pairs of a query and a head."""
+    block: int
+    """Positions at a time."""
+    warps: int
+    """Warps of one program."""
+    stages: int
+    """Blocks that are loaded ahead."""
+
+
+def cut_of(pairs: int, itemsize: int, *, alone: bool) -> LatentCut:
+    """By so many pairs of a sequence. `alone`: it has one query."""
+    if itemsize > 2:
+        return LatentCut(rows=16, block=16, warps=4, stages=1)
+    if alone and pairs <= ROWS_LEAST:
+        return LatentCut(rows=16, block=32, warps=4, stages=2)
+    return LatentCut(rows=64, block=32, warps=8, stages=2)
+
+
+def new_latent_attention() -> LatentAttention:
+    """The op, with tickets of its own."""
+    tickets = Tickets()
+
+    def latent_attention(
+        q_TNW: Tensor,
+        pool_S1W: Tensor,
+        value_size: int,
+        req_to_token_RC: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        digest: LayerDigest | None = None,
+    ) -> Tensor:
+        """Attention of every token over its own sequence; entries of the table that name no slot of the pool are read
+        as slot 0. Cost: one read of each sequence's rows for every 64 pairs of a query and a head, and one of what is
+        due; no host wait; equal inputs give equal bits."""
+        check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
+        q_TNW, count = q_TNW.contiguous(), batch.sequence_count
+        out_TNV = q_TNW.new_empty((*q_TNW.shape[:2], value_size))
+        inputs = q_TNW, pool_S1W, req_to_token_RC, batch, scale, out_TNV, tickets.on(q_TNW.device)
+        if len(q_TNW) != count:
+            attend(*inputs, alone=False)
+        if count > 1 or len(q_TNW) == 1:
+            attend(*inputs, alone=True)
+        if digest is not None:
+            digest_beside((pool_S1W,), req_to_token_RC, batch, digest, is_read=False, window=None)
+        return out_TNV
+
+    return latent_attention
+
+
+def attend(
+    q_TNW: Tensor, pool_S1W: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, scale: float, out_TNV: Tensor,
+    tickets: Tensor, cut: LatentCut | None = None, *, alone: bool,
+) -> None:  # fmt: skip
+    """Attention of the sequences with one query (`alone`), or of those with more, into `out_TNV`; others are left.
+
+    `tickets`: of `Tickets`; `cut`: None = as measured best.
+    """
+    (tokens, heads, width), value, count = q_TNW.shape, out_TNV.shape[2], batch.sequence_count
+    cut = cut or cut_of(heads, q_TNW.element_size(), alone=alone)
+    rows, parts, tiles = cut.rows, 1, tokens * heads // cut.rows + count
+    if alone:
+        rows = next(each for each in range(min(heads, cut.rows), 0, -1) if heads % each == 0)
+        tiles = count * heads // rows
+        if tiles <= TICKETS:
+            parts = min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles))))
+    joined = int(triton.next_power_of_2(rows))
+    kept = count if parts > 1 else 0
+    partial_PBNV = torch.empty((parts, kept, heads, value), dtype=torch.float32, device=q_TNW.device)
+    stats_P2BN = torch.empty((parts, 2, kept, heads), dtype=torch.float32, device=q_TNW.device)
+    _latent[(tiles, parts)](
+        q_TNW, pool_S1W, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1, batch.context_B,
+        out_TNV, partial_PBNV, stats_P2BN, tickets, scale * _LOG2_E, len(pool_S1W), count, tiles,
+        HEADS=heads, VALUE=value, VALUE_UP=head_block(value), REST=width - value, REST_UP=head_block(width - value),
+        PAIRS=rows, ROWS=max(ROWS_LEAST, joined), BLOCK=cut.block, PARTS=parts,
+        LEAST=max(1, _TOKENS_LEAST // cut.block), ALONE=alone, JOINED=joined,
+        DEPTH=max(1, min(value & -value, _JOINED * cut.warps // (parts * joined))), num_warps=cut.warps,
+        num_stages=cut.stages,
+    )  # fmt: skip
+
+
+_jit: Any = triton.jit
+
+
+@_jit
+def _latent(
+    q, pool, table, columns, rows, starts, contexts, out, partial, stats, tickets, scale, slot_count, batch, tiles,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, REST: tl.constexpr, REST_UP: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
+    ALONE: tl.constexpr, JOINED: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    if ALONE:
+        TILES: tl.constexpr = HEADS // PAIRS
+        b, first = tile // TILES, tile % TILES * PAIRS
+    else:  # the longest contexts start first
+        tile = tiles - 1 - tile
+        b, behind = tile * 0, tile * 0 + batch
+        while b + 1 < behind:
+            middle = (b + behind) // 2
+            is_mine = tl.load(starts + middle).to(tl.int32) * HEADS // PAIRS + middle <= tile
+            b, behind = tl.where(is_mine, middle, b), tl.where(is_mine, behind, middle)
+        first = (tile - tl.load(starts + b).to(tl.int32) * HEADS // PAIRS - b) * PAIRS
+    start = tl.load(starts + b).to(tl.int32)
+    count = tl.load(starts + b + 1).to(tl.int32) - start
+    context = tl.load(contexts + b).to(tl.int32)
+    begin, end, live = context * 0, context, context * 0 + 1
+    if ALONE:
+        blocks = tl.cdiv(context, BLOCK)
+        length = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, LEAST), PARTS)) * BLOCK
+        live = tl.cdiv(context, length)
+        begin = part * length
+        end = tl.minimum(begin + length, context)
+    else:
+        end = tl.minimum(context - count + (first + PAIRS - 1) // HEADS + 1, context)
+    if (first < count * HEADS) & ((count == 1) == ALONE) & (begin < end):
+        row = table + tl.load(rows + b) * columns
+        r, v, o, j = tl.arange(0, ROWS), tl.arange(0, VALUE_UP), tl.arange(0, REST_UP), tl.arange(0, BLOCK)
+        inside = (r < PAIRS) & (first + r < count * HEADS)
+        own_M = context - count + (first + r) // HEADS
+        pair_M = start.to(tl.int64) * HEADS + first + r
+        q_M = q + pair_M[:, None] * (VALUE + REST)
+        q_MV = tl.load(q_M + v[None, :], mask=inside[:, None] & (v < VALUE)[None, :], other=0.0)
+        if REST > 0:
+            q_MO = tl.load(q_M + VALUE + o[None, :], mask=inside[:, None] & (o < REST)[None, :], other=0.0)
+        best_M = tl.full((ROWS,), -1e30, tl.float32)
+        total_M = tl.zeros((ROWS,), tl.float32)
+        mixed_MV = tl.zeros((ROWS, VALUE_UP), tl.float32)
+        for at in range(begin, end, BLOCK):
+            t = at + j
+            slot = load_slots(row, tl.minimum(t, end - 1), slot_count)[:, None] * (VALUE + REST)
+            row_TV = load_rows(pool + slot + v[None, :], v, VALUE, VALUE_UP)
+            scores_MT = dot(q_MV, tl.trans(row_TV))
+            if REST > 0:
+                row_TO = load_rows(pool + slot + VALUE + o[None, :], o, REST, REST_UP)
+                scores_MT = tl.dot(q_MO, tl.trans(row_TO), scores_MT, input_precision="ieee")
+            seen_MT = (t[None, :] <= own_M[:, None]) & (t < end)[None, :]
+            scores_MT = tl.where(seen_MT, scores_MT * scale, -1e30)
+            better_M = tl.maximum(best_M, tl.max(scores_MT, 1))
+            weights_MT = tl.exp2(scores_MT - better_M[:, None])
+            fade_M = tl.exp2(best_M - better_M)
+            total_M = total_M * fade_M + tl.sum(weights_MT, 1)
+            mixed_MV = tl.dot(weights_MT.to(row_TV.dtype), row_TV, mixed_MV * fade_M[:, None], input_precision="ieee")
+            best_M = better_M
+        inside_MV = inside[:, None] & (v < VALUE)[None, :]
+        if (PARTS == 1) | (live == 1):
+            found_MV = mixed_MV / total_M[:, None]
+            tl.store(out + pair_M[:, None] * VALUE + v[None, :], found_MV.to(out.dtype.element_ty), mask=inside_MV)
+        else:
+            every = batch * HEADS
+            mine_M = b * HEADS + first + r
+            spot_MV = (part * every + mine_M)[:, None].to(tl.int64) * VALUE + v[None, :]
+            tl.store(partial + spot_MV, mixed_MV, mask=inside_MV)
+            tl.store(stats + part * 2 * every + mine_M, best_M, mask=inside)
+            tl.store(stats + (part * 2 + 1) * every + mine_M, total_M, mask=inside)
+            tl.debug_barrier()
+            ticket = tickets + tile
+            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == live - 1:
+                tl.store(ticket, 0)
+                h = first // PAIRS
+                join(partial, stats, out, start, b, h, every, live, HEADS // PAIRS, PAIRS, JOINED, VALUE, PARTS, DEPTH)
