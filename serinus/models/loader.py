@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -102,6 +102,7 @@ def load_model(
     shard: Shard | None = None,
     comm: Comm | None = None,
     digests: TensorDigests | None = None,
+    tell: Callable[[int, int], object] = lambda done, total: None,
 ) -> Model:
     """Load a checkpoint's weights (or make them from a seed) and pack them for the kernels.
 
@@ -116,6 +117,7 @@ def load_model(
         shard: what this rank holds, from `spec.shards(mesh)`; None = everything. Nothing else is read of the files.
         comm: to the other ranks of the mesh.
         digests: are made of the tensors of a checkpoint; dummy and toy models are known by their seed.
+        tell: is told bytes of the files that were taken, and all that they have, at every tensor.
     Raises:
         ConfigError: missing or truncated files, missing, misshapen or unexpected tensors, pickle only.
     Cost: reads the weights of this rank once; resident afterwards: packed weights and what is touched of the mapped
@@ -129,29 +131,35 @@ def load_model(
     if spec.through_transformers:
         made = seed if dummy else None
         return TransformersModel(spec, Path(path), dtype, kernels, device=device, dummy_seed=made, digests=digests)
-    source = _source(spec, Path(path), dtype, device, digests, dummy_seed=seed if dummy else None, kernels=kernels)
+    whole = shard is None or (shard.tp == 1 and shard.is_first and shard.is_last)
+    files = (
+        None if dummy else SafetensorsSource(Path(path), dtype, device, digests, spec.prefix, ahead=whole, tell=tell)
+    )
+    source = _source(spec, files or _dummy(spec, seed, dtype, device), kernels, dtype)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
 
 
+def _dummy(spec: ModelSpec, seed: int, dtype: torch.dtype, device: str) -> RandomSource:
+    return RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
+
+
 def _source(
-    spec: ModelSpec, path: Path, dtype: torch.dtype, device: str, digests: TensorDigests | None, *,
-    dummy_seed: int | None, kernels: Kernels,
-) -> WeightSource:  # fmt: skip
+    spec: ModelSpec, source: SafetensorsSource | RandomSource, kernels: Kernels, dtype: torch.dtype
+) -> WeightSource:
     """Where the weights come from, on their way quantized, unpacked or dequantized."""
     quantized = spec.quantization
-    if quantized is not None and quantized.bits < 16:
+    if quantized is None:
+        return source
+    if quantized.bits < 16:
         if kernels.columns["linear"] == "ref" and kernels.device != "cpu":
             raise ConfigError(
-                f"models: quantization {quantized.method} on {device} without a kernel, expected a CPU, or Triton"
+                f"models: quantization {quantized.method} on {source.device} without a kernel, expected a CPU, or"
+                " Triton"
             )
         experts = "" if spec.experts is None else f"; experts in {dtype}"
         _log.info("weights are quantized, %s%s", quantized.text, experts)
-    if dummy_seed is not None:
-        dummy = RandomSource(dummy_seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
-        return dummy if quantized is None or quantized.bits == 16 else QuantizingSource(dummy, quantized)
-    files = SafetensorsSource(path, dtype, device, digests, spec.prefix)
-    if quantized is None:
-        return files
+    if isinstance(source, RandomSource):
+        return source if quantized.bits == 16 else QuantizingSource(source, quantized)
     if quantized.bits == 16:
         _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
-    return QuantizingSource(files, quantized) if quantized.method in AT_LOAD else QuantizedFiles(files, quantized)
+    return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else QuantizedFiles(source, quantized)

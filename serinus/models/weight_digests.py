@@ -1,15 +1,17 @@
 """TensorDigests: what a model's weights are, as a number for each tensor, made of every byte while it is loaded.
 
-A digest is XXH3 (128 bits) of a tensor as it is stored, with name, type and shape: the same for every dtype that it is
-converted to, for every way to cut the model into ranks, for every order of loading and every cut into files. Ranks of
-one machine share the work; what ranks of several machines make of copies of their own must agree. It tells models
-apart that differ by mistake; it is no cryptography.
+A digest is XXH3 (128 bits) of the digests of a tensor's pieces of 4 MiB as they are stored, with name, type and shape:
+the same for every dtype that it is converted to, for every way to cut the model into ranks, for every order of loading
+and every cut into files. Pieces can be digested by several threads, each where it was just read. Ranks of one machine
+share the work; what ranks of several machines make of copies of their own must agree. It tells models apart that differ
+by mistake; it is no cryptography.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 
@@ -19,7 +21,10 @@ import xxhash
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.parallel.comm import Comm
 
-__all__ = ["TensorDigests"]
+__all__ = ["PIECE_BYTES", "TensorDigests", "piece_digest"]
+
+PIECE_BYTES = 4 << 20
+"""Of a tensor, that are digested by themselves; part of what a digest means."""
 
 _NONE = 1 << 128
 """Where a rank has made no digest: more than any."""
@@ -44,17 +49,27 @@ class TensorDigests:
         """The checkpoint has these tensors; a model need not take them all."""
         self._stored = dict.fromkeys(sorted(names))
 
+    def wants(self, name: str) -> bool:
+        """Whether this rank is to digest the tensor, and has not."""
+        return name not in self._taken and zlib.crc32(name.encode()) % self._count == self._index
+
     def add(self, name: str, stored: torch.Tensor) -> None:
         """A tensor is taken, all of it or a part; `stored`: all of it, as it lies in the file. Returns at once, unless
         the one before it is not done. Cost: about 15 GB/s of a thread, and what it takes to read the file."""
-        if name in self._taken:
-            return
+        wanted = self.wants(name)
         self._taken.add(name)
-        if zlib.crc32(name.encode()) % self._count != self._index:
+        if not wanted:
             return
         self._settle()
         self.byte_count += stored.nbytes
         self._open = name, self._thread.submit(_digest, name, stored)
+
+    def add_pieces(self, name: str, dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[bytes]) -> None:
+        """A tensor is taken; `pieces`: the digests of all of it (`piece_digest`), where `wants` said so."""
+        if self.wants(name):
+            self.byte_count += math.prod(shape) * dtype.itemsize
+            self._made[name] = _joined(name, dtype, shape, pieces)
+        self._taken.add(name)
 
     def close(self) -> None:
         """Wait for the last one. May be called again."""
@@ -95,7 +110,19 @@ class TensorDigests:
             self._made[name] = made.result()
 
 
+def piece_digest(data: memoryview) -> bytes:
+    """Of one piece. Other threads of this process run meanwhile."""
+    made = xxhash.xxh3_128()
+    made.update(data)
+    return bytes(made.digest())
+
+
 def _digest(name: str, stored: torch.Tensor) -> int:
-    what = f"{name} {stored.dtype} {list(stored.shape)}"
     data = stored.reshape(-1).view(torch.uint8).numpy().data
-    return xxhash.xxh3_128_intdigest(data, xxhash.xxh3_64_intdigest(what.encode()))
+    pieces = [piece_digest(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES)]
+    return _joined(name, stored.dtype, stored.shape, pieces)
+
+
+def _joined(name: str, dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[bytes]) -> int:
+    what = f"{name} {dtype} {list(shape)}"
+    return int(xxhash.xxh3_128_intdigest(b"".join(pieces), xxhash.xxh3_64_intdigest(what.encode())))

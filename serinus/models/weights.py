@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.kernels import QuantizedWeight
+from serinus.models.device_reader import DeviceReader
+from serinus.models.device_tensors import DeviceTensors
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
@@ -96,10 +98,19 @@ class SafetensorsSource(_PlainLinears):
         device: str = "cpu",
         digests: TensorDigests | None = None,
         prefix: str = "",
+        *,
+        reader: DeviceReader | None = None,
+        ahead: bool = False,
+        tell: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        """Read the index or the headers. `digests`: are made of what is taken. `prefix`: what the names of the model's
-        tensors begin with in the files; others are left out.
+        """Read the index or the headers.
 
+        Args:
+            digests: are made of what is taken.
+            prefix: what the names of the model's tensors begin with in the files; others are left out.
+            reader: reads to a device that is no CPU; None = it is made, where there is such a device.
+            ahead: the reader may begin with tensors before they are taken: all will be.
+            tell: is told bytes that were taken, of bytes of all files, at every tensor.
         Raises ConfigError for missing, truncated or foreign files.
         """
         self.dtype = dtype
@@ -116,14 +127,21 @@ class SafetensorsSource(_PlainLinears):
             digests.expect(self._file_of)
         self.bytes_taken = 0
         """Of the files, that were handed out."""
+        self._tell = tell
+        self._total = sum((folder / file).stat().st_size for file in set(self._file_of.values()))
+        self._there: DeviceTensors | None = None
+        if device != "cpu" or reader is not None:
+            names = tuple(self._left) if ahead else ()
+            self._there = DeviceTensors(folder, self._file_of, reader or DeviceReader(device), digests, names)
 
     def take(
         self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """A view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing else of
-        the tensor is read, but by digests. Raises ConfigError: the tensor is missing, misshapen, no float or cannot be
-        read."""
+        """On a CPU a view of the mapped file where the dtype agrees and rows are whole, else a copy. Of a span nothing
+        else of the tensor is read, but by digests, and of columns that go to a device.
+
+        Raises ConfigError: the tensor is missing, misshapen, no float or cannot be read."""
         tensor = self._read(self._prefix + name, shape, span, dim)
         if tensor.dtype not in _FLOATS and tensor.dtype != dtype:
             raise ConfigError(
@@ -133,7 +151,7 @@ class SafetensorsSource(_PlainLinears):
         return tensor.to(self.device, dtype or self.dtype).contiguous()
 
     def stored(self, name: str) -> torch.Tensor:
-        """All of a tensor as it lies in the file, of whatever shape and type, on the CPU. Raises ConfigError: it is
+        """All of a tensor as it lies in the file, of whatever shape and type, on the device. Raises ConfigError: it is
         missing or cannot be read."""
         return self._read(self._prefix + name, None, None, 0)
 
@@ -148,25 +166,35 @@ class SafetensorsSource(_PlainLinears):
             expected = "it" if shape is None else f"one of shape {list(shape)}"
             raise ConfigError(f"models: tensor {name!r} is missing from {self._folder}, expected {expected}")
         try:
-            with safe_open(self._folder / file, framework="pt") as opened:
-                stored = opened.get_slice(name)
-                found = tuple(stored.get_shape())
-                if shape is not None and found != shape:
-                    raise ConfigError(
-                        f"models: tensor {name!r} has shape {list(found)}, expected {list(shape)} from config.json"
-                    )
-                whole: torch.Tensor = opened.get_tensor(name)  # mapped: nothing is read before it is used
-                tensor: torch.Tensor = whole if span is None else stored[_index(span, dim)]
+            tensor = (self._mapped if self._there is None else self._on_device)(name, file, shape, span, dim)
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"models: {self._folder / file} cannot be read for tensor {name!r} ({error}), "
                 "expected a complete safetensors file"
             ) from None
-        if self._digests is not None:
-            self._digests.add(name, whole)
         self._left.discard(name)
         self.bytes_taken += tensor.nbytes
+        self._tell(self.bytes_taken, self._total)
         return tensor
+
+    def _mapped(
+        self, name: str, file: str, shape: tuple[int, ...] | None, span: range | None, dim: int
+    ) -> torch.Tensor:
+        with safe_open(self._folder / file, framework="pt") as opened:
+            stored = opened.get_slice(name)
+            _check_shape(name, tuple(stored.get_shape()), shape)
+            whole: torch.Tensor = opened.get_tensor(name)  # mapped: nothing is read before it is used
+            tensor: torch.Tensor = whole if span is None else stored[_index(span, dim)]
+        if self._digests is not None:
+            self._digests.add(name, whole)
+        return tensor
+
+    def _on_device(
+        self, name: str, file: str, shape: tuple[int, ...] | None, span: range | None, dim: int
+    ) -> torch.Tensor:
+        assert self._there is not None, "models: no device to read to"
+        _check_shape(name, self._there.shape(name), shape)
+        return self._there.take(name, span, dim)
 
     def has(self, name: str) -> bool:
         """Whether a file holds it."""
@@ -183,6 +211,8 @@ class SafetensorsSource(_PlainLinears):
                 f"models: {self._folder} holds {len(odd)} tensors that its config.json has no place for, "
                 f"e.g. {odd[0]!r}, expected none"
             )
+        if self._there is not None:
+            self._there.close()
 
 
 class RandomSource(_PlainLinears):
@@ -222,3 +252,8 @@ class RandomSource(_PlainLinears):
 
 def _index(span: range, dim: int) -> tuple[slice, ...]:
     return (slice(None),) * dim + (slice(span.start, span.stop),)
+
+
+def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
+    if wanted is not None and found != wanted:
+        raise ConfigError(f"models: tensor {name!r} has shape {list(found)}, expected {list(wanted)} from config.json")

@@ -40,6 +40,7 @@ from serinus.parallel.comm import Comm
 from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.ranks.devices import take_device
 from serinus.ranks.largest_step import largest_step_bytes
+from serinus.ranks.load_progress import LoadProgress
 from serinus.ranks.memory import available_bytes, total_bytes, trim
 from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
@@ -156,6 +157,7 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
     context = context_of(config, spec)
     peers = [each for each in config.parallel.local_ranks if mesh.pp_rank(each) == mesh.pp_rank(rank)]
     digests = TensorDigests(index=peers.index(rank), count=len(peers))
+    progress = LoadProgress(clock)
     with torch.inference_mode():
         model = load_model(
             spec,
@@ -169,7 +171,9 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
             shard=shard,
             comm=comm,
             digests=digests,
+            tell=progress,
         )
+        progress.end()
         if not spec.signature:
             spec = spec.signed(digests.of_model(comm))
         trim()

@@ -3,7 +3,6 @@ from a prefill to a decode engine on the same card, and a canary that is silent 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +34,13 @@ class Story:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = make_checkpoint(
         tmp_path_factory.mktemp(request.param), request.param, dtype="float32", context=512, layers=7, seed=11
     )
     reference = Reference(folder)
     load = mixed_prompts(24, reference.vocab_size, seed=5)
-    yield Story(folder=folder, load=load, expected=[reference.greedy(prompt, count) for prompt, count in load])
+    return Story(folder=folder, load=load, expected=[reference.greedy(prompt, count) for prompt, count in load])
 
 
 def is_silent(url: str, **labels: str) -> None:
