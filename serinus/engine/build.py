@@ -258,6 +258,7 @@ def build_engine(
         try:
             parts = build_rank(config, mesh, 0, starter.join(), clock)
             undo.callback(parts.close)
+            record_steps(parts, counted)
             line = LeaderLine(
                 make_body(parts, clock, backends), mesh, clock, starter.links,
                 whole=parts.canary is not None, dismiss=starter.dismiss, ends=(starter.close,),

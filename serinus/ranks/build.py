@@ -252,7 +252,8 @@ def _step_bytes(
 def record_steps(parts: RankParts, shown: Callable[[str, int], AbstractContextManager[Callable[[], object]]]) -> None:
     """Record decode steps as CUDA graphs; where that cannot be, say why in the log. Nothing on a CPU.
 
-    `shown`: begins a progress bar of so many steps; calling what it gives advances it.
+    All ranks call it side by side, and find the same reason. `shown`: begins a progress bar of so many steps; calling
+    what it gives advances it.
     Cost: some 0.1 s a size, and what kernels are compiled for sizes that they have not seen.
     """
     config = parts.config
@@ -277,10 +278,13 @@ def _why_eager(parts: RankParts) -> str | None:
     )
     ops |= set() if parts.spec.experts is None else {"fused_moe"}
     waiting = sorted(op for op in ops if parts.kernels.columns[op] == "ref")
+    has_faults = bool(parts.config.canary.kv_canary_perturb or parts.config.canary.kv_canary_perturb_api)
     if parts.config.kernels.disable_cuda_graph:
         return "--disable-cuda-graph"
-    if parts.mesh.size > 1:
-        return "ranks exchange tensors over NCCL, which is not recorded"
+    if parts.mesh.size > 1 and parts.config.kernels.cuda_graph_max_bs is None:
+        return "steps of several ranks are recorded where --cuda-graph-max-bs asks for it"
+    if parts.mesh.tp > 1 and (parts.tiers is not None or has_faults):
+        return "slices exchange tensors in recorded steps, and each would wait for loads, or plant faults, by itself"
     if parts.spec.architecture == TOY_ARCHITECTURE:
         return "the toy model waits for the device"
     if parts.spec.through_transformers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from serinus.canary import CANARY_COMMANDS
 from serinus.core.clock import Clock
@@ -10,7 +11,7 @@ from serinus.core.config import ServeConfig
 from serinus.parallel.comm import Comm
 from serinus.pd import AnyBackend
 from serinus.ranks.body import RankBody
-from serinus.ranks.build import RankParts, build_rank
+from serinus.ranks.build import RankParts, build_rank, record_steps
 from serinus.ranks.page_workers import attach_page_worker
 from serinus.ranks.rank_loop import LeaderLink, RankLoop
 from serinus.ranks.tiers import attach_tiers
@@ -41,4 +42,5 @@ def make_rank_loop(config: ServeConfig, *, rank: int, comm: Comm, link: LeaderLi
     Raises ConfigError, PeerGone: see build_rank.
     """
     parts = build_rank(config, comm.mesh, rank, comm, clock)
+    record_steps(parts, lambda title, total: nullcontext(lambda: None))
     return RankLoop(make_body(parts, clock), link, ends=(parts.close,))

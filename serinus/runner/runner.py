@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,6 +88,8 @@ class Runner:
         self._inbox = Inbox(self._device)
         self.graphs: StepGraphs | None = None
         """Recorded decode steps; None = there are none."""
+        self._inflow: torch.Tensor | None = None
+        """What recorded steps take from the stage before."""
         self._passes = 0
         """Forward passes so far, the same number on all ranks. Those of plans begin anew after a warm-up."""
 
@@ -116,17 +119,20 @@ class Runner:
         return StepResult(step=plan.step, seqs=seqs, mask_seconds=made, mask_wait_seconds=waited)
 
     def record(self, sizes: Sequence[int], tell: Callable[[int], object] = lambda size: None) -> None:
-        """Record decode steps of so many sequences, the largest first; from now on steps that fit are replayed.
-        `tell`: is told each size that is done.
+        """Record decode steps of so many sequences, the largest first; from now on steps that fit are replayed. All
+        slices of a stage do it side by side: they exchange tensors. `tell`: is told each size that is done.
 
         Cost: each step is run once and recorded once.
         """
         graphs = StepGraphs(self._device, tuple(sorted(sizes)))
         self.graphs = None
+        shape, dtype = self._model.activation(graphs.sizes[-1])
+        self._inflow = torch.zeros(shape, dtype=dtype, device=self._device) if self._takes else None
         with torch.inference_mode():
             for size in reversed(graphs.sizes):
-                self._forward(self._rehearsed(size))
-                graphs.record(size, self._forward, self._rehearsed(size))
+                compute = partial(self._forward, inflow=None if self._inflow is None else self._inflow[:size])
+                compute(self._rehearsed(size))
+                graphs.record(size, compute, self._rehearsed(size))
                 tell(size)
         self.graphs = graphs
 
@@ -191,13 +197,18 @@ class Runner:
     def _compute(self, work: Sequence[SeqWork], staged: StepBatch) -> tuple[SeqResult, ...]:
         sampling = [i for i, w in enumerate(work) if w.sample is not None]
         masks = self._begin_masks(work, sampling)
+        inflow = None
+        if self._takes:
+            inflow = self._comm.recv(*self._model.activation(sum(len(w.tokens) for w in work)))
         if self.graphs is not None and staged.host.room is not None:
+            if inflow is not None and self._inflow is not None:
+                self._inflow[: len(work)].copy_(inflow)
             hidden_WE = self.graphs.replay(staged.host.room, staged.batch)[: len(work)]
             self._hook.replayed()
         else:
-            hidden_WE = self._forward(staged.batch)
-        if self._sends:
-            self._comm.send(hidden_WE)
+            hidden_WE = self._forward(staged.batch, inflow)
+        if self._sends:  # of a replay a copy: the next one writes to the same place while this one is on its way
+            self._comm.send(hidden_WE if staged.host.room is None else hidden_WE.clone())
             return ()
         whole = staged.batch.wanted_W is None
         sampled = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
@@ -205,8 +216,7 @@ class Runner:
         found = dict(zip(sampling, sampled, strict=False))  # slices that do not sample found nothing
         return tuple(_result(i, found, prompts) for i in range(len(work)))
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        inflow = self._comm.recv(*self._model.activation(len(batch.tokens_T))) if self._takes else None
+    def _forward(self, batch: ForwardBatch, inflow: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
 
     def _sample(

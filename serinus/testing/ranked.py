@@ -101,6 +101,10 @@ class RankedRunner:
         assert [i for i, result in enumerate(found) if result is not None] == [self._mesh.result_rank]
         return found[self._mesh.result_rank]
 
+    def record(self, sizes: Sequence[int]) -> None:
+        """All ranks record decode steps of these sizes, side by side."""
+        self._each([partial(rank.runner.record, sizes) for rank in self.ranks])
+
     def close(self) -> None:
         """End the threads of all ranks."""
         for comm in self._comms:

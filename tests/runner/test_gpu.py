@@ -14,8 +14,12 @@ from serinus.engine import LLM
 from serinus.kernels import load
 from serinus.models import Model, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
+from serinus.parallel import Mesh
+from serinus.parallel import comm as comm_module
+from serinus.parallel.comm import TorchComm, listen
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
+from serinus.testing.ranked import RunnerRank
 
 from .replaying import converse, small_latent_model, small_model, where
 
@@ -84,3 +88,44 @@ def test_an_engine_replays_its_decode_steps(tmp_path: Path) -> None:
         ) as llm:  # fmt: skip
             answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[0] == answers[1]
+
+
+def test_sums_over_nccl_are_recorded_with_the_step(tmp_path: Path) -> None:
+    """A group of one rank, on which NCCL runs as on any; each sum leaves its mark, so that none can be missing."""
+    make_checkpoint(tmp_path, "qwen3", dtype="float32", hidden=256, heads=4, kv_heads=2, head_size=64, tokenizer=False)
+    shard, mesh = load_spec(tmp_path).shards(Mesh())[0], Mesh()
+    meeting = listen("127.0.0.1:0")
+    comm = TorchComm(meeting, mesh, 0, device="cuda:0")
+    options = comm_module._GROUPS["NCCL"].Options()
+    store = comm_module._torch.PrefixStore("one", meeting.store)
+    answers, sums = [], []
+    for recorded in (False, True):
+        comm._stage = comm_module._GROUPS["NCCL"](store, 0, 1, options) if comm._stage is None else comm._stage
+        called: list[int] = []
+
+        class Marked:
+            """NCCL, then a half more: no step is right without it."""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(comm, name)
+
+            def all_reduce(self, x: torch.Tensor, called: list[int] = called) -> torch.Tensor:
+                called.append(len(x))
+                return comm.all_reduce(x).mul_(1.5)
+
+        rank = RunnerRank.make(tmp_path, shard, Marked(), torch.bfloat16, device="cuda")  # type: ignore[arg-type]
+        direct = DirectEngine(rank.model, load("cuda"), page_size=8, page_count=160, device="cuda")
+        direct.runner = rank.runner
+        if recorded:
+            rank.runner.record((1, 2, 4))
+        seqs = [direct.start([5, 6, 7, 8 + i], SamplingParams(temperature=0.0), tokens=30) for i in range(3)]
+        direct.generate(seqs, 1)
+        before = len(called)
+        direct.generate(seqs, 12)
+        sums.append(len(called) - before)
+        answers.append([seq.output for seq in seqs])
+        assert (rank.runner.graphs is not None) == recorded
+        assert rank.runner.graphs is None or rank.runner.graphs.replays == 11
+    comm.close()
+    assert answers[0] == answers[1]
+    assert sums == [2 * 2 * 11, 0], "two sums a layer; none is queued by the host in a step that is replayed"
