@@ -1,4 +1,4 @@
-"""Recorded decode steps on several ranks: the tokens of steps that are computed call by call, whichever stage replays."""
+"""Recorded decode steps on several ranks: the tokens of steps computed call by call, whichever stage replays."""
 
 from __future__ import annotations
 
