@@ -114,7 +114,7 @@ class DeviceReader:
             return event, digest
 
     def _buffer(self) -> tuple[Tensor, int]:
-        """A buffer of this thread, whose last copy is done, and which of the two it is."""
+        """A buffer of this thread that may be filled, its last copy being done, and which of the two it is."""
         own, pinned = self._own, self._device != "cpu"
         if not hasattr(own, "buffers"):
             if pinned:
