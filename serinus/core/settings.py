@@ -258,9 +258,9 @@ class PdSettings:
     )
     transfer_backend: str = setting(
         "auto",
-        "how KV travels; auto = shm on one machine, else tcp",
+        "how KV travels; auto = cuda_ipc between engines of one rank on GPUs of one machine, else shm, else tcp",
         flag="--disaggregation-transfer-backend",
-        choices=("auto", "shm", "tcp", "nixl", "mooncake"),
+        choices=("auto", "cuda_ipc", "shm", "tcp", "nixl", "mooncake"),
     )
     bootstrap_host: str = setting(
         "127.0.0.1",
@@ -346,7 +346,7 @@ class PdSettings:
     @property
     def is_one_sided(self) -> bool:
         """Whether peers read or write pools by themselves."""
-        return self.transfer_backend in ("nixl", "mooncake")
+        return self.transfer_backend in ("cuda_ipc", "nixl", "mooncake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,9 @@ def make_handoffs(parts: HandoffParts, clock: Clock) -> MadeHandoffs:
     if config.role == "unified":
         return MadeHandoffs(role=NoHandoffs(parts.scheduler))
     host = config.pd.bootstrap_host
-    backends = parts.backends or data_backends(config, f"{config.engine_name}-{incarnation}")
+    backends = parts.backends or data_backends(
+        config, f"{config.engine_name}-{incarnation}", parts.pools[min(parts.pools)].spec.device
+    )
     if not is_loopback(host) and not config.pd.cluster_secret:
         _log.warning("engines are greeted at %s without --cluster-secret: any process that reaches it may join", host)
     bind = tcp_url(host, config.pd.bootstrap_port) if config.role == "prefill" else ""
@@ -107,7 +109,7 @@ def make_role(
     config = parts.config
     is_prefill = config.role == "prefill"
     stores = None
-    if not frame_backends(backends):  # a one-sided backend, which reaches into the pools of the only rank
+    if len(frame_backends(backends)) < len(backends):  # a one-sided one reaches into the pools of the only rank
         stores = parts.outgoing if is_prefill else parts.pools
     settings = handoff_settings(parts, backends)
     common: dict[str, Any] = {"line": parts.line, "backends": backends, "stores": stores}

@@ -37,6 +37,7 @@ __all__ = [
     "check_page_digests",
     "check_paged_attention",
     "check_pages",
+    "check_pull",
     "check_qk_rope_store",
     "check_residual",
     "check_watched_attention",
@@ -319,6 +320,24 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
     if len(pages_G) and not 0 <= pages_G.min() <= pages_G.max() < page_count:
         raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {page_count - 1}")
     return width
+
+
+def check_pull(
+    lanes: Sequence[Tensor], pages_G: NDArray[np.int64], sources: Sequence[Tensor],
+    source_pages_G: NDArray[np.int64] | None,
+) -> None:  # fmt: skip
+    """Raise ValueError where lanes of the two sides differ in width, or a page lies outside."""
+    for name, side, pages in (("pages", lanes, pages_G), ("source pages", sources, source_pages_G)):
+        if not side and name != "pages":
+            continue
+        if pages is None or len(pages) != len(pages_G):
+            raise ValueError(f"kernels: {'no' if pages is None else len(pages)} {name}, expected {len(pages_G)}")
+        widths = [lane.shape[1] for lane in side]
+        if widths != [lane.shape[1] for lane in lanes] or any(width % 8 for width in widths):
+            raise ValueError(f"kernels: lanes of {name} are {widths} bytes wide, expected equal multiples of 8")
+        count = min(lane.shape[0] for lane in side)
+        if len(pages) and not 0 <= pages.min() <= pages.max() < count:
+            raise ValueError(f"kernels: {name} {pages.min()} .. {pages.max()}, expected 0 .. {count - 1}")
 
 
 def check_mask(logits_BV: Tensor, rows: Sequence[int], words_RW: NDArray[np.int32]) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "MovePages",
     "NormLinear",
     "PagedAttention",
+    "PullPages",
     "RowSampling",
     "Tiling",
     "TopTokens",
@@ -88,6 +89,15 @@ class HashedPages(Protocol):
         self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: NDArray[np.uint8] | None, seed: int,
         inward: bool = False, /,
     ) -> NDArray[np.uint64]: ...  # fmt: skip
+
+
+class PullPages(Protocol):
+    """The signature of pull_pages."""
+
+    def __call__(
+        self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], seed: int, sources: Sequence[Tensor] = (),
+        source_pages_G: NDArray[np.int64] | None = None, /,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class PagedAttention(Protocol):

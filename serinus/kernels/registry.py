@@ -29,6 +29,7 @@ from serinus.kernels.contracts import (
     MovePages,
     NormLinear,
     PagedAttention,
+    PullPages,
     RowSampling,
     TopTokens,
     WatchedAttention,
@@ -60,6 +61,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "gather_pages": "pages",
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
+        "pull_pages": "pull_pages",
         "page_digests": "page_digests",
         "mask_logits": "mask_logits",
         "choose_tokens": "sampling",
@@ -129,6 +131,8 @@ class Kernels:
     """(layers_kv, pages_G, page_size, bytes_RY, rows_G=None)"""
     hashed_pages: HashedPages
     """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
+    pull_pages: PullPages
+    """(lanes, pages_G, seed, sources=(), source_pages_G=None) -> sums_G"""
     page_digests: Callable[[NDArray[np.uint8], NDArray[np.int64], int, int, Tensor], NDArray[np.int64]]
     """(data_PY, pages_G, page_size, row_bytes, coefficients_L22W) -> digests_GS2; on the host"""
     mask_logits: Callable[[Tensor, Sequence[int], NDArray[np.int32]], None]

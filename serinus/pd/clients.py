@@ -117,6 +117,17 @@ class Client:
             self.early = {grant: message for grant, message in self.early.items() if grant >= floor}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """How pages travel between two engines."""
+
+    backend: str = ""
+    reason: str = ""
+    """Why not at all, in words; empty = by `backend`."""
+    passed: str = ""
+    """Why not by one that both prefer."""
+
+
 class Clients:
     """All greeted clients. Methods append what must be done to `out`."""
 
@@ -157,25 +168,17 @@ class Clients:
     def greet(self, peer: str, incarnation: int, hello: Hello, now: float, out: list[PrefillAction]) -> None:
         """Answer a HELLO: welcome, or no and why."""
         settings = self._settings
-        backend = self._backend_for(hello)
+        choice = self._choose_backend(hello)
+        backend, reason = choice.backend, choice.reason
         if hello.role != "decode":
             reason = f"role is {hello.role!r}, expected 'decode'"
         elif len(self._clients) >= CLIENTS_MAX:
             reason = f"{CLIENTS_MAX} decode engines are connected already, expected fewer"
-        elif not backend:
-            ours, theirs = ", ".join(settings.backends), ", ".join(hello.backends)
-            reason = (
-                difference(settings.layout, hello.layout, we_send=True)
-                or f"no common data backend: {ours} here, {theirs} there"
-            )
-        else:
-            can_recut = settings.capabilities_of(backend).can_recut
-            reason = difference(settings.layout, hello.layout, can_recut=can_recut, we_send=True)
         if reason:
             self.refuse(peer, incarnation, hello, reason, out)
             return
         mode = settings.capabilities_of(backend).mode
-        client = self._clients[peer] = Client(
+        self._clients[peer] = Client(
             peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, mode=mode,
             layout=RankLayout(hello.layout), pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
             lanes=tuple(Lane(rank=rank) for rank in range(self._rank_count)),
@@ -190,7 +193,8 @@ class Clients:
         endpoints = hello.endpoints.get(backend, ())
         out.append(AttachPeer(peer=peer, backend=backend, layout=hello.layout, endpoints=endpoints))
         out.append(Send(peer=peer, message=welcome))
-        out.append(self._news(peer, hello.engine, "up", "", client.backend, incarnation))
+        news = f"pages travel by {backend}, as {choice.passed}" if choice.passed else ""
+        out.append(self._news(peer, hello.engine, "up", news, backend, incarnation))
 
     def refuse(self, peer: str, incarnation: int, hello: Hello, reason: str, out: list[PrefillAction]) -> None:
         """Refuse a HELLO in words and hang up."""
@@ -198,12 +202,35 @@ class Clients:
         out.append(self._news(peer, hello.engine, "refused", reason, "", incarnation))
         out.append(ClosePeer(peer=peer))
 
-    def _backend_for(self, hello: Hello) -> str:
-        same_host = bool(hello.host) and hello.host == self._settings.host
+    def _choose_backend(self, hello: Hello) -> _Choice:
+        """The first backend that both have and that works between them."""
+        settings = self._settings
+        reason = difference(settings.layout, hello.layout, we_send=True)
+        if reason:
+            return _Choice(reason=reason)
+        reasons: list[str] = []
         for name in hello.backends:
-            if name in self._settings.backends and (same_host or not self._settings.capabilities_of(name).same_host):
-                return name
-        return ""
+            if name in settings.backends:
+                reason = self._objection(name, hello)
+                if not reason:
+                    return _Choice(backend=name, passed="; ".join(reasons))
+                reasons.append(reason)
+        ours, theirs = ", ".join(settings.backends), ", ".join(hello.backends)
+        return _Choice(reason="; ".join(reasons) or f"no common data backend: {ours} here, {theirs} there")
+
+    def _objection(self, name: str, hello: Hello) -> str:
+        """Why a backend that both have does not work between them; empty = it does."""
+        settings = self._settings
+        capabilities = settings.capabilities_of(name)
+        if capabilities.same_host and (not hello.host or hello.host != settings.host):
+            return f"{name} works within one machine and namespace of processes, and these are two"
+        if not capabilities.can_recut:
+            reason = difference(settings.layout, hello.layout, can_recut=False, we_send=True)
+            if reason:
+                return reason
+        refusal = settings.refusals.get(name)
+        reason = refusal(hello.endpoints.get(name, ())) if refusal is not None else ""
+        return f"{name}: {reason}" if reason else ""
 
     def remove(self, peer: str, reason: str, out: list[PrefillAction]) -> None:
         """Forget a client whose connection is over."""

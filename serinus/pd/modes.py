@@ -52,6 +52,8 @@ class Capabilities:
     """Bytes can land in pages of another shape (TP, PP, page size)."""
     same_host: bool = False
     """Works only within one machine."""
+    whole_chunks: bool = False
+    """Pages move at the speed of memory: a message for all that a step computed, not for every few megabytes."""
 
 
 _CHECKED = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)

@@ -55,6 +55,11 @@ class OneSidedOps(Generic[T]):
                 texts.append(backends[name].register(_regions(stores, rank, name)))
             self.endpoints[name] = tuple(texts)
 
+    @property
+    def refusals(self) -> dict[str, Callable[[Sequence[bytes]], str]]:
+        """What each backend says to a peer's endpoints; that of the leader's rank."""
+        return {name: backend.refusal for name, backend in (self.by_rank[0] if self.by_rank else {}).items()}
+
     def has(self, backend: str) -> bool:
         """Whether it is one of these."""
         return bool(self.by_rank) and backend in self.by_rank[0]

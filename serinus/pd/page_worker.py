@@ -163,7 +163,8 @@ class PageWorker:
             if command.mode is Mode.RECEIVER_CHECKED:
                 self._fill(command)
             else:
-                found = digest_stored(self._stores[command.part], command.pages, command.digest_seed)
+                stored = self._stores[command.part]
+                found = command.found or digest_stored(stored, command.pages, command.digest_seed)
                 check_digests(found, command.digests, command.first)
         except DigestMismatch as mismatch:
             error, code = str(mismatch), "digest"

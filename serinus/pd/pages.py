@@ -126,6 +126,8 @@ class TakeIn:
     """The bytes, where no segment has them."""
     sources: NDArray[np.int32] = field(default_factory=_no_pages)
     """PULL: pages of the source rank."""
+    found: bytes = b""
+    """Digests of what was written into `pages`, where a backend made them; else the rank does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ __all__ = ["PieceQueue"]
 
 _FIRST_BYTES_MIN: Final = 1 << 20
 """The first pieces of a handoff are not made smaller than this."""
+_PAGES_MAX: Final = 1 << 16
+"""Of one piece."""
 
 
 class PieceQueue:
@@ -37,6 +39,7 @@ class PieceQueue:
         self._handoffs = handoffs
         self._senders = {part: layout.senders(part) for part in layout.parts}
         self._pages_per_piece = {part: self._pages_of_pieces(part) for part in layout.parts}
+        self._whole_chunks = dict.fromkeys(layout.parts, (_PAGES_MAX,))
 
     def _pages_of_pieces(self, part: Part) -> tuple[int, ...]:
         """Pages of the first pieces of a handoff, and (the last number) of all others. The first are small, as far as
@@ -45,7 +48,7 @@ class PieceQueue:
         largest = max(self._layout.page_bytes(rank, part) for rank in self._senders[part])
         whole = self._settings.piece_bytes_max
         sizes = (max(whole // 4, min(whole, _FIRST_BYTES_MIN)), max(whole // 2, min(whole, _FIRST_BYTES_MIN)), whole)
-        return tuple(min(max(1, size // largest), 1 << 16) for size in sizes)
+        return tuple(min(max(1, size // largest), _PAGES_MAX) for size in sizes)
 
     def first_pages(self, held: int, tokens: int) -> dict[Part, int]:
         """First own page that is to be announced, by part: FULL always, SWA where there are such layers."""
@@ -55,7 +58,8 @@ class PieceQueue:
 
     def queue(self, handoff: PrefillHandoff, event: ChunkReady, client: Client, out: list[PrefillAction]) -> None:
         """Cut a chunk into pieces and queue them, for each rank that has bytes of them."""
-        chunk, pieces = handoff.cut(event, self._pages_per_piece)
+        whole = self._settings.capabilities_of(client.backend).whole_chunks
+        chunk, pieces = handoff.cut(event, self._whole_chunks if whole else self._pages_per_piece)
         for piece in pieces:
             for rank in self._senders[piece.part]:
                 client.lanes[rank].outbox.append(piece)

@@ -18,6 +18,7 @@ from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.handoff import HandoffFinding
 from serinus.core.ids import new_xid
 from serinus.core.line import CommandLine
+from serinus.core.parts import PageStore
 from serinus.pd.actions import (
     AbortPrefill,
     AddPrefill,
@@ -143,7 +144,9 @@ class HandoffPort(Generic[M]):
         self._stores = Stores(layout, stores) if own[0] and stores is not None else None
         if self._stores is not None:
             self._ops.register(self._stores)
-        self.settings = replace(settings, endpoints={**settings.endpoints, **self._ops.endpoints})
+        self.settings = replace(
+            settings, endpoints={**settings.endpoints, **self._ops.endpoints}, refusals=self._ops.refusals
+        )
         self.machine = machine(self.settings, mint=mint)
         self._line = line
         self._answers: list[tuple[int, PageAnswer]] = []
@@ -279,6 +282,8 @@ class HandoffPort(Generic[M]):
                 self._write(action, events)
             case TakeIn(mode=Mode.PULL):
                 self._read(action, events)
+            case MovePiece(mode=Mode.PULL):
+                self._offer(action, events)
             case MovePiece() | TakeIn() | Unstage():
                 self._command(action, action.rank)
             case HandoffOver():
@@ -333,15 +338,23 @@ class HandoffPort(Generic[M]):
 
     # ---- one-sided backends -----------------------------------------------------------------------------------------
 
+    def _store(self, command: MovePiece) -> PageStore:
+        assert self._stores is not None, "pd: a one-sided backend without stores, expected a ConfigError at birth"
+        return self._stores.at(command.rank, command.part)
+
+    def _offer(self, command: MovePiece, events: deque[object]) -> None:
+        """Digest a piece that the peer is to read: by the backend, or by the rank."""
+        backend = self._ops.at(command.rank, self._peers[command.peer].backend)
+        digests = backend.digests(command.part, command.pages, command.digest_seed)
+        if digests is None:
+            self._command(command, command.rank)
+        else:
+            events.append(_moved(command, self._store(command), digests))
+
     def _write(self, command: MovePiece, events: deque[object]) -> None:
         """Begin to write a piece into the pages of the peer."""
-        assert self._stores is not None, "pd: a one-sided backend without stores, expected a ConfigError at birth"
-        store = self._stores.at(command.rank, command.part)
-        moved = PieceMoved(
-            peer=command.peer, xid=command.xid, piece=command.piece, rank=command.rank,
-            digests=digest_stored(store, command.pages, command.digest_seed),
-            byte_count=len(command.pages) * store.page_bytes,
-        )  # fmt: skip
+        store = self._store(command)
+        moved = _moved(command, store, digest_stored(store, command.pages, command.digest_seed))
         write = _Write(command=command, moved=moved)
         backend = self._ops.at(command.rank, self._peers[command.peer].backend)
         try:
@@ -355,7 +368,9 @@ class HandoffPort(Generic[M]):
         """Begin to read the pages of a source rank; the own rank checks them when they are there."""
         backend = self._ops.at(command.source, self._peers[command.peer].backend)
         try:
-            number = backend.read(f"{command.peer}/{command.source}", command.part, command.pages, command.sources)
+            number = backend.read(
+                f"{command.peer}/{command.source}", command.part, command.pages, command.sources, command.digest_seed
+            )
         except TransferFailed as error:
             events.append(_failed(command, str(error)))
         else:
@@ -372,7 +387,7 @@ class HandoffPort(Generic[M]):
             elif isinstance(item.token, _Write):
                 self._run(item.token.moved, now, out)
             else:
-                self._command(item.token, item.token.rank)
+                self._command(replace(item.token, found=item.result.digests), item.token.rank)
 
     def _lost(self, item: Ended[_Write | TakeIn], now: float, out: list[Any]) -> None:
         """An operation may still move bytes. A write is a matter of its peer, which fences us; a read fills our own
@@ -395,6 +410,14 @@ class HandoffPort(Generic[M]):
 def frame_backends(backends: Sequence[AnyBackend]) -> list[Backend]:
     """Those whose bytes a page worker stages and takes in."""
     return [backend for backend in backends if _moves_frames(backend)]  # type: ignore[misc]
+
+
+def _moved(command: MovePiece, store: PageStore, digests: bytes) -> PieceMoved:
+    """The answer for a piece that can be read, or will have been written."""
+    return PieceMoved(
+        peer=command.peer, xid=command.xid, piece=command.piece, rank=command.rank, digests=digests,
+        byte_count=len(command.pages) * store.page_bytes,
+    )  # fmt: skip
 
 
 def _failed(token: _Write | TakeIn, error: str) -> PageAnswer:

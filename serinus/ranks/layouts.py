@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from serinus.canary.perturb import parse_perturb
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
+from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.models import ModelSpec
 from serinus.parallel import Mesh
-from serinus.pd import AnyBackend, make_backends, make_one_sided
+from serinus.pd import AnyBackend, Backend, make_backends, make_one_sided
+from serinus.pd.backends import CudaDriver, CudaIpcBackend
 from serinus.pool import DevicePool
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["HasPools", "data_backends", "layout_of"]
+__all__ = ["HasPools", "data_backends", "layout_of", "staged_backends"]
+
+
+_log = get_logger("ranks")
 
 
 class HasPools(Protocol):
@@ -55,11 +61,35 @@ def layout_of(rank: HasPools) -> LayoutSignature:
     )
 
 
-def data_backends(config: ServeConfig, tag: str) -> tuple[AnyBackend, ...]:
-    """How KV of this engine may travel, best first; `tag` differs between any two processes.
+def data_backends(config: ServeConfig, tag: str, device: str) -> tuple[AnyBackend, ...]:
+    """How KV of this engine, with its pools on `device`, may travel, best first; `tag` differs between any two
+    processes.
 
     Raises ConfigError: a backend that is not known or not installed, or that does not reach the engine's other hosts.
     """
+    choice, faults = config.pd.transfer_backend, parse_perturb(config.canary.kv_canary_perturb)
+    if choice == "cuda_ipc":
+        return (_cuda_ipc(config, device),)
+    one_sided = make_one_sided(choice, tag=tag, host=config.pd.bootstrap_host)
+    if one_sided is not None:
+        return (one_sided,)
+    staged = staged_backends(config)
+    if choice != "auto" or device == "cpu" or config.parallel.size > 1 or faults.get("transfer_bytes"):
+        return staged
+    try:
+        return (_cuda_ipc(config, device), *staged)
+    except ConfigError as error:
+        _log.warning("KV travels through the host: %s", error)
+        return staged
+
+
+def _cuda_ipc(config: ServeConfig, device: str) -> CudaIpcBackend:
+    return CudaIpcBackend(CudaDriver(device), shares=config.role == "prefill")
+
+
+def staged_backends(config: ServeConfig) -> tuple[Backend, ...]:
+    """Those whose bytes page workers stage and take in, where the settings do not ask for a one-sided one. Raises
+    ConfigError: one that does not reach the engine's other hosts."""
     choice, parallel = config.pd.transfer_backend, config.parallel
     if parallel.nnodes > 1 and choice in ("auto", "shm"):
         if choice == "shm":
@@ -67,5 +97,4 @@ def data_backends(config: ServeConfig, tag: str) -> tuple[AnyBackend, ...]:
                 f"engine: disaggregation_transfer_backend is 'shm' with {parallel.nnodes} hosts, expected auto or tcp"
             )
         choice = "tcp"
-    one_sided = make_one_sided(choice, tag=tag, host=config.pd.bootstrap_host)
-    return make_backends(choice) if one_sided is None else (one_sided,)
+    return make_backends(choice)

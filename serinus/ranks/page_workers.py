@@ -21,7 +21,7 @@ from serinus.pd import (
     frame_backends,
 )
 from serinus.ranks.body import RankBody
-from serinus.ranks.layouts import HasPools, data_backends, layout_of
+from serinus.ranks.layouts import HasPools, layout_of, staged_backends
 
 __all__ = ["STAGING_PIECES", "attach_page_worker"]
 
@@ -47,7 +47,7 @@ def attach_page_worker(
         return
     movers: Sequence[Backend] = ()
     if not config.pd.is_one_sided:  # else no page is staged
-        movers = frame_backends(backends or data_backends(config, f"{config.engine_name}-{body.rank}"))
+        movers = frame_backends(backends) if backends else staged_backends(config)
     layout = RankLayout(layout_of(parts))
     worker = PageWorker(body.rank, layout=layout, stores=stores or parts.pools, backends=movers, clock=clock)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serinus.core.rng import Rng
+from serinus.sim.one_sided import ONE_SIDED
 from serinus.sim.options import (
     Cancel,
     Crash,
@@ -57,11 +58,13 @@ def draw(
         shape = _sliding(window, shape)
     elif Rng(seed).split("latent").random() < _LATENT if latent is None else latent:
         shape = replace(shape, slides="L" * shape.layers, heads=1)
-        if shape.backend in ("push", "pull"):  # whole pages go from rank to rank, and the product has one of them
+        if shape.backend in ONE_SIDED:  # whole pages go from rank to rank, and the product has one of them
             shape = replace(shape, engines=tuple(replace(engine, tp=1) for engine in shape.engines))
     if shape.backend == "local" and not backend and Rng(seed).split("shared memory").random() < 0.5:
         shape = replace(shape, backend="shm")
-    if shape.backend not in ("push", "pull") and Rng(seed).split("stages").random() < _STAGES:
+    if shape.backend == "pull" and not backend and Rng(seed).split("device memory").random() < 0.5:
+        shape = replace(shape, backend="ipc")
+    if shape.backend not in ONE_SIDED and Rng(seed).split("stages").random() < _STAGES:
         engines = [replace(e, tp=1, pp=2) if e.name == "d1" else e for e in shape.engines]
         shape = replace(shape, engines=tuple(engines))
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
@@ -82,7 +85,7 @@ def draw(
 def _shape(rng: Rng, backend: str) -> Shape:
     backend = backend or rng.choice(("local", "tcp", "push", "pull"))
     pages = rng.choice((8, 9, 10, 13))
-    if backend in ("push", "pull"):  # whole pages go from rank to rank: equal layouts
+    if backend in ONE_SIDED:  # whole pages go from rank to rank: equal layouts
         tp, pp = rng.choice(((1, 1), (2, 1), (1, 2)))
         ranks = dict.fromkeys(("p0", "p1", "d0", "d1"), (tp, pp))
         sizes = dict.fromkeys(ranks, 4)
@@ -109,7 +112,7 @@ def _with_canary(rng: Rng, scenario: Scenario, kind: str) -> Scenario:
     shape, options = scenario.shape, replace(scenario.options, restore=0.0)
     if kind == "sound":
         return replace(scenario, shape=replace(shape, canary=rng.choice(("none", "all"))), options=options)
-    checked = shape.backend not in ("push", "pull")
+    checked = shape.backend not in ONE_SIDED
     options = replace(
         options, flip=round(rng.random() * 0.3, 4) * checked, stray=round(rng.random() * 0.3 + 0.01, 4)
     )  # fmt: skip

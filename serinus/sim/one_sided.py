@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from serinus.core.rng import Rng
 from serinus.pd import OneSided
-from serinus.pd.backends import MooncakeBackend, NixlBackend, Strips
+from serinus.pd.backends import CudaIpcBackend, MooncakeBackend, NixlBackend, Strips
 from serinus.pd.backends.mooncake import MooncakeLibrary
 from serinus.pd.backends.nixl import NixlLibrary
 from serinus.sim.timeline import Timeline
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ONE_SIDED", "Fabric", "SimAgent", "SimTransferEngine", "SimWriter", "one_sided"]
 
-ONE_SIDED = {"push": MooncakeBackend, "pull": NixlBackend}
+ONE_SIDED = {"push": MooncakeBackend, "pull": NixlBackend, "ipc": CudaIpcBackend}
 """By the way pages travel in a scenario."""
 _MOVE_S = 0.001
 _AGAIN_S = 0.2
@@ -98,6 +98,8 @@ class Transfer:
     left: int = 0
     """Groups of strips still to be moved."""
     error: str = ""
+    opened: Card | None = None
+    """The other side, where it is memory that was opened: what becomes of its owner ends no read of it."""
     lost: bool = False
     """Its end is not awaited any more; what of it lands, lands."""
     in_flight: dict[int, list[Bytes]] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Fabric:
         """Move these, group by group, each at a time of its own."""
         self._transfers = [(other, groups) for other, groups in self._transfers if other.left]
         addresses, others, counts = strips.local.tolist(), strips.remote.tolist(), strips.byte_counts.tolist()
-        peer = self.cards.get(transfer.session)
+        peer = transfer.opened or self.cards.get(transfer.session)
         if peer is None or not peer.reaches(others, counts) or not transfer.own.reaches(addresses, counts):
             transfer.error = f"nothing is registered at {transfer.session}"
             return
@@ -202,14 +204,14 @@ class Fabric:
         self._over(transfer)
 
     def _read(self, transfer: Transfer, index: int, group: Strips, captured: None) -> None:
-        own, peer = transfer.own, self.cards.get(transfer.session)
+        own, peer = transfer.own, transfer.opened or self.cards.get(transfer.session)
         if not own.alive:
             self._over(transfer)
             return
         if peer is None:
             self._over(transfer, "the peer is gone")
             return
-        if (own.engine.name, peer.engine.name) in self.blocked:
+        if transfer.opened is None and (own.engine.name, peer.engine.name) in self.blocked:
             self.timeline.after(_AGAIN_S, self._read, transfer, index, group, None)
             return
         spans = zip(group.remote.tolist(), group.byte_counts.tolist(), strict=True)
@@ -231,6 +233,10 @@ def _put(card: Card, addresses: NDArray[np.int64], data: Sequence[Bytes]) -> Non
 def one_sided(fabric: Fabric, engine: SimEngine, rank: int, kind: str) -> OneSided:
     """The product's backend of one rank over the simulated library."""
     tag = f"{engine.name}.{rank}"
+    if kind == "ipc":
+        from serinus.sim.device_memory import SimIpc
+
+        return CudaIpcBackend(SimIpc(fabric, engine, rank), shares=engine.shape.role == "prefill")
     if kind == "pull":
         agent = partial(SimAgent, fabric, engine, rank)
         return NixlBackend(tag, NixlLibrary(agent=agent, config=lambda backends: backends, errors=(SimNixlError,)))

@@ -57,7 +57,7 @@ class Shape:
 
     engines: tuple[EngineShape, ...]
     backend: str = "local"
-    """How pages travel: local, shm, tcp (receiver-checked), push (Mooncake), pull (NIXL)."""
+    """How pages travel: local, shm, tcp (receiver-checked), push (Mooncake), pull (NIXL), ipc (CUDA IPC)."""
     layers: int = 2
     heads: int = 2
     vocab_size: int = 16

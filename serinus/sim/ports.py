@@ -190,7 +190,7 @@ class CheckedStore:
     """The pages of one part of one rank, as one-sided transports reach them; every access is checked."""
 
     def __init__(self, pool: SimPool, part: Part, watch: PageWatch, *, is_source: bool) -> None:
-        self._pool, self._part, self._watch, self._is_source = pool, part, watch, is_source
+        self.pool, self._part, self._watch, self._is_source = pool, part, watch, is_source
         self.page_bytes = pool.page_bytes
         """Bytes of one page."""
         self.regions = tuple(
@@ -217,7 +217,7 @@ class CheckedStore:
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
         """Copy pages into out[G, page_bytes]: what is sent is digested first."""
         self.check_read(pages)
-        self._pool.read_pages(pages, out)
+        self.pool.read_pages(pages, out)
 
     def check_read(self, pages: NDArray[np.integer]) -> None:
         """Raises AssertionError: a peer reads pages of this engine, and nothing holds them for that."""

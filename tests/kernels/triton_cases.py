@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from .canary_case import make_case, outcome
 from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
 from .triton_columns import columns, dtype_of
-from .triton_host_cases import choose_tokens, hashed_pages, pages, top_tokens
+from .triton_host_cases import choose_tokens, hashed_pages, pages, pull_pages, top_tokens
 from .triton_layer_cases import experts, gates, linears, norms, qk_rope_store, quantized_linears, rows_of_linears
 from .triton_shapes import call_all
 from .triton_watch_cases import canary_watch
@@ -77,6 +77,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         top_tokens,
         pages,
         hashed_pages,
+        pull_pages,
         canary_watch,
     )
 }

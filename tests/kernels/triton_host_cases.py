@@ -13,7 +13,7 @@ from serinus.kernels import RowSampling
 
 from .triton_columns import columns, far_apart
 
-__all__ = ["choose_tokens", "hashed_pages", "pages", "top_tokens"]
+__all__ = ["choose_tokens", "hashed_pages", "pages", "pull_pages", "top_tokens"]
 
 
 def made_logits(rng: random.Random, device: str, rows: int, vocab: int) -> torch.Tensor:
@@ -124,3 +124,25 @@ def hashed_pages(seed: int, device: str) -> str:
         torch.equal(a[torch.from_numpy(ids)], b[torch.from_numpy(ids)]) for a, b in zip(filled, lanes, strict=True)
     )
     return wrong + ("" if same else " inward")
+
+
+def pull_pages(seed: int, device: str) -> str:
+    """Pages of another pool, of any layout, with their sums; and sums of pages where they lie."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "pull_pages")
+    widths, count = rng.choice(((64, 64), (512, 512, 96), (8, 16), (17_000,))), rng.choice((0, 1, 4))
+
+    def lanes(pages: int, page_first: bool) -> list[torch.Tensor]:
+        made = torch.randint(0, 256, (pages * sum(widths),), generator=generator, dtype=torch.uint8).to(device)
+        if page_first:
+            return list(made.view(pages, -1).split(list(widths), dim=1))
+        return [part.view(pages, -1) for part in made.split([pages * width for width in widths])]
+
+    own, sources = lanes(9, rng.random() < 0.5), lanes(12, rng.random() < 0.5)
+    other = [lane.clone() for lane in own]
+    pages, taken = torch.randperm(9, generator=generator)[:count].numpy(), rng.sample(range(12), count)
+    found = fast.pull_pages(own, pages, seed << 50, sources, np.array(taken, np.int64))
+    expected = ref.pull_pages(other, pages, seed << 50, sources, np.array(taken, np.int64))
+    wrong = "" if torch.equal(found, expected) else " sums"
+    wrong += "" if all(torch.equal(a, b) for a, b in zip(own, other, strict=True)) else " pages"
+    return wrong + ("" if torch.equal(fast.pull_pages(own, pages, seed << 50), expected) else " sums in place")

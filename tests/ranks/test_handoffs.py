@@ -213,7 +213,7 @@ def test_requests_that_leave_at_any_time_leave_nothing_behind(toy: Path, backend
 
 def test_ranks_on_several_hosts_share_no_memory(toy: Path) -> None:
     settings = {"mode": "decode", "pp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
-    names = [backend.name for backend in data_backends(config_of(toy, **settings), "t")]
+    names = [backend.name for backend in data_backends(config_of(toy, **settings), "t", "cpu")]
     assert names == ["tcp"]
     with pytest.raises(ConfigError, match="'shm' with 2 hosts"):
-        data_backends(config_of(toy, **settings, transfer_backend="shm"), "t")
+        data_backends(config_of(toy, **settings, transfer_backend="shm"), "t", "cpu")

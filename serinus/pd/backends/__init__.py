@@ -1,13 +1,15 @@
 """backends: they move bytes between a prefill and a decode engine, and decide nothing.
 
 `local` within a process, `shm` within a machine, `tcp` anywhere: receiver-checked (mode A). One-sided, from pool to
-pool: `nixl` reads (mode C), `mooncake` writes (mode B); both are optional packages.
+pool: `cuda_ipc` reads on a GPU (mode C); `nixl` reads (mode C), `mooncake` writes (mode B), both optional packages.
 """
 
 from __future__ import annotations
 
 from serinus.core.errors import ConfigError
 from serinus.pd.backends.base import Backend, Receiver, Sender, Staged
+from serinus.pd.backends.cuda_driver import CudaDriver
+from serinus.pd.backends.cuda_ipc import CudaIpcBackend, IpcLibrary, Pull, SharedMemory
 from serinus.pd.backends.local import LocalBackend
 from serinus.pd.backends.mooncake import MooncakeBackend
 from serinus.pd.backends.nixl import NixlBackend
@@ -29,17 +31,22 @@ from serinus.pd.backends.tcp import TcpBackend
 
 __all__ = [
     "Backend",
+    "CudaDriver",
+    "CudaIpcBackend",
     "Endpoint",
     "Fenced",
+    "IpcLibrary",
     "LocalBackend",
     "MooncakeBackend",
     "NixlBackend",
     "OneSided",
     "OpResult",
     "OpState",
+    "Pull",
     "Receiver",
     "Region",
     "Sender",
+    "SharedMemory",
     "ShmBackend",
     "Staged",
     "Strips",

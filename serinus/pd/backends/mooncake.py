@@ -142,6 +142,14 @@ class MooncakeBackend:
 
     # ---- peers --------------------------------------------------------------------------------------------------
 
+    def refusal(self, endpoints: Sequence[bytes]) -> str:
+        """Nothing: who reaches whom is seen when they connect."""
+        return ""
+
+    def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
+        """None: XXH3, by the page workers."""
+        return None
+
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Keep where one rank of a peer is; nothing is sent yet. Raises TransferFailed: its endpoint makes no sense."""
         self.disconnect(peer)
@@ -194,7 +202,9 @@ class MooncakeBackend:
         self._ops[self._last_op] = (peer, known.writer.submit(self._engine, known.session, strips))
         return self._last_op
 
-    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
+    def read(
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
+    ) -> int:
         """Not used in push mode, where prefill writes. Raises InvariantError: always."""
         raise InvariantError("pd: mooncake is used to write only, expected no read")
 

@@ -115,6 +115,14 @@ class NixlBackend:
 
     # ---- peers --------------------------------------------------------------------------------------------------
 
+    def refusal(self, endpoints: Sequence[bytes]) -> str:
+        """Nothing: who reaches whom is seen when they connect."""
+        return ""
+
+    def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
+        """None: XXH3, by the page workers."""
+        return None
+
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Add one rank of a peer to our agent, under a name of our choice; a known name is taken anew.
 
@@ -171,7 +179,9 @@ class NixlBackend:
         """Not used: a write could not be called back (see above). Raises InvariantError: always."""
         raise InvariantError("pd: nixl is used to read only, expected no write")
 
-    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
+    def read(
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
+    ) -> int:
         """Begin to fill own pages from the peer's; returns the operation's number.
 
         Raises TransferFailed: the peer is not connected, its pages differ in shape from ours, or NIXL refuses the read.

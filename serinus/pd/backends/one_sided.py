@@ -27,7 +27,9 @@ __all__ = [
     "OpState",
     "Region",
     "Strips",
+    "check_match",
     "pack_endpoint",
+    "pairs_of_part",
     "strips_between",
     "strips_of_part",
     "unpack_endpoint",
@@ -59,6 +61,8 @@ class OpResult:
     state: OpState
     error: str = ""
     """In words, with FAILED and LOST."""
+    digests: bytes = b""
+    """With DONE: of the pages that were written, where the backend makes them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +123,20 @@ class OneSided(Protocol):
     """One rank's way to reach other processes' pages, and to be reached."""
 
     name: str
-    """Name of the backend: nixl or mooncake."""
+    """Name of the backend: cuda_ipc, nixl or mooncake."""
     capabilities: Capabilities
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Make memory reachable, once; returns our endpoint, for the peers. Raises ConfigError where it cannot be."""
+        ...
+
+    def refusal(self, endpoints: Sequence[bytes]) -> str:
+        """Why a peer with these endpoints (one of each rank) and we cannot reach each other, in words; empty = it may
+        work. Asked for at HELLO, on the side that is read or writes."""
+        ...
+
+    def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
+        """Of own pages, as OpResult.digests are; None = reads make none: XXH3, by the page workers of both sides."""
         ...
 
     def connect(self, peer: str, endpoint: bytes) -> None:
@@ -150,8 +163,10 @@ class OneSided(Protocol):
         """
         ...
 
-    def read(self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32]) -> int:
-        """Begin to fill own pages from the peer's; as `write`."""
+    def read(
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
+    ) -> int:
+        """Begin to fill own pages from the peer's; as `write`. `digest_seed`: of OpResult.digests."""
         ...
 
     def poll(self, op: int) -> OpResult:
@@ -167,13 +182,12 @@ class OneSided(Protocol):
         ...
 
 
-def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> Strips:
-    """What to move between own `pages` and the peer's `others`, neighbours together.
+def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
+    """Whether own `pages` and the peer's `others` may be moved onto each other.
 
     Raises:
         TransferFailed: shapes differ, or a page of theirs is out of their region.
         InvariantError: a page of ours is out of our region.
-    Cost: O(stretches of neighbours * lanes) numbers, in numpy.
     """
     if (ours.lane_count, ours.strip_bytes) != (theirs.lane_count, theirs.strip_bytes):
         mine, other = (ours.lane_count, ours.strip_bytes), (theirs.lane_count, theirs.strip_bytes)
@@ -184,6 +198,14 @@ def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], other
         raise InvariantError(f"pd: own pages {pages.min()} .. {pages.max()}, expected 1 .. {ours.page_count - 1}")
     if others.min() < 1 or others.max() >= theirs.page_count:
         raise TransferFailed(f"pd: pages {others.min()} .. {others.max()}, the peer has 1 .. {theirs.page_count - 1}")
+
+
+def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> Strips:
+    """What to move between own `pages` and the peer's `others`, neighbours together. Raises as `check_match`.
+
+    Cost: O(stretches of neighbours * lanes) numbers, in numpy.
+    """
+    check_match(ours, theirs, pages, others)
     breaks = np.flatnonzero((np.diff(pages) != 1) | (np.diff(others) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((starts, [len(pages)]))).astype(np.int64)
@@ -198,14 +220,20 @@ def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], other
     return Strips(local=addresses(ours, pages), remote=addresses(theirs, others), byte_counts=sizes.reshape(-1))
 
 
+def pairs_of_part(ours: Sequence[Region], theirs: Sequence[Region], part: Part) -> list[tuple[Region, Region]]:
+    """Own and other region of all that moves with a part. Raises TransferFailed: they are not as many, or none."""
+    mine, other = ([region for region in regions if region.part == part] for regions in (ours, theirs))
+    if len(mine) != len(other) or not mine:
+        raise TransferFailed(f"pd: part {part.name} lies in {len(mine)} regions here and {len(other)} there")
+    return list(zip(mine, other, strict=True))
+
+
 def strips_of_part(
     ours: Sequence[Region], theirs: Sequence[Region], part: Part, pages: NDArray[np.int32], others: NDArray[np.int32]
 ) -> Strips:
     """`strips_between` over all regions of a part (KV, and what moves with it). Raises what that raises."""
-    mine, other = ([region for region in regions if region.part == part] for regions in (ours, theirs))
-    if len(mine) != len(other) or not mine:
-        raise TransferFailed(f"pd: part {part.name} lies in {len(mine)} regions here and {len(other)} there")
-    found = [strips_between(one, two, pages, others) for one, two in zip(mine, other, strict=True)]
+    pairs = pairs_of_part(ours, theirs, part)
+    found = [strips_between(one, two, pages, others) for one, two in pairs]
     return Strips(
         local=np.concatenate([strips.local for strips in found]),
         remote=np.concatenate([strips.remote for strips in found]),

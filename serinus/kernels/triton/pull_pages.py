@@ -1,0 +1,96 @@
+"""Pages from one pool into another of the same device, with a sum over each, in one kernel; see the reference.
+
+G = pages, P = pages of a pool, W = bytes of one page in one lane, L = lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from serinus.kernels.checks import check_pull
+from serinus.kernels.ref import pull_pages as reference
+from serinus.kernels.triton.pinned import sent
+
+__all__ = ["pull_pages"]
+
+_BLOCK = 2048
+"""Words of one program: 16 KB."""
+_KEY_STEP = tl.constexpr(reference.KEY_STEP)
+_MIX = tl.constexpr(reference.MIX)
+
+
+@torch.inference_mode()
+def pull_pages(
+    lanes: Sequence[Tensor], pages_G: NDArray[np.int64], seed: int, sources: Sequence[Tensor] = (),
+    source_pages_G: NDArray[np.int64] | None = None,
+) -> Tensor:  # fmt: skip
+    """Fill pages from those of another pool, with a sum of each; see the reference. Queued on the current stream."""
+    check_pull(lanes, pages_G, sources, source_pages_G)
+    device, count = lanes[0].device, len(pages_G)
+    sums_G = torch.zeros(count, dtype=torch.int64, device=device)
+    if not count:
+        return sums_G
+    copies = source_pages_G is not None and len(sources) > 0
+    table_6L = _table(_places(lanes), _places(sources if copies else lanes), device)
+    parts = (np.array([seed]), pages_G, source_pages_G if copies else pages_G)
+    job = sent(torch.from_numpy(np.concatenate(parts, dtype=np.int64)), device)  # type: ignore[arg-type]
+    blocks = triton.cdiv(max(lane.shape[1] for lane in lanes) // 8, _BLOCK)
+    _pull[(count, len(lanes), blocks)](table_6L, len(lanes), job, count, sums_G, COPIES=copies, BLOCK=_BLOCK)
+    return sums_G
+
+
+def _places(lanes: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Address, distance of two rows and width of each lane, in bytes."""
+    return tuple((lane.data_ptr(), lane.stride(0), lane.shape[1]) for lane in lanes)
+
+
+@lru_cache(maxsize=64)
+def _table(
+    own: tuple[tuple[int, int, int], ...], others: tuple[tuple[int, int, int], ...], device: torch.device
+) -> Tensor:
+    """Both sides' addresses and distances, widths, and the places of lanes in a page, in words; copied once."""
+    odd = [place for place in (*own, *others) if any(number % 8 for number in place)]
+    if odd:
+        raise ValueError(f"kernels: a lane lies at {odd[0]} (address, distance, width), expected multiples of 8")
+    widths = [width // 8 for _, _, width in own]
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    columns = [[address for address, _, _ in own], [step // 8 for _, step, _ in own]]
+    columns += [[address for address, _, _ in others], [step // 8 for _, step, _ in others], widths, starts]
+    return torch.tensor(columns, dtype=torch.int64).to(device)
+
+
+_jit: Any = triton.jit
+
+
+@_jit(do_not_specialize=["lanes", "count"])
+def _pull(table, lanes, job, count, sums, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    """The seed is the first number of `job`, then come pages, then source pages."""
+    g, lane = tl.program_id(0), tl.program_id(1)
+    seed, own_page, source_page = tl.load(job), tl.load(job + 1 + g), tl.load(job + 1 + count + g)
+    width, start = tl.load(table + 4 * lanes + lane), tl.load(table + 5 * lanes + lane)
+    w = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = w < width
+    own = tl.load(table + lane).to(tl.pointer_type(tl.int64)) + own_page * tl.load(table + lanes + lane) + w
+    if COPIES:
+        source = tl.load(table + 2 * lanes + lane).to(tl.pointer_type(tl.int64))
+        words = tl.load(source + source_page * tl.load(table + 3 * lanes + lane) + w, mask=inside, other=0)
+        tl.store(own, words, mask=inside)
+    else:
+        words = tl.load(own, mask=inside, other=0)
+    x = (words + seed + (start + w + 1) * _KEY_STEP).to(tl.uint64, bitcast=True)
+    x ^= x >> 32
+    x *= _MIX
+    x ^= x >> 29
+    x *= _MIX
+    x ^= x >> 32
+    x = tl.where(inside, x.to(tl.int64, bitcast=True), 0)
+    tl.atomic_add(sums + g, tl.sum(x, axis=0), sem="relaxed")

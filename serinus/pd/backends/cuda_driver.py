@@ -1,0 +1,184 @@
+"""CUDA as backend cuda_ipc uses it: handles of memory by the driver's interface, gathers by the kernels, on a stream.
+
+The driver, not torch's own sharing of tensors: a handle is 64 bytes that any process of the machine opens, with no file
+and no counter beside it that a killed process leaves behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from serinus.core.errors import ConfigError, InvariantError, TransferFailed
+from serinus.kernels import load
+from serinus.pd.backends.cuda_ipc import SharedMemory
+from serinus.pd.backends.one_sided import Region
+from serinus.pd.backends.shm import host_identity
+
+__all__ = ["CudaDriver", "DevicePull"]
+
+_HANDLE_BYTES: Final = 64
+_LAZY_PEER_ACCESS: Final = 1
+_HIGH_PRIORITY: Final = -1
+"""Of streams; the model's is 0, which is the lowest there is."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class DevicePull:
+    """A gather on a stream, and the sums that it leaves in pinned memory."""
+
+    def __init__(self, sums_G: Tensor, event: torch.cuda.Event) -> None:
+        self._sums_G, self._event = sums_G, event
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def sums(self) -> bytes:
+        self._event.synchronize()
+        return self._sums_G.numpy().astype("<i8").tobytes()
+
+
+class CudaDriver:
+    """pd's IpcLibrary on one device."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        """`device`: that the pools are on.
+
+        Raises ConfigError: there is no driver of CUDA, or no device.
+        """
+        if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+            raise ConfigError(f"pd: cuda_ipc shares memory of a GPU, the pools are on {device!r}; expected shm or tcp")
+        try:
+            self._cuda: Any = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigError(f"pd: cuda_ipc needs the driver of CUDA: {error}") from None
+        self._kernels = load("cuda")
+        self._device = torch.device(device, torch.cuda.current_device())
+        index = self._device.index
+        self.device = _uuid(index)
+        others = range(torch.cuda.device_count())
+        reached = [i for i in others if i == index or torch.cuda.can_device_access_peer(index, i)]
+        self.reachable = tuple(_uuid(i) for i in reached)
+        self.process = f"{host_identity()}/{os.getpid()}"
+        self._pulls = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+        self._own = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+
+    def _call(self, name: str, *arguments: Any) -> str:
+        """Call the driver; what went wrong, in words; empty = nothing. The calling thread has a context of torch."""
+        torch.cuda.current_stream(self._device).query()
+        code = getattr(self._cuda, name)(*arguments)
+        if not code:
+            return ""
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorString(code, ctypes.byref(text))
+        return f"{name}: {(text.value or b'').decode()} ({code})"
+
+    def warm(self, regions: Sequence[Region]) -> None:
+        """Have the kernels compiled. Raises ConfigError: a page that is read twice has two sums."""
+        padding = np.zeros(1, np.int32)
+        for region in regions:
+            expected = self.sums((region,), padding, 0)
+            if self.pull([(region, region)], padding, padding, 0).sums() != expected:
+                raise ConfigError("pd: cuda_ipc: a page read twice has two sums, expected a device that works")
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def share(self, address: int) -> SharedMemory:
+        """The allocation that an address lies in. Raises ConfigError: it cannot be shared."""
+        start, byte_count, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        here = ctypes.c_uint64(address)
+        error = self._call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(byte_count), here)
+        error = error or self._call("cuIpcGetMemHandle", ctypes.byref(handle), start)
+        if error:
+            raise ConfigError(
+                f"pd: memory of the pool cannot be shared by CUDA IPC: {error}; expected memory of cudaMalloc"
+                " (PYTORCH_CUDA_ALLOC_CONF without expandable_segments), or shm or tcp"
+            )
+        return SharedMemory(handle=bytes(handle.reserved), address=start.value, byte_count=byte_count.value)
+
+    def open(self, memory: SharedMemory) -> int:
+        """Map memory of another process. Raises TransferFailed."""
+        if len(memory.handle) != _HANDLE_BYTES:
+            raise TransferFailed(f"pd: a handle of {len(memory.handle)} bytes, expected {_HANDLE_BYTES}")
+        address = ctypes.c_uint64()
+        handle = _Handle.from_buffer_copy(memory.handle)
+        error = self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        if error:
+            raise TransferFailed(f"pd: memory of the peer cannot be opened: {error}")
+        found, start = ctypes.c_size_t(), ctypes.c_uint64()
+        error = self._call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(found), address)
+        if error or found.value < memory.byte_count:
+            self.close(address.value)
+            raise TransferFailed(f"pd: the peer shares {found.value} bytes, expected {memory.byte_count} {error}")
+        return address.value
+
+    def close(self, address: int) -> None:
+        """Unmap it. Raises InvariantError: it was not open."""
+        _lanes.cache_clear()
+        error = self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        if error:
+            raise InvariantError(f"pd: memory of a peer cannot be closed: {error}, expected it to be open")
+
+    # ---- pages ------------------------------------------------------------------------------------------------------
+
+    def pull(
+        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
+    ) -> DevicePull:
+        """Queue a gather behind what is queued for the model now; it shares the device with what comes later."""
+        self._pulls.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._pulls):
+            ours, theirs = (_lanes(regions) for regions in zip(*pairs, strict=True))
+            sums_G = self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources))
+            return self._read(sums_G)
+
+    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages, which are whole: those that ran for them have ended. Waits for the device."""
+        with torch.cuda.stream(self._own):
+            return self._read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed)).sums()
+
+    def _read(self, sums_G: Tensor) -> DevicePull:
+        """Have them copied to the host on the current stream."""
+        read_G = torch.empty(len(sums_G), dtype=torch.int64, pin_memory=True)
+        read_G.copy_(sums_G, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return DevicePull(read_G, event)
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _ids(pages: NDArray[np.int32]) -> NDArray[np.int64]:
+    return pages.astype(np.int64)
+
+
+class _Memory:
+    """Memory of the device, for torch to look at."""
+
+    def __init__(self, address: int, byte_count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (byte_count,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _lanes(regions: tuple[Region, ...]) -> list[Tensor]:
+    """Each lane as its pages, uint8 [P, bytes of a strip]."""
+    found: list[Tensor] = []
+    for region in regions:
+        memory: Tensor = torch.as_tensor(_Memory(region.address, region.byte_count))
+        shape, steps = (region.page_count, region.strip_bytes), (region.strip_bytes, 1)
+        found += [memory.as_strided(shape, steps, lane * region.lane_stride) for lane in range(region.lane_count)]
+    return found

@@ -1,0 +1,335 @@
+"""Pages of another process on a GPU, through memory that it shares (CUDA IPC): the decode engine reads (pull, mode C).
+
+The owner's memory is opened once; a kernel gathers scattered pages from it straight into own pages, and sums over what
+it writes, which is compared with the owner's sums of the same pages: nothing passes through the host. What makes mode C
+necessary: a read never fails. Memory of an owner that was killed stays readable until we let it go, that of one which
+has given its pages to others is read as it is. So the lease, CONFIRM and the sums decide, never the read itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import ConfigError, InvariantError, TransferFailed
+from serinus.core.parts import Part
+from serinus.pd.backends.one_sided import (
+    Endpoint,
+    Fenced,
+    OpResult,
+    OpState,
+    Region,
+    check_match,
+    pack_endpoint,
+    pairs_of_part,
+    unpack_endpoint,
+)
+from serinus.pd.modes import Capabilities, Mode
+
+__all__ = ["CudaIpcBackend", "IpcLibrary", "Pull", "SharedMemory"]
+
+_SHARED_MAX: Final = 8
+"""Allocations of one rank."""
+_PENDING: Final = OpResult(state=OpState.PENDING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """An allocation that other processes can open."""
+
+    handle: bytes
+    """What they open it with."""
+    address: int
+    """Where it begins, in its owner."""
+    byte_count: int
+
+
+class Pull(Protocol):
+    """A gather that was queued on the device."""
+
+    def done(self) -> bool:
+        """Whether nothing of it is read or written any more. Never waits."""
+        ...
+
+    def sums(self) -> bytes:
+        """Of the pages that were written (kernels pull_pages), a little-endian u64 each; only when it is done."""
+        ...
+
+
+class IpcLibrary(Protocol):
+    """What is used of CUDA, by one rank on its device."""
+
+    device: str
+    """Identity of the device."""
+    reachable: tuple[str, ...]
+    """Devices of which this process can read memory, its own among them."""
+    process: str
+    """Identity of the process, the same in no other one of this machine."""
+
+    def warm(self, regions: Sequence[Region]) -> None:
+        """Make ready for own pages, which are all of these. Raises ConfigError: the device does not do it right."""
+        ...
+
+    def share(self, address: int) -> SharedMemory:
+        """The allocation that an address lies in. Raises ConfigError: it cannot be shared."""
+        ...
+
+    def open(self, memory: SharedMemory) -> int:
+        """Where memory of another process lies from now on, until `close`. Raises TransferFailed. Cost: below 5 ms."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Let memory go that was opened; nothing may read it any more."""
+        ...
+
+    def pull(
+        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
+    ) -> Pull:
+        """Queue: own pages are filled from those of opened memory. `pairs`: own region and source, in the order of a
+        page's bytes. It begins when what was queued before on own pages is over, and gives way to the model."""
+        ...
+
+    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages where they lie. Waits for the device."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Mapped:
+    """An allocation of a peer, as it is opened here."""
+
+    address: int
+    users: int = 0
+    """Peers that are connected, and reads under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peer:
+    process: str
+    regions: tuple[Region, ...]
+    """At the addresses that they have here."""
+    handles: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    pull: Pull
+    peer: _Peer
+
+
+class CudaIpcBackend:
+    """One rank's memory, and what it has opened of others."""
+
+    name = "cuda_ipc"
+    capabilities = Capabilities(mode=Mode.PULL, needs_registration=True, same_host=True, whole_chunks=True)
+
+    def __init__(self, library: IpcLibrary, *, shares: bool) -> None:
+        """`shares`: whether peers read our memory (prefill); else we only read theirs (decode), and name none."""
+        self._library = library
+        self._shares = shares
+        self._regions: tuple[Region, ...] = ()
+        self._shared: tuple[SharedMemory, ...] = ()
+        self._mapped: dict[tuple[str, bytes], _Mapped] = {}
+        """By process and handle: of a peer that greets again, while reads go on, it is open already."""
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._last_op = 0
+
+    # ---- our memory -------------------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Learn where our pages are, once, and share them; returns our endpoint. Cost: the kernels are made ready.
+
+        Raises:
+            ConfigError: it cannot be shared, or strips are no multiple of 8 bytes.
+            InvariantError: memory is registered already.
+        """
+        if self._regions:
+            raise InvariantError("pd: memory is registered already, expected one call")
+        odd = [region for region in regions if region.strip_bytes % 8]
+        if odd:
+            raise ConfigError(
+                f"pd: cuda_ipc moves words of 8 bytes; a page of part {odd[0].part.name} has {odd[0].strip_bytes}"
+            )
+        shared: list[SharedMemory] = []
+        for region in regions if self._shares else ():
+            if not any(_holds(memory, region) for memory in shared):
+                shared.append(self._library.share(region.address))
+            if not any(_holds(memory, region) for memory in shared):
+                raise ConfigError(f"pd: part {region.part.name} lies in several allocations, expected one")
+        self._regions, self._shared = tuple(regions), tuple(shared)
+        self._library.warm(regions)
+        return self.endpoint
+
+    @property
+    def endpoint(self) -> bytes:
+        """Ours, for the peers."""
+        session = {
+            "process": self._library.process,
+            "device": self._library.device,
+            "reachable": list(self._library.reachable),
+            "shared": [[memory.handle.hex(), memory.address, memory.byte_count] for memory in self._shared],
+        }
+        return pack_endpoint(json.dumps(session).encode(), self._regions if self._shares else ())
+
+    def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
+        """Sums of own pages. Cost: reads them once, and waits for that."""
+        return self._library.sums([region for region in self._regions if region.part is part], pages, seed)
+
+    # ---- peers ------------------------------------------------------------------------------------------------------
+
+    def refusal(self, endpoints: Sequence[bytes]) -> str:
+        """Why a peer with these endpoints cannot read our memory, in words; empty = it may."""
+        try:
+            sessions = [_session(unpack_endpoint(endpoint)) for endpoint in endpoints]
+        except TransferFailed as error:
+            return str(error)
+        if not sessions:
+            return "it names no memory of a GPU"
+        for session in sessions:
+            if session.process == self._library.process:
+                return "both engines are in one process, which cannot open its own memory"
+            if self._library.device not in session.reachable:
+                return (
+                    f"its device {session.device} does not read memory of {self._library.device}, expected the same"
+                    " device, or one with peer access that its process sees"
+                )
+        return ""
+
+    def connect(self, peer: str, endpoint: bytes) -> None:
+        """Open the memory of one rank of a peer; a known name is taken anew.
+
+        Raises TransferFailed: the endpoint makes no sense, or its memory cannot be opened.
+        """
+        self.disconnect(peer)
+        found = unpack_endpoint(endpoint)
+        session = _session(found)
+        if not found.regions:
+            return  # a decode engine: it reads
+        opened: list[bytes] = []
+        try:
+            for memory in session.shared:
+                key = session.process, memory.handle
+                if key not in self._mapped:
+                    self._mapped[key] = _Mapped(address=self._library.open(memory))
+                self._mapped[key].users += 1
+                opened.append(memory.handle)
+            regions = tuple(self._placed(session, region) for region in found.regions)
+        except TransferFailed:
+            self._let_go(session.process, opened)
+            raise
+        self._peers[peer] = _Peer(process=session.process, regions=regions, handles=tuple(opened))
+
+    def _placed(self, session: _Session, region: Region) -> Region:
+        """A region of a peer at its address here. Raises TransferFailed: it is outside of what it shares."""
+        for memory in session.shared:
+            if _holds(memory, region):
+                start = self._mapped[session.process, memory.handle].address
+                return replace(region, address=start + region.address - memory.address)
+        raise TransferFailed(f"pd: pages of part {region.part.name} lie outside of the memory that the peer shares")
+
+    def _let_go(self, process: str, handles: Sequence[bytes]) -> None:
+        for handle in handles:
+            mapped = self._mapped[process, handle]
+            mapped.users -= 1
+            if not mapped.users:
+                del self._mapped[process, handle]
+                self._library.close(mapped.address)
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer, known or not; its memory is let go when the last read from it is over."""
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            self._let_go(known.process, known.handles)
+
+    def fence(self, peer: str) -> Fenced:
+        """Peers only read our memory: nothing is to be kept out of it."""
+        self.disconnect(peer)
+        return Fenced(all_peers=False, endpoint=self.endpoint)
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
+        """Not used: nothing could keep a peer from writing. Raises InvariantError: always."""
+        raise InvariantError("pd: cuda_ipc is used to read only, expected no write")
+
+    def read(
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
+    ) -> int:
+        """Begin to fill own pages from the peer's; returns the operation's number.
+
+        Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
+        """
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransferFailed(f"pd: {peer} is not connected")
+        pairs = pairs_of_part(self._regions, known.regions, part)
+        for ours, theirs in pairs:
+            check_match(ours, theirs, pages, sources)
+        for handle in known.handles:
+            self._mapped[known.process, handle].users += 1
+        self._last_op += 1
+        self._reads[self._last_op] = _Read(pull=self._library.pull(pairs, pages, sources, digest_seed), peer=known)
+        return self._last_op
+
+    def poll(self, op: int) -> OpResult:
+        """How a read is, without waiting. Raises InvariantError: an operation of that number is not known."""
+        read = self._reads.get(op)
+        if read is None:
+            raise InvariantError(f"pd: operation {op} is not under way, expected one that is")
+        if not read.pull.done():
+            return _PENDING
+        del self._reads[op]
+        self._let_go(read.peer.process, read.peer.handles)
+        return OpResult(state=OpState.DONE, digests=read.pull.sums())
+
+    def cancel(self, op: int) -> None:
+        """Changes nothing: what was queued on the device runs."""
+
+    def close(self) -> None:
+        """Wait for own reads, which may not outlive the memory; let everything go."""
+        for read in self._reads.values():
+            read.pull.sums()
+        self._reads.clear()
+        self._peers.clear()
+        for mapped in self._mapped.values():
+            self._library.close(mapped.address)
+        self._mapped.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What an endpoint says beside its regions."""
+
+    process: str
+    device: str
+    reachable: tuple[str, ...]
+    shared: tuple[SharedMemory, ...]
+
+
+def _session(endpoint: Endpoint) -> _Session:
+    """Raises TransferFailed: it makes no sense."""
+    try:
+        found = json.loads(endpoint.session)
+        shared = tuple(
+            SharedMemory(handle=bytes.fromhex(handle), address=int(address), byte_count=int(count))
+            for handle, address, count in found["shared"]
+        )
+        session = _Session(
+            process=str(found["process"]), device=str(found["device"]),
+            reachable=tuple(str(each) for each in found["reachable"]), shared=shared,
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise TransferFailed(f"pd: {len(endpoint.session)} bytes are no session of cuda_ipc: {error!r}") from None
+    if len(shared) > _SHARED_MAX or any(not 0 <= memory.byte_count < 1 << 63 for memory in shared):
+        raise TransferFailed(f"pd: {len(shared)} allocations of cuda_ipc, expected up to {_SHARED_MAX} of sound sizes")
+    return session
+
+
+def _holds(memory: SharedMemory, region: Region) -> bool:
+    return memory.address <= region.address <= region.address + region.byte_count <= memory.address + memory.byte_count

@@ -1,0 +1,118 @@
+"""CUDA IPC under the product's backend, simulated: memory of another process that was opened, and gathers from it.
+
+What real memory does to a reader: it can be read whatever became of its owner, while the owner is stopped, after it was
+killed, and while its pages are given to others, some of a page before the rest. No read fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serinus.core.errors import ConfigError, TransferFailed
+from serinus.core.parts import Part
+from serinus.kernels.ref.pull_pages import page_sums
+from serinus.pd.backends import Region, SharedMemory, Strips, strips_between
+from serinus.sim.one_sided import Card, Fabric, Transfer
+
+if TYPE_CHECKING:
+    from serinus.sim.engine import SimEngine
+
+__all__ = ["SimIpc"]
+
+_SPACE = 1 << 46
+"""Addresses of one process lie below it; what was opened n-th lies at n * _SPACE and its address in its owner."""
+
+
+class SimPull:
+    """One gather."""
+
+    def __init__(self, memory: SimIpc, transfer: Transfer, part: Part, pages: NDArray[np.int32], seed: int) -> None:
+        self.transfer = transfer
+        self._memory, self._part, self._pages, self._seed = memory, part, pages, seed
+
+    def done(self) -> bool:
+        """Nothing of it is left to be moved."""
+        return not self.transfer.left
+
+    def sums(self) -> bytes:
+        """Of what is in the own pages."""
+        return self._memory.sums_of(self._part, self._pages, self._seed, is_read=False)
+
+
+class SimIpc:
+    """pd's IpcLibrary, of one rank on the only device of the machine."""
+
+    device = "the device"
+    reachable = (device,)
+
+    def __init__(self, fabric: Fabric, engine: SimEngine, rank: int) -> None:
+        self._fabric, self._engine, self._rank = fabric, engine, rank
+        self._card = fabric.card(engine, rank, f"{engine.name}.{rank}")
+        self.process = self._card.session
+        self._opened: dict[int, Card] = {}
+        """By number."""
+        self._last = 0
+        self._pulls: list[SimPull] = []
+
+    def warm(self, regions: Sequence[Region]) -> None:
+        """Own pages can be moved from now on."""
+        for region in regions:
+            self._card.register(region.address, region.byte_count)
+
+    def share(self, address: int) -> SharedMemory:
+        """Each region is an allocation. Raises ConfigError: none begins there."""
+        for store in self._engine.stores[self._rank].values():
+            for region in store.regions:
+                if region.address == address:
+                    handle = f"{self.process}/{address}".encode()
+                    return SharedMemory(handle=handle, address=address, byte_count=region.byte_count)
+        raise ConfigError(f"sim: no memory begins at {address:#x}")
+
+    def open(self, memory: SharedMemory) -> int:
+        """Raises TransferFailed: its owner has ended."""
+        card = self._fabric.cards.get(memory.handle.decode().rpartition("/")[0])
+        if card is None:
+            raise TransferFailed(f"sim: {memory.handle!r} is of no process")
+        self._last += 1
+        self._opened[self._last] = card
+        return self._last * _SPACE + memory.address
+
+    def close(self, address: int) -> None:
+        """Raises AssertionError: a gather from it is under way."""
+        card = self._opened.pop(address // _SPACE)
+        reading = [pull for pull in self._pulls if pull.transfer.opened is card and not pull.done()]
+        same = [other for other in self._opened.values() if other is card]
+        assert same or not reading or not self._card.alive, f"sim: memory of {card.session} is let go while it is read"
+
+    def pull(
+        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
+    ) -> SimPull:
+        """Each strip moves at a time of its own."""
+        opened = self._opened[pairs[0][1].address // _SPACE]
+        found = [strips_between(own, theirs, pages, sources) for own, theirs in pairs]
+        strips = Strips(
+            local=np.concatenate([strips.local for strips in found]),
+            remote=np.concatenate([strips.remote for strips in found]) % _SPACE,
+            byte_counts=np.concatenate([strips.byte_counts for strips in found]),
+        )
+        transfer = Transfer(own=self._card, session=opened.session, pushes=False, over=lambda: None, opened=opened)
+        self._fabric.begin(transfer, strips)
+        assert not transfer.error, f"sim: a read of opened memory fails: {transfer.error}"
+        pull = SimPull(self, transfer, pairs[0][0].part, pages, seed)
+        self._pulls = [*(each for each in self._pulls if not each.done()), pull]
+        return pull
+
+    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages, which must be held."""
+        return self.sums_of(regions[0].part, pages, seed, is_read=True)
+
+    def sums_of(self, part: Part, pages: NDArray[np.int32], seed: int, *, is_read: bool) -> bytes:
+        """Of own pages; `is_read`: on behalf of a peer."""
+        store = self._engine.stores[self._rank][part]
+        if is_read:
+            store.check_read(pages)
+        return page_sums(store.pool.read_pages(pages), seed).astype("<u8").tobytes()
