@@ -101,7 +101,7 @@ def paths(pages: int, rounds: int) -> dict[str, float]:
         ways: dict[str, Callable[[], float]] = {"copy": memory_copy(byte_count)}
         ways["socket"] = stack.enter_context(bare_socket(byte_count))
         for backend in installed():
-            pair = Pair(backend, PAGES_64K, pages, script=__file__)
+            pair = Pair(backend, PAGES_64K, pages, script=(__file__,))
             stack.callback(pair.close)
             ways[backend] = pair.handoff
         for _ in range(rounds + 1):
@@ -112,10 +112,10 @@ def paths(pages: int, rounds: int) -> dict[str, float]:
 
 def small_things(rounds: int) -> dict[str, float]:
     """abort_ms (the worst), messages, handoffs_per_s."""
-    with contextlib.closing(Pair("shm", PAGES_64K, 1024, script=__file__)) as pair:
+    with contextlib.closing(Pair("shm", PAGES_64K, 1024, script=(__file__,))) as pair:
         pair.handoff()
         abort_ms = 1e3 * max(pair.abort() for _ in range(rounds))
-    with contextlib.closing(Pair("shm", TOY, 256, script=__file__)) as pair:
+    with contextlib.closing(Pair("shm", TOY, 256, script=(__file__,))) as pair:
         pair.handoff()
         return {"abort_ms": abort_ms, "messages": pair.messages(20 * rounds), "handoffs_per_s": pair.rate(0.2 * rounds)}
 
@@ -124,7 +124,7 @@ def prompt(tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     """A prompt of the benchmark model: seconds, and decode's part of them, in the median."""
     found: dict[str, dict[str, float]] = {}
     for backend in ("shm", "tcp"):
-        with contextlib.closing(Pair(backend, MODEL, -(-tokens // MODEL.page_size), script=__file__)) as pair:
+        with contextlib.closing(Pair(backend, MODEL, -(-tokens // MODEL.page_size), script=(__file__,))) as pair:
             pair.handoff()
             rows = [(pair.handoff(), pair.copy_seconds) for _ in range(rounds)]
         seconds, copying = zip(*rows, strict=True)
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fast", action="store_true", help="fewer rounds")
     parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt")
-    parser.add_argument("--prefill-process", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--prefill-process", nargs=8, help=argparse.SUPPRESS)
     parser.add_argument("--socket-process", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.prefill_process:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ from serinus.pd import (
     host_identity,
     make_backends,
 )
-from serinus.pd.backends import Backend, OneSided, make_one_sided
+from serinus.pd.backends import Backend, CudaDriver, CudaIpcBackend, OneSided, make_one_sided
 from serinus.pd.layout import STAMP_BYTES
 from serinus.pool import DevicePool, PoolSpec
 from serinus.testing.answering_line import AnsweringLine
@@ -60,6 +61,7 @@ class Shape:
     heads: int
     head_size: int
     page_size: int = 16
+    device: str = "cpu"
 
     @property
     def page_bytes(self) -> int:
@@ -70,9 +72,13 @@ class Shape:
         """A pool for so many pages, every one touched."""
         spec = PoolSpec(
             layer_count=self.layers, kv_head_count=self.heads, head_size=self.head_size, page_size=self.page_size,
-            page_count=pages + 1, dtype=torch.bfloat16, device="cpu",
+            page_count=pages + 1, dtype=torch.bfloat16, device=self.device,
         )  # fmt: skip
-        pool = DevicePool(spec, load("cpu"))
+        pool = DevicePool(spec, load(self.device))
+        if self.device != "cpu":
+            for lane in (*pool.k, *pool.v):
+                lane.normal_()
+            return pool
         rows = np.random.default_rng(1).integers(0, 256, (pages, pool.page_bytes), dtype=np.uint8)
         pool.write_pages(np.arange(1, pages + 1), rows)
         return pool
@@ -97,8 +103,10 @@ def stamped(shape: Shape, tp: int, pp: int) -> LayoutSignature:
     )  # fmt: skip
 
 
-def backends_of(name: str, incarnation: int) -> Sequence[Backend | OneSided]:
-    """The one that is measured."""
+def backends_of(name: str, incarnation: int, *, shares: bool) -> Sequence[Backend | OneSided]:
+    """The one that is measured; `shares`: of the sending side."""
+    if name == "cuda_ipc":
+        return (CudaIpcBackend(CudaDriver(), shares=shares),)
     one_sided = make_one_sided(name, tag=f"bench-{incarnation}")
     return (one_sided,) if one_sided is not None else make_backends(name)
 
@@ -109,17 +117,21 @@ def spans_of(pages: NDArray[np.int32]) -> tuple[PageSpan, ...]:
 
 
 def prefill_process(words: Sequence[str]) -> None:
-    """Serves prompts whose KV is there already, until it is killed: BACKEND PAGES LAYERS HEADS HEAD_SIZE PAGE_SIZE."""
-    backend, (pages, layers, heads, head_size, page_size) = words[0], map(int, words[1:])
+    """Serves prompts whose KV is there already, until it is killed: BACKEND DEVICE BUSY PAGES LAYERS HEADS HEAD_SIZE
+    PAGE_SIZE. BUSY 1: it keeps its device busy with products meanwhile."""
+    backend, device, (busy, pages, layers, heads, head_size, page_size) = words[0], words[1], map(int, words[2:])
     torch.set_num_threads(1)
-    shape = Shape(layers=layers, heads=heads, head_size=head_size, page_size=page_size)
+    shape = Shape(layers=layers, heads=heads, head_size=head_size, page_size=page_size, device=device)
+    products = Products() if busy else None
     pool, incarnation, channel = shape.pool(pages), new_incarnation(), ZmqChannel("tcp://127.0.0.1:0")
-    backends = backends_of(backend, incarnation)
+    backends = backends_of(backend, incarnation, shares=True)
     peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
     port, line = make_port(PrefillSide, shape.settings("prefill", incarnation, backends[0]), pool, backends)
     print(f"\nADDRESS {channel.address}", flush=True)
     while True:
-        messages = peers.receive(min(0.1, port.wait_s))
+        messages = peers.receive(min(0.001 if products else 0.1, port.wait_s))
+        if products is not None:
+            products.go_on()
         line.pump()
         for result in port.turn(CLOCK.now(), messages):
             if isinstance(result, AddPrefill):
@@ -127,6 +139,23 @@ def prefill_process(words: Sequence[str]) -> None:
                 ids = np.arange(1, count + 1, dtype=np.int32)
                 port.handle(ChunkReady(xid=result.xid, spans=spans_of(ids), last=True, token=7), CLOCK.now())
         peers.deliver(port.take_outgoing())
+
+
+class Products:
+    """Matrix products, which keep a GPU busy."""
+
+    def __init__(self) -> None:
+        self._a, self._b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self._ends: deque[torch.cuda.Event] = deque()
+
+    def go_on(self) -> None:
+        """Queue more, where less than some 10 ms are queued."""
+        while self._ends and self._ends[0].query():
+            self._ends.popleft()
+        while len(self._ends) < 8:
+            torch.matmul(self._a, self._b)
+            self._ends.append(torch.cuda.Event())
+            self._ends[-1].record()
 
 
 def make_port(
@@ -158,18 +187,18 @@ class CountingChannel(ZmqChannel):
 class Pair:
     """The asking side, and the process of the other one."""
 
-    def __init__(self, backend: str, shape: Shape, pages: int, *, script: str) -> None:
-        """`script`: a file that calls `prefill_process` with the words after --prefill-process."""
-        words = [backend, *map(str, (pages, shape.layers, shape.heads, shape.head_size, shape.page_size))]
-        self.child = subprocess.Popen(
-            [sys.executable, script, "--prefill-process", *words], stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, backend: str, shape: Shape, pages: int, *, script: Sequence[str], busy: bool = False) -> None:
+        """`script`: what calls `prefill_process` with the words after --prefill-process. `busy`: it keeps its device
+        busy meanwhile."""
+        sizes = (int(busy), pages, shape.layers, shape.heads, shape.head_size, shape.page_size)
+        words = ["--prefill-process", backend, shape.device, *map(str, sizes)]
+        self.child = subprocess.Popen([sys.executable, *script, *words], stdout=subprocess.PIPE, text=True)
         assert self.child.stdout is not None
         self.shape, self.pages = shape, pages
         self.address = next(line for line in self.child.stdout if line.startswith("ADDRESS ")).split()[1]
         incarnation = new_incarnation()
         self.channel = CountingChannel()
-        backends = backends_of(backend, incarnation)
+        backends = self.backends = backends_of(backend, incarnation, shares=False)
         self.peers = Peers(Mailbox(self.channel, incarnation=incarnation, clock=CLOCK))
         settings = shape.settings("decode", incarnation, backends[0])
         self.port, self.line = make_port(DecodeSide, settings, shape.pool(pages), backends)

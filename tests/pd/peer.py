@@ -1,6 +1,7 @@
 """A small engine around a port, for tests with real processes; also the program of the other process.
 
-python peer.py prefill BACKEND ADDRESS all|some      prints its address; computes all pages asked for, or only some
+python peer.py prefill BACKEND ADDRESS all|some|spoilt   prints its address; computes all pages asked for, only some, or
+                                                     all, and gives them to others as soon as they are announced
 python peer.py decode BACKEND ADDRESS                asks ADDRESS for one prompt, again and again
 """
 
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
@@ -26,7 +29,8 @@ from serinus.engine.peers import Peers
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
-    Backend,
+    AnyBackend,
+    CancelHandoff,
     DecodeSide,
     HandoffPort,
     HandoffSettings,
@@ -38,9 +42,11 @@ from serinus.pd import (
     Recompute,
     ReleaseChunk,
     StartHandoff,
+    frame_backends,
     host_identity,
     make_backends,
 )
+from serinus.pd.backends import CudaDriver, CudaIpcBackend, Region
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Mailbox, ZmqChannel
 from serinus.wire.messages import LayoutSignature
@@ -78,13 +84,69 @@ class Store:
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
         self.data[pages] = data
 
+    def page(self, page: int) -> NDArray[np.uint8]:
+        """What is in a page."""
+        return self.data[page]
 
-def settings_of(engine: str, incarnation: int, names: tuple[str, ...]) -> HandoffSettings:
-    return make_settings(engine, incarnation, backends=names, host=host_identity(), layout=BIG, piece_bytes_max=1 << 20)
+    def spoil(self, pages: Sequence[int]) -> None:
+        """They are another owner's."""
+        self.data[pages] = 0xDD
 
 
-def line_to(store: Store, backends: Sequence[Backend]) -> AnsweringLine:
-    worker = PageWorker(0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=backends, clock=CLOCK)
+class DeviceStore(Store):
+    """Pages on a GPU."""
+
+    def __init__(self, count: int = 512) -> None:
+        super().__init__(count)
+        self.memory = torch.zeros((count, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+        self.regions = (
+            Region(
+                part=Part.FULL, address=self.memory.data_ptr(), lane_count=1, lane_stride=0, strip_bytes=PAGE_BYTES,
+                page_count=count,
+            ),
+        )  # fmt: skip
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        out[:] = self.memory[torch.from_numpy(pages.astype(np.int64)).cuda()].cpu().numpy()
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        self.memory[torch.from_numpy(np.asarray(pages, np.int64)).cuda()] = torch.from_numpy(data).cuda()
+        torch.cuda.synchronize()
+
+    def page(self, page: int) -> NDArray[np.uint8]:
+        return self.memory[page].cpu().numpy()
+
+    def spoil(self, pages: Sequence[int]) -> None:
+        self.memory[pages] = 0xDD
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """An engine's pages, and how they travel."""
+
+    store: Store
+    backends: Sequence[AnyBackend]
+
+    @classmethod
+    def of(cls, backend: str, *, shares: bool) -> Ends:
+        """`shares`: of a prefill engine."""
+        if backend == "cuda_ipc":
+            return cls(store=DeviceStore(), backends=(CudaIpcBackend(CudaDriver(), shares=shares),))
+        return cls(store=Store(), backends=make_backends(backend, 64 << 20))
+
+    def settings(self, engine: str, incarnation: int, **changes: object) -> HandoffSettings:
+        """Of the engine's port."""
+        return make_settings(
+            engine, incarnation, backends=tuple(each.name for each in self.backends), host=host_identity(), layout=BIG,
+            capabilities={each.name: each.capabilities for each in self.backends}, piece_bytes_max=1 << 20, **changes,
+        )  # fmt: skip
+
+
+def line_to(store: Store, backends: Sequence[AnyBackend]) -> AnsweringLine:
+    worker = PageWorker(
+        0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=frame_backends(backends), clock=CLOCK
+    )
     return AnsweringLine([worker])
 
 
@@ -125,21 +187,22 @@ class PrefillPeer(Peer):
 
     def __init__(self, backend: str, address: str = "tcp://127.0.0.1:0", *, everything: bool = True) -> None:
         incarnation = new_incarnation()
-        backends = make_backends(backend, 64 << 20)
+        ends = Ends.of(backend, shares=True)
         channel = ZmqChannel(address)
         self.address = channel.address
         self.everything = everything
-        self.store = Store()
+        self.spoils = False
+        """Pages are another owner's as soon as they are announced."""
+        self.store = ends.store
         self.free = set(range(1, len(self.store.data)))
         self.held: dict[str, set[int]] = {}
         """Pages that must stay as they are, by handoff."""
         self.ended: list[PrefillDrained | AbortPrefill] = []
         self.peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
-        self.line = line_to(self.store, backends)
+        self.line = line_to(self.store, ends.backends)
         self.port = HandoffPort(
-            PrefillSide, settings_of("p", incarnation, tuple(b.name for b in backends)),
-            line=self.line, backends=backends,
-        )  # fmt: skip
+            PrefillSide, ends.settings("p", incarnation), line=self.line, backends=ends.backends, stores=self.store
+        )
 
     def _act(self, results: Sequence[object]) -> None:
         for result in results:
@@ -157,7 +220,7 @@ class PrefillPeer(Peer):
     def _free(self, xid: str, pages: set[int]) -> None:
         self.held[xid] -= pages
         self.free |= pages
-        self.store.data[sorted(pages)] = 0xDD
+        self.store.spoil(sorted(pages))
 
     def _compute(self, xid: str, request: Request, skip: int) -> None:
         total = -(-len(request.prompt) // PAGE_SIZE) - skip
@@ -169,27 +232,31 @@ class PrefillPeer(Peer):
             pages = np.array(sorted(self.free)[:count], dtype=np.int32)
             self.free -= set(pages.tolist())
             self.held[xid] |= set(pages.tolist())
-            for i, page in enumerate(pages.tolist()):
-                self.store.data[page] = full_page(request.prompt, skip + first + i)
+            rows = [full_page(request.prompt, skip + first + i) for i in range(count)]
+            self.store.write_pages(pages, np.stack(rows))
             token = first_token(request.prompt) if last else None
             chunk = ChunkReady(xid=xid, spans=full(skip + first, pages), last=last, token=token)
             self._act(self.port.handle(chunk, CLOCK.now()))
+            if self.spoils:
+                self.store.spoil(pages.tolist())
 
 
 class DecodePeer(Peer):
     """Asks for prompts and checks what lands."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, **changes: object) -> None:
+        """`changes`: of its settings."""
         incarnation = new_incarnation()
-        backends = make_backends(backend, 64 << 20)
-        self.store = Store()
+        ends = Ends.of(backend, shares=False)
+        self.store = ends.store
         self.asked: dict[str, StartHandoff] = {}
         self.results: list[Landed | Recompute] = []
         self.peers = Peers(Mailbox(ZmqChannel(), incarnation=incarnation, clock=CLOCK))
-        self.line = line_to(self.store, backends)
+        self.line = line_to(self.store, ends.backends)
+        self.backends = ends.backends
         self.port = HandoffPort(
-            DecodeSide, settings_of("d", incarnation, tuple(b.name for b in backends)),
-            line=self.line, backends=backends,
+            DecodeSide, ends.settings("d", incarnation, **changes), line=self.line, backends=ends.backends,
+            stores=self.store,
         )  # fmt: skip
 
     def ask(self, rid: str, address: str, length: int, *, held_pages: int = 0) -> None:
@@ -200,6 +267,11 @@ class DecodePeer(Peer):
         )
         self.asked[rid] = event
         self._act(self.port.handle(event, CLOCK.now()))
+        self.peers.deliver(self.port.take_outgoing())
+
+    def cancel(self, rid: str) -> None:
+        self._act(self.port.handle(CancelHandoff(rid=rid), CLOCK.now()))
+        self.asked.pop(rid, None)
         self.peers.deliver(self.port.take_outgoing())
 
     def _act(self, results: Sequence[object]) -> None:
@@ -214,13 +286,14 @@ class DecodePeer(Peer):
         assert landed.token == first_token(asked.request.prompt)
         for i, page in enumerate(asked.spans[0].pages.tolist()):
             wanted = full_page(asked.request.prompt, asked.held // PAGE_SIZE + i)
-            assert np.array_equal(self.store.data[page], wanted), f"page {i} holds other bytes"
+            assert np.array_equal(self.store.page(page), wanted), f"page {i} holds other bytes"
 
 
 def main(role: str, backend: str, address: str, how: str = "all") -> None:
     """The other process; lives until it is killed."""
     if role == "prefill":
-        prefill = PrefillPeer(backend, address, everything=how == "all")
+        prefill = PrefillPeer(backend, address, everything=how != "some")
+        prefill.spoils = how == "spoilt"
         print(prefill.address, flush=True)
         while True:
             prefill.turn(0.1)

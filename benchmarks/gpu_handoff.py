@@ -1,0 +1,152 @@
+"""KV from one process to another on one GPU, by backend cuda_ipc: GB/s of a pull beside a copy on the same card, and
+what handing a prompt over takes beside computing it. One JSON line each.
+
+    python -m benchmarks.gpu_handoff [--tokens 2000] [--rounds 30] [--no-engine]      (from the top; a GPU with 48 GB)
+
+Real ports, machines and pools of the shape of Qwen3-8B in two processes (handoff_pair.py). GB/s are bytes that were
+moved, each read once and written once: of the pull, with its sums, and in turns of a plain copy of as many bytes.
+`busy`: the other process keeps the card busy with matrix products; the two processes take turns on it. A handoff is
+from the request until all pages are confirmed; its share is of the first token of the same prompt from `LLM`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_engine import KV_HEADS, LAYERS, SIZE, VOCAB, config_in
+from benchmarks.handoff_pair import CLOCK, Pair, Shape, prefill_process
+from benchmarks.report import emit
+from serinus import LLM, SamplingParams
+from serinus.core.parts import Part
+from serinus.pd.backends import OpState
+
+MODEL = Shape(layers=LAYERS, heads=KV_HEADS, head_size=SIZE, device="cuda")
+SCRIPT = ("-m", "benchmarks.gpu_handoff")
+PAGES = 512
+"""Of each pool: 1.2 GB."""
+PULLED = 256
+"""Pages of one pull."""
+GOALS = {"idle_gb_s": 1200, "busy_gb_s": 500, "open_ms": 5.0, "of_prefill": 0.03}
+
+
+def seconds_of(job: Callable[[], object]) -> float:
+    """Of one call and all that it queued."""
+    torch.cuda.synchronize()
+    begin = CLOCK.now()
+    job()
+    torch.cuda.synchronize()
+    return CLOCK.now() - begin
+
+
+def puller(pair: Pair) -> Callable[[], None]:
+    """One read of scattered pages into scattered pages, until it is said to be over."""
+    backend: Any = pair.backends[0]
+    (peer,) = backend._peers
+    rng = np.random.default_rng(1)
+    pages, sources = (rng.permutation(np.arange(1, PAGES + 1, dtype=np.int32))[:PULLED] for _ in range(2))
+
+    def once() -> None:
+        op = backend.read(peer, Part.FULL, pages, sources, 1234567)
+        while (result := backend.poll(op)).state is OpState.PENDING:
+            pass
+        assert result.state is OpState.DONE
+
+    return once
+
+
+def copier(byte_count: int) -> Callable[[], None]:
+    """A plain copy of so many bytes."""
+    source, target = (torch.zeros(byte_count, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return lambda: target.copy_(source) and None
+
+
+def rates(rounds: int, *, busy: bool) -> dict[str, float]:
+    """GB/s of pulls, of copies in turns with them, and of sums; milliseconds to open the owner's memory."""
+    byte_count = PULLED * MODEL.page_bytes
+    with contextlib.closing(Pair("cuda_ipc", MODEL, PAGES, script=SCRIPT, busy=busy)) as pair:
+        pair.handoff()
+        backend: Any = pair.backends[0]
+        ids = np.arange(1, PULLED + 1, dtype=np.int32)
+        jobs: dict[str, Callable[[], object]] = {
+            "pull": puller(pair), "copy": copier(byte_count), "sums": lambda: backend.digests(Part.FULL, ids, 5),
+        }  # fmt: skip
+        seconds: dict[str, list[float]] = {name: [] for name in jobs}
+        for _ in range(rounds):
+            for name, job in jobs.items():
+                seconds[name].append(seconds_of(job))
+        (peer,), (known,) = backend._peers, pair.port._peers.values()
+        opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
+    found = {f"{name}_gb_s": byte_count / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
+    return {**found, "of_copy": found["pull_gb_s"] / found["copy_gb_s"], "open_ms": 1e3 * statistics.median(opening)}
+
+
+def handoff(tokens: int, rounds: int, *, busy: bool) -> dict[str, float]:
+    """Milliseconds of a handoff of so many tokens: all of it, and in its reads."""
+    with contextlib.closing(Pair("cuda_ipc", MODEL, -(-tokens // MODEL.page_size), script=SCRIPT, busy=busy)) as pair:
+        for _ in range(3):
+            pair.handoff()
+        seconds = [pair.handoff() for _ in range(rounds)]
+    return {"handoff_ms": 1e3 * statistics.median(seconds), "best_ms": 1e3 * min(seconds)}
+
+
+def prefill_ms(tokens: int, rounds: int) -> float:
+    """Of the first token of a prompt, through an engine of dummy weights."""
+    rng = np.random.default_rng(2)
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LLM(
+            config_in(Path(folder)), load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
+            max_running_requests=8, chunked_prefill_size=8192, max_total_tokens=60_000, kv_canary="none",
+            disable_cuda_graph=True,
+        ) as llm,
+    ):  # fmt: skip
+
+        def once() -> None:
+            prompt = {"prompt_token_ids": rng.integers(0, VOCAB, tokens).tolist()}
+            llm.generate([prompt], sampling, use_tqdm=False)
+
+        seconds = [seconds_of(once) for _ in range(rounds + 2)]
+    return 1e3 * statistics.median(seconds[2:])
+
+
+def main() -> None:
+    """Measure, and print a line each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt")
+    parser.add_argument("--rounds", type=int, default=30, help="of each measurement")
+    parser.add_argument("--no-engine", action="store_true", help="without the prefill that the handoff is compared to")
+    parser.add_argument("--prefill-process", nargs=8, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.prefill_process:
+        prefill_process(arguments.prefill_process)
+        return
+    card = torch.cuda.get_device_name()
+    for busy in (False, True):
+        found = {name: round(value, 3) for name, value in rates(arguments.rounds, busy=busy).items()}
+        emit("gpu_handoff_rates", gpu=card, owner_busy=busy, goals=GOALS, **found)
+    byte_count = -(-arguments.tokens // MODEL.page_size) * MODEL.page_bytes
+    for busy in (False, True):
+        times = handoff(arguments.tokens, arguments.rounds, busy=busy)
+        if not busy and not arguments.no_engine:
+            times["prefill_ms"] = prefill_ms(arguments.tokens, 5)
+            times["of_prefill"] = times["handoff_ms"] / times["prefill_ms"]
+        rounded = {name: round(value, 4) for name, value in times.items()}
+        emit("gpu_handoff_prompt", gpu=card, tokens=arguments.tokens, bytes=byte_count, owner_busy=busy, **rounded)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)
