@@ -132,6 +132,8 @@ class Usage:
     """Name of the engine that computed the prompt; empty = this one."""
     handoff_tokens: int = 0
     """Prompt tokens whose KV came from that engine."""
+    handoff_backend: str = ""
+    """How it travelled: cuda_ipc, shm, tcp..."""
     handoff_pages: int = 0
     """Pages it came in."""
     handoff_bytes: int = 0

@@ -231,6 +231,7 @@ class DecodeRole:
             result.logprobs,
             now,
             prefill_engine=result.engine,
+            handoff_backend=result.backend,
             handoff_bytes=result.byte_count,
             handoff_seconds=result.copy_seconds,
             cached_tokens=result.cached_tokens,
@@ -262,7 +263,7 @@ class DecodeRole:
             "serinus.prefill_engine": result.engine, "serinus.xid": result.xid, "serinus.pages": result.page_count,
             "serinus.bytes": result.byte_count, "serinus.connect_s": result.connect_seconds,
             "serinus.queue_s": result.queue_seconds, "serinus.compute_s": result.compute_seconds,
-            "serinus.copy_s": result.copy_seconds,
+            "serinus.copy_s": result.copy_seconds, "serinus.backend": result.backend,
         }  # fmt: skip
         self._spans.handed_over(result.rid, about, pieces_s=result.seconds, verify_s=result.verify_seconds)
 

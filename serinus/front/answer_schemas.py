@@ -77,6 +77,8 @@ class MetaInfo(HttpAnswer, kw_only=True):
     prefill_engine: str
     decode_engine: str
     handoff_tokens: int | UnsetType = UNSET
+    handoff_backend: str | UnsetType = UNSET
+    """How KV travelled: cuda_ipc, shm, tcp..."""
     handoff_pages: int | UnsetType = UNSET
     handoff_bytes: int | UnsetType = UNSET
     handoff_seconds: float | UnsetType = UNSET

@@ -231,6 +231,7 @@ def meta_info(sequence: SequenceState, ready: Ready, e2e_latency: float) -> dict
     }
     if usage is not None:
         info["handoff_tokens"] = usage.handoff_tokens
+        info["handoff_backend"] = usage.handoff_backend
         info["handoff_pages"] = usage.handoff_pages
         info["handoff_bytes"] = usage.handoff_bytes
         info["handoff_seconds"] = usage.handoff_seconds

@@ -82,6 +82,8 @@ _WATCHED = frozenset(("watched_attention", "pack_factors"))
 """Ops that stand in for `paged_attention`, and so are of the same column, except where one is asked for by name."""
 _ON_HOST = frozenset(("canary_due", "chain_hashes", "page_digests"))
 """Ops of arrays of the host: whatever the device is, column cpu serves them."""
+_ON_DEVICE = frozenset(("pull_pages",))
+"""Ops between memories of accelerators, which an engine on a CPU does not call: column cpu has none."""
 _MADE_OF_OPS = ("norm_linear",)
 """Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
@@ -167,7 +169,9 @@ class Kernels:
     def summary(self) -> str:
         """Which ops run on which column, in words: for the log at start and for `serinus doctor`."""
         most, *others = (column for column, _ in Counter(self.columns.values()).most_common())
-        served = "; ".join(f"{name}: {', '.join(op for op in FILES if self.columns[op] == name)}" for name in others)
+        served = "; ".join(
+            f"{name}: {', '.join(op for op in self.columns if self.columns[op] == name)}" for name in others
+        )
         return f"all ops on column {most}" + (f", but {served}" if served else "")
 
 
@@ -200,7 +204,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
         found |= {op: _find(op, "ref") for op in _WATCHED}
     ops = {op: make for op, (make, _) in found.items()}
     ops |= {op: ops[op](ops) for op in _MADE_OF_OPS}
-    columns = {op: name for op, (_, name) in found.items()}
+    columns = {op: name for op, (_, name) in found.items() if column != "cpu" or op not in _ON_DEVICE}
     lacking = [op for op in own if columns[op] != column]
     if lacking:
         raise ConfigError(f"kernels: column {column!r} has no {', '.join(lacking)}, expected a kernel of its own")

@@ -171,6 +171,8 @@ class Landed:
     """Pull: from CONFIRM to OK; else 0."""
     engine: str
     """Name of the prefill engine."""
+    backend: str
+    """How the pages travelled."""
     cached_tokens: Mapping[str, int]
     """What prefill itself found cached."""
     queue_seconds: float

@@ -64,8 +64,8 @@ class DecodeHandoff:
         """The result for the engine: it failed."""
         return Recompute(rid=self.rid, xid=self.xid, code=code, reason=reason, had_grant=self.account is not None)
 
-    def landed(self, done: Done, account: ArrivalAccount, engine: str, now: float) -> Landed:
-        """The result for the engine: all pages are here."""
+    def landed(self, done: Done, account: ArrivalAccount, engine: str, backend: str, now: float) -> Landed:
+        """The result for the engine: all pages are here, from `engine` by `backend`."""
         since = self.confirming_since
         return Landed(
             rid=self.rid,
@@ -82,6 +82,7 @@ class DecodeHandoff:
             connect_seconds=max(0.0, self.asked_at - self.begun),
             confirm_seconds=now - since if since is not None else 0.0,
             engine=engine,
+            backend=backend,
             cached_tokens=_believable(done.cached_tokens, len(self.request.prompt)),
             queue_seconds=done.queue_seconds,
             compute_seconds=done.compute_seconds,

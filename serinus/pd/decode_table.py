@@ -135,8 +135,9 @@ class DecodeTable:
         """The good end: the peer may drop its holds, the request runs."""
         self._remove(handoff, out)
         peer = self._registry.named(handoff.peer)
+        assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
         out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
-        out.append(handoff.landed(done, account, peer.engine if peer is not None else "", now))
+        out.append(handoff.landed(done, account, peer.engine, peer.backend, now))
 
     def failed_there(self, handoff: DecodeHandoff, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:
         """The peer gave it up: tell it what it still waits for, and recompute."""

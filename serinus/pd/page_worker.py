@@ -172,7 +172,7 @@ class PageWorker:
             error, code = str(failed), "transfer"
         return TakenIn(
             xid=command.xid, piece=command.piece, source=command.source, rank=self.rank, error=error, code=code,
-            seconds=self._clock.now() - start,
+            seconds=command.read_seconds + self._clock.now() - start,
         )  # fmt: skip
 
     def _fill(self, command: TakeIn) -> None:

@@ -128,6 +128,8 @@ class TakeIn:
     """PULL: pages of the source rank."""
     found: bytes = b""
     """Digests of what was written into `pages`, where a backend made them; else the rank does."""
+    read_seconds: float = 0.0
+    """Of the backend, for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

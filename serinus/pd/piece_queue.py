@@ -24,7 +24,7 @@ __all__ = ["PieceQueue"]
 _FIRST_BYTES_MIN: Final = 1 << 20
 """The first pieces of a handoff are not made smaller than this."""
 _PAGES_MAX: Final = 1 << 16
-"""Of one piece."""
+"""Of one piece at most."""
 
 
 class PieceQueue:

@@ -387,7 +387,8 @@ class HandoffPort(Generic[M]):
             elif isinstance(item.token, _Write):
                 self._run(item.token.moved, now, out)
             else:
-                self._command(replace(item.token, found=item.result.digests), item.token.rank)
+                read = replace(item.token, found=item.result.digests, read_seconds=item.result.seconds)
+                self._command(read, read.rank)
 
     def _lost(self, item: Ended[_Write | TakeIn], now: float, out: list[Any]) -> None:
         """An operation may still move bytes. A write is a matter of its peer, which fences us; a read fills our own

@@ -210,6 +210,7 @@ class ReqState:
     """Prompt tokens found in a cache when it was first admitted, by tier; without those that decode holds already."""
     local_reason: str = ""
     prefill_engine: str = ""
+    handoff_backend: str = ""
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
     handoff_tokens: int = 0
@@ -403,6 +404,7 @@ class ReqState:
             prefill_engine=self.prefill_engine,
             handoff_tokens=self.handoff_tokens,
             handoff_pages=self.handoff_pages,
+            handoff_backend=self.handoff_backend,
             handoff_bytes=self.handoff_bytes,
             handoff_seconds=self.handoff_seconds,
             local_reason=self.local_reason,

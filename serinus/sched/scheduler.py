@@ -361,8 +361,8 @@ class Scheduler:
 
     def landed(
         self, rid: str, token: int, logprobs: TokenLogprobs | None, now: float, *, prefill_engine: str = "",
-        handoff_bytes: int = 0, handoff_seconds: float = 0.0, cached_tokens: Mapping[str, int] | None = None,
-        ends: bool = False,
+        handoff_backend: str = "", handoff_bytes: int = 0, handoff_seconds: float = 0.0,
+        cached_tokens: Mapping[str, int] | None = None, ends: bool = False,
     ) -> TokenDelta | None:  # fmt: skip
         """The reserved pages are filled and verified: publish them, let the request decode, hand out its first token.
 
@@ -374,6 +374,7 @@ class Scheduler:
         if state is None:
             return None
         state.prefill_engine = prefill_engine
+        state.handoff_backend = handoff_backend
         state.handoff_bytes = handoff_bytes
         state.handoff_seconds = handoff_seconds
         for tier, count in (cached_tokens or {}).items():

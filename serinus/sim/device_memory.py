@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import Part
 from serinus.kernels.ref.pull_pages import page_sums
-from serinus.pd.backends import Region, SharedMemory, Strips, strips_between
+from serinus.pd.backends import Region, SharedAllocation, Strips, strips_between
 from serinus.sim.one_sided import Card, Fabric, Transfer
 
 if TYPE_CHECKING:
@@ -28,11 +28,13 @@ _SPACE = 1 << 46
 
 
 class SimPull:
-    """One gather."""
+    """A gather that is under way."""
 
     def __init__(self, memory: SimIpc, transfer: Transfer, part: Part, pages: NDArray[np.int32], seed: int) -> None:
         self.transfer = transfer
         self._memory, self._part, self._pages, self._seed = memory, part, pages, seed
+
+    seconds = 0.0
 
     def done(self) -> bool:
         """Nothing of it is left to be moved."""
@@ -47,14 +49,14 @@ class SimIpc:
     """pd's IpcLibrary, of one rank on the only device of the machine."""
 
     device = "the device"
-    reachable = (device,)
+    reachable: tuple[str, ...] = (device,)
 
     def __init__(self, fabric: Fabric, engine: SimEngine, rank: int) -> None:
         self._fabric, self._engine, self._rank = fabric, engine, rank
         self._card = fabric.card(engine, rank, f"{engine.name}.{rank}")
         self.process = self._card.session
         self._opened: dict[int, Card] = {}
-        """By number."""
+        """What was opened, by number."""
         self._last = 0
         self._pulls: list[SimPull] = []
 
@@ -63,16 +65,16 @@ class SimIpc:
         for region in regions:
             self._card.register(region.address, region.byte_count)
 
-    def share(self, address: int) -> SharedMemory:
+    def share(self, address: int) -> SharedAllocation:
         """Each region is an allocation. Raises ConfigError: none begins there."""
         for store in self._engine.stores[self._rank].values():
             for region in store.regions:
                 if region.address == address:
                     handle = f"{self.process}/{address}".encode()
-                    return SharedMemory(handle=handle, address=address, byte_count=region.byte_count)
+                    return SharedAllocation(handle=handle, address=address, byte_count=region.byte_count)
         raise ConfigError(f"sim: no memory begins at {address:#x}")
 
-    def open(self, memory: SharedMemory) -> int:
+    def open(self, memory: SharedAllocation) -> int:
         """Raises TransferFailed: its owner has ended."""
         card = self._fabric.cards.get(memory.handle.decode().rpartition("/")[0])
         if card is None:

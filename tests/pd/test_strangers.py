@@ -20,7 +20,7 @@ from serinus.pd.clients import CLIENTS_MAX
 from serinus.wire import Arrived, Mailbox, PeerMessage, ZmqChannel, encode
 from serinus.wire.messages import DoneOk, Hello, HelloNo, HelloOk, Keepalive
 from serinus.wire.tcp_listener import STRANGER_BYTES_MAX, STRANGER_MESSAGES_MAX, STRANGERS_MAX
-from tests.pd.peer import DecodePeer, make_backends, settings_of
+from tests.pd.peer import DecodePeer, Ends
 
 CLOCK = WallClock()
 PROGRAM = str(Path(__file__).with_name("peer.py"))
@@ -198,7 +198,7 @@ class Crowd:
     def greet(self, prefill: Prefill, engine: str) -> HelloOk | HelloNo:
         """Connect as an engine of this name; the answer to its HELLO. Those that were greeted before give signs of life
         meanwhile, however long that takes."""
-        settings = settings_of(engine, 1, tuple(backend.name for backend in make_backends("tcp", 1 << 20)))
+        settings = Ends.of("tcp", shares=False).settings(engine, 1)
         self.mailbox.connect(engine, prefill.address)
         hello = Hello(engine=engine, role="decode", layout=settings.layout, backends=settings.backends, host="")
         self.mailbox.send(engine, hello)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from serinus.core.errors import ConfigError
 from serinus.pd.backends.base import Backend, Receiver, Sender, Staged
 from serinus.pd.backends.cuda_driver import CudaDriver
-from serinus.pd.backends.cuda_ipc import CudaIpcBackend, IpcLibrary, Pull, SharedMemory
+from serinus.pd.backends.cuda_ipc import CudaIpcBackend, IpcLibrary, Pull, SharedAllocation
 from serinus.pd.backends.local import LocalBackend
 from serinus.pd.backends.mooncake import MooncakeBackend
 from serinus.pd.backends.nixl import NixlBackend
@@ -46,7 +46,7 @@ __all__ = [
     "Receiver",
     "Region",
     "Sender",
-    "SharedMemory",
+    "SharedAllocation",
     "ShmBackend",
     "Staged",
     "Strips",

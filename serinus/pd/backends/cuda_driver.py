@@ -19,7 +19,7 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.kernels import load
-from serinus.pd.backends.cuda_ipc import SharedMemory
+from serinus.pd.backends.cuda_ipc import SharedAllocation
 from serinus.pd.backends.one_sided import Region
 from serinus.pd.backends.shm import host_identity
 
@@ -36,17 +36,21 @@ class _Handle(ctypes.Structure):
 
 
 class DevicePull:
-    """A gather on a stream, and the sums that it leaves in pinned memory."""
+    """A gather on a stream, between two events, and the sums that it leaves in pinned memory."""
 
-    def __init__(self, sums_G: Tensor, event: torch.cuda.Event) -> None:
-        self._sums_G, self._event = sums_G, event
+    def __init__(self, sums_G: Tensor, begin: Any, end: Any) -> None:
+        self._sums_G, self._begin, self._end = sums_G, begin, end
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._end.query())
 
     def sums(self) -> bytes:
-        self._event.synchronize()
+        self._end.synchronize()
         return self._sums_G.numpy().astype("<i8").tobytes()
+
+    @property
+    def seconds(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class CudaDriver:
@@ -94,7 +98,7 @@ class CudaDriver:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def share(self, address: int) -> SharedMemory:
+    def share(self, address: int) -> SharedAllocation:
         """The allocation that an address lies in. Raises ConfigError: it cannot be shared."""
         start, byte_count, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         here = ctypes.c_uint64(address)
@@ -105,9 +109,9 @@ class CudaDriver:
                 f"pd: memory of the pool cannot be shared by CUDA IPC: {error}; expected memory of cudaMalloc"
                 " (PYTORCH_CUDA_ALLOC_CONF without expandable_segments), or shm or tcp"
             )
-        return SharedMemory(handle=bytes(handle.reserved), address=start.value, byte_count=byte_count.value)
+        return SharedAllocation(handle=bytes(handle.reserved), address=start.value, byte_count=byte_count.value)
 
-    def open(self, memory: SharedMemory) -> int:
+    def open(self, memory: SharedAllocation) -> int:
         """Map memory of another process. Raises TransferFailed."""
         if len(memory.handle) != _HANDLE_BYTES:
             raise TransferFailed(f"pd: a handle of {len(memory.handle)} bytes, expected {_HANDLE_BYTES}")
@@ -138,22 +142,29 @@ class CudaDriver:
         """Queue a gather behind what is queued for the model now; it shares the device with what comes later."""
         self._pulls.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._pulls):
+            begin = _event()
             ours, theirs = (_lanes(regions) for regions in zip(*pairs, strict=True))
-            sums_G = self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources))
-            return self._read(sums_G)
+            return _read(self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources)), begin)
 
     def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, which are whole: those that ran for them have ended. Waits for the device."""
         with torch.cuda.stream(self._own):
-            return self._read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed)).sums()
+            begin = _event()
+            return _read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed), begin).sums()
 
-    def _read(self, sums_G: Tensor) -> DevicePull:
-        """Have them copied to the host on the current stream."""
-        read_G = torch.empty(len(sums_G), dtype=torch.int64, pin_memory=True)
-        read_G.copy_(sums_G, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return DevicePull(read_G, event)
+
+def _event() -> Any:
+    """Now, on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _read(sums_G: Tensor, begin: Any) -> DevicePull:
+    """Have them copied to the host on the current stream."""
+    read_G = torch.empty(len(sums_G), dtype=torch.int64, pin_memory=True)
+    read_G.copy_(sums_G, non_blocking=True)
+    return DevicePull(read_G, begin, _event())
 
 
 def _uuid(index: int) -> str:

@@ -31,7 +31,7 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Mode
 
-__all__ = ["CudaIpcBackend", "IpcLibrary", "Pull", "SharedMemory"]
+__all__ = ["CudaIpcBackend", "IpcLibrary", "Pull", "SharedAllocation"]
 
 _SHARED_MAX: Final = 8
 """Allocations of one rank."""
@@ -39,7 +39,7 @@ _PENDING: Final = OpResult(state=OpState.PENDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemory:
+class SharedAllocation:
     """An allocation that other processes can open."""
 
     handle: bytes
@@ -57,7 +57,12 @@ class Pull(Protocol):
         ...
 
     def sums(self) -> bytes:
-        """Of the pages that were written (kernels pull_pages), a little-endian u64 each; only when it is done."""
+        """Of the pages that were written (kernels pull_pages), a little-endian u64 each. Waits until it is done."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end on the device; only when it is done."""
         ...
 
 
@@ -75,11 +80,11 @@ class IpcLibrary(Protocol):
         """Make ready for own pages, which are all of these. Raises ConfigError: the device does not do it right."""
         ...
 
-    def share(self, address: int) -> SharedMemory:
+    def share(self, address: int) -> SharedAllocation:
         """The allocation that an address lies in. Raises ConfigError: it cannot be shared."""
         ...
 
-    def open(self, memory: SharedMemory) -> int:
+    def open(self, memory: SharedAllocation) -> int:
         """Where memory of another process lies from now on, until `close`. Raises TransferFailed. Cost: below 5 ms."""
         ...
 
@@ -133,7 +138,7 @@ class CudaIpcBackend:
         self._library = library
         self._shares = shares
         self._regions: tuple[Region, ...] = ()
-        self._shared: tuple[SharedMemory, ...] = ()
+        self._shared: tuple[SharedAllocation, ...] = ()
         self._mapped: dict[tuple[str, bytes], _Mapped] = {}
         """By process and handle: of a peer that greets again, while reads go on, it is open already."""
         self._peers: dict[str, _Peer] = {}
@@ -156,7 +161,7 @@ class CudaIpcBackend:
             raise ConfigError(
                 f"pd: cuda_ipc moves words of 8 bytes; a page of part {odd[0].part.name} has {odd[0].strip_bytes}"
             )
-        shared: list[SharedMemory] = []
+        shared: list[SharedAllocation] = []
         for region in regions if self._shares else ():
             if not any(_holds(memory, region) for memory in shared):
                 shared.append(self._library.share(region.address))
@@ -286,7 +291,7 @@ class CudaIpcBackend:
             return _PENDING
         del self._reads[op]
         self._let_go(read.peer.process, read.peer.handles)
-        return OpResult(state=OpState.DONE, digests=read.pull.sums())
+        return OpResult(state=OpState.DONE, digests=read.pull.sums(), seconds=read.pull.seconds)
 
     def cancel(self, op: int) -> None:
         """Changes nothing: what was queued on the device runs."""
@@ -309,7 +314,7 @@ class _Session:
     process: str
     device: str
     reachable: tuple[str, ...]
-    shared: tuple[SharedMemory, ...]
+    shared: tuple[SharedAllocation, ...]
 
 
 def _session(endpoint: Endpoint) -> _Session:
@@ -317,7 +322,7 @@ def _session(endpoint: Endpoint) -> _Session:
     try:
         found = json.loads(endpoint.session)
         shared = tuple(
-            SharedMemory(handle=bytes.fromhex(handle), address=int(address), byte_count=int(count))
+            SharedAllocation(handle=bytes.fromhex(handle), address=int(address), byte_count=int(count))
             for handle, address, count in found["shared"]
         )
         session = _Session(
@@ -331,5 +336,5 @@ def _session(endpoint: Endpoint) -> _Session:
     return session
 
 
-def _holds(memory: SharedMemory, region: Region) -> bool:
+def _holds(memory: SharedAllocation, region: Region) -> bool:
     return memory.address <= region.address <= region.address + region.byte_count <= memory.address + memory.byte_count

@@ -116,7 +116,7 @@ class NixlBackend:
     # ---- peers --------------------------------------------------------------------------------------------------
 
     def refusal(self, endpoints: Sequence[bytes]) -> str:
-        """Nothing: who reaches whom is seen when they connect."""
+        """Nothing: whether the peer can be reached is seen at `connect`."""
         return ""
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:

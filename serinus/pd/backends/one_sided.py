@@ -63,6 +63,8 @@ class OpResult:
     """In words, with FAILED and LOST."""
     digests: bytes = b""
     """With DONE: of the pages that were written, where the backend makes them itself."""
+    seconds: float = 0.0
+    """With DONE: how long it took, where the backend measures that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
