@@ -1,0 +1,75 @@
+"""`serinus up` on one GPU: prompts are handed over within its memory, and answers are those of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serinus.models.small_checkpoints import make_checkpoint
+from serinus.testing.servers import Server
+
+from .cluster import HTTP, engines, generate, generate_all, idle, kill_engine, metric, mixed_prompts, until
+
+pytestmark = pytest.mark.gpu
+VOCAB = 512
+SETTINGS = (
+    "--device", "cuda", "--dtype", "bfloat16", "--max-total-tokens", "8192", "--chunked-prefill-size", "256",
+    "--max-running-requests", "16", "--disaggregation-min-tokens", "16", "--skip-tokenizer-init", "--kv-canary", "raise",
+    "--cuda-graph-max-bs", "4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(
+        folder, "qwen3", hidden=256, layers=3, heads=4, kv_heads=2, head_size=64, intermediate=512, vocab=VOCAB,
+        context=1024, tokenizer=False, seed=11,
+    )  # fmt: skip
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: str) -> Iterator[Server]:
+    with Server("up", checkpoint, "--prefill", "1", "--decode", "1", *SETTINGS, timeout_s=240) as server:
+        yield server
+
+
+def test_a_pair_on_one_gpu_hands_over_within_its_memory_and_answers_as_one_engine(
+    pair: Server, checkpoint: str
+) -> None:
+    prompts = mixed_prompts(12, VOCAB, seed=5)
+    with Server("serve", checkpoint, *SETTINGS, timeout_s=240) as alone:
+        expected = [generate(alone.url, prompt, count)["output_ids"] for prompt, count in prompts]
+    answers = [generate(pair.url, prompt, count) for prompt, count in prompts]
+    assert [answer["output_ids"] for answer in answers] == expected
+    handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]
+    assert len(handed) >= 4
+    assert {info["handoff_backend"] for info in handed} == {"cuda_ipc"}
+    assert metric(pair.url, "kv_transfer_pages_total", direction="received") > 0
+    assert metric(pair.url, "kv_canary_violations_total") == 0
+    generate_all(pair.url, mixed_prompts(64, VOCAB, seed=6))
+    idle(pair.url)
+    assert metric(pair.url, "kv_canary_violations_total") == 0
+    assert metric(pair.url, "num_transfer_failed_reqs_total") == 0
+
+
+def test_a_prefill_engine_that_is_killed_is_missed_for_a_while_only(pair: Server) -> None:
+    (prompt, count), *_ = mixed_prompts(1, VOCAB, seed=9)
+    prompt = (prompt * 100)[:400]
+    kill_engine(pair.url, "prefill-0")
+    answer = generate(pair.url, prompt, count)
+    assert len(answer["output_ids"]) == count
+
+    def handed_over() -> bool:
+        HTTP.post(f"{pair.url}/flush_cache")
+        again = generate(pair.url, prompt, count)
+        assert again["output_ids"] == answer["output_ids"]
+        return bool(again["meta_info"]["handoff_backend"] == "cuda_ipc")
+
+    until(handed_over, "prompts are handed over again", limit_s=240)
+    idle(pair.url)
+    assert metric(pair.url, "kv_canary_violations_total") == 0
+    assert set(engines(pair.url)) == {"prefill-0", "decode-0"}
