@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,8 @@ pytestmark = pytest.mark.gpu
 VOCAB = 512
 SETTINGS = (
     "--device", "cuda", "--dtype", "bfloat16", "--max-total-tokens", "8192", "--chunked-prefill-size", "256",
-    "--max-running-requests", "16", "--disaggregation-min-tokens", "16", "--skip-tokenizer-init", "--kv-canary", "raise",
-    "--cuda-graph-max-bs", "4",
+    "--max-running-requests", "16", "--disaggregation-min-tokens", "16", "--skip-tokenizer-init",
+    "--kv-canary", "raise", "--cuda-graph-max-bs", "4",
 )  # fmt: skip
 
 

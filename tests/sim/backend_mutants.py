@@ -4,17 +4,18 @@ of what makes an engine from its settings."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from serinus.pd.backends import MooncakeBackend, NixlBackend, OpResult, OpState, Staged
+from serinus.pd.backends import CudaIpcBackend, MooncakeBackend, NixlBackend, OpResult, OpState, Staged
 from serinus.pd.backends.shm import _ShmSender
 from serinus.sim.one_sided import SimAgent, SimTransferEngine
 from tests.sim.canary_mutants import damaged
 from tests.sim.hunting import mutant, replaced
 
 
-def _over_at_once(backend: type[NixlBackend] | type[MooncakeBackend]) -> Iterator[None]:
+def _over_at_once(backend: type[CudaIpcBackend] | type[NixlBackend] | type[MooncakeBackend]) -> Iterator[None]:
     """Completion is reported before the bytes have moved."""
     poll = backend.poll
 
@@ -27,6 +28,7 @@ def _over_at_once(backend: type[NixlBackend] | type[MooncakeBackend]) -> Iterato
 
 
 mutant("a read is over when it has begun", "pull")(partial(_over_at_once, NixlBackend))
+mutant("a gather is over when it was queued", "ipc")(partial(_over_at_once, CudaIpcBackend))
 mutant("a write is over when it was handed on", "push")(partial(_over_at_once, MooncakeBackend))
 
 
@@ -49,6 +51,40 @@ def failed_read_over() -> Iterator[None]:
         return OpResult(state=OpState.FAILED, error=failed[0]) if failed else result
 
     with replaced(SimAgent, "check_xfer_state", checked), replaced(NixlBackend, "poll", polled):
+        yield
+
+
+@mutant("memory is let go while it is read", "ipc")
+def let_go_early() -> Iterator[None]:
+    """A read under way does not keep the memory of its peer open."""
+    read = CudaIpcBackend.read
+
+    def reads(self: CudaIpcBackend, *rest: Any) -> int:
+        op = read(self, *rest)
+        known = self._reads[op].peer
+        self._let_go(known.process, known.handles)
+        self._reads[op] = replace(self._reads[op], peer=replace(known, handles=()))
+        return op
+
+    with replaced(CudaIpcBackend, "read", reads):
+        yield
+
+
+@mutant("sums of what was read are not compared, and no CONFIRM is awaited", "ipc")
+def trusting() -> Iterator[None]:
+    """A read that ended well is believed: it always does."""
+    import serinus.pd.page_worker as page_worker
+    from serinus.pd.decode_table import DecodeTable
+    from serinus.pd.modes import Mode
+
+    original = DecodeTable.land_if_whole
+
+    def land(self: DecodeTable, handoff: Any, now: float, out: list[Any]) -> None:
+        mode, handoff.mode = handoff.mode, Mode.RECEIVER_CHECKED
+        original(self, handoff, now, out)
+        handoff.mode = mode
+
+    with replaced(page_worker, "check_digests", lambda *rest: None), replaced(DecodeTable, "land_if_whole", land):
         yield
 
 

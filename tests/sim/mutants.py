@@ -22,7 +22,7 @@ import numpy as np
 
 from serinus.core.clock import WallClock
 from serinus.pd import ForgetPrefill, PrefillSide, decode_table
-from serinus.pd.actions import Quarantine, QuarantineOver
+from serinus.pd.actions import Quarantine, QuarantineOver, Send
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.backends import OpState
 from serinus.pd.clients import Client
@@ -40,7 +40,7 @@ from serinus.sim.one_sided import Card, Fabric
 from serinus.sim.ports import Shared
 from serinus.sim.process import SimProcess
 from serinus.wire import PeerMessage, ReliableLink
-from serinus.wire.messages import AbortGrant, DataOk, Done, DoneOk, Fail
+from serinus.wire.messages import AbortGrant, Confirm, ConfirmOk, DataOk, Done, DoneOk, Expired, Fail
 from tests.sim import backend_mutants, canary_mutants, line_mutants, order_mutants, rank_mutants, window_mutants  # noqa: F401
 from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
@@ -50,7 +50,7 @@ __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]
 # ---- PD.md: aborts and quarantine (push) --------------------------------------------------------------------------
 
 
-@mutant("free at once on abort", "push", "pull")
+@mutant("free at once on abort", "push", "pull", "ipc")
 def free_at_once() -> Iterator[None]:
     """A closed grant's pages are not put into quarantine."""
     with replaced(decode_table, "entry_of", lambda handoff, now: None):
@@ -151,7 +151,7 @@ def fence_without_cutting() -> Iterator[None]:
 # ---- PD.md: pull, sources, snapshots, counts, ranks ---------------------------------------------------------------
 
 
-@mutant("confirm skipped", "pull")
+@mutant("confirm skipped", "pull", "ipc")
 def confirm_skipped() -> Iterator[None]:
     """Decode commits what it has read without asking whether the source was there all the time."""
     original = DecodeTable.land_if_whole
@@ -167,7 +167,33 @@ def confirm_skipped() -> Iterator[None]:
         yield
 
 
-@mutant("sources freed before drain", "local", "push", "pull")
+@mutant("the lease is only a word", "ipc")
+def lease_ignored() -> Iterator[None]:
+    """Prefill gives pages to others when their lease is over, and says yes to a CONFIRM all the same; decode, which
+    trusts that, compares no sums."""
+    import serinus.pd.page_worker as page_worker
+
+    original = PrefillSide.handle
+
+    def handle(self: PrefillSide, event: Any, now: float) -> list[Any]:
+        if isinstance(event, PeerMessage) and isinstance(event.message, Confirm):
+            xid, grant = event.message.xid, event.message.grant
+            if xid not in self._table.under_way:
+                return [Send(peer=event.peer, message=ConfirmOk(xid=xid, grant=grant))]
+        out = [action for action in original(self, event, now) if not _is_expired(action)]
+        for handoff in list(self._table.draining.values()):
+            self._table.abort_if_drained(handoff, out)
+        return out
+
+    with replaced(PrefillSide, "handle", handle), replaced(page_worker, "check_digests", lambda *rest: None):
+        yield
+
+
+def _is_expired(action: Any) -> bool:
+    return isinstance(action, Send) and isinstance(action.message, Expired)
+
+
+@mutant("sources freed before drain", "local", "push", "pull", "ipc")
 def sources_freed() -> Iterator[None]:
     """The hold of a chunk is dropped as soon as it is announced."""
     original = Scheduler.commit
@@ -204,7 +230,7 @@ def snapshot_before_dedup() -> Iterator[None]:
         yield
 
 
-@mutant("page-count check off", "local", "pull")
+@mutant("page-count check off", "local", "pull", "ipc")
 def page_count_off() -> Iterator[None]:
     """What was granted, sent and landed may differ."""
 

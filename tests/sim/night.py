@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from serinus.core.clock import WallClock
 from serinus.sim import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
 
-BACKENDS = ("local", "shm", "tcp", "push", "pull")
+BACKENDS = ("local", "shm", "tcp", "push", "pull", "ipc")
 
 
 def _sweep(name: str, scenarios: Iterable[Scenario]) -> int:

@@ -111,6 +111,7 @@ REASONS: dict[str, str] = {
     # transports
     "pd/__init__.py": "names that are imported late",
     "pd/backends/__init__.py": "start of a process",
+    "pd/backends/cuda_driver.py": "CUDA; sim/device_memory.py stands in its place, tests/pd/test_gpu.py runs it",
     # what no scenario asks for
     "cache/events.py": "events for subscribers of a socket",
     "canary/perturb/": "faults that the settings ask for; the adversary plants its own",

@@ -10,7 +10,7 @@ import pytest
 from serinus.sim import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
 from tests.sim.rank_mutants import one_leaves_another_follows
 
-BACKENDS = ("local", "shm", "tcp", "push", "pull")
+BACKENDS = ("local", "shm", "tcp", "push", "pull", "ipc")
 
 
 def _check(scenarios: Iterable[Scenario]) -> int:

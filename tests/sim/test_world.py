@@ -62,7 +62,7 @@ def test_the_same_in_four_hundred_worlds(first: int) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", ["local", "shm", "tcp", "push", "pull"])
+@pytest.mark.parametrize("backend", ["local", "shm", "tcp", "push", "pull", "ipc"])
 def test_a_storm_of_aborts_leaves_nothing_behind(backend: str) -> None:
     """Every client hangs up, at any moment of its handoff, in the adversary's worlds: 250 ends for each way to move
     pages; at rest no gauge, no page and no table holds anything. No FAIL is overtaken here: the floor of a later ABORT

@@ -1,6 +1,6 @@
 """Pages from one pool into another of the same device, with a sum over each, in one kernel; see the reference.
 
-G = pages, P = pages of a pool, W = bytes of one page in one lane, L = lanes.
+G = pages, P = pages of a pool, W = bytes of one page in one lane, L = lanes, B = blocks of a page.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def pull_pages(
     if not count:
         return sums_G
     copies = source_pages_G is not None and len(sources) > 0
-    table_6L = _table(_places(lanes), _places(sources if copies else lanes), device)
+    table_6L, blocks_2B = _table(_places(lanes), _places(sources if copies else lanes), device)
     parts = (np.array([seed]), pages_G, source_pages_G if copies else pages_G)
     job = sent(torch.from_numpy(np.concatenate(parts, dtype=np.int64)), device)  # type: ignore[arg-type]
-    blocks = triton.cdiv(max(lane.shape[1] for lane in lanes) // 8, _BLOCK)
-    _pull[(count, len(lanes), blocks)](table_6L, len(lanes), job, count, sums_G, COPIES=copies, BLOCK=_BLOCK)
+    blocks = blocks_2B.shape[1]
+    _pull[(count, blocks)](
+        table_6L, len(lanes), blocks_2B, blocks, job, count, sums_G, COPIES=copies, BLOCK=_BLOCK
+    )  # fmt: skip
     return sums_G
 
 
@@ -56,8 +58,9 @@ def _places(lanes: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
 @lru_cache(maxsize=64)
 def _table(
     own: tuple[tuple[int, int, int], ...], others: tuple[tuple[int, int, int], ...], device: torch.device
-) -> Tensor:
-    """Both sides' addresses and distances, widths, and the places of lanes in a page, in words; copied once."""
+) -> tuple[Tensor, Tensor]:
+    """Both sides' addresses and distances, widths, and the places of lanes in a page, in words; and of each block its
+    lane, and where it begins in it. Copied once."""
     odd = [place for place in (*own, *others) if any(number % 8 for number in place)]
     if odd:
         raise ValueError(f"kernels: a lane lies at {odd[0]} (address, distance, width), expected multiples of 8")
@@ -65,19 +68,25 @@ def _table(
     starts = [sum(widths[:i]) for i in range(len(widths))]
     columns = [[address for address, _, _ in own], [step // 8 for _, step, _ in own]]
     columns += [[address for address, _, _ in others], [step // 8 for _, step, _ in others], widths, starts]
-    return torch.tensor(columns, dtype=torch.int64).to(device)
+    blocks = [(lane, first) for lane, width in enumerate(widths) for first in range(0, width, _BLOCK)]
+    found = (torch.tensor(rows, dtype=torch.int64) for rows in (columns, list(zip(*blocks, strict=True))))
+    table_6L, blocks_2B = (rows.to(device) for rows in found)
+    return table_6L, blocks_2B
 
 
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["lanes", "count"])
-def _pull(table, lanes, job, count, sums, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+@_jit(do_not_specialize=["lanes", "block_count", "count"])
+def _pull(
+    table, lanes, blocks, block_count, job, count, sums, COPIES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """The seed is the first number of `job`, then come pages, then source pages."""
-    g, lane = tl.program_id(0), tl.program_id(1)
+    g, block = tl.program_id(0), tl.program_id(1)
+    lane = tl.load(blocks + block)
     seed, own_page, source_page = tl.load(job), tl.load(job + 1 + g), tl.load(job + 1 + count + g)
     width, start = tl.load(table + 4 * lanes + lane), tl.load(table + 5 * lanes + lane)
-    w = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(blocks + block_count + block) + tl.arange(0, BLOCK)
     inside = w < width
     own = tl.load(table + lane).to(tl.pointer_type(tl.int64)) + own_page * tl.load(table + lanes + lane) + w
     if COPIES:
