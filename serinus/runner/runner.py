@@ -112,7 +112,7 @@ class Runner:
                 self._stage_tables(plan.table_writes, None)
                 self._write_tables()
                 return StepResult(step=plan.step) if self._answers else None
-            seqs = self._run(plan, self._stage(plan))
+            seqs = self._run(plan)
         if not self._answers:
             return None
         made, waited = (None, 0.0) if self._grammars is None else self._grammars.take_seconds()
@@ -144,12 +144,12 @@ class Runner:
         self._inbox.send()
         return staged.batch
 
-    def _run(self, plan: StepPlan, staged: StepBatch) -> tuple[SeqResult, ...]:
+    def _run(self, plan: StepPlan) -> tuple[SeqResult, ...]:
         comm = self._comm
         self._passes += 1
         comm.begin(self._passes)
         try:
-            return self._compute(plan.work, staged)
+            return self._compute(plan.work, self._stage(plan))
         except (MemoryError, RuntimeError, StepAbandoned) as error:
             is_told = isinstance(error, StepAbandoned)
             own = comm.mesh.name(comm.rank) if comm.mesh.size > 1 else ""
@@ -165,7 +165,19 @@ class Runner:
         raise OutOfMemory(said)
 
     def _stage(self, plan: StepPlan) -> StepBatch:
-        """Send all that the step reads to the device, in one copy, and write the tables."""
+        """Send all that the step reads to the device, in one copy, and write the tables. They are written as well
+        where there is no memory for the rest: they are not of this step's requests alone."""
+        try:
+            return self._sent(plan)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._inbox.begin()
+                self._stage_tables(plan.table_writes, self._inbox.put)
+                self._inbox.send()
+                self._write_tables()
+            raise
+
+    def _sent(self, plan: StepPlan) -> StepBatch:
         work, inbox = plan.work, self._inbox
         room = self._room_of(work)
         inbox.begin(stays=room is not None)

@@ -51,3 +51,32 @@ def test_a_step_without_memory_ends_its_requests_and_not_the_engine(tmp_path: Pa
         torch.cuda.empty_cache()
         assert [out.outputs[0].token_ids for out in llm.generate(short, GREEDY, use_tqdm=False)] == before
         assert llm.generate([ids(9000, 5)], GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("left_mb", [8, 48, 256])
+def test_no_request_ends_the_engine_however_little_memory_is_left(tmp_path: Path, left_mb: int) -> None:
+    """Long prompts, log-probabilities of all their tokens, penalties and noise, side by side, in graphs and outside."""
+    kinds = (
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=3),
+        SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12, ignore_eos=True, seed=3, presence_penalty=0.5),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=5),
+        GREEDY,
+    )
+    with LLM(
+        checkpoint(tmp_path), device="cuda", skip_tokenizer_init=True, chunked_prefill_size=8192,
+        max_total_tokens=60000, max_running_requests=16,
+    ) as llm:  # fmt: skip
+        short = [ids(40, seed) for seed in range(3)]
+        before = [out.outputs[0].token_ids for out in llm.generate(short, GREEDY, use_tqdm=False)]
+        torch.cuda.empty_cache()
+        filler = torch.empty(torch.cuda.mem_get_info()[0] - (left_mb << 20), dtype=torch.uint8, device="cuda")
+        prompts = [ids(9000 if seed % 4 == 0 else 700, 100 + seed) for seed in range(12)]
+        answers = llm.generate(prompts, [kinds[i % 4] for i in range(12)], use_tqdm=False)
+        ends = [out.outputs[0].finish_reason for out in answers]
+        assert set(ends) <= {"length", "error"}, ends
+        assert left_mb > 48 or "error" in ends
+        del filler
+        torch.cuda.empty_cache()
+        assert [out.outputs[0].token_ids for out in llm.generate(short, GREEDY, use_tqdm=False)] == before
+        answers = llm.generate(prompts, [kinds[i % 4] for i in range(12)], use_tqdm=False)
+        assert [out.outputs[0].finish_reason for out in answers] == ["length"] * 12

@@ -29,14 +29,22 @@ class Hungry(NullHook):
     def can_replay(self, room: int) -> bool:
         return False  # it acts between layers
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, when: str = "computed") -> None:
         self.is_hungry = False
+        self.when = when
         runner._hook = compose_hooks([runner._hook, self])
 
     def before_layer(self, layer_index: int) -> None:
-        if self.is_hungry:
-            self.is_hungry = False
-            torch.empty(_TOO_MUCH, dtype=torch.uint8)
+        if self.is_hungry and self.when == "computed":
+            self.eat()
+
+    def stage(self, batch: object, put: object) -> None:
+        if self.is_hungry and self.when == "staged":
+            self.eat()
+
+    def eat(self) -> None:
+        self.is_hungry = False
+        torch.empty(_TOO_MUCH, dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +52,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=256, kv_heads=2, tokenizer=False)
 
 
+@pytest.mark.parametrize("when", ["staged", "computed"])
 @pytest.mark.parametrize("canary", [{"kv_canary": "none"}, {"kv_canary": "raise"}])
-def test_its_requests_fail_and_the_engine_goes_on(toy: Path, canary: dict[str, str]) -> None:
+def test_its_requests_fail_and_the_engine_goes_on(toy: Path, canary: dict[str, str], when: str) -> None:
     names = {"model_path": str(toy), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0, **canary}
     driver = EngineDriver(build_engine(from_names(ServeConfig, names), ManualClock()))
-    hungry = Hungry(driver.line.body._runner)
+    hungry = Hungry(driver.line.body._runner, when)
     prompts = {"decodes": list(range(1, 20)), "prefills": list(range(30, 50)), "later": list(range(3, 25))}
     driver.add("decodes", prompts["decodes"], 40)
     while len(driver.tokens("decodes")) < 3:
