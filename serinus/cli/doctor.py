@@ -269,6 +269,8 @@ def checkpoint(config: ServeConfig) -> list[MachineCheck]:
 
 def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     from serinus.models import load_spec, resolve
+    from serinus.ranks.build import choose_device
+    from serinus.ranks.memory import available_bytes
     from serinus.ranks.rank_processes import mesh_of
     from serinus.text import load_tokenizer
 
@@ -291,12 +293,12 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     tokenizer = load_tokenizer(folder)
     chat = "with" if tokenizer.template is not None else "without"
     yield MachineCheck(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
-    weights = _weight_bytes(folder)
-    free = _memory().get("MemAvailable", weights * 2)
+    weights, device = _weight_bytes(folder), choose_device(config.model.device)
+    free = available_bytes(device)
     fits = weights < free
     yield MachineCheck(
         what="weights",
-        seen=f"{_gb(weights)}; {_gb(free)} of memory free",
+        seen=f"{_gb(weights)}; {_gb(free)} of memory free" + ("" if device == "cpu" else f" on {device}"),
         bad=not fits,
         advice="" if fits else "a machine with more memory, or a smaller model",
     )
@@ -311,7 +313,8 @@ def _kv(config: ServeConfig, weights: int) -> Iterator[MachineCheck]:
     sizes = kv_sizes(config, weights)
     for part, pool in sizes.pools.items():
         room = _room(pool.page_count, pool.page_size, pool.page_bytes)
-        yield MachineCheck(what=f"KV {part.name.lower()}", seen=f"{room} on {pool.device}")
+        most = "" if pool.device == "cpu" else ", less what the largest step takes, which is run at start"
+        yield MachineCheck(what=f"KV {part.name.lower()}", seen=f"{room} on {pool.device}{most}")
     for part, count in sizes.host.items():
         pool = sizes.pools[part]
         yield MachineCheck(what=f"host {part.name.lower()}", seen=_room(count, pool.page_size, pool.page_bytes))

@@ -108,6 +108,8 @@ class Built:
     device: str
     seconds: dict[str, float]
     """Start-up phases: weights, pool, warm-up."""
+    memory: Mapping[str, int]
+    """Bytes of the leader's GPU by what they hold; empty on a CPU."""
 
     @property
     def pool(self) -> DevicePool:
@@ -336,6 +338,7 @@ def lead(
         dtype=parts.dtype,
         device=parts.device,
         seconds=parts.phases.seconds,
+        memory=parts.memory.bytes,
         incarnation=incarnation,
         peers=made.peers,
         pd_address=made.address,

@@ -66,6 +66,7 @@ def ready_of(built: Built, seconds: dict[str, float]) -> Ready:
             "threads": torch.get_num_threads(),
             "pid": os.getpid(),
             "kv_bytes": sum(_bytes(each.spec) for each in built.pools.values()),
+            **{f"memory_{name.lower().replace(' ', '_')}_bytes": count for name, count in built.memory.items()},
             "page_bytes": sum(each.page_bytes for each in built.pools.values()),
             "swa_tokens": 0 if swa is None else (swa.spec.page_count - 1) * swa.spec.page_size,
             "window": spec.window or 0,

@@ -41,7 +41,8 @@ from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.ranks.devices import take_device
 from serinus.ranks.largest_step import largest_step_bytes
 from serinus.ranks.load_progress import LoadProgress
-from serinus.ranks.memory import available_bytes, total_bytes, trim
+from serinus.ranks.memory import available_bytes, trim
+from serinus.ranks.memory_account import MemoryAccount
 from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
 from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
@@ -105,6 +106,7 @@ class RankParts:
     """This rank's half of the canary."""
     runner: Runner
     phases: Phases
+    memory: MemoryAccount
 
     @property
     def pool_specs(self) -> dict[Part, PoolSpec]:
@@ -178,36 +180,48 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
             spec = spec.signed(digests.of_model(comm))
         trim()
         phases.mark("weights")
+        memory = MemoryAccount(device)
+        memory.mark("weights")
         step_bytes = _step_bytes(config, model, kernels, own, dtype, device, context)
-        specs = _agreed(part_specs(config, own, dtype, device, context, step_bytes=step_bytes), comm)
+        specs = _agreed(
+            part_specs(config, own, dtype, device, context, step_bytes=step_bytes, own=memory.own_bytes), comm
+        )
         host = _agreed_host(config, specs, comm)
         pools = {part: DevicePool(part_spec, kernels) for part, part_spec in specs.items()}
         some = shard if mesh.size > 1 else None
         namespace = namespace_of(config, spec, specs[Part.FULL], dtype, some)
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
-        return assemble(
-            config, comm, spec, model, pools, tiers, kernels, context=context, namespace=namespace, phases=phases
+        memory.mark("KV")
+        parts = assemble(
+            config, comm, spec, model, pools, tiers, kernels, context=context, namespace=namespace, phases=phases,
+            memory=memory,
         )  # fmt: skip
+        memory.put("largest step", step_bytes)
+        return parts
 
 
 def assemble(
     config: ServeConfig, comm: Comm, spec: ModelSpec, model: Model, pools: Mapping[Part, DevicePool],
     tiers: Tiers | None, kernels: Kernels, *, context: int, namespace: str, phases: Phases,
+    memory: MemoryAccount | None = None,
 ) -> RankParts:  # fmt: skip
     """One rank over its share of the model, its pools and its tiers: row tables, canary, runner.
 
     `spec`: of the whole model; `context`: tokens of one sequence at most.
     """
     mesh, rank, full = comm.mesh, comm.rank, pools[Part.FULL].spec
+    memory = memory or MemoryAccount("cpu")
     shards = spec.shards(mesh, config.parallel.partition)
     tables = {part: RequestTable(rows_of(config), context, full.device) for part in pools}
+    memory.mark("tables")
     oracle = config.kernels.sampling_backend == "token_oracle"
     token = partial(oracle_token, vocab_size=spec.vocab_size) if oracle else None
     host = {} if tiers is None else tiers.host
     canary = make_canary_rank(
         config, spec, shards, rank, pools, tables, host, device=full.device, clock=phases.clock, oracle=token
     )  # fmt: skip
+    memory.mark("canary")
     if canary is not None and tiers is not None and tiers.storage is not None:
         tiers.storage.check = canary.host_check
     hooks: list[ForwardHook] = [] if tiers is None else [LayerGate(tiers.mover)]
@@ -225,7 +239,7 @@ def assemble(
     return RankParts(
         config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=full.dtype,
         device=full.device, kernels=kernels, pools=pools, tables=tables, namespace=namespace, tiers=tiers,
-        canary=canary, runner=runner, phases=phases,
+        canary=canary, runner=runner, phases=phases, memory=memory,
     )  # fmt: skip
 
 
@@ -236,39 +250,43 @@ def _step_bytes(
     step would need the others."""
     if device == "cpu" or own.architecture == TOY_ARCHITECTURE:
         return 0
-    weights, free = total_bytes(device) - available_bytes(device), available_bytes(device)
+    torch.cuda.empty_cache()
     if config.parallel.size > 1:
-        return free // 5
+        return available_bytes(device) // 5
     chunk = chunk_of(config, device)
     shape = PoolSpec(
         layer_count=0, kv_head_count=own.kv_head_count, head_size=own.head_size, page_size=config.memory.page_size,
         page_count=2, dtype=dtype, device=device,
     )  # fmt: skip
-    taken = largest_step_bytes(config, model, kernels, shape, context, context if chunk < 0 else chunk)
-    _log.info("memory of %s: weights and context %.2f GB, largest step %.2f GB", device, weights / 1e9, taken / 1e9)
-    return taken
+    return largest_step_bytes(config, model, kernels, shape, context, context if chunk < 0 else chunk)
 
 
 def record_steps(parts: RankParts, shown: Callable[[str, int], AbstractContextManager[Callable[[], object]]]) -> None:
-    """Record decode steps as CUDA graphs; where that cannot be, say why in the log. Nothing on a CPU.
+    """Record decode steps as CUDA graphs; where that cannot be, say why in the log, and then what memory went where.
+    Nothing on a CPU.
 
     All ranks call it side by side, and find the same reason. `shown`: begins a progress bar of so many steps; calling
     what it gives advances it.
     Cost: some 0.1 s a size, and what kernels are compiled for sizes that they have not seen.
     """
-    config = parts.config
     if parts.device == "cpu":
         return
     if (reason := _why_eager(parts)) is not None:
         _log.info("decode steps are queued kernel by kernel: %s", reason)
-        return
+    else:
+        _record(parts, shown)
+    parts.memory.tell()
+
+
+def _record(parts: RankParts, shown: Callable[[str, int], AbstractContextManager[Callable[[], object]]]) -> None:
+    config = parts.config
     sizes = batch_sizes(min(config.sched.max_running_requests, config.kernels.cuda_graph_max_bs or 256))
     before = available_bytes(parts.device)
     with shown("recording CUDA graphs", len(sizes)) as advance:
         parts.runner.record(sizes, lambda size: advance())
     parts.phases.mark("graphs")
-    taken = before - available_bytes(parts.device)
-    _log.info("%d CUDA graphs, decode batches up to %d: %.2f GB", len(sizes), sizes[-1], taken / 1e9)
+    parts.memory.put("graphs", max(before - available_bytes(parts.device), 0))
+    _log.info("%d CUDA graphs, decode batches up to %d", len(sizes), sizes[-1])
 
 
 def _why_eager(parts: RankParts) -> str | None:

@@ -34,7 +34,7 @@ def chunk_of(config: ServeConfig, device: str) -> int:
     return _STAGES_CHUNK if config.parallel.pp_size > 1 and device == "cpu" else _CHUNK
 
 
-def kv_budget(fraction: float | None, device: str, free: int, total: int, step_bytes: int) -> int:
+def kv_budget(fraction: float | None, device: str, free: int, total: int, step_bytes: int, own: int) -> int:
     """Bytes for KV, once weights are loaded.
 
     Args:
@@ -42,11 +42,12 @@ def kv_budget(fraction: float | None, device: str, free: int, total: int, step_b
             SGLang means it. None: 0.2 of a host; of a GPU all that the largest step and the recorded ones leave.
         free, total: bytes of the device.
         step_bytes: of a GPU, what the largest step takes.
+        own: of a GPU, what this process holds already: its weights. What others hold counts for them.
     """
     if device == "cpu":
         return int(free * (fraction or _HOST_FRACTION))
     left = free - step_bytes - _GRAPH_BYTES
-    return max(left if fraction is None else min(left, int(total * fraction) - (total - free)), 0)
+    return max(left if fraction is None else min(left, int(total * fraction) - own), 0)
 
 
 def part_specs(
@@ -57,12 +58,13 @@ def part_specs(
     context: int,
     taken: int = 0,
     step_bytes: int = 0,
+    own: int = 0,
 ) -> dict[Part, PoolSpec]:
     """The pool of each part: as many pages as asked for, or as memory allows and the largest batch could use.
 
     FULL counts tokens of sequences (where all layers slide its pages have no bytes); SWA gets `swa_full_tokens_ratio`
     of them, and never less than one window. Ranks of one machine share its memory, where it is one for all: `spec` is
-    that of a rank. `taken`: bytes of the device that are spoken for; `step_bytes`: as `kv_budget` takes them.
+    that of a rank. `taken`: bytes of the device that are spoken for; `step_bytes`, `own`: as `kv_budget` takes them.
     Raises ConfigError: more than there is, or not one page.
     """
     sizes = {
@@ -92,13 +94,15 @@ def part_specs(
                 f"KV; {have / 1e9:.1f} GB are free on {device}"
             )
     else:
-        budget = kv_budget(fraction, device, have, total_bytes(device), step_bytes)
+        budget = kv_budget(fraction, device, have, total_bytes(device), step_bytes, own or taken)
         largest = config.sched.max_running_requests * -(-context // page_size)
         counts = _counts(config, spec, context, _pages_in(config, spec, context, sizes, budget, largest))
         if counts[Part.FULL] < 1 or _bytes(sizes, counts) > budget:
             raise ConfigError(
-                f"engine: mem_fraction_static is {fraction}, which leaves {budget / 1e9:.2f} GB for KV; the smallest"
-                f" pool takes {_bytes(sizes, _counts(config, spec, context, 1))} bytes, expected room for that"
+                f"engine: mem_fraction_static is {fraction}, which leaves {budget / 1e9:.2f} GB for KV"
+                f" ({have / 1e9:.2f} GB are free on {device}); the smallest pool takes"
+                f" {_bytes(sizes, _counts(config, spec, context, 1))} bytes, expected room for that (engines that share"
+                " a GPU: give each a --mem-fraction-static)"
             )
     return {part: replace(sizes[part], page_count=counts[part] + 1) for part in sizes}
 

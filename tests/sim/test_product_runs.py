@@ -67,6 +67,7 @@ REASONS: dict[str, str] = {
     "ranks/handshake.py": "start of processes",
     "ranks/links.py": "connections over zmq",
     "ranks/memory.py": "start of a process",
+    "ranks/memory_account.py": "memory of a GPU",
     "ranks/process.py": "start of a process",
     "ranks/rank_metrics.py": "the series of a scrape",
     "ranks/rank_processes.py": "start of processes",
