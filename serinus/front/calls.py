@@ -5,7 +5,7 @@ The same for every endpoint: `completions.py`, `chat.py` and `native.py` only di
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -211,33 +211,43 @@ class Call:
         self.queue = self._client.submit(requests)
         return self.queue
 
-    async def events(self) -> AsyncIterator[list[Event]]:
+    async def events(self, shown: Callable[[list[Event]], bool] | None = None) -> AsyncIterator[list[Event]]:
         """Everything that has come since the last look, until all sequences have ended.
 
-        Raises RequestFailed (one failed, or all of those that fail alone), EngineDown, ClientGone. Whatever the end,
-        nothing is left behind.
+        `shown`: is given events that come while this waits, all but the first; where it returns False an empty list is
+        the next, for its caller to wait in.
+        Raises RequestFailed (one failed, or all of those that fail alone), EngineDown, ClientGone, and what `shown`
+        does. Whatever the end, nothing is left behind.
         """
         assert self.queue is not None, "front: events of a call that was not submitted"
         queue = self.queue
         failed: list[Event] = []
         has_answer = False
+
+        def at_once(deltas: list[TokenDelta]) -> bool:
+            events = self._news(deltas)
+            return (not events or (shown is not None and shown(events))) and bool(self._open)
+
         try:
             while self._open:
-                deltas = await queue.take()
-                if not deltas:
+                deltas = await queue.take(at_once if has_answer and shown is not None else None)
+                if queue.gone:
                     raise ClientGone(f"front: the client of {self.request_id} hung up")
-                now = self._clock.now()
-                events = [event for delta in deltas if (event := self._take(delta, now)) is not None]
+                events = self._news(deltas)
                 has_answer = has_answer or any(event.sequence.failure is None for event in events)
                 if not has_answer:
                     failed += events
-                elif events:
+                elif events or not deltas:
                     yield [*failed, *events]
                     failed.clear()
             if failed and failed[0].sequence.failure is not None:
                 raise failed[0].sequence.failure
         finally:
             queue.close()
+
+    def _news(self, deltas: Sequence[TokenDelta]) -> list[Event]:
+        now = self._clock.now()
+        return [event for delta in deltas if (event := self._take(delta, now)) is not None]
 
     async def run(self) -> None:
         """Read until the end; the answers are in `sequences`. Raises what `events` does, and where all have failed."""

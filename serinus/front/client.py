@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -57,22 +58,42 @@ class DeltaQueue:
     sequences may generate.
     """
 
-    __slots__ = ("_client", "_failure", "_gone", "_items", "_waiter", "rids")
+    __slots__ = ("_at_once", "_client", "_failure", "_items", "_waiter", "gone", "rids")
 
     def __init__(self, client: EngineClient, rids: tuple[str, ...]) -> None:
         self._client = client
         self._items: list[TokenDelta] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._at_once: Callable[[list[TokenDelta]], bool] | None = None
         self._failure: SerinusError | None = None
-        self._gone = False
+        self.gone = False
+        """Whether `leave` was called."""
         self.rids = rids
         """Engine-side ids of the sequences of this call."""
 
-    def put(self, out: TokenDelta) -> None:
-        """Add a delta; dropped where the call has failed."""
-        if self._failure is None:  # what comes after a gap is no continuation of what came before it
-            self._items.append(out)
+    def put(self, out: TokenDelta) -> bool:
+        """Add a delta; dropped where the call has failed. Returns whether `deliver` must be called: once for all deltas
+        that came together."""
+        if self._failure is not None:  # what comes after a gap is no continuation of what came before it
+            return False
+        self._items.append(out)
+        return len(self._items) == 1
+
+    def deliver(self) -> None:
+        """Give what has come to the consumer that waits for it."""
+        at_once = self._at_once
+        if at_once is None or self.gone or not self._items:
             self._wake()
+            return
+        items, self._items = self._items, []
+        try:
+            if not at_once(items):
+                self._wake()
+        except SerinusError as error:
+            self.fail(error)
+        except BaseException:
+            self.fail(AnswerLost("front: an answer could not be rendered"))
+            raise
 
     def fail(self, error: SerinusError) -> None:
         """Nothing more will come: a consumer gets this error, after what came before it."""
@@ -81,7 +102,7 @@ class DeltaQueue:
 
     def leave(self) -> None:
         """The client of this call is gone: from now on a consumer gets an empty list."""
-        self._gone = True
+        self.gone = True
         self._wake()
 
     def _wake(self) -> None:
@@ -89,22 +110,25 @@ class DeltaQueue:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def take(self) -> list[TokenDelta]:
+    async def take(self, at_once: Callable[[list[TokenDelta]], bool] | None = None) -> list[TokenDelta]:
         """All deltas since the last call, at least one; an empty list once `leave` was called.
 
+        `at_once`: is given deltas that come while this waits, out of the loop's own step, which saves the way through
+        the tasks that wait; while it returns True this goes on waiting, else the list is empty. What it raises is
+        raised here.
         Raises EngineDown, AnswerLost.
         """
-        while not self._items:
-            if self._gone:
-                return []
+        if not self._items and not self.gone:
             if self._failure is not None:
                 raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self._at_once = asyncio.get_running_loop().create_future(), at_once
             try:
                 await self._waiter
             finally:
-                self._waiter = None
-        if self._gone:
+                self._waiter = self._at_once = None
+            if not self._items and not self.gone and self._failure is not None:
+                raise self._failure
+        if self.gone:
             return []
         items, self._items = self._items, []
         return items
@@ -135,6 +159,8 @@ class EngineClient:
         self._incarnation = new_incarnation()
         self._seq = 0
         self._queues: dict[str, DeltaQueue] = {}
+        self._fresh: deque[DeltaQueue] = deque()
+        """Queues with deltas that were not delivered yet."""
         self._calls: dict[int, asyncio.Future[EngineReply]] = {}
         self._call_count = 0
         self._ready_waiter: asyncio.Future[Ready] | None = None
@@ -332,19 +358,17 @@ class EngineClient:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Take every frame that has arrived."""
+        """Take every frame that has arrived, then deliver what they brought."""
         socket = self._socket
-        while socket is not None and not socket.closed:
+        while socket is not None and not socket.closed and socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                frame = codec.decode(parts)
+                frame = codec.decode(socket.recv_multipart(zmq.NOBLOCK))
             except FrameError as error:
                 self._bad_frame(error)
                 continue
             self._receive(frame.message)
+        while self._fresh:
+            self._fresh.popleft().deliver()
 
     def _bad_frame(self, error: FrameError) -> None:
         """It may have held tokens of any open answer: all of them fail."""
@@ -360,8 +384,8 @@ class EngineClient:
             queues = self._queues
             for out in message.deltas:
                 queue = queues.pop(out.rid, None) if out.finish else queues.get(out.rid)
-                if queue is not None:
-                    queue.put(out)
+                if queue is not None and queue.put(out):
+                    self._fresh.append(queue)
         elif isinstance(message, EngineReply) and not message.call:
             self.engine_gone(message.body.decode(errors="replace"))
         elif isinstance(message, EngineReply):

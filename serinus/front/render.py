@@ -54,16 +54,27 @@ async def stream(
     The stream opens with the first news, so that what is refused before it gets a status of its own; or with the first
     `comment`, where there is no news for `keep_alive_s`.
     """
-    news = call.events()
-    chunks = rendered(await exchange.kept_alive(anext(news), keep_alive_s, comment))
+    left = b""
+
+    def shown(events: Sequence[Event]) -> bool:
+        """Whether nothing is left to be written."""
+        nonlocal left
+        left += rendered(events)
+        if left and exchange.pushed(left):
+            left = b""
+        return not left
+
+    news = call.events(shown)
+    left = rendered(await exchange.kept_alive(anext(news), keep_alive_s, comment))
     if not exchange.started:
         await exchange.open_stream()
-    if chunks:
-        await exchange.push(chunks)
+    if left:
+        await exchange.push(left)
+        left = b""
     async for events in news:
-        chunks = rendered(events)
-        if chunks and not exchange.pushed(chunks):
-            await exchange.push(chunks)
+        if not shown(events):
+            await exchange.push(left)
+            left = b""
     last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": _usage_of(call)})
     await exchange.end(last + done)
 
