@@ -25,7 +25,7 @@ from serinus.engine.messages import FrontMessage, TurnOutput
 from serinus.engine.progress import Progress
 from serinus.engine.prompts import GivenPrompt, Prompt, given_prompts
 from serinus.ranks.tier_parts import pause
-from serinus.text import GrammarVocabulary, OutputProcessor, Tokenizer, checked_messages, load_tokenizer
+from serinus.text import GrammarCompiler, OutputProcessor, Tokenizer, checked_messages, load_tokenizer
 from serinus.wire.messages import Abort
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -130,7 +130,7 @@ class LLM:
             path = config.model.tokenizer_path or built.spec.path
             template = config.model.chat_template
             self.tokenizer = load_tokenizer(path, chat_template=template, revision=config.model.revision)
-        self._vocabulary: GrammarVocabulary | None = None
+        self._grammars: GrammarCompiler | None = None
         seed = config.model.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
 
@@ -275,10 +275,10 @@ class LLM:
             raise BadRequest("grammar", grammar.text, "nothing, as grammar_backend is none")
         if self.tokenizer is None:
             raise BadRequest("grammar", grammar.text, "nothing, as no tokenizer is loaded (skip_tokenizer_init)")
-        if self._vocabulary is None:
+        if self._grammars is None:
             spec = self.spec
-            self._vocabulary = GrammarVocabulary(self.tokenizer, width=spec.vocab_size, eos_ids=spec.eos_ids)
-        self._vocabulary.begin(grammar)
+            self._grammars = GrammarCompiler(self.tokenizer, width=spec.vocab_size, eos_ids=spec.eos_ids)
+        self._grammars.compile(grammar)
 
     def _run(self, requests: list[tuple[Request, _Answer]], show: bool) -> None:
         """Turn until every sequence ended, or Ctrl-C came; whatever happens, none is left behind.

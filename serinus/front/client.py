@@ -33,6 +33,7 @@ _HANG_SHARE = 5
 _WATCH_S = 1.0
 """Seconds between two questions to the engine, whether it goes on."""
 _FOREVER_S = 1e9
+_READABLE = int(zmq.POLLIN)
 _SEND_QUEUE_MAX = 100_000
 """Frames zmq keeps for an engine that does not read."""
 
@@ -360,7 +361,7 @@ class EngineClient:
     def _drain(self) -> None:
         """Take every frame that has arrived, then deliver what they brought."""
         socket = self._socket
-        while socket is not None and not socket.closed and socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while socket is not None and not socket.closed and socket.getsockopt(zmq.EVENTS) & _READABLE:
             try:
                 frame = codec.decode(socket.recv_multipart(zmq.NOBLOCK))
             except FrameError as error:

@@ -11,7 +11,7 @@ from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.core.sampling import SamplingParams
 from serinus.front.metrics import FrontMetrics
-from serinus.text import GrammarVocabulary, Tokenizer
+from serinus.text import GrammarCompiler, Tokenizer
 from serinus.wire.messages import Ready
 
 __all__ = ["GrammarCheck"]
@@ -22,7 +22,7 @@ _THREADS = 2
 
 
 class GrammarCheck:
-    """Compiles each grammar once; the vocabulary is read when the first one comes."""
+    """Compiles each grammar once, without the vocabulary: masks are made by engines."""
 
     def __init__(
         self, tokenizer: Callable[[], Awaitable[Tokenizer | None]], metrics: FrontMetrics, clock: Clock, *,
@@ -36,7 +36,7 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._compile_s_max = compile_s_max
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        self._vocabulary: asyncio.Future[GrammarVocabulary] | None = None
+        self._compiler: asyncio.Future[GrammarCompiler] | None = None
 
     async def check(self, params: Sequence[SamplingParams], fields: Sequence[str], ready: Ready) -> None:
         """Compile the grammars of these parameters; `fields`: as the client names them, empty = all `grammar`.
@@ -67,14 +67,14 @@ class GrammarCheck:
     async def _compile(self, grammar: Grammar, tokenizer: Tokenizer, ready: Ready) -> None:
         loop = asyncio.get_running_loop()
 
-        def read() -> GrammarVocabulary:
-            return GrammarVocabulary(tokenizer, width=ready.vocab_size, eos_ids=ready.eos_ids)
+        def made() -> GrammarCompiler:
+            return GrammarCompiler(tokenizer, width=ready.vocab_size, eos_ids=ready.eos_ids)
 
-        if self._vocabulary is None:
-            self._vocabulary = loop.run_in_executor(self._threads, read)
-        known = await asyncio.shield(self._vocabulary)
+        if self._compiler is None:
+            self._compiler = loop.run_in_executor(self._threads, made)
+        known = await asyncio.shield(self._compiler)
         hit, began = known.knows(grammar), self._clock.now()
-        await asyncio.wait_for(loop.run_in_executor(self._threads, known.begin, grammar), self._compile_s_max)
+        await asyncio.wait_for(loop.run_in_executor(self._threads, known.compile, grammar), self._compile_s_max)
         self._metrics.grammar("cache_hit" if hit else "compiled", self._clock.now() - began)
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ from serinus.text.detokenizer import Detokenizer, byte_of_char
 from serinus.text.forced_calls import forced_tag
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
 from serinus.text.grammar_source import tag_rules
-from serinus.text.grammars import GrammarFailed, GrammarState, GrammarVocabulary
+from serinus.text.grammars import GrammarCompiler, GrammarFailed, GrammarState, GrammarVocabulary
 from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
 from serinus.text.stops import StopTexts
@@ -30,6 +30,7 @@ __all__ = [
     "DeltaKind",
     "Detokenizer",
     "GenerationConfig",
+    "GrammarCompiler",
     "GrammarFailed",
     "GrammarState",
     "GrammarVocabulary",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from serinus.text.grammar_source import library_source
 from serinus.text.schema_words import where_in
 from serinus.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarFailed", "GrammarState", "GrammarVocabulary"]
+__all__ = ["GrammarCompiler", "GrammarFailed", "GrammarState", "GrammarVocabulary"]
 
 _COMPILED_MAX = 64
 """Grammars that are kept compiled; the one that was wanted least lately goes."""
@@ -40,17 +40,15 @@ class GrammarFailed(RequestError):
         super().__init__(f"grammar: {reason}")
 
 
-class GrammarVocabulary:
-    """The vocabulary as grammars see it, and the grammars that were compiled for it. Safe to share between threads."""
+class GrammarCompiler:
+    """Says of grammars whether they can be enforced: it compiles them as GrammarVocabulary does, with the same limits,
+    but knows only bytes and special tokens, so it has no masks. Safe to share between threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, width: int, eos_ids: Sequence[int] = ()) -> None:
         """`width`: of a mask, the ids of the model; `eos_ids`: its end-of-sequence tokens.
 
-        Raises BadRequest: the library cannot read such a tokenizer. Cost: about 0.6 s for 150,000 tokens, without the
-        GIL for the most part; 180 MB.
+        Raises BadRequest: the tokenizer cannot be used. Cost: 0.6 us an id, with the GIL; 10 MB.
         """
-        import llguidance
-
         self.width = width
         """Ids of the model; those that the tokenizer lacks are never allowed."""
         ends = [each for each in (*eos_ids, *sorted(tokenizer.special_ids)) if each < min(width, tokenizer.vocab_size)]
@@ -61,26 +59,36 @@ class GrammarVocabulary:
         self.special_ids = tokenizer.special_texts
         """Text of each special token, and its id."""
         try:
-            self._library = llguidance.LLTokenizer(tokenizer.described, n_vocab=width, eos_token=self.end_id)
-            read_back = self._library.decode_str(tokenizer.encode(_PROBE, add_special_tokens=False))
+            self._library = self._read(tokenizer)
         except Exception as error:  # the library raises what its own parts raise
             raise _unreadable(str(error)[:_REASON_CHARS]) from error
-        if read_back.strip() != _PROBE:
-            raise _unreadable(f"it writes {read_back!r} for {_PROBE!r}")
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = threading.Lock()
+
+    def _read(self, tokenizer: Tokenizer) -> Any:
+        """The tokenizer as the library has it."""
+        import llguidance
+
+        named = {
+            token_id: text.encode()
+            for text, token_id in tokenizer.added_texts.items()
+            if text and token_id < self.width and (text in self.special_ids or (text[0], text[-1]) == ("<", ">"))
+        }  # these the library takes for special
+        return llguidance.LLTokenizer(
+            _Bytes(named, self.width, self.end_id), n_vocab=self.width, eos_token=self.end_id, slices=[]
+        )
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether it is compiled."""
         with self._lock:
             return grammar in self._compiled
 
-    def begin(self, grammar: Grammar) -> GrammarState:
-        """The state before the first token. Raises BadRequest, by the name `grammar`: it cannot be compiled; the
-        message says where it is wrong.
+    def compile(self, grammar: Grammar) -> Any:
+        """The library's matcher before the first token, to be copied. Raises BadRequest, by the name `grammar`: it
+        cannot be compiled; the message says where it is wrong.
 
-        Cost: a millisecond the first time for most grammars, below a second for the largest; without the GIL. Some
-        10 us where it is known.
+        Cost: a millisecond the first time for most grammars, below a second for the largest; without the GIL. Nothing
+        where it is known.
         """
         with self._lock:
             known = self._compiled.get(grammar)
@@ -92,7 +100,7 @@ class GrammarVocabulary:
                 self._compiled[grammar] = known
                 while len(self._compiled) > _COMPILED_MAX:
                     self._compiled.popitem(last=False)
-        return GrammarState(self, known.deep_copy())
+        return known
 
     def _compile(self, grammar: Grammar) -> Any:
         import llguidance
@@ -109,6 +117,42 @@ class GrammarVocabulary:
         if wrong:
             raise _wrong(grammar, wrong)
         return matcher
+
+
+class _Bytes:
+    """A tokenizer, as the library wants one, whose tokens are special ones and, at other ids, single bytes."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, named: Mapping[int, bytes], width: int, end_id: int) -> None:
+        self.eos_token_id = end_id
+        self.special_token_ids = sorted(named)
+        plain = (bytes([byte]) for byte in range(256))
+        self.tokens = [named[at] if at in named else next(plain, b"") for at in range(width)]
+
+    def __call__(self, text: str) -> list[int]:
+        return []
+
+
+class GrammarVocabulary(GrammarCompiler):
+    """The vocabulary as grammars see it, and the grammars that were compiled for it.
+
+    Cost: about 0.6 s for 150,000 tokens, most of it with the GIL; 180 MB.
+    """
+
+    def _read(self, tokenizer: Tokenizer) -> Any:
+        import llguidance
+
+        library = llguidance.LLTokenizer(tokenizer.described, n_vocab=self.width, eos_token=self.end_id)
+        read_back = library.decode_str(tokenizer.encode(_PROBE, add_special_tokens=False))
+        if read_back.strip() != _PROBE:
+            raise ValueError(f"it writes {read_back!r} for {_PROBE!r}")
+        return library
+
+    def begin(self, grammar: Grammar) -> GrammarState:
+        """The state before the first token. Raises what `compile` does. Cost: some 10 us where the grammar is known."""
+        return GrammarState(self, self.compile(grammar).deep_copy())
 
 
 class GrammarState:

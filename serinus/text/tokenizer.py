@@ -78,10 +78,10 @@ class Tokenizer:
         """Ids left out of the text with skip_special_tokens."""
         self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         """Special tokens: the text of each, and its id."""
+        self.added_texts = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+        """Tokens that were added to the vocabulary, special or not: the text of each, and its id."""
         self.vocab_size = backend.get_vocab_size()
         self.template = ChatTemplate(template, special_tokens=texts, clock=clock or WallClock()) if template else None
-        self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        """Special tokens: the text of each, and its id."""
         described = json.loads(self.described)
         self.byte_level = _is_byte_level(described)
         self.token_chars_max = _token_chars_max(described)

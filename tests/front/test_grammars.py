@@ -22,7 +22,7 @@ from serinus.front.metrics import FrontMetrics
 from serinus.front.schemas import ChatBody, NativeSampling
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
-from serinus.text import Tokenizer
+from serinus.text import GrammarVocabulary, Tokenizer
 from serinus.wire.messages import Ready
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
@@ -110,6 +110,20 @@ def test_a_grammar_reaches_the_engine(front: RunningFront) -> None:
     assert re.search(r"^serinus:num_grammar_aborted_total{.*} [1-9]", front.http.get("/metrics").text, re.MULTILINE)
 
 
+def test_a_front_checks_grammars_without_reading_the_vocabulary(
+    byte_folder: Path, new_endpoint: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("the library reads a whole vocabulary, for which all streams would stand still")
+
+    monkeypatch.setattr(GrammarVocabulary, "_read", read)
+    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary")
+    with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
+        for regex, status in (("a+", 200), ("([", 400)):
+            answer = front.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "regex": regex})
+            assert answer.status_code == status, answer.text
+
+
 def test_a_server_without_a_tokenizer_says_so(new_endpoint: Callable[[], str], byte_folder: Path) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=64)
     with running_front(FrontSettings(model_path=str(byte_folder), skip_tokenizer_init=True), engine) as bare:
@@ -122,9 +136,9 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(tokenizer
     slow = threading.Event()
 
     class Slow:
-        """A vocabulary whose grammars never compile."""
+        """A compiler whose grammars never compile."""
 
-        def begin(self, grammar: Grammar) -> None:
+        def compile(self, grammar: Grammar) -> None:
             slow.wait(20)
 
         def knows(self, grammar: Grammar) -> bool:
@@ -138,9 +152,9 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(tokenizer
         check = GrammarCheck(given, metrics, WallClock(), compile_s_max=0.05)
         params = [SamplingParams(grammar=Grammar("regex", "a"))]
         await check.check(params, ["regex"], READY)
-        vocabulary: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        vocabulary.set_result(Slow())
-        check._vocabulary = cast(Any, vocabulary)
+        compiler: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        compiler.set_result(Slow())
+        check._compiler = cast(Any, compiler)
         with pytest.raises(BadRequest, match=r"regex: got 'b', expected a regex that compiles in 0\.05 s"):
             await check.check([SamplingParams(grammar=Grammar("regex", "b"))], ["regex"], READY)
         slow.set()

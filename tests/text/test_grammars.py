@@ -13,7 +13,7 @@ import pytest
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.testing.small_tokenizers import make_piece_tokenizer
-from serinus.text import GrammarFailed, GrammarVocabulary, Tokenizer, load_tokenizer
+from serinus.text import GrammarCompiler, GrammarFailed, GrammarVocabulary, Tokenizer, load_tokenizer
 
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 
@@ -155,6 +155,31 @@ def test_a_tokenizer_that_the_library_reads_wrongly_is_not_used(tmp_path: Any) -
     tokenizer = load_tokenizer(str(make_piece_tokenizer(tmp_path)))
     with pytest.raises(BadRequest, match="this tokenizer cannot be used with grammars"):
         GrammarVocabulary(tokenizer, width=300)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(["), ("regex", "a(?=b)"), ("regex", "(a|b)*a(a|b){20}"), ("regex", "(a{1,900}){1,900}"),
+        ("ebnf", 'root ::= "a" | b'), ("ebnf", 'root ::= [a-z]+ "b"'), ("lark", 'start: "a" | <eos>'),
+        ("lark", 'start: <[262]> "x"'), ("lark", "start: <[5]>"), ("lark", 'start: <[99999]> "x"'),
+        ("lark", 'start: <nothing> "x"'), ("lark", 'start: <think> "x"'), ("lark", 'start: "a'), ("lark", "start: x"),
+        ("choice", '["a", "ü"]'), ("json_object", ""),
+        ("structural_tag", '{"format": {"type": "tag", "begin": "<eos>", "content": {"type": "any_text"}, "end": ""}}'),
+        ("structural_tag", '{"format": {"type": "tag", "begin": "<think>", "content": {"type": "x"}, "end": "x"}}'),
+    ],
+)  # fmt: skip
+def test_a_compiler_without_the_vocabulary_takes_and_refuses_the_same(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer, kind: Any, text: str
+) -> None:
+    said = []
+    for compiler in (vocabulary, GrammarCompiler(tokenizer, width=280)):
+        try:
+            compiler.compile(Grammar(kind, text))
+            said.append("")
+        except BadRequest as error:
+            said.append(str(error).partition("following special tokens")[0])
+    assert said[0] == said[1]
 
 
 def test_as_many_grammars_are_kept_as_are_wanted_lately(vocabulary: GrammarVocabulary) -> None:
