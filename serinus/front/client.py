@@ -361,7 +361,7 @@ class EngineClient:
     def _drain(self) -> None:
         """Take every frame that has arrived, then deliver what they brought."""
         socket = self._socket
-        while socket is not None and not socket.closed and socket.getsockopt(zmq.EVENTS) & _READABLE:
+        while socket is not None and not socket.closed and int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
             try:
                 frame = codec.decode(socket.recv_multipart(zmq.NOBLOCK))
             except FrameError as error:
