@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,9 +74,8 @@ class GrammarCompiler:
             for text, token_id in tokenizer.added_texts.items()
             if text and token_id < self.width and (text in self.special_ids or (text[0], text[-1]) == ("<", ">"))
         }  # these the library takes for special
-        return llguidance.LLTokenizer(
-            _Bytes(named, self.width, self.end_id), n_vocab=self.width, eos_token=self.end_id, slices=[]
-        )
+        described = cast(Any, _Bytes(named, self.width, self.end_id))
+        return llguidance.LLTokenizer(described, n_vocab=self.width, eos_token=self.end_id, slices=[])
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether it is compiled."""
