@@ -119,7 +119,7 @@ class GrammarCompiler:
 
 
 class _Bytes:
-    """A tokenizer, as the library wants one, whose tokens are special ones and, at other ids, single bytes."""
+    """A tokenizer, as the library wants one, of special tokens and, at other ids, single bytes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
