@@ -4,7 +4,7 @@ and prefill of 64 x 1,024 tokens, without the canary, under rotating:16 and in f
 A decode step is the difference of two runs on prompts that are cached: of 80 and of 16 tokens. Floor of a step: its
 weights and KV at the read rate of the card; ceiling of prefill: its products at the rate of a large one.
 
-    python -m benchmarks.gpu_engine [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager]
+    python -m benchmarks.gpu_engine [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager] [--wait]
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--canary", nargs="+", default=["none", "rotating:16", "full"])
     parser.add_argument("--batch", nargs="+", type=int, default=[*CONTEXTS], choices=[*CONTEXTS])
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--wait", action="store_true", help="each step begins when the one before it was read")
     arguments = parser.parse_args()
     card = {name: round(rate, 2) for name, rate in rates().items()}
     torch.cuda.empty_cache()
@@ -135,9 +136,10 @@ def run(path: str, canary: str, arguments: argparse.Namespace, card: dict[str, f
     with LLM(
         path, load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
         max_running_requests=256, chunked_prefill_size=8192, max_total_tokens=400_000,
-        disable_cuda_graph=arguments.eager, **settings,
+        disable_cuda_graph=arguments.eager, disable_overlap_schedule=arguments.wait, **settings,
     ) as llm:  # fmt: skip
-        said = {"canary": canary, "graphs": not arguments.eager, "gpu": torch.cuda.get_device_name()}
+        said = {"canary": canary, "graphs": not arguments.eager, "overlap": not arguments.wait}
+        said |= {"gpu": torch.cuda.get_device_name()}
         phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
         said |= {"start_s": round(CLOCK.now() - begin, 1), "phases": phases}
         measure(llm, arguments.batch, said, card)

@@ -201,7 +201,7 @@ def sampling(bench: Bench, rows: int) -> None:
         bench.ops.choose_tokens(logits, specs)
         begin, calls = time.perf_counter(), 10
         for _ in range(calls):
-            bench.ops.choose_tokens(logits, specs)
+            bench.ops.choose_tokens(logits, specs).tolist()
         spent = (time.perf_counter() - begin) / calls * 1e6
         floor = bench.ceiling.us(logits.nbytes)
         bench.say(

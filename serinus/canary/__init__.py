@@ -31,6 +31,7 @@ from serinus.canary.judge import Verdict
 from serinus.canary.lead import CanaryLead, perturb
 from serinus.canary.make import make_canary_lead, make_canary_rank
 from serinus.canary.rank import CanaryRank, TokenOracle
+from serinus.canary.ring import CanaryMark
 from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import Violation, ViolationLog, launch_tag, reason_names
 
@@ -38,6 +39,7 @@ __all__ = [
     "CANARY_COMMANDS",
     "CanaryAnswer",
     "CanaryLead",
+    "CanaryMark",
     "CanaryRank",
     "CheckRows",
     "CheckSettings",

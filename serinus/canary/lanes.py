@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.canary.ring import Ring, RingCounts
 from serinus.canary.settings import CheckSettings
+from serinus.canary.violation import launch_tag
 from serinus.core.parts import Part
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import Kernels, StampLane, Watch, stamp_lanes
 from serinus.pool import DevicePool, RequestTable
 
-__all__ = ["PartLanes", "lanes_of"]
+__all__ = ["PartLanes", "lanes_of", "sent"]
 
 _CHECKS: Final = ("around forward passes", "at arrival", "at the end", "in the sweep", "as written", "as stored")
 
@@ -65,6 +68,15 @@ class PartLanes:
     def of_requests(self) -> tuple[Ring, ...]:
         """Those of checks of requests' own rows."""
         return self.running, self.arriving, self.ending
+
+    @property
+    def active_tags(self) -> list[str]:
+        """Checks of this part that looked at a slot at least once. Waits for the device."""
+        active = []
+        for ring, sweep in (*((ring, False) for ring in self.of_requests), (self.sweeping, True)):
+            counts = ring.checked_L.tolist()
+            active += [launch_tag(lane, self.part, sweep=sweep) for lane in StampLane if counts[lane]]
+        return active
 
     def check_of(self, ring: Ring) -> str:
         """The check that a ring serves, in words."""
@@ -117,3 +129,9 @@ def lanes_of(
         counts=counts,
         watch=watch,
     )
+
+
+def sent(values: NDArray[np.int64], device: torch.device) -> Tensor:
+    """A copy there. Does not wait for what the device is to do before."""
+    here = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

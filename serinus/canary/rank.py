@@ -1,6 +1,6 @@
 """CanaryRank: the canary of one rank. It checks this rank's KV around each step, and what the leader commands.
 
-    canary.begin(plan)                  before runner.run
+    canary.begin(plan)                  before runner.run; begin_ahead(work) for work that a plan is still to bring
     result = canary.returned(result)    after it (planted faults may exchange tokens here)
     findings = canary.found()           sent to the leader with the result of the step
     answers = canary.obey(command)      one of CANARY_COMMANDS, in the order of the line
@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from serinus.canary.commands import (
@@ -38,9 +37,9 @@ from serinus.canary.commands import (
 from serinus.canary.coverage import bound_of, due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, Spent, StepChecks, WriteCheck
 from serinus.canary.host_check import HostCheck
-from serinus.canary.lanes import PartLanes, lanes_of
+from serinus.canary.lanes import PartLanes, lanes_of, sent
 from serinus.canary.perturb import Injection, Perturber
-from serinus.canary.ring import Ring
+from serinus.canary.ring import CanaryMark, Ring
 from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import Violation, launch_tag
 from serinus.core.clock import Clock, WallClock
@@ -60,7 +59,8 @@ TokenOracle = Callable[[SampleSpec, int], int]
 _SWEEP: Final = -1
 _ROWS: Final = -2
 """The first row of a command; the others follow downwards."""
-_SEQUENCES_PER_STEP: Final = 1 << 16
+_SEQUENCES_PER_PASS: Final = 1 << 16
+_PASSES_KEPT: Final = 4
 _log = get_logger("canary")
 
 
@@ -121,8 +121,8 @@ class CanaryRank:
         self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
         """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
         with them, on KV that is not there."""
-        self._base, self._rids = 0, tuple[str, ...]()
-        """The number of the step's first sequence, and its requests."""
+        self._passes: deque[tuple[int, tuple[str, ...]]] = deque([(0, ())], maxlen=_PASSES_KEPT)
+        """Of the latest passes, the number of the first sequence, and the requests."""
         self._checking: tuple[str, ...] = ()
         """Requests of the rows that are checked by command."""
         self._swept: dict[Part, list[NDArray[np.int64]]] = {part: [] for part in self.parts}
@@ -138,14 +138,41 @@ class CanaryRank:
         """Decide what this step verifies, and arm the hook with it."""
         if self._is_started:
             with self.spent:
-                self._begin(plan)
+                self._count(plan)
+                self._begin(plan.work)
 
-    def _begin(self, plan: StepPlan) -> None:
+    def begin_ahead(self, work: Sequence[SeqWork]) -> None:
+        """The same for a pass that is queued before its plan has come; `follow` where the plan comes."""
+        if self._is_started:
+            with self.spent:
+                self._begin(work)
+
+    def follow(self, plan: StepPlan) -> None:
+        """The plan of a pass that is queued has come."""
+        if self._is_started:
+            self._count(plan)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a pass may be queued before its plan has come: not where tokens or KV are exchanged on purpose."""
+        return self.perturber is None and self._oracle is None
+
+    def mark(self) -> CanaryMark | None:
+        """What is queued by now; `found` tells what came of that and of nothing later. Does not wait."""
+        if not self._is_started:
+            return None
+        counts = {part: lanes.counts.mark() for part, lanes in self.parts.items()}
+        swept = {part: len(each) for part, each in self._swept.items()}
+        return CanaryMark(step=self.steps, rids=self._passes[-1][1], counts=counts, swept=swept)
+
+    def _count(self, plan: StepPlan) -> None:
         self.steps += 1
-        base, work = self.steps * _SEQUENCES_PER_STEP, plan.work
-        self.step_size = len(work)
+        self.step_size = len(plan.work)
+
+    def _begin(self, work: Sequence[SeqWork]) -> None:
+        base = self._passes[-1][0] + _SEQUENCES_PER_PASS
         rids = tuple([each.rid for each in work])
-        self._base, self._rids = base, rids
+        self._passes.append((base, rids))
         settings, reading = self.settings, self._reading(work)
         checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
         rows, starts = [each.row for each in reading], [each.start for each in reading]
@@ -173,15 +200,15 @@ class CanaryRank:
             return
         self.hook.abandon()
         if self._given_up:
-            self._given_up[-1] = frozenset(self._rids)
+            self._given_up[-1] = frozenset(self._passes[-1][1])
 
-    def found(self) -> tuple[Finding | RingOverflow, ...]:
-        """Violations and planted faults up to this step, itself included. Waits for the device, where that has not
-        ended the step."""
+    def found(self, mark: CanaryMark | None = None) -> tuple[Finding | RingOverflow, ...]:
+        """Violations and planted faults up to this step, itself included; or up to a mark. Waits for the device, where
+        that has not come so far."""
         if not self._is_started:
             return ()
         with self.spent:
-            findings = self._take()
+            findings = self._take(mark)
         self._log_statistics()
         return (*findings, *self._new_injections())
 
@@ -227,7 +254,7 @@ class CanaryRank:
     def stats_line(self) -> str:
         """For the log, every so many steps."""
         tags = {tag for part in self.parts for tag in self._tags(part)}
-        active = {tag for part in self.parts for tag in self._active_tags(part)}
+        active = {tag for part in self.parts for tag in self.parts[part].active_tags}
         return (
             f"[canary] step={self.steps} protected_tokens={sum(self.due_slots.values())} "
             f"sweep_passes={self._sweep_passes} violations={self.violation_count} "
@@ -241,21 +268,23 @@ class CanaryRank:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _take(self) -> list[Violation | RingOverflow]:
+    def _take(self, mark: CanaryMark | None = None) -> list[Violation | RingOverflow]:
         """Read what is new in the rings of steps and sweeps."""
         self._expire()
-        found = [each for lanes in self.parts.values() for ring in lanes.rings for each in self._read(lanes, ring)]
-        for swept in self._swept.values():
-            swept.clear()
+        found = [
+            each for lanes in self.parts.values() for ring in lanes.rings for each in self._read(lanes, ring, mark)
+        ]
+        for part, swept in self._swept.items():
+            del swept[: len(swept) if mark is None else mark.swept[part]]
         return found
 
     def _expire(self) -> None:
         for lanes in self.parts.values():
             lanes.counts.expire()
 
-    def _read(self, lanes: PartLanes, ring: Ring) -> list[Violation | RingOverflow]:
+    def _read(self, lanes: PartLanes, ring: Ring, mark: CanaryMark | None) -> list[Violation | RingOverflow]:
         """What is new in a ring. Slots due = slots checked, or the canary itself is broken."""
-        news = ring.take()
+        news = ring.take(None if mark is None else mark.counts[lanes.part])
         if news is None:
             return []
         if not news.is_whole:
@@ -264,20 +293,22 @@ class CanaryRank:
                 f" {news.checked} were, lane by lane; expected the same: a canary that does not sing"
             )
         self.violation_count += len(news.rows) + news.lost
-        found: list[Violation | RingOverflow] = [self._violation(lanes, row, ring) for row in news.rows]
+        step = self.steps if mark is None else mark.step
+        found: list[Violation | RingOverflow] = [self._violation(lanes, row, ring, step) for row in news.rows]
         if news.lost:
-            found.append(self._overflow(lanes, ring, news.lost))
+            rids = self._passes[-1][1] if mark is None else mark.rids
+            found.append(self._overflow(lanes, ring, news.lost, step, rids))
         return found
 
-    def _overflow(self, lanes: PartLanes, ring: Ring, lost: int) -> RingOverflow:
-        rids, pages = self._rids, np.empty(0, np.int32)
+    def _overflow(self, lanes: PartLanes, ring: Ring, lost: int, step: int, rids: tuple[str, ...]) -> RingOverflow:
+        pages = np.empty(0, np.int32)
         if ring is lanes.arriving or ring is lanes.ending:
             rids = self._checking
         elif ring is lanes.sweeping:
             rids = ()
             pages = np.unique(np.concatenate(self._swept[lanes.part]) // self.settings.page_size).astype(np.int32)
         check = lanes.check_of(ring)
-        return RingOverflow(step=self.steps, part=lanes.part, check=check, lost=lost, rids=rids, pages=pages)
+        return RingOverflow(step=step, part=lanes.part, check=check, lost=lost, rids=rids, pages=pages)
 
     def _sweep(self, command: SweepSlots) -> None:
         self._sweep_passes += command.ends_pass
@@ -310,7 +341,7 @@ class CanaryRank:
             found
             for lanes in self.parts.values()
             for ring in (lanes.arriving, lanes.ending)
-            for found in self._read(lanes, ring)
+            for found in self._read(lanes, ring, None)
         ]
 
     def _check_host(self, command: CheckHost) -> tuple[int, ...]:
@@ -419,11 +450,8 @@ class CanaryRank:
         previous: NDArray[np.int64], tokens: NDArray[np.int64] | None, names: NDArray[np.int64], ring: Ring,
     ) -> None:  # fmt: skip
         device = lanes.table_RC.device
-        slots_E, positions_E, previous_E, names_E = (
-            torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device)
-            for a in (slots, positions, previous, names)
-        )
-        tokens_E = None if tokens is None else torch.from_numpy(tokens).to(device)
+        slots_E, positions_E, previous_E, names_E = (sent(a, device) for a in (slots, positions, previous, names))
+        tokens_E = None if tokens is None else sent(tokens, device)
         entries = Entries(slots_E=slots_E, positions_E=positions_E, previous_E=previous_E, sequences_E=names_E)
         self.hook.verify_now(lanes, lane, entries, tokens_E, ring)
 
@@ -433,15 +461,15 @@ class CanaryRank:
     ) -> None:  # fmt: skip
         """Hold the last slots of rows against the requests."""
         device = lanes.table_RC.device
-        inputs = (torch.from_numpy(each).to(device) for each in (slots, positions, chains, names))
+        inputs = (sent(each, device) for each in (slots, positions, chains, names))
         self._kernels.canary_bind(lanes.stamps_LS4, lane, *inputs, *ring.tensors)
 
-    def _violation(self, lanes: PartLanes, row: list[int], ring: Ring) -> Violation:
+    def _violation(self, lanes: PartLanes, row: list[int], ring: Ring, step: int) -> Violation:
         lane, reasons, slot, position, *stored, name = row
         if ring is lanes.writing:  # VERIFY_TOKEN becomes WRITE_TOKEN, VERIFY_POSITION becomes WRITE_POSITION
             reasons = (reasons & 4) << 2 | (reasons & 2) << 4
         return Violation(
-            step=self.steps,
+            step=step,
             tag=launch_tag(StampLane(lane), lanes.part, sweep=ring is lanes.sweeping),
             reasons=Reason(reasons),
             part=lanes.part,
@@ -461,18 +489,10 @@ class CanaryRank:
     def _rid(self, name: int) -> str:
         if name <= _ROWS:
             return self._checking[_ROWS - name]
-        return self._rids[name - self._base] if self._base <= name < self._base + len(self._rids) else ""
+        found = (rids[name - base] for base, rids in self._passes if base <= name < base + len(rids))
+        return next(found, "")
 
     def _tags(self, part: Part) -> list[str]:
         lanes = stamp_lanes(part)
         swept = lanes[part.halves :] if self.settings.is_swept else ()
         return [launch_tag(lane, part, sweep=sweep) for sweep, some in ((False, lanes), (True, swept)) for lane in some]
-
-    def _active_tags(self, part: Part) -> list[str]:
-        """Checks of this part that looked at a slot at least once."""
-        lanes = self.parts[part]
-        active = []
-        for ring, sweep in (*((ring, False) for ring in lanes.of_requests), (lanes.sweeping, True)):
-            counts = ring.checked_L.tolist()
-            active += [launch_tag(lane, part, sweep=sweep) for lane in StampLane if counts[lane]]
-        return active

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.core.parts import Part
 from serinus.kernels import RING_FIELDS, StampLane
 
-__all__ = ["Ring", "RingCounts", "RingNews"]
+__all__ = ["CanaryMark", "MarkedCounts", "Ring", "RingCounts", "RingNews"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,43 @@ class RingNews:
         return all(count == self.due for count in self.checked)
 
 
+class MarkedCounts:
+    """The counts of several rings at one place in the order of the device's work: on their way to the host."""
+
+    def __init__(self, counts_RC: Tensor, due: Sequence[int]) -> None:
+        self.due = tuple(due)
+        """Slots that had to be checked by then, by ring."""
+        self._copied: Any = None
+        if not counts_RC.is_cuda:
+            self._counts_RC = counts_RC.clone()
+            return
+        self._counts_RC = torch.empty(counts_RC.shape, dtype=torch.int64, pin_memory=True)
+        self._counts_RC.copy_(counts_RC, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def of(self, ring: int) -> list[int]:
+        """The counts of a ring. Waits until the device has come to that place."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        row: list[int] = self._counts_RC[ring].tolist()
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryMark:
+    """What was checked up to one place in the order of the device's work."""
+
+    step: int
+    """The latest step that the leader had begun by then: pages handed out since are not what was checked."""
+    rids: tuple[str, ...]
+    """Requests of the pass that was queued last."""
+    counts: Mapping[Part, MarkedCounts]
+    swept: Mapping[Part, int]
+    """Sweeps since the rings were read, by part."""
+
+
 class RingCounts:
     """The counts of several rings side by side: of an accelerator one copy reads them all."""
 
@@ -42,6 +81,12 @@ class RingCounts:
         """Of each ring its violations, then what was checked, by lane."""
         self._here: NDArray[np.int64] | None = self.counts_RC.numpy() if device == "cpu" else None
         self._copied: list[list[int]] | None = None
+        self.rings: dict[int, Ring] = {}
+        """The rings themselves, by number."""
+
+    def mark(self) -> MarkedCounts:
+        """The counts as they will be when the device has done what is queued now. Does not wait."""
+        return MarkedCounts(self.counts_RC, [self.rings[i].due for i in range(len(self.counts_RC))])
 
     def expire(self) -> None:
         """More was queued: the next reading copies anew."""
@@ -74,19 +119,26 @@ class Ring:
         """Slots that had to be checked so far; the caller of the kernels adds them."""
         self.lanes = tuple(lanes)
         self._counts, self._index = counts, index
+        counts.rings[index] = self
         self._read = 0
         self._seen_due = 0
 
-    def take(self) -> RingNews | None:
+    def take(self, marked: MarkedCounts | None = None) -> RingNews | None:
         """What is new; None where nothing was due since the last reading. Of an accelerator the rows are copied where
-        there are new ones."""
-        if self.due == self._seen_due:
+        there are new ones. `marked`: what was new then; what was queued behind it may be under way."""
+        due = self.due if marked is None else marked.due[self._index]
+        if due <= self._seen_due:
             return None
-        count, *checked = self._counts.of(self._index)
-        size, first = len(self.rows_QF), max(self._read, count - len(self.rows_QF))
-        lost, rows = first - self._read, self.rows_QF.tolist() if count > first else []
-        self._read, self._seen_due = count, self.due
+        counts = self._counts if marked is None else marked
+        count, *checked = counts.of(self._index)
+        size, first, rows = len(self.rows_QF), self._read, list[list[int]]()
+        if count > first:
+            rows = self.rows_QF.tolist()  # waits for all that is queued; later violations may have taken rows
+            first = max(first, int(self.count_1) - size) if marked is not None else max(first, count - size)
+            first = min(first, count)
+        lost = first - self._read
+        self._read, self._seen_due = count, due
         return RingNews(
             rows=[rows[number % size] for number in range(first, count)], lost=lost,
-            checked=[checked[lane] for lane in self.lanes], due=self.due,
+            checked=[checked[lane] for lane in self.lanes], due=due,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from serinus.core.parts import Part
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["SampleSpec", "SeqResult", "SeqWork", "StepPlan", "StepResult", "TableWrite"]
+__all__ = ["SampleSpec", "SeqResult", "SeqWork", "StepPlan", "StepResult", "TableWrite", "WorkAhead"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +80,18 @@ class TableWrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkAhead:
+    """Work of the next plan, as far as it can be said before this one has run: a rank may compute it before its leader
+    reads the result of this one. The next plan takes of it, as it is, what still goes on then, and nothing else; if it
+    brings other work, nothing of this is part of it."""
+
+    work: tuple[SeqWork, ...]
+    """One token each, which is not known: that of `tokens` means nothing before the next plan. All of them sample."""
+    follows: NDArray[np.int64]
+    """Of each, the number in `StepPlan.work` of what it goes on behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What every rank does in one step. Table writes first, in order; then the forward pass; then sampling."""
 
@@ -88,7 +100,10 @@ class StepPlan:
     work: tuple[SeqWork, ...]
     """Decoding requests (n = 1) first, then prompt chunks."""
     table_writes: tuple[TableWrite, ...] = ()
-    """Rows that changed since the last plan."""
+    """Rows that changed since the last plan. Behind a plan with `ahead` none of them changes what that reads."""
+    ahead: WorkAhead | None = None
+    """What goes on behind it if nothing comes between; None = that cannot be said, or nothing is to be computed ahead.
+    It does not leave the process of the leader."""
 
     @property
     def token_count(self) -> int:

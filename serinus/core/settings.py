@@ -367,6 +367,9 @@ class KernelSettings:
     disable_cuda_graph: bool = setting(
         False, "on a GPU: queue each kernel of a decode step by itself", "--enforce-eager"
     )
+    disable_overlap_schedule: bool = setting(
+        False, "on a GPU: begin each step after the one before it was read and planned on", "--no-async-scheduling"
+    )
     cuda_graph_max_bs: int | None = setting(
         None, "on a GPU: largest decode batch that is recorded and replayed as a CUDA graph; default: 256", low=1,
         high=256,

@@ -455,6 +455,15 @@ def _generation(config: ServeConfig, spec: ModelSpec) -> GenerationConfig:
     return replace(generation, eos_ids=tuple(sorted(each for each in eos_ids if each < spec.vocab_size)))
 
 
+def overlaps(parts: RankParts) -> bool:
+    """Whether steps are begun before the one before them is read. Not on a CPU, which would compute one before it gives
+    out the other; nor where peers or cards write pages beside the device's own queue, as they may be given pages that a
+    step under way still writes."""
+    config = parts.config
+    is_direct = config.role != "unified" and config.pd.transfer_backend in ("nixl", "mooncake")
+    return parts.device != "cpu" and parts.mesh.size == 1 and not (config.kernels.disable_overlap_schedule or is_direct)
+
+
 def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> SchedSettings:
     config, spec, pool = parts.config, parts.spec, parts.pool_specs[Part.FULL]
     running = config.sched.max_running_requests
@@ -480,6 +489,7 @@ def _sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> S
         ),
         prefetch_s_max=config.cache.hicache_prefetch_s_max,
         depth=depth,
+        overlaps=overlaps(parts),
         verify_parts=tuple(part for part in spec.parts if spec.layers_of(part)),
         raises=config.canary.kv_canary == "raise",
         heals=config.canary.kv_canary == "heal",

@@ -10,10 +10,11 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.parallel.comm import Comm
 from serinus.pd import AnyBackend
-from serinus.ranks.body import RankBody
+from serinus.ranks.body import RankBody, StepCanary, StepRunner
 from serinus.ranks.build import RankParts, build_rank, record_steps
 from serinus.ranks.page_workers import attach_page_worker
 from serinus.ranks.rank_loop import LeaderLink, RankLoop
+from serinus.ranks.steps_ahead import StepsAhead
 from serinus.ranks.tiers import attach_tiers
 
 __all__ = ["make_body", "make_rank_loop"]
@@ -23,8 +24,13 @@ def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend] = (
     """A rank that obeys every command. `backends`: how pages travel between engines; none = as the settings say."""
     comm = parts.comm
     canary = parts.canary
+    runner: StepRunner = parts.runner
+    around: StepCanary | None = canary
+    if parts.mesh.size == 1:
+        runner = ahead = StepsAhead(parts.runner, canary)
+        around = None if canary is None else ahead
     body = RankBody(
-        rank=comm.rank, mesh=parts.mesh, runner=parts.runner, clock=clock, canary=canary, waited=lambda: comm.waited_s
+        rank=comm.rank, mesh=parts.mesh, runner=runner, clock=clock, canary=around, waited=lambda: comm.waited_s
     )
     attach_tiers(body, parts.tiers)
     if canary is not None:

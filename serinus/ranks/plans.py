@@ -150,8 +150,11 @@ _NONE: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 
 def pack_plan(plan: StepPlan) -> PlanColumns:
-    """A plan in columns. Cost: about 1 us a sequence. Raises FrameError: its arrays do not fit each other."""
+    """A plan in columns. Cost: about 1 us a sequence. Raises FrameError: its arrays do not fit each other, or
+    it has work ahead."""
     work, writes = plan.work, plan.table_writes
+    if plan.ahead is not None:
+        raise FrameError("body", "a plan with work ahead, expected one that its leader's own rank alone runs")
     sampling = [(index, w.sample) for index, w in enumerate(work) if w.sample is not None]
     sets: dict[bytes, int] = {}
     packed = _SETS.packed

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
-from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
+from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
 from serinus.kernels import Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook, Put
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pool import DevicePool, RequestTable
+from serinus.runner.flight import Behind, ChosenRows, Flight
 from serinus.runner.grammar_masks import GrammarMasks, StepMasks
 from serinus.runner.graphs import StepGraphs
 from serinus.runner.inbox import Inbox
@@ -107,16 +108,37 @@ class Runner:
         Cost: one forward pass; one host wait, for the chosen tokens. A stage waits for the one before it, and hands on
         to the next without waiting.
         """
+        return self.read(self.launch(plan))
+
+    def launch(self, plan: StepPlan, behind: Behind | None = None) -> Flight:
+        """Queue all that `run` does up to the chosen tokens; `read` is the rest.
+
+        `behind`: the tokens of the plan's work mean nothing; they are those that another step chooses, which need not
+        be read. All of the work has one token then, and samples. Raises as `run` does. Waits for the device only where
+        grammars or log-probabilities are asked for, or where a hook or a kernel of the reference does.
+        """
         with torch.inference_mode():
             if not plan.work:
-                self._stage_tables(plan.table_writes, None)
-                self._write_tables()
-                return StepResult(step=plan.step) if self._answers else None
-            seqs = self._run(plan)
+                self.write_tables(plan.table_writes)
+                return Flight(step=plan.step)
+            return self._run(plan, behind)
+
+    def read(self, flight: Flight) -> StepResult | None:
+        """What came of a step that was launched. Waits until the device has chosen its tokens."""
         if not self._answers:
             return None
+        seqs = flight.read()
         made, waited = (None, 0.0) if self._grammars is None else self._grammars.take_seconds()
-        return StepResult(step=plan.step, seqs=seqs, mask_seconds=made, mask_wait_seconds=waited)
+        return StepResult(step=flight.step, seqs=seqs, mask_seconds=made, mask_wait_seconds=waited)
+
+    def write_tables(self, writes: Sequence[TableWrite]) -> None:
+        """Write the row tables alone."""
+        if not writes:
+            return
+        self._inbox.begin()
+        self._stage_tables(writes, self._inbox.put)
+        self._inbox.send()
+        self._write_tables()
 
     def record(self, sizes: Sequence[int], tell: Callable[[int], object] = lambda size: None) -> None:
         """Record decode steps of so many sequences, the largest first; from now on steps that fit are replayed. All
@@ -144,12 +166,12 @@ class Runner:
         self._inbox.send()
         return staged.batch
 
-    def _run(self, plan: StepPlan) -> tuple[SeqResult, ...]:
+    def _run(self, plan: StepPlan, behind: Behind | None) -> Flight:
         comm = self._comm
         self._passes += 1
         comm.begin(self._passes)
         try:
-            return self._compute(plan.work, self._stage(plan))
+            return self._compute(plan, self._stage(plan, behind))
         except (MemoryError, RuntimeError, StepAbandoned) as error:
             is_told = isinstance(error, StepAbandoned)
             own = comm.mesh.name(comm.rank) if comm.mesh.size > 1 else ""
@@ -164,28 +186,28 @@ class Runner:
         comm.abandon(*self._model.activation(plan.token_count))  # what the pass had allocated is free again
         raise OutOfMemory(said)
 
-    def _stage(self, plan: StepPlan) -> StepBatch:
+    def _stage(self, plan: StepPlan, behind: Behind | None) -> StepBatch:
         """Send all that the step reads to the device, in one copy, and write the tables. They are written as well
         where there is no memory for the rest: they are not of this step's requests alone."""
         try:
-            return self._sent(plan)
+            return self._sent(plan, behind)
         except (MemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
-                self._inbox.begin()
-                self._stage_tables(plan.table_writes, self._inbox.put)
-                self._inbox.send()
-                self._write_tables()
+                self.write_tables(plan.table_writes)
             raise
 
-    def _sent(self, plan: StepPlan) -> StepBatch:
+    def _sent(self, plan: StepPlan, behind: Behind | None) -> StepBatch:
         work, inbox = plan.work, self._inbox
         room = self._room_of(work)
         inbox.begin(stays=room is not None)
         staged = put_batch(work, tuple(self._tables), inbox.put, is_watched=self._is_watched, room=room)
         self._hook.stage(staged.host, inbox.put)
         self._stage_tables(plan.table_writes, inbox.put)
+        follows_B = None if behind is None else inbox.put(behind.follows_B)
         inbox.send()
         self._write_tables()
+        if behind is not None and follows_B is not None:
+            torch.index_select(behind.flight.tokens(), 0, follows_B, out=staged.batch.tokens_T[: len(work)])
         return staged
 
     def _room_of(self, work: Sequence[SeqWork]) -> int | None:
@@ -206,7 +228,8 @@ class Runner:
         for table in self._tables.values():
             table.write()
 
-    def _compute(self, work: Sequence[SeqWork], staged: StepBatch) -> tuple[SeqResult, ...]:
+    def _compute(self, plan: StepPlan, staged: StepBatch) -> Flight:
+        work = plan.work
         sampling = [i for i, w in enumerate(work) if w.sample is not None]
         masks = self._begin_masks(work, sampling)
         inflow = None
@@ -221,12 +244,11 @@ class Runner:
             hidden_WE = self._forward(staged.batch, inflow)
         if self._sends:  # of a replay a copy: the next one writes to the same place while this one is on its way
             self._comm.send(hidden_WE if staged.host.room is None else hidden_WE.clone())
-            return ()
+            return Flight(step=plan.step, work=work)
         whole = staged.batch.wanted_W is None
-        sampled = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
+        rows = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
         prompts = {i: self._prompt_logprobs(w, hidden_WE, staged.ends_B[i]) for i, w in enumerate(work) if _asks(w)}
-        found = dict(zip(sampling, sampled, strict=False))  # slices that do not sample found nothing
-        return tuple(_result(i, found, prompts) for i in range(len(work)))
+        return Flight(step=plan.step, work=work, sampling=sampling, rows=rows, prompts=prompts)
 
     def _forward(self, batch: ForwardBatch, inflow: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
@@ -240,7 +262,7 @@ class Runner:
         masks: Future[StepMasks] | None,
         *,
         whole: bool,
-    ) -> list[Sampled]:
+    ) -> list[ChosenRows]:
         """Tokens for work[i], i in `sampling`. `whole`: hidden has all T rows, else just those of `sampling`. `masks`:
         of those with a grammar, waited for when the logits are on their way."""
         if not sampling:
@@ -249,21 +271,23 @@ class Runner:
             rows_W = torch.from_numpy(ends[list(sampling)] - 1)
             hidden_WE = hidden_WE.index_select(0, rows_W.to(self._device))
         specs = [spec for i in sampling if (spec := work[i].sample) is not None]
-        sampled: list[Sampled] = []
+        found: list[ChosenRows] = []
         for at in range(0, len(specs), _LOGIT_ROWS_MAX):
             rows = slice(at, at + _LOGIT_ROWS_MAX)
             logits_BV = self._model.logits(hidden_WE[rows])
             if logits_BV is None:
                 continue
             if masks is None:
-                chosen = self._sampler.sample(logits_BV, specs[rows])
-                sampled += chosen if self._grammars is not None else _without_masks(chosen, specs[rows])
+                lacks_masks = self._grammars is None and any(spec.params.grammar is not None for spec in specs[rows])
+                finish = partial(_without_masks, specs=specs[rows]) if lacks_masks else None
+                found.append(ChosenRows(chosen=self._sampler.sample(logits_BV, specs[rows]), finish=finish))
                 continue
             assert self._grammars is not None, "runner: masks without grammars"
             part = self._grammars.wait(masks).part(at, at + _LOGIT_ROWS_MAX)
             chosen = self._sampler.sample(logits_BV, specs[rows], part)
-            sampled += self._with_ends(chosen, [work[i].rid for i in sampling[rows]], part)
-        return sampled
+            finish = partial(self._with_ends, rids=[work[i].rid for i in sampling[rows]], masks=part)
+            found.append(ChosenRows(chosen=chosen, finish=finish))
+        return found
 
     def _with_ends(self, chosen: Sequence[Sampled], rids: Sequence[str], masks: StepMasks) -> list[Sampled]:
         """The same, with what the grammars say of it: which answers are complete, and which cannot go on."""
@@ -328,14 +352,3 @@ def _names(parts: Iterable[Part]) -> str:
 def _asks(work: SeqWork) -> bool:
     """Whether hidden states of all its tokens are needed."""
     return work.prompt_logprobs is not None
-
-
-def _result(index: int, sampled: dict[int, Sampled], prompts: dict[int, tuple[TokenLogprobs, ...]]) -> SeqResult:
-    chosen = sampled.get(index)
-    return SeqResult(
-        token=None if chosen is None or chosen.failure else chosen.token,
-        logprobs=None if chosen is None else chosen.logprobs,
-        ends=chosen is not None and chosen.ends,
-        failure="" if chosen is None else chosen.failure,
-        prompt_logprobs=prompts.get(index, ()),
-    )

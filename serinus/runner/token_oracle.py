@@ -10,7 +10,7 @@ import torch
 from serinus.core.plan import SampleSpec
 from serinus.core.rng import MASK64, splitmix64
 from serinus.runner.grammar_masks import StepMasks
-from serinus.runner.sampler import Sampled
+from serinus.runner.sampler import Chosen
 
 __all__ = ["OracleSampler", "oracle_token"]
 
@@ -18,12 +18,10 @@ __all__ = ["OracleSampler", "oracle_token"]
 class OracleSampler:
     """Chooses tokens like Sampler; without log-probabilities."""
 
-    def sample(
-        self, logits_BV: torch.Tensor, specs: Sequence[SampleSpec], masks: StepMasks | None = None
-    ) -> list[Sampled]:
+    def sample(self, logits_BV: torch.Tensor, specs: Sequence[SampleSpec], masks: StepMasks | None = None) -> Chosen:
         """One token per row; of the logits only their width is read, of masks nothing."""
         vocab_size = logits_BV.shape[1]
-        return [Sampled(token=oracle_token(spec, spec.position, vocab_size)) for spec in specs]
+        return Chosen(tokens_B=torch.tensor([oracle_token(spec, spec.position, vocab_size) for spec in specs]))
 
 
 def oracle_token(spec: SampleSpec, position: int, vocab_size: int) -> int:

@@ -151,23 +151,24 @@ class Batch:
         """The work of decoding requests: one token for each."""
         work = []
         for state in decoding:
-            known = state.known
-            start = known - 1
-            state.planned = known
-            work.append(
-                SeqWork(
-                    rid=state.request.rid,
-                    row=state.row,
-                    start=start,
-                    tokens=state.tokens[start:known],
-                    slots={row.part: row.slots[start:known] for row in state.rows},
-                    chain=state.chain_at(start),
-                    sample=state.sample_spec(),
-                    whole=state.is_new or known + 1 >= state.limit,
-                )
-            )
+            state.planned = state.known
+            work.append(self.token_work(state, state.known))
             state.is_new = False
         return work
+
+    def token_work(self, state: ReqState, known: int) -> SeqWork:
+        """The work that computes the last of `known` tokens of a request: all that it has, or one more."""
+        start = known - 1
+        return SeqWork(
+            rid=state.request.rid,
+            row=state.row,
+            start=start,
+            tokens=state.tokens[start:known],
+            slots={row.part: row.slots[start:known] for row in state.rows},
+            chain=state.chain_at(start),
+            sample=state.sample_spec(known),
+            whole=state.is_new or known + 1 >= state.limit,
+        )
 
     def chunk_work(self, state: ReqState, budget: int) -> SeqWork | None:
         """The next chunk of a prefilling request: at most `budget` tokens. It ends at a page border unless it is the
@@ -193,7 +194,7 @@ class Batch:
             tokens=state.tokens[start:end],
             slots={row.part: row.slots[start:end] for row in state.rows},
             chain=state.chain_at(start),
-            sample=state.sample_spec() if end == state.known else None,
+            sample=state.sample_spec(end) if end == state.known else None,
             whole=True,
             prompt_logprobs=state.request.sampling.prompt_logprobs if wants_logprobs else None,
             next_ids=state.tokens[start + 1 : min(end + 1, state.prompt_len)] if wants_logprobs else None,

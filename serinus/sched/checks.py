@@ -140,7 +140,7 @@ def _check_positions(state: ReqState, settings: SchedSettings, allocator: PageAl
     for row in state.rows:
         _check_slots(name, row)
         if row.windowed:
-            _check_window(name, state, row, allocator)
+            _check_window(name, state, row, allocator, ahead=int(settings.overlaps))
         else:
             _require(row.first == 0, f"{name} has {row.part.name} pages from {row.first} on, expected all")
             _require(row.end == state.full.end, f"{name} has {row.end} {row.part.name} pages, {state.full.end} of FULL")
@@ -154,13 +154,13 @@ def _check_slots(name: str, row: PageRow) -> None:
     _require(same, f"{name} has slots that are not its pages'")
 
 
-def _check_window(name: str, state: ReqState, row: PageRow, allocator: PageAllocator) -> None:
-    """What it reads next is there, and nothing older than one step needs."""
+def _check_window(name: str, state: ReqState, row: PageRow, allocator: PageAllocator, *, ahead: int) -> None:
+    """What it reads next is there, and nothing older than one step needs. `ahead`: pages that it may have got early."""
     position = state.prompt_len if state.phase is Phase.TRANSFER else state.computed
     part, first = row.part.name, allocator.first_page(row.part, position)
     _require(row.first <= first, f"{name} has {part} pages from {row.first} on, too few for {position}")
     if state.phase is Phase.DECODE:
-        most = allocator.window_pages[row.part]
+        most = allocator.window_pages[row.part] + ahead
         _require(row.count <= most, f"{name} has {row.count} {part} pages, expected at most {most}")
         _require(row.end == state.full.end, f"{name} has {part} pages up to {row.end}, FULL ones to {state.full.end}")
 

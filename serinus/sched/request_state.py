@@ -140,6 +140,8 @@ class ReqState:
     is_new: bool = False
     """Its KV came from elsewhere, and no step has read it yet: the next one verifies all of it."""
     published: int = 0
+    ahead: SeqWork | None = None
+    """Its work in the next plan, where that was made before the result of the latest one."""
     load: LoadPlan | None = None
     """What the host could add to its match, until that is loaded or let go."""
     found: dict[str, int] = field(default_factory=dict)
@@ -165,6 +167,8 @@ class ReqState:
     stop_set: frozenset[int] = field(init=False)
     min_new: int = field(init=False)
     prompt_len: int = field(init=False)
+    plain: bool = field(init=False)
+    """Its next token can be chosen before the one before it is on the host."""
     history: TokenHistory | None = field(init=False)
     """Its tokens as penalties look at them, where it has any: made once, however often it runs again."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -234,7 +238,9 @@ class ReqState:
         self.chain = None if self.chain_hashes is None else TokenChain(self.chain_hashes, self.page_size)
         self.stop_set = frozenset(self.stop_ids)
         self.min_new = self.request.sampling.min_new_tokens
-        self.history = TokenHistory(prompt) if self.request.sampling.penalised else None
+        sampling = self.request.sampling
+        self.plain = not sampling.penalised and sampling.grammar is None and sampling.logprobs is None
+        self.history = TokenHistory(prompt) if sampling.penalised else None
         if self.request.sampling.prompt_logprobs is not None and self.handoff is None:
             self.prompt_logprobs = [TokenLogprobs(logprob=None)]
 
@@ -307,13 +313,18 @@ class ReqState:
         read = [count - row.first * self.page_size for row in self.rows if row.part in self.verify_windows]
         self.checked.slots += sum(slots + 1 for slots in read if slots > 0)
 
-    def append(self, token: int) -> None:
-        """One more known token."""
+    def reserve(self) -> None:
+        """Have room for one more token: views of the buffer beyond `known` stay what they are when it comes."""
         known = self.known
         if known == len(self.tokens):
             grown = np.empty(known + max(_GROWTH, known // 2), np.int32)
             grown[:known] = self.tokens
             self.tokens = grown
+
+    def append(self, token: int) -> None:
+        """One more known token."""
+        self.reserve()
+        known = self.known
         if self.chain is not None and known < self.chain.reach:  # it went back, and goes on otherwise
             self.chain.cut(known)
         self.tokens[known] = token
@@ -367,7 +378,7 @@ class ReqState:
         the old ones."""
         self.checked.close(self.computed, self.page_size, self.verify_steps, self.verify_windows)
         self.landed = 0
-        self.lease = self.load = None
+        self.lease = self.load = self.ahead = None
         self.row = 0
         self.go_on_from(0)
         self._begin_rows()
@@ -380,9 +391,8 @@ class ReqState:
         copies = (PageSpan(part=span.part, first=span.first, pages=span.pages.copy()) for span in spans)
         return OwnPages(tokens=self.tokens[:count], spans=tuple(copies), row=self.row)
 
-    def sample_spec(self) -> SampleSpec:
-        """How to choose the token behind the last known one."""
-        known = self.known
+    def sample_spec(self, known: int) -> SampleSpec:
+        """How to choose the token behind the first `known`."""
         return SampleSpec(
             params=self.request.sampling,
             seed=self.request.seed,

@@ -66,6 +66,8 @@ class SchedSettings:
     depth: int = 1
     """Plans that may be under way at once; more than 1 where the ranks work on several steps at a time. Each then takes
     its share of the decoding requests."""
+    overlaps: bool = False
+    """Plans of decoding requests alone say what goes on behind them (StepPlan.ahead), where they can."""
     verify_steps: int = 0
     """A canary verifies each slot that a decoding request reads in one of so many steps of that request; 1 = in each;
     0 = there is no canary: all that is computed counts as verified."""

@@ -9,11 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from serinus.core.plan import SeqWork, StepPlan
+from serinus.core.plan import SeqWork, StepPlan, WorkAhead
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch, Growth
 from serinus.sched.handoff_choice import PrefillPace
 from serinus.sched.incoming import Incoming
+from serinus.sched.lookahead import Lookahead
 from serinus.sched.open_step import OpenStep
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.queues import admission_order
@@ -56,6 +57,7 @@ class StepPlanner:
         self._requests = requests
         self._totals = totals
         self._pace = pace
+        self._lookahead = Lookahead(settings, allocator, batch)
         self._blocked: ReqState | None = None
         self._late: dict[str, None] = {}
         self._step = 0
@@ -92,6 +94,8 @@ class StepPlanner:
 
     def next_step(self, now: float) -> OpenStep | None:
         """Decide it; None = nothing can run now."""
+        if following := self._lookahead.take():
+            return self._follow(following, now)
         if not len(self._batch) and not self._requests.waiting:
             self._blocked = None
             return None
@@ -117,27 +121,53 @@ class StepPlanner:
         if not work:
             return None
         self._hand_out_rest(work, states, decode_count, left)
+        ahead = None
+        if not self._requests.waiting or self.blocked_seq is not None or self._rows_are_taken:
+            ahead = self._lookahead.make(states)
+        computed = sum(len(w.tokens) for w in work[decode_count:])
+        outcome = Outcome(
+            prompt_tokens=computed,
+            decode_tokens=decode_count,
+            new_requests=new_count,
+            cached_tokens=found.total(),
+            cached_by_tier=found,
+            retracted=len(growth.gone),
+        )
+        return self._open_step(work, states, ahead, frozenset(self._allocator.open_loads), outcome, now)
+
+    def _follow(self, following: Sequence[tuple[ReqState, SeqWork]], now: float) -> OpenStep:
+        """The step that the one before it said would follow: its forward pass may have begun, and waits for no load
+        that has begun since. Whatever else wants work is in the step behind it."""
+        states: list[ReqState | None] = []
+        for state, _ in following:
+            state.planned = state.known
+            states.append(state)
+        ahead = self._lookahead.make(states) if not self._requests.waiting or self._rows_are_taken else None
+        outcome = Outcome(decode_tokens=len(states))
+        return self._open_step([work for _, work in following], states, ahead, frozenset(), outcome, now)
+
+    def _open_step(
+        self, work: Sequence[SeqWork], states: list[ReqState | None], ahead: WorkAhead | None, loads: frozenset[int],
+        outcome: Outcome, now: float,
+    ) -> OpenStep:  # fmt: skip
         self._step += 1
         if self._requests.shares.divided:
             for each, of_it in zip(states, work, strict=True):
                 assert each is not None, f"sched: work for {of_it.rid} without its request"
                 self._requests.shares.charge(each.request.share, len(of_it.tokens))
-        computed = sum(len(w.tokens) for w in work[decode_count:])
-        self._totals.computed_tokens += computed + decode_count
+        self._totals.computed_tokens += outcome.prompt_tokens + outcome.decode_tokens
+        writes = self._allocator.take_writes()
         return OpenStep(
-            plan=StepPlan(step=self._step, work=tuple(work), table_writes=self._allocator.take_writes()),
+            plan=StepPlan(step=self._step, work=tuple(work), table_writes=writes, ahead=ahead),
             states=states,
-            loads=frozenset(self._allocator.open_loads),
+            loads=loads,
             planned_at=now,
-            outcome=Outcome(
-                prompt_tokens=computed,
-                decode_tokens=decode_count,
-                new_requests=new_count,
-                cached_tokens=found.total(),
-                cached_by_tier=found,
-                retracted=len(growth.gone),
-            ),
+            outcome=outcome,
         )
+
+    @property
+    def _rows_are_taken(self) -> bool:
+        return self._batch.rows_needed >= self._settings.max_running_requests
 
     def _give_way(self) -> list[ReqState]:
         """Under the policy `priority`: the last of the running requests of an API key, where the first of its that
@@ -149,10 +179,9 @@ class StepPlanner:
         last = self._batch.last_of(first.request.share.name)
         if last is None or first.request.priority >= last.request.priority or first.seq > last.seq:
             return []
-        if first is not self._blocked:
-            rows_are_taken = self._batch.rows_needed >= self._settings.max_running_requests
-            if not rows_are_taken or first.prefetching or self._admission.has_twin(first):
-                return []
+        has_rows = not self._rows_are_taken
+        if first is not self._blocked and (has_rows or first.prefetching or self._admission.has_twin(first)):
+            return []
         return [last] if self._batch.retract(last) else []
 
     def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth, budget: int) -> int:
@@ -170,7 +199,7 @@ class StepPlanner:
 
     def _shortest_waiting(self) -> int:
         """Tokens of the shortest of the oldest waiting requests, as far as there are rows for them."""
-        if self._batch.rows_needed >= self._settings.max_running_requests:
+        if self._rows_are_taken:
             return _ENDLESS
         return min((state.known for state in self._requests.waiting.in_turn(_LOOK_REQUESTS)), default=_ENDLESS)
 

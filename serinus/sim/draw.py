@@ -36,6 +36,8 @@ _RANKED = 0.15
 """Worlds in which requests have priorities and deadlines."""
 _STAGES = 0.5
 """Worlds in which the second decode engine has two stages instead of two slices."""
+_OVERLAPS = 0.5
+"""Engines of one rank that begin steps before the ones before them are read."""
 _SPAN_S = 1.5
 """Work and faults begin within this time."""
 
@@ -66,6 +68,10 @@ def draw(
         shape = replace(shape, backend="ipc")
     if shape.backend not in ONE_SIDED and Rng(seed).split("stages").random() < _STAGES:
         engines = [replace(e, tp=1, pp=2) if e.name == "d1" else e for e in shape.engines]
+        shape = replace(shape, engines=tuple(engines))
+    if shape.backend not in ("push", "pull"):
+        ahead = Rng(seed).split("overlap")
+        engines = [replace(e, overlaps=ahead.random() < _OVERLAPS and e.tp * e.pp == 1) for e in shape.engines]
         shape = replace(shape, engines=tuple(engines))
     decodes = [engine.name for engine in shape.engines if engine.role == "decode"]
     prefills = [engine.name for engine in shape.engines if engine.role == "prefill"]

@@ -167,7 +167,9 @@ class SimEngine:
     def _make_scheduler(
         self, settings: SchedSettings, cache: PrefixCache, chain_hashes: ChainHashes | None
     ) -> WatchedScheduler:
-        self.scheduler = WatchedScheduler(replace(settings, growth_tokens=4), cache, chain_hashes)
+        self.scheduler = WatchedScheduler(
+            replace(settings, growth_tokens=4, overlaps=self.shape.overlaps), cache, chain_hashes
+        )
         self.scheduler.watch(self._check_landed, partial(self._note, engine=self.name))
         self.watch = self.line.watch = PageWatch(self.name, cache, self.scheduler)
         self.stores = [

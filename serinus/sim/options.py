@@ -49,6 +49,8 @@ class EngineShape:
     """How long a request waits for the storage behind the host pool; none = there is no storage."""
     chunk: int = 8
     """Prompt tokens of one step at most."""
+    overlaps: bool = False
+    """Its steps begin before the ones before them are read; it has one rank then, and no peer writes its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

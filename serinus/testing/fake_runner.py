@@ -9,6 +9,7 @@ on a window that is not there) gives another token. `fake_continue` says what mu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -104,16 +105,28 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.token_count = 0
         """Tokens computed so far."""
+        self.followed = 0
+        """Steps so far that were computed before their plan came."""
+        self._ahead: dict[int, tuple[SeqWork, SeqResult]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Table writes first, then all KV of the step, then sampling: as the real one does."""
+        """Table writes first, then all KV of the step, then sampling: as the real one does. Then what goes on behind
+        it, where the plan says that: the next plan gets what came of it now."""
+        ahead, self._ahead = self._ahead, {}
+        found = [ahead.get(id(work)) for work in plan.work]
+        follows = all(each is not None for each in found) and bool(found)
         if self.gate is not None:
             self.gate()
         for write in plan.table_writes:
             assert write.row > 0, f"testing: {write} writes to the padding row"
             self.tables[write.part][write.row, write.start : write.start + len(write.slots)] = write.slots
-        seqs = [self._compute(work) for work in plan.work]
+        seqs = [each[1] for each in found if each is not None] if follows else [self._compute(w) for w in plan.work]
         self.token_count += plan.token_count
+        self.followed += follows
+        if plan.ahead is not None:
+            for work, at in zip(plan.ahead.work, plan.ahead.follows.tolist(), strict=True):
+                known = replace(work, tokens=np.array([seqs[at].token], np.int32))
+                self._ahead[id(work)] = (work, self._compute(known))
         return StepResult(step=plan.step, seqs=tuple(seqs))
 
     def _read(self, part: Part, row: int, first: int, end: int) -> NDArray[np.uint64]:

@@ -58,7 +58,7 @@ class Watched(EngineDriver):
     def flip(self, rid: str, back: int = 2) -> int:
         """Damage the keys of a running request's position so far from its end; the slot."""
         state = self.built.engine.scheduler._states[rid]
-        row = self.built.line.body._runner._tables[self.part].table[state.row]
+        row = self.built.line.body._runner._runner._tables[self.part].table[state.row]
         slot = int(row[state.computed - back])
         lane = self.built.pools[self.part].k[0]
         lane.view(len(lane), -1).view(torch.uint8)[slot, 0] ^= 1

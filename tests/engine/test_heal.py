@@ -34,7 +34,7 @@ def run_until(engine: Watched, rid: str, count: int) -> None:
 def damage(engine: Watched, rid: str, position: int) -> None:
     """Make the keys of a position of a running request quite another vector, in all layers: its answer changes."""
     state = engine.engine.scheduler._states[rid]
-    slot = int(engine.built.line.body._runner._tables[engine.part].table[state.row][position])
+    slot = int(engine.built.line.body._runner._runner._tables[engine.part].table[state.row][position])
     for lane in (*engine.built.pools[engine.part].k, *engine.built.pools[engine.part].v):
         lane.view(len(lane), -1).view(torch.float32)[slot] += 100.0
 

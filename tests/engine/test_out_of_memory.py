@@ -57,7 +57,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_requests_fail_and_the_engine_goes_on(toy: Path, canary: dict[str, str], when: str) -> None:
     names = {"model_path": str(toy), "page_size": 4, "max_total_tokens": 256, "decode_log_interval": 0, **canary}
     driver = EngineDriver(build_engine(from_names(ServeConfig, names), ManualClock()))
-    hungry = Hungry(driver.line.body._runner, when)
+    hungry = Hungry(driver.line.body._runner._runner, when)
     prompts = {"decodes": list(range(1, 20)), "prefills": list(range(30, 50)), "later": list(range(3, 25))}
     driver.add("decodes", prompts["decodes"], 40)
     while len(driver.tokens("decodes")) < 3:
@@ -87,7 +87,7 @@ def test_its_requests_fail_and_the_engine_goes_on(toy: Path, canary: dict[str, s
 
 def test_a_prefill_engine_without_memory_sends_the_prompt_home(toy: Path) -> None:
     both = EnginePair(toy, page_size=4, max_total_tokens=256, chunked_prefill_size=16)
-    hungry = Hungry(both.prefill.line.body._runner)
+    hungry = Hungry(both.prefill.line.body._runner._runner)
     prompt = list(range(1, 61))
     both.add("a", prompt, 6)
     while not both.port_of(both.decode).machine.landed_pages("a"):

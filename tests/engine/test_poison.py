@@ -121,7 +121,7 @@ def test_a_damaged_row_of_the_devices_table_fails_its_request_and_flushes_no_pre
         engine.add(rid, prompt, count=30)
     while len(engine.tokens("other")) < 4:
         engine.turn()
-    tables: Any = engine.built.line.body._runner._tables
+    tables: Any = engine.built.line.body._runner._runner._tables
     states = engine.built.engine.scheduler._states
     rows = tables[Part.FULL].table
     rows.numpy()[states["warm"].row, 8:12] = rows.numpy()[states["other"].row, 8:12]

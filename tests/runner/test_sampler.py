@@ -40,7 +40,7 @@ def logits_of(*probabilities: float) -> torch.Tensor:
 def draws(row: torch.Tensor, count: int = 4000, **given: Any) -> np.ndarray:
     """Frequencies of the tokens drawn with `count` different seeds, in one batch."""
     specs = [spec(seed=i, **given) for i in range(count)]
-    tokens = [s.token for s in SAMPLER.sample(row.expand(count, -1), specs)]
+    tokens = [s.token for s in SAMPLER.sample(row.expand(count, -1), specs).read()]
     return np.bincount(tokens, minlength=len(row)) / count
 
 
@@ -61,7 +61,7 @@ def random_row(seed: int, vocab: int = VOCAB) -> torch.Tensor:
 @pytest.mark.parametrize("given", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "top_p": 0.3}])
 def test_greedy_takes_the_likeliest(dtype: torch.dtype, given: dict[str, Any]) -> None:
     rows = torch.stack([random_row(i) for i in range(8)]).to(dtype)
-    found = [s.token for s in SAMPLER.sample(rows, [spec(seed=i, **given) for i in range(8)])]
+    found = [s.token for s in SAMPLER.sample(rows, [spec(seed=i, **given) for i in range(8)]).read()]
     assert found == [row.tolist().index(max(row.tolist())) for row in rows]
 
 
@@ -71,13 +71,13 @@ def test_of_equally_likely_tokens_greedy_takes_the_lowest_id(dtype: torch.dtype,
     row = torch.zeros(32000, dtype=dtype)
     row[[31990, 777, 20000, 778]] = 3.0
     specs = [spec(temperature=0.0), *(spec(**b) for b in beside)]
-    assert SAMPLER.sample(row.expand(len(specs), -1), specs)[0].token == 777
+    assert SAMPLER.sample(row.expand(len(specs), -1), specs).read()[0].token == 777
 
 
 def test_logits_are_not_changed() -> None:
     rows = torch.stack([random_row(0), random_row(1)])
     before = rows.clone()
-    SAMPLER.sample(rows, [spec(logit_bias={3: 9.0}, temperature=0.5), spec(temperature=0.0, stop_ids=[1])])
+    SAMPLER.sample(rows, [spec(logit_bias={3: 9.0}, temperature=0.5), spec(temperature=0.0, stop_ids=[1])]).read()
     assert torch.equal(rows, before)
 
 
@@ -107,7 +107,7 @@ def test_a_huge_temperature_is_nearly_uniform() -> None:
 def test_positions_of_one_seed_are_independent_draws() -> None:
     row = logits_of(0.6, 0.4)
     specs = [spec(seed=11, position=p) for p in range(1, 4001)]
-    tokens = np.array([s.token for s in SAMPLER.sample(row.expand(4000, -1), specs)])
+    tokens = np.array([s.token for s in SAMPLER.sample(row.expand(4000, -1), specs).read()])
     close(np.bincount(tokens) / 4000, [0.6, 0.4])
     pairs = np.bincount(tokens[:-1] * 2 + tokens[1:]) / 3999
     close(pairs, [0.36, 0.24, 0.24, 0.16], 3999)
@@ -178,7 +178,7 @@ def test_the_stricter_of_top_p_and_min_p_decides() -> None:
 
 
 def chosen(row: torch.Tensor, **given: Any) -> int:
-    return SAMPLER.sample(row[None], [spec(temperature=0.0, **given)])[0].token
+    return SAMPLER.sample(row[None], [spec(temperature=0.0, **given)]).read()[0].token
 
 
 def test_logit_bias_adds_to_logits() -> None:
@@ -224,7 +224,7 @@ def test_penalties_without_history_change_nothing() -> None:
 @pytest.mark.parametrize("given", [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}, {"temperature": 0.0}])
 def test_a_penalty_that_leaves_no_finite_score_still_yields_a_token(penalty: float, given: dict[str, Any]) -> None:
     row = torch.tensor([[2.0, 3.0, 1.0, 0.5]])
-    found = SAMPLER.sample(row, [spec(repetition_penalty=penalty, prompt_ids=[0, 2], **given)])
+    found = SAMPLER.sample(row, [spec(repetition_penalty=penalty, prompt_ids=[0, 2], **given)]).read()
     assert found[0].token in (0, 2)
 
 
@@ -237,7 +237,7 @@ def test_stop_ids_are_forbidden_until_min_new_tokens() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}])
 def test_a_row_with_every_id_forbidden_still_yields_a_token(given: dict[str, Any]) -> None:
-    found = SAMPLER.sample(random_row(3)[None], [spec(min_new_tokens=9, stop_ids=range(VOCAB), **given)])
+    found = SAMPLER.sample(random_row(3)[None], [spec(min_new_tokens=9, stop_ids=range(VOCAB), **given)]).read()
     assert 0 <= found[0].token < VOCAB
 
 
@@ -280,22 +280,22 @@ def test_a_row_is_sampled_the_same_whatever_else_is_in_the_batch(dtype: torch.dt
     rng = Rng(4)
     rows = torch.stack([random_row(i) for i in range(64)]).to(dtype)
     specs = [random_spec(rng, rng.getrandbits(63), rng.randrange(1, 9999)) for _ in range(64)]
-    alone = [SAMPLER.sample(rows[i : i + 1], specs[i : i + 1])[0].token for i in range(64)]
+    alone = [SAMPLER.sample(rows[i : i + 1], specs[i : i + 1]).read()[0].token for i in range(64)]
     for _ in range(10):
         order = rng.sample(range(64), rng.randrange(1, 65))
-        found = SAMPLER.sample(rows[order], [specs[i] for i in order])
+        found = SAMPLER.sample(rows[order], [specs[i] for i in order]).read()
         assert [s.token for s in found] == [alone[i] for i in order]
 
 
 def test_another_seed_or_position_draws_other_tokens() -> None:
     rows = torch.zeros(1, 32000)
-    tokens = {SAMPLER.sample(rows, [spec(seed=s, position=p)])[0].token for s in range(5) for p in range(1, 6)}
+    tokens = {SAMPLER.sample(rows, [spec(seed=s, position=p)]).read()[0].token for s in range(5) for p in range(1, 6)}
     assert len(tokens) > 20
 
 
 @pytest.mark.parametrize("seed", [-(1 << 63), -1, 0, (1 << 63) - 1])
 def test_every_64_bit_seed_is_taken(seed: int) -> None:
-    assert 0 <= SAMPLER.sample(random_row(1)[None], [spec(seed=seed)])[0].token < VOCAB
+    assert 0 <= SAMPLER.sample(random_row(1)[None], [spec(seed=seed)]).read()[0].token < VOCAB
 
 
 # ---- log-probabilities --------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_every_64_bit_seed_is_taken(seed: int) -> None:
 def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> None:
     row = logits_of(0.5, 0.3, 0.15, 0.05)
     given: dict[str, Any] = {"temperature": 0.0, "logit_bias": {2: 50.0}, "logprobs": 2}
-    found = SAMPLER.sample(row[None], [spec(**given)])[0]
+    found = SAMPLER.sample(row[None], [spec(**given)]).read()[0]
     assert found.token == 2
     assert found.logprobs is not None
     assert found.logprobs.logprob == pytest.approx(math.log(0.15), abs=1e-6)
@@ -315,7 +315,7 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> N
 def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     rows = torch.stack([random_row(i) for i in range(4)])
     specs = [spec(logprobs=k) for k in (None, 0, 3, 64)]
-    found = [s.logprobs for s in SAMPLER.sample(rows, specs)]
+    found = [s.logprobs for s in SAMPLER.sample(rows, specs).read()]
     assert found[0] is None
     assert [len(lp.top_ids) for lp in found[1:] if lp is not None] == [0, 3, VOCAB]
     assert all(lp.logprob is not None and lp.logprob < 0 for lp in found[1:] if lp is not None)

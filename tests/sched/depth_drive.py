@@ -1,6 +1,7 @@
-"""Seeded trouble for one engine with several plans under way: prompts that share beginnings, a pool and a host tier
-that are too small, loads that fail, aborts between plan and commit; with `heals` also wild writes into KV, found in the
-next step that runs, and false alarms. `python -m tests.sched.depth_drive 500` runs seeds.
+"""Seeded trouble for one engine with several plans under way, or with steps that begin before their plan comes:
+prompts that share beginnings, a pool and a host tier that are too small, loads that fail, aborts between plan and
+commit; with `heals` also wild writes into KV, found in the next step that runs, and false alarms.
+`python -m tests.sched.depth_drive 500` runs seeds.
 
 Oracles: the fake model's answers, every invariant now and then, ledgers that drain. It counts what happened, so
 that a test can say that it did.
@@ -47,7 +48,7 @@ class Drive:
         self.engine = TinyEngine(
             page_size=page_size, page_count=pages + 1, context_length=48, vocab_size=VOCAB, eos_ids=(0,), depth=depth,
             max_running_requests=rng.randint(2, 6), growth_tokens=rng.choice([0, 4]),
-            chunked_prefill_size=rng.choice([4, 8, 12]), auto=False,
+            chunked_prefill_size=rng.choice([4, 8, 12]), auto=False, overlaps=depth == 1 and seed % 2 == 0,
             schedule_policy=rng.choice(["fcfs", "lpm", "priority"]), **options, **verify,
         )  # fmt: skip
         self.requests: dict[str, Request] = {}
@@ -206,6 +207,7 @@ class Drive:
                 engine.cache.release_all_quarantined()
             self.commit()
             engine.end_copies()
+        self.happened["a step was computed before its plan"] += engine.runner.followed
         for rid, request in self.requests.items():
             self._check(rid, request)
         engine.end_copies()

@@ -78,19 +78,18 @@ def _room(vocab: int) -> int:
     return (vocab + 2 * _LANES - 1) // _LANES * _LANES * 4
 
 
-def new_choose_tokens() -> Callable[[Tensor, Sequence[RowSampling]], list[int]]:
+def new_choose_tokens() -> Callable[[Tensor, Sequence[RowSampling]], Tensor]:
     """The op, with scratch of its own."""
     scratch = _Scratch()
 
-    def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+    def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         """One token for each row; see the reference. Cost: at 151,936 tokens 20 us a greedy row, up to 250 others."""
         check_logits(logits_BV, len(rows))
         kept: list[NDArray[Any]] = []
         records = b"".join([_record(row, logits_BV.shape[1], kept) for row in rows])
         out_B = np.empty(len(rows), np.int64)
         _run(_choose_body(VERSION), logits_BV, records, scratch, out_B.ctypes.data)
-        tokens: list[int] = out_B.tolist()
-        return tokens
+        return torch.from_numpy(out_B)
 
     return choose_tokens
 

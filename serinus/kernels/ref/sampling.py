@@ -37,16 +37,16 @@ _SCORE_MAX = 1e30
 """Scores are held to this: of two infinite scores neither is larger, and their difference is no number."""
 
 
-def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """One token for each row.
 
     Args:
         logits_BV: fp32 or bf16; not changed. Held to +-1e30, and NaN counts as -1e30.
         rows: how each is chosen.
-    Returns: B ids in [0, V).
+    Returns: B ids in [0, V), int64, on the device of the logits.
     Raises:
         ValueError: there are not as many rows as logits, or V is 0.
-    Cost: some passes over B * V, and a sort of the rows that cut. One host wait.
+    Cost: some passes over B * V, and a sort of the rows that cut. No kernel of it need wait for the device.
     """
     check_logits(logits_BV, len(rows))
     scores_BV = _scores(logits_BV)
@@ -56,8 +56,8 @@ def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
     if drawn:
         index_N = torch.tensor(drawn, device=scores_BV.device)
         scores_BV[index_N] = _perturbed(scores_BV[index_N], [rows[i] for i in drawn])
-    tokens: list[int] = scores_BV.max(-1).indices.tolist()
-    return tokens
+    tokens_B: Tensor = scores_BV.max(-1).indices
+    return tokens_B
 
 
 def top_tokens(logits_BV: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TopTokens]:

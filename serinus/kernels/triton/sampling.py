@@ -2,7 +2,7 @@
 
 Nothing is sorted: thresholds of top_k and top_p are found by bisection over the bits of the scores (`selection`). What
 adjusts few tokens of a row is sent as a list and applied to them alone. The host sends all parameters in pinned memory
-and waits once, for the tokens. B = rows, V = vocabulary, E = adjusted tokens, K = tokens listed.
+and waits for nothing. B = rows, V = vocabulary, E = adjusted tokens, K = tokens listed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _ROW = struct.Struct("<3q3d")
 _SIGN, _WORD = 1 << 63, 1 << 64
 
 
-def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """One token for each row; see the reference. Cost: one read of the logits where all rows are greedy, some more
-    where they draw, about thirty where they cut. One host wait."""
+    where they draw, about thirty where they cut. No host wait."""
     check_logits(logits_BV, len(rows))
-    if not len(rows):
-        return []
     vocab, device = logits_BV.shape[1], logits_BV.device
+    if not len(rows):
+        return torch.empty(0, dtype=torch.int64, device=device)
     scores_BV = _adjusted(logits_BV, rows)
     if all(row.temperature <= 0.0 for row in rows):
-        return _listed(choose(scores_BV, None, cuts=False))
+        return choose(scores_BV, None, cuts=False)
     words = bytearray(b"".join([_packed(row, vocab) for row in rows]))
     rows_B6 = sent(torch.frombuffer(words, dtype=torch.int64).view(len(rows), 6), device)
     cuts = any(row.temperature > 0.0 and (0 < row.top_k < vocab or row.top_p < 1.0) for row in rows)
-    return _listed(choose(scores_BV, rows_B6, cuts=cuts))
+    return choose(scores_BV, rows_B6, cuts=cuts)
 
 
 def top_tokens(logits_BV: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TopTokens]:
@@ -65,11 +65,6 @@ def top_tokens(logits_BV: Tensor, chosen: Sequence[int], counts: Sequence[int]) 
         TopTokens(logprob=row[0], ids=tuple(some[1 : count + 1]), logprobs=tuple(row[1 : count + 1]))
         for some, row, count in zip(ids.tolist(), values, counts, strict=True)
     ]
-
-
-def _listed(tokens_B: Tensor) -> list[int]:
-    tokens: list[int] = tokens_B.tolist()
-    return tokens
 
 
 def _packed(row: RowSampling, vocab: int) -> bytes:

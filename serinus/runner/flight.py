@@ -1,0 +1,77 @@
+"""Flight: a step that is queued, the results of which can be read. On a CPU it is done by then.
+
+A step can be queued behind another one that is not read: it takes its tokens from where that one chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from serinus.core.plan import SeqResult, SeqWork
+from serinus.core.request import TokenLogprobs
+from serinus.runner.sampler import Chosen, Sampled
+
+__all__ = ["Behind", "ChosenRows", "Flight"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenRows:
+    """Tokens of some of a step's rows."""
+
+    chosen: Chosen
+    finish: Callable[[list[Sampled]], list[Sampled]] | None = None
+    """Says more of them, once they are on the host; None = there is nothing to say."""
+
+    def read(self) -> list[Sampled]:
+        """Them on the host; waits for the device."""
+        found = self.chosen.read()
+        return found if self.finish is None else self.finish(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """One step of one rank."""
+
+    step: int
+    work: Sequence[SeqWork] = ()
+    sampling: Sequence[int] = ()
+    """Those of `work` that a token is chosen for, in order."""
+    rows: Sequence[ChosenRows] = ()
+    """Their tokens; none on a rank that does not sample."""
+    prompts: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """By number in `work`, the log-probabilities of its prompt tokens."""
+
+    def tokens(self) -> torch.Tensor:
+        """int64, on the device: the token of each of `work`, all of which sample. Does not wait."""
+        assert len(self.sampling) == len(self.work), f"runner: step {self.step} has work without a token"
+        tokens = [rows.chosen.tokens_B for rows in self.rows]
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+    def read(self) -> tuple[SeqResult, ...]:
+        """What was found for each of `work`. Waits for the device, as far as this step needs it."""
+        sampled = [each for rows in self.rows for each in rows.read()]
+        found = dict(zip(self.sampling, sampled, strict=False))  # slices that do not sample found nothing
+        return tuple([_result(found.get(i), self.prompts.get(i, ())) for i in range(len(self.work))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """What a step goes on from: another one, the tokens of which are not on the host."""
+
+    flight: Flight
+    follows_B: NDArray[np.int64]
+    """Of each sequence of the new step, the number in `flight.work` of what it goes on behind."""
+
+
+def _result(chosen: Sampled | None, prompt: tuple[TokenLogprobs, ...]) -> SeqResult:
+    if chosen is None:
+        return SeqResult(prompt_logprobs=prompt)
+    return SeqResult(
+        token=None if chosen.failure else chosen.token, logprobs=chosen.logprobs, ends=chosen.ends,
+        failure=chosen.failure, prompt_logprobs=prompt,
+    )  # fmt: skip

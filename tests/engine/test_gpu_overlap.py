@@ -1,0 +1,94 @@
+"""Steps ahead on a GPU: the tokens of an engine that waits, and no host wait between two steps."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serinus import LLM, SamplingParams
+from serinus.core.request import Request
+from serinus.engine.messages import FrontMessage
+from serinus.models.small_checkpoints import make_checkpoint
+from serinus.ranks.steps_ahead import StepsAhead
+
+pytestmark = pytest.mark.gpu
+
+CANARIES: dict[str, dict[str, Any]] = {
+    "none": {}, "full": {"kv_canary": "heal"}, "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"}
+}  # fmt: skip
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    make_checkpoint(folder, "qwen3", dtype="float32", hidden=256, heads=4, kv_heads=2, head_size=64, tokenizer=False)
+    return LLM(
+        str(folder), device="cuda", dtype="float32", max_total_tokens=4096, chunked_prefill_size=64,
+        skip_tokenizer_init=True, max_running_requests=8, **settings,
+    )  # fmt: skip
+
+
+def runner_of(llm: LLM) -> StepsAhead:
+    runner = llm._built.line.body._runner
+    assert isinstance(runner, StepsAhead)
+    return runner
+
+
+@pytest.mark.parametrize("canary", list(CANARIES))
+@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
+def test_tokens_are_those_of_an_engine_that_waits(tmp_path: Path, canary: str, *, graphs: bool) -> None:
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 500 for i in range(20 + 13 * j)]} for j in range(12)]
+    params = [
+        SamplingParams(temperature=0.6 * (j % 2), max_tokens=20 + 5 * (j % 4), ignore_eos=True, seed=j)
+        for j in range(12)
+    ]
+    answers, taken = [], []
+    for waits in (True, False):
+        settings = {"disable_overlap_schedule": waits, "disable_cuda_graph": not graphs, **CANARIES[canary]}
+        with engine(tmp_path, **settings) as llm:
+            answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+            taken.append(runner_of(llm).taken)
+            if canary != "none":
+                view = llm._engine.canary.view()
+                assert view["slots_due"] == view["slots_checked"] > 0
+                assert not view["violations"]
+    assert answers[0] == answers[1]
+    assert taken[0] == 0
+    assert taken[1] > 20
+
+
+@pytest.mark.parametrize("canary", list(CANARIES))
+def test_the_next_step_is_queued_before_the_tokens_of_this_one_are_waited_for(
+    tmp_path: Path, canary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that waits for the stream would be told; of events, that of the tokens and those behind it alone."""
+    with engine(tmp_path, **CANARIES[canary]) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        prompts = [torch.arange(5 + i, 25 + 2 * i).int().numpy() for i in range(3)]
+        requests = [
+            Request(rid=f"r{i}", prompt=prompt, sampling=sampling, seed=i, stream=True)
+            for i, prompt in enumerate(prompts)
+        ]
+        llm._turn([FrontMessage(front="f", message=each) for each in requests])
+        for _ in range(8):
+            llm._turn([])
+        runner, seen = runner_of(llm), list[str]()
+        graphs = runner._runner.graphs
+        assert graphs is not None
+        replay, read = graphs.replay, runner._runner.read
+        monkeypatch.setattr(graphs, "replay", lambda *given: [seen.append("queue"), replay(*given)][1])
+        monkeypatch.setattr(runner._runner, "read", lambda flight: [seen.append("read"), read(flight)][1])
+        before = runner.taken
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            for _ in range(10):
+                llm._turn([])
+            torch.cuda.set_sync_debug_mode("default")
+        assert runner.taken == before + 10
+        assert seen == ["queue", "read"] * 10
+        assert not [str(each.message) for each in told if "called a synchronizing" in str(each.message)]
+        while not llm._engine.idle:
+            llm._turn([])

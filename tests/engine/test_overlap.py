@@ -1,0 +1,122 @@
+"""Steps that are begun before the one before them is read: the same answers, tokens and ends as without, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serinus import LLM, SamplingParams
+from serinus.core.request import FinishReason, Request
+from serinus.engine.messages import FrontMessage
+from serinus.models.small_checkpoints import make_toy
+from serinus.ranks.steps_ahead import StepsAhead
+from serinus.wire.messages import Abort
+
+SHAPES: dict[str, dict[str, Any]] = {"full": {}, "sliding": {"window": 10, "layer_types": "SFS"}}
+CANARIES: dict[str, dict[str, Any]] = {
+    "none": {}, "full": {"kv_canary": "heal"}, "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"}
+}  # fmt: skip
+
+
+@pytest.fixture(params=list(SHAPES), scope="module")
+def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(
+        tmp_path_factory.mktemp("toy"), vocab=64, context=128, tokenizer=False, **SHAPES[request.param]
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    tokens: dict[str, list[int]]
+    ends: dict[str, FinishReason]
+    taken: int
+    dropped: int
+
+
+@pytest.fixture
+def serve(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[LLM] = []
+
+    def begin(*, overlaps: bool, **settings: Any) -> LLM:
+        monkeypatch.setattr("serinus.engine.build.overlaps", lambda parts: overlaps)
+        given = {"max_total_tokens": 104, "page_size": 4, "max_running_requests": 6, **settings}
+        made.append(LLM(str(toy), skip_tokenizer_init=True, enable_sanity_check=True, **given))
+        return made[-1]
+
+    yield begin
+    for llm in made:
+        llm.close()
+
+
+def requests_of(seed: int, *, plain: bool) -> list[tuple[int, Request, int | None]]:
+    """(turn in which it comes, request, how many of its tokens it is aborted after). `plain`: none has a penalty or
+    asks for log-probabilities, which are chosen and told with the tokens before on the host."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(1, 64) for _ in range(24)]
+    made: list[tuple[int, Request, int | None]] = []
+    for index in range(20):
+        prompt = stem[: rng.choice((0, 8, 9, 20))] + [rng.randrange(1, 64) for _ in range(rng.randint(1, 20))]
+        given: dict[str, Any] = {"temperature": rng.choice((0.0, 1.0)), "max_new_tokens": rng.choice((1, 2, 9, 30, 50))}
+        match rng.randrange(3 if plain else 0, 8):
+            case 0:
+                given["repetition_penalty"] = 1.3
+            case 1 | 2:
+                given["logprobs"] = 2
+            case 3 | 4:
+                given |= {"min_new_tokens": min(4, given["max_new_tokens"]), "stop_token_ids": tuple(range(20, 50))}
+            case 5 | 6:
+                given["stop_token_ids"] = tuple(range(20, 26))
+        sampling = SamplingParams(ignore_eos=rng.random() < 0.7, **given)
+        request = Request(
+            rid=f"r{index}", prompt=np.array(prompt, np.int32), sampling=sampling, seed=index, stream=True
+        )
+        made.append((rng.choice((0, 0, 3, 11, 12, 25)), request, rng.choice((None, None, None, 1, 7))))
+    return made
+
+
+def run(llm: LLM, requests: Sequence[tuple[int, Request, int | None]]) -> Answers:
+    engine, tokens, ends = llm._engine, dict[str, list[int]](), dict[str, FinishReason]()
+    cut = {request.rid: count for _, request, count in requests}
+    messages: list[FrontMessage] = []
+    turn = 0
+    while len(ends) < len(requests):
+        messages += [FrontMessage(front="f", message=each) for at, each, _ in requests if at == turn]
+        output = llm._turn(messages)
+        messages, turn = [], turn + 1
+        for delta in (delta for _, deltas in output.deltas for delta in deltas):
+            got = tokens.setdefault(delta.rid, [])
+            got += delta.token_ids
+            if delta.finish is not None:
+                ends[delta.rid] = delta.finish
+            elif cut[delta.rid] == len(got):
+                messages.append(FrontMessage(front="f", message=Abort(rid=delta.rid, reason="enough")))
+        assert turn < 4000
+    while not engine.idle:
+        llm._turn([])
+    engine.scheduler.sanity_check()
+    runner = llm._built.line.body._runner
+    assert isinstance(runner, StepsAhead)
+    return Answers(tokens=tokens, ends=ends, taken=runner.taken, dropped=runner.dropped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("canary", list(CANARIES))
+def test_answers_are_those_of_an_engine_that_waits(serve: Any, canary: str) -> None:
+    """Under stops, aborts and shared prefixes; requests come in the midst of others."""
+    taken = 0
+    for seed in range(2):
+        requests = requests_of(seed, plain=seed % 2 == 0)
+        expected, found = (run(serve(overlaps=each, **CANARIES[canary]), requests) for each in (False, True))
+        assert found.ends == expected.ends, seed
+        for rid, end in expected.ends.items():
+            shorter, longer = sorted((expected.tokens[rid], found.tokens[rid]), key=len)
+            assert shorter == (longer[: len(shorter)] if end is FinishReason.ABORT else longer), (seed, rid)
+        assert expected.taken == expected.dropped == 0
+        taken += found.taken
+    assert taken > 40
