@@ -170,7 +170,7 @@ class GrammarVocabulary(GrammarCompiler):
             self._executor.unsafe_compute_mask_ptr(
                 matchers, words_RW.ctypes.data, words_RW.shape[1] * words_RW.itemsize, len(words_RW)
             )
-        except Exception:  # of one of them: the others are to have their masks
+        except (ValueError, RuntimeError):  # of one of them: the others are to have their masks
             for row, state in states.items():
                 state.fill(words_RW[row])
 
@@ -214,7 +214,7 @@ class GrammarState:
         """As `GrammarVocabulary.fill`, of this state alone."""
         try:
             self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
-        except Exception as error:  # as above
+        except (ValueError, RuntimeError) as error:
             self._broken = str(error)[:_REASON_CHARS]
 
     def may_end(self, words_W: NDArray[np.int32]) -> bool:
