@@ -23,7 +23,7 @@ from serinus.canary.violation import Violation, host_tag
 from serinus.core.moves import PageOrigin
 from serinus.core.parts import Part
 from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
-from serinus.kernels import Kernels, Reason, stamp_lanes
+from serinus.kernels import Kernels, Reason, row_elements, stamp_lanes
 from serinus.kernels.canary import differing
 from serinus.pool import HostPool
 
@@ -53,11 +53,11 @@ class HostCheck:
         self._page_size, self._kernels = page_size, kernels
         self._parts: dict[Part, _HostPart] = {}
         for part, own in lanes.items():
-            pool, row = host[part], own.layers_kv[0][0][0]
+            pool, rows = host[part], own.layers_kv[0][0]
             self._parts[part] = _HostPart(
                 data_PY=pool.data_PY,
                 kv_bytes=pool.page_bytes - page_size * part.halves * STAMP_BYTES,
-                row_bytes=row.numel() * row.element_size(),
+                row_bytes=row_elements(rows) * rows.element_size(),
                 coefficients=None if own.coefficients_L22W is None else own.coefficients_L22W.cpu().contiguous(),
             )
         self._lock = threading.Lock()

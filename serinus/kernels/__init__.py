@@ -22,6 +22,7 @@ from serinus.kernels.contracts import (
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.layers import LayerSteps, LayerWeights
 from serinus.kernels.packed import PackedExperts, PackedLinear
+from serinus.kernels.pool_rows import put_rows, row_elements, row_of, rows_of, slot_count
 from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
@@ -56,6 +57,11 @@ __all__ = [
     "packed_sums",
     "populate",
     "prefer_huge_pages",
+    "put_rows",
+    "row_elements",
+    "row_of",
+    "rows_of",
+    "slot_count",
     "slots_in",
     "stamp_lanes",
     "warm",

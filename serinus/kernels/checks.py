@@ -8,7 +8,6 @@ Shapes: as in the op's file of `ref/`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +19,7 @@ from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, LayersKv, WrittenRows
 from serinus.kernels.packed import PackedExperts
+from serinus.kernels.pool_rows import is_laid_out, row_elements
 from serinus.kernels.quantized import QuantizedWeight
 
 __all__ = [
@@ -129,8 +129,8 @@ def check_qk_rope_store(
     """Raise ValueError where shapes or dtypes disagree, a tensor is strided, or other rows are digested."""
     tokens, width = qkv_TX.shape
     _, heads, size = q_out_TND.shape
-    kv_heads = k_pool_SHD.shape[1]
-    if width != (heads + 2 * kv_heads) * size or k_pool_SHD.shape[2] != size:
+    kv_heads = k_pool_SHD.shape[-2]
+    if width != (heads + 2 * kv_heads) * size or k_pool_SHD.shape[-1] != size:
         raise ValueError(
             f"kernels: qkv of width {width} does not hold {heads} query and 2 x {kv_heads} KV heads of {size}"
         )
@@ -160,9 +160,11 @@ def check_qk_rope_store(
                 f"kernels: head norms {[(str(norm.dtype), tuple(norm.shape)) for norm in norms]}, expected one dtype, "
                 f"{qkv_TX.dtype} or torch.float32, and ({size},)"
             )
-    tensors = (qkv_TX, cos_PF, sin_PF, positions_T, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("kernels: qk_rope_store got a strided tensor, expected contiguous ones")
+    tensors = (qkv_TX, cos_PF, sin_PF, positions_T, slots_T, q_out_TND)
+    if not all(tensor.is_contiguous() for tensor in tensors) or not _are_laid_out(k_pool_SHD, v_pool_SHD):
+        raise ValueError(
+            "kernels: qk_rope_store got a strided tensor, expected contiguous ones (pools may be page first)"
+        )
     if written is not None:
         _check_written(k_pool_SHD, tokens, written)
 
@@ -196,8 +198,8 @@ def check_paged_attention(
     """Raise ValueError: shapes or dtypes disagree, a pool or the table is strided, window or cap is too small, or sinks
     are not one fp32 number of each query head."""
     heads, size = q_TND.shape[1], q_TND.shape[2]
-    kv_heads = k_pool_SHD.shape[1]
-    if k_pool_SHD.shape != v_pool_SHD.shape or k_pool_SHD.shape[2] != size:
+    kv_heads = k_pool_SHD.shape[-2]
+    if k_pool_SHD.shape != v_pool_SHD.shape or k_pool_SHD.shape[-1] != size:
         raise ValueError(
             f"kernels: pools k {tuple(k_pool_SHD.shape)}, v {tuple(v_pool_SHD.shape)}; expected equal, heads of {size}"
         )
@@ -213,8 +215,8 @@ def check_paged_attention(
             f"kernels: q {q_TND.dtype}, pools {k_pool_SHD.dtype} and {v_pool_SHD.dtype}, req_to_token "
             f"{req_to_token_RC.dtype}; expected one dtype, and torch.int32"
         )
-    if not (k_pool_SHD.is_contiguous() and v_pool_SHD.is_contiguous() and req_to_token_RC.is_contiguous()):
-        raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones")
+    if not _are_laid_out(k_pool_SHD, v_pool_SHD) or not req_to_token_RC.is_contiguous():
+        raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones, or page first")
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"kernels: window {window}, softcap {softcap}; expected None, or at least 1 and above 0")
     if sinks_N is not None and (sinks_N.shape != (heads,) or sinks_N.dtype != torch.float32):
@@ -227,7 +229,7 @@ def check_latent_attention(
 ) -> None:  # fmt: skip
     """Raise ValueError: as check_paged_attention, or the rows hold no such value, or the digest is of others."""
     check_paged_attention(q_TNW, pool_S1W, pool_S1W, req_to_token_RC, batch)
-    if pool_S1W.shape[1] != 1 or not 0 < value_size <= pool_S1W.shape[2]:
+    if pool_S1W.shape[-2] != 1 or not 0 < value_size <= pool_S1W.shape[-1]:
         raise ValueError(
             f"kernels: a pool {tuple(pool_S1W.shape)} of values of {value_size}, expected one row a slot with them"
         )
@@ -377,12 +379,16 @@ def check_digest(layers_kv: LayersKv, coefficients_L22W: Tensor) -> None:
 
 def _check_coefficients(pool: Tensor, coefficients: Tensor, shape: tuple[int, ...]) -> None:
     """`shape`: expected of them, less W. Asked for each layer of a step: no tensor is made."""
-    whole = math.prod(pool.shape[1:]) * pool.element_size() // 2
+    whole = row_elements(pool) * pool.element_size() // 2
     found = tuple(coefficients.shape)
     # partial: of head 0, which may be less than 16 bytes
     is_wide = found[-1] == whole or 1 <= found[-1] <= min(whole, PARTIAL_LANES)
     if found[:-1] != shape or not is_wide or coefficients.dtype != torch.int32:
         raise ValueError(f"kernels: digest coefficients {coefficients.dtype} {found}, expected int32 {(*shape, whole)}")
+
+
+def _are_laid_out(k_pool: Tensor, v_pool: Tensor) -> bool:
+    return is_laid_out(k_pool) and is_laid_out(v_pool) and k_pool.stride() == v_pool.stride()
 
 
 def _check_inside(what: str, ids_G: Tensor, count: int) -> None:

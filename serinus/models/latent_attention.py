@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows, digest_values
+from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows, digest_values, put_rows
 from serinus.models.latent import LatentSpec
 
 __all__ = ["Latent"]
@@ -64,7 +64,7 @@ class Latent:
         )
         if written is not None:
             digest_values(written, rows_TW)
-        pool_S1W.view(len(pool_S1W), -1).index_copy_(0, slots_T, rows_TW)
+        put_rows(pool_S1W, slots_T, rows_TW[:, None])
         if self.query is not None and self.query_norm_Q is not None:
             first_TX = kernels.linear(kernels.rms_norm(first_TX.contiguous(), self.query_norm_Q, _EPS), self.query)
         query_TNX = first_TX.view(count, -1, spec.query)

@@ -27,7 +27,7 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import GatheredRows, LayerDigest, LayersKv, digest_values, slots_in
+from serinus.kernels import GatheredRows, LayerDigest, LayersKv, digest_values, put_rows, rows_of, slot_count, slots_in
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
@@ -57,6 +57,11 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
+
+
+def _words(lane: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
+    """The rows of these slots as words, [C, J]."""
+    return rows_of(lane, slots_C).flatten(1).view(torch.int64)
 
 
 def _wrap(number: int) -> int:
@@ -131,10 +136,9 @@ class ToyModel:
             hook.before_layer(layer)
             part = parts[layer]
             if part not in reaches:
-                reaches[part] = self._reach(batch, tables[part], part, len(halves[0]))
-            rows_2SJ = [lane.view(len(lane), -1).view(torch.int64) for lane in halves]
+                reaches[part] = self._reach(batch, tables[part], part, slot_count(halves[0]))
             reach = reaches[part]
-            read_2CJ = [rows_SJ[reach.slots_C] for rows_SJ in rows_2SJ]
+            read_2CJ = [_words(lane, reach.slots_C) for lane in halves]
             self._digest(hook.reads(layer, batch.attention), batch, tables[part], reach, halves, read_2CJ)
             if layer == 0 and inflow is None:
                 chain_T = self._continue(batch, read_2CJ[0], reach)
@@ -143,9 +147,9 @@ class ToyModel:
             written = hook.writes(layer)
             if written is not None:
                 digest_values(written, *values_2TJ)
-            for values_TJ, rows_SJ, read_CJ in zip(values_2TJ, rows_2SJ, read_2CJ, strict=True):
-                rows_SJ[batch.slots_of(part)] = values_TJ
-                read_CJ[reach.last_T] = rows_SJ[reach.slots_C[reach.last_T]]
+            for values_TJ, pool, read_CJ in zip(values_2TJ, halves, read_2CJ, strict=True):
+                put_rows(pool, batch.slots_of(part), values_TJ.view(pool.dtype).view(-1, *pool.shape[-2:]))
+                read_CJ[reach.last_T] = _words(pool, reach.slots_C[reach.last_T])
                 read.append(self._read(read_CJ))
         hook.after(batch)
         for (layer, lane), row_C in zip(lanes, self._total(read), strict=True):
@@ -168,7 +172,7 @@ class ToyModel:
         noise_BV[:, : spec.reserved_ids] = 0.0
         return noise_BV
 
-    def _reach(self, batch: ForwardBatch, table_RC: torch.Tensor, part: Part, slot_count: int) -> _Reach:
+    def _reach(self, batch: ForwardBatch, table_RC: torch.Tensor, part: Part, pool_slots: int) -> _Reach:
         counts_B = batch.attention.q_starts_B1.diff()
         context_B = batch.attention.context_B
         window = self.spec.window if part is Part.SWA and self.spec.window is not None else int(table_RC.shape[1]) + 1
@@ -181,7 +185,7 @@ class ToyModel:
         base_T = (begins_B - first_B)[owner_T]
         slots_C = table_RC[batch.attention.rows_B[sequence_C], position_C]
         return _Reach(
-            slots_C=slots_in(slots_C, slot_count) if batch.attention.is_watched else slots_C.long(),
+            slots_C=slots_in(slots_C, pool_slots) if batch.attention.is_watched else slots_C.long(),
             position_C=position_C,
             first_B=first_B,
             begins_B=begins_B,
@@ -211,7 +215,7 @@ class ToyModel:
         rows = GatheredRows(digest, batch.attention.sequence_count)
         counts = batch.attention.q_starts_B1.diff().tolist()
         seen_2CHD = [
-            read_CJ.view(self.dtype).view(-1, *lane.shape[1:]) for read_CJ, lane in zip(read_2CJ, halves, strict=True)
+            read_CJ.view(self.dtype).view(-1, *lane.shape[-2:]) for read_CJ, lane in zip(read_2CJ, halves, strict=True)
         ]
         for b, (row, first, begin, end) in enumerate(
             zip(
@@ -221,8 +225,8 @@ class ToyModel:
         ):  # fmt: skip
             low = rows.low(b)
             if low < first:
-                slots = slots_in(table_RC[row, low:first], len(halves[0]))
-                rows.add(b, low, *(lane[slots] for lane in halves))
+                slots = slots_in(table_RC[row, low:first], slot_count(halves[0]))
+                rows.add(b, low, *(rows_of(lane, slots) for lane in halves))
             count = end - counts[b] - first
             if count:
                 rows.add(b, first, *(seen_CHD[begin : begin + count] for seen_CHD in seen_2CHD))

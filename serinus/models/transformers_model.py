@@ -153,10 +153,10 @@ def _attend(
         raise ConfigError(f"models: {type(module).__name__} cannot run over pages: its attention has {said}")
     (k_SHD, v_SHD), batch, kernels = this.kv[layer], this.batch, this.kernels
     tokens, (heads, size) = query.shape[2], query.shape[1::2]
-    if key.shape[1::2] != k_SHD.shape[1:] or value.shape != key.shape or size != k_SHD.shape[2]:
+    if key.shape[1::2] != k_SHD.shape[-2:] or value.shape != key.shape or size != k_SHD.shape[-1]:
         raise ConfigError(
             f"models: {type(module).__name__} of layer {layer} has keys {tuple(key.shape)} and values"
-            f" {tuple(value.shape)}, expected {k_SHD.shape[1]} heads of {k_SHD.shape[2]} of each"
+            f" {tuple(value.shape)}, expected {k_SHD.shape[-2]} heads of {k_SHD.shape[-1]} of each"
         )
     this.seen.append(layer)
     this.hook.before_layer(layer)

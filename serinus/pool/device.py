@@ -6,7 +6,7 @@ R = rows of a byte buffer, W = bytes of one lane (k, v or the latent rows of one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,6 +46,9 @@ class PoolSpec:
     """Where the bytes are."""
     halves: int = 2
     """Rows of a slot in each layer: keys and values, or 1 that is both (Part.halves)."""
+    page_first: bool | None = None
+    """Whether a page is one contiguous run. None = on an accelerator: its copy engine moves whole pages; no kernel of
+    the cpu column reads such pools."""
     stamped: bool = False
     """Whether the canary's stamps are kept beside the KV and move with it."""
 
@@ -57,6 +60,12 @@ class PoolSpec:
             raise ConfigError(f"pool: page_count is {self.page_count}, expected at least 2 (page 0 is padding)")
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"pool: dtype is {self.dtype}, expected torch.float32, torch.bfloat16 or torch.float16")
+
+    @property
+    def is_page_first(self) -> bool:
+        """Whether a page is one contiguous run, [layer][k, v][page_size, H, D]; else each half of each layer is one of
+        all slots."""
+        return self.device != "cpu" if self.page_first is None else self.page_first
 
     @property
     def slot_count(self) -> int:
@@ -109,14 +118,24 @@ class DevicePool:
     """
 
     def __init__(self, spec: PoolSpec, kernels: Kernels) -> None:
+        """Raises ConfigError: a page-first pool, of which the cpu column knows nothing."""
+        if spec.is_page_first and kernels.columns["paged_attention"] == "cpu":
+            raise ConfigError("pool: a page-first pool for kernels of column cpu, expected page_first=False")
         self.spec = spec
         self._kernels = kernels
-        shape = (spec.layer_count, spec.halves, spec.slot_count, spec.kv_head_count, spec.head_size)
-        bytes_all = _zeros(spec.kv_bytes * spec.page_count, spec.device)
-        lanes = bytes_all.view(spec.dtype).view(shape)
+        row = (spec.kv_head_count, spec.head_size)
+        values = _zeros(spec.kv_bytes * spec.page_count, spec.device).view(spec.dtype)
+        self.pages_PY: Tensor | None = None
+        """Where the pool is page first: the rows of whole pages, uint8, one contiguous run each."""
+        if spec.is_page_first:
+            values_PL = values.view(spec.page_count, spec.layer_count, spec.halves, spec.page_size, *row)
+            lanes = [values_PL[:, layer].unbind(1) for layer in range(spec.layer_count)]
+            self.pages_PY = values.view(torch.uint8).view(spec.page_count, spec.kv_bytes)
+        else:
+            lanes = list(values.view(spec.layer_count, spec.halves, spec.slot_count, *row))
         self.layers: tuple[tuple[Tensor, ...], ...] = tuple(tuple(halves) for halves in lanes)
-        """(k, v), or the latent rows alone, of each layer, [S, H, D] each, contiguous, as models and kernels take
-        them."""
+        """(k, v), or the latent rows alone, of each layer, as models and kernels take them (kernels/pool_rows.py):
+        [S, H, D], or page first."""
         self.k: tuple[Tensor, ...] = tuple(halves[0] for halves in self.layers)
         """Keys (or latent rows) of each layer."""
         self.v: tuple[Tensor, ...] = tuple(halves[1] for halves in self.layers if len(halves) == 2)
@@ -124,7 +143,11 @@ class DevicePool:
         stamp_shape = (2 * spec.halves, spec.slot_count, STAMP_FIELDS)
         self.stamps_LS4: Tensor | None = None
         """The canary's stamps, int64 [2 * halves, S, STAMP_FIELDS], where the pool keeps them."""
-        self._strips = [(self.layers, 0)] if self.layers else []
+        self._strips: list[tuple[Strips, int]] = []
+        if self.pages_PY is not None and self.layers:
+            self._strips = [(((self.pages_PY.view(spec.slot_count, 1, spec.slot_bytes),),), 0)]
+        elif self.layers:
+            self._strips = [(self.layers, 0)]
         if spec.stamp_bytes:
             self.stamps_LS4 = (
                 _zeros(spec.stamp_bytes * spec.page_count, spec.device).view(torch.int64).view(stamp_shape)
@@ -142,8 +165,9 @@ class DevicePool:
     def regions(self) -> tuple[PoolRegion, ...]:
         """For transports that reach these bytes: KV, then stamps; strips of a page in `read_pages` order."""
         spec, found = self.spec, []
+        lane_count = 1 if spec.is_page_first else spec.halves * spec.layer_count
         lanes = (
-            (self.k[0] if self.k else None, spec.halves * spec.layer_count, spec.kv_bytes),
+            (self.k[0] if self.k else None, lane_count, spec.kv_bytes),
             (self.stamps_LS4, 2 * spec.halves, spec.stamp_bytes),
         )
         for start, lane_count, page_bytes in lanes:
@@ -172,7 +196,7 @@ class DevicePool:
         """
         if out is None:
             out = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
-        page_ids, out_GY = self._page_ids(pages), torch.from_numpy(out)
+        page_ids, out_GY = _ids(pages), torch.from_numpy(out)
         for strips, part_GZ in self._parts(out_GY):
             self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_GZ)
         return out
@@ -187,7 +211,7 @@ class DevicePool:
             ValueError: the data has another size, or a page is none of ours.
         Cost: G * Y bytes read and written.
         """
-        page_ids = self._page_ids(pages)
+        page_ids = _ids(pages)
         for strips, part_GZ in self._parts(_tensor_of(data)):
             self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_GZ)
 
@@ -217,50 +241,52 @@ class DevicePool:
 
         Raises:
             ValueError: sizes disagree, or a page or row is none of ours.
-        Cost: G * Y bytes read and written, on the calling thread alone.
+        Cost: G * Y bytes read and written, by the copy engine or on the calling thread alone.
         """
-        for strips, part_RZ in self._parts(bytes_RY):
-            self._copy_out(strips, pages, part_RZ, rows)
-
-    def _copy_out(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
-        if self.spec.device == "cpu":
-            page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
-            self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
+        parts = self._parts(bytes_RY)
+        if self.pages_PY is not None and parts:
+            self._check_on_host(pages, bytes_RY, rows)
+            for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
+                bytes_RY[row, : self.spec.kv_bytes].copy_(self.pages_PY[page], non_blocking=True)
+            for strips, part_RZ in parts[1:]:
+                found_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
+                self._kernels.gather_pages(strips, _ids(pages), self.spec.page_size, found_GZ)
+                for at, row in enumerate(rows.tolist()):
+                    part_RZ[row].copy_(found_GZ[at], non_blocking=True)
             return
-        lanes = self._page_lanes(strips)
-        self._check_on_host(pages, rows, part_RZ, sum(lane.shape[1] for lane in lanes))
-        page_ids = self._page_ids(pages)
-        found_GZ = torch.cat([lane.index_select(0, page_ids) for lane in lanes], dim=1)
-        for at, row, count in _runs(rows, merge=part_RZ.is_contiguous()):
-            part_RZ[row : row + count].copy_(found_GZ[at : at + count], non_blocking=True)
+        for strips, part_RZ in parts:
+            page_ids, row_ids = _ids(pages), _ids(rows)
+            self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
 
     def copy_in(
         self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer], first: int, end: int
     ) -> None:
         """The reverse of `copy_out`, for layers first .. end - 1 of this pool; the rows still hold all layers."""
-        if first < end:
-            width = self.spec.layer_bytes
-            self._copy_in(self.layers[first:end], pages, bytes_RY[:, first * width : end * width], rows)
+        if first >= end:
+            return
+        columns = slice(first * self.spec.layer_bytes, end * self.spec.layer_bytes)
+        if self.pages_PY is None:
+            self._scatter(self.layers[first:end], pages, bytes_RY[:, columns], rows)
+            return
+        self._check_on_host(pages, bytes_RY, rows)
+        for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
+            self.pages_PY[page, columns].copy_(bytes_RY[row, columns], non_blocking=True)
 
     def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """The reverse of `copy_out`, for the stamps; nothing where the pool keeps none."""
         for strips, part_RZ in self._parts(bytes_RY)[1:]:
-            self._copy_in(strips, pages, part_RZ, rows)
+            if self.spec.device == "cpu":
+                self._scatter(strips, pages, part_RZ, rows)
+                continue
+            self._check_on_host(pages, bytes_RY, rows)
+            found_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
+            for at, row in enumerate(rows.tolist()):
+                found_GZ[at].copy_(part_RZ[row], non_blocking=True)
+            self._kernels.scatter_pages(strips, _ids(pages), self.spec.page_size, found_GZ)
 
-    def _copy_in(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
-        if self.spec.device == "cpu":
-            page_ids, row_ids = self._page_ids(pages), torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
-            self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
-            return
-        lanes = self._page_lanes(strips)
-        width = lanes[0].shape[1]
-        self._check_on_host(pages, rows, part_RZ, width * len(lanes))
-        page_ids = self._page_ids(pages)
-        staged_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
-        for at, row, count in _runs(rows, merge=part_RZ.is_contiguous()):
-            staged_GZ[at : at + count].copy_(part_RZ[row : row + count], non_blocking=True)
-        for i, lane_PW in enumerate(lanes):
-            lane_PW.index_copy_(0, page_ids, staged_GZ[:, i * width : (i + 1) * width])
+    def _scatter(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
+        page_ids, row_ids = _ids(pages), _ids(rows)
+        self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
 
     def _parts(self, bytes_RY: Tensor) -> list[tuple[Strips, Tensor]]:
         """The strips of this pool, each with its columns of a buffer of whole pages."""
@@ -274,21 +300,21 @@ class DevicePool:
     def _page_lanes(self, strips: Strips) -> list[Tensor]:
         return [lane.view(torch.uint8).view(self.spec.page_count, -1) for halves in strips for lane in halves]
 
-    def _check_on_host(
-        self, pages: NDArray[np.integer], rows: NDArray[np.integer], bytes_RZ: Tensor, width: int
-    ) -> None:
-        """What the kernels check, without asking the device."""
-        if bytes_RZ.dtype != torch.uint8 or bytes_RZ.shape[1] != width or len(pages) != len(rows):
+    def _check_on_host(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+        """What the kernels check, where none is called."""
+        if bytes_RY.dtype != torch.uint8 or bytes_RY.shape[1] != self.page_bytes or len(pages) != len(rows):
             raise ValueError(
-                f"pool: {len(pages)} pages to {len(rows)} rows of {bytes_RZ.dtype} {tuple(bytes_RZ.shape)}, "
-                f"expected as many, of uint8 [R, {width}]"
+                f"pool: {len(pages)} pages to {len(rows)} rows of {bytes_RY.dtype} {tuple(bytes_RY.shape)}, "
+                f"expected as many, of uint8 [R, {self.page_bytes}]"
             )
-        for what, ids, count in (("pages", pages, self.spec.page_count), ("rows", rows, bytes_RZ.shape[0])):
+        for what, ids, count in (("pages", pages, self.spec.page_count), ("rows", rows, bytes_RY.shape[0])):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
                 raise ValueError(f"pool: {what} {ids.min()} .. {ids.max()}, expected 0 .. {count - 1}")
 
-    def _page_ids(self, pages: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64)).to(self.spec.device)
+
+def _ids(numbers: NDArray[np.integer]) -> Tensor:
+    """Pages or rows as the kernels take them: on the host."""
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
 
 
 def _zeros(byte_count: int, device: str) -> Tensor:
@@ -304,16 +330,6 @@ def lazy_zeros(byte_count: int, align: int) -> NDArray[np.uint8]:
     prefer_huge_pages(raw.ctypes.data, raw.nbytes)
     skip = -raw.ctypes.data % align
     return raw[skip : skip + byte_count]
-
-
-def _runs(rows: NDArray[np.integer], *, merge: bool) -> Iterator[tuple[int, int, int]]:
-    """(index, row, count) of stretches of consecutive rows; each row alone without `merge`."""
-    if not len(rows):
-        return
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1 if merge else np.arange(1, len(rows))
-    edges = [0, *breaks.tolist(), len(rows)]
-    for at, end in pairwise(edges):
-        yield at, int(rows[at]), end - at
 
 
 class _Alias:

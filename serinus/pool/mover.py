@@ -1,18 +1,19 @@
 """Mover: carries pages between the device pools and the host pools of one engine. Decides nothing.
 
-A worker does it (a thread), beside the forward passes. A load fills its pages a group of layers at a time, in the
+Workers do it (threads), beside the forward passes. A load fills its pages a group of layers at a time, in the
 order of the model, and LayerGate lets a forward pass start on layer 0 while layer 5 is still under way. Loads overtake
 backups: a request waits for a load, and only an eviction for a backup. That is safe because no page is in two copies.
 
-On the CPU the worker copies by itself. On an accelerator it queues copies on a stream of its own, behind what the
-compute stream was told before the copy was submitted; the gate makes the compute stream wait, not the host.
+On the CPU one worker copies by itself. On an accelerator there are two, which queue copies of whole pages for its copy
+engines, one stream for each direction, behind what the compute stream was told before the copy was submitted; the gate
+makes the compute stream wait, not the host.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,6 @@ _ROW_BYTES = 1 << 19
 """...and on an accelerator of at least so many bytes of each page: each is a transfer, microseconds to queue."""
 _BACKUP_BYTES = 1 << 24
 """A backup looks after so many bytes whether a load is waiting."""
-_STAGED_BYTES = 1 << 26
-"""On an accelerator copies are staged there in pieces of so many bytes; to queue one takes about 0.6 ms."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +71,7 @@ class Mover:
             device, host: the pools of each part; equal page bytes.
             layer_parts: the part of each layer of the model, in order.
             clock: measures copies.
-            workers: one, which copies; None = a thread.
+            workers: what copies; None = a thread, on an accelerator two.
         Raises:
             InvariantError: the pools of a part differ, or its layers are not the model's.
         """
@@ -87,15 +86,20 @@ class Mover:
         self._layer_count = len(layer_parts)
         self._before = {part: _counts(layer_parts, part) for part in device}
         self._on_cpu = all(pool.spec.device == "cpu" for pool in device.values())
-        self._stream: Any = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._streams: dict[MoveKind, Any] = {}
+        """On an accelerator: one for each direction."""
+        if not self._on_cpu:
+            self._streams = {kind: torch.cuda.Stream() for kind in MoveKind}  # type: ignore[no-untyped-call]
         self._loads: deque[_Copy] = deque()
         self._backups: deque[_Copy] = deque()
         self._open: dict[int, _Copy] = {}
         self._ended: list[_Copy] = []
         self._submitted = 0
+        self._backing_up = False
+        """One backup at a time: of two workers one is left for loads."""
         self._closed = False
-        self._workers: Workers = workers or ThreadWorkers("serinus-mover")
-        self._workers.start(self._take, self._around)
+        self._workers: Workers = workers or ThreadWorkers("serinus-mover", 1 if self._on_cpu else 2)
+        self._workers.start(self._take, torch.inference_mode)
 
     # ---- the engine's side --------------------------------------------------------------------------------------
 
@@ -173,32 +177,22 @@ class Mover:
 
     # ---- the worker ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _around(self) -> Iterator[None]:
-        """Around copies: on an accelerator they go to a stream of their own."""
-        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), stream:
-            yield
-
     def _take(self) -> Task | None:
         """Loads go before backups. With the lock held."""
-        if not self._loads and not self._backups:
-            return None
-        copy = self._loads.popleft() if self._loads else self._backups.popleft()
-        return lambda: self._carry(copy)
+        if self._loads:
+            load = self._loads.popleft()
+            return lambda: self._carry(load)
+        if self._backups and not self._backing_up:
+            self._backing_up, backup = True, self._backups.popleft()
+            return lambda: self._carry(backup)
+        return None
 
     def _carry(self, copy: _Copy) -> None:
         begin = self._clock.now()
         error = ""
         try:
-            if copy.fence is not None:
-                self._stream.wait_event(copy.fence)
-            if copy.kind is MoveKind.LOAD:
-                self._load(copy)
-            else:
-                self._back_up(copy)
-            if self._stream is not None:
-                self._stream.synchronize()
+            with self._on_stream(copy):
+                self._load(copy) if copy.kind is MoveKind.LOAD else self._back_up(copy)
         except (ValueError, RuntimeError, MemoryError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         seconds = self._clock.now() - begin
@@ -208,14 +202,31 @@ class Mover:
                 op=copy.op, ok=not error, error=error, seconds=seconds, byte_count=0 if error else moved
             )
             copy.layers = self._layer_count
+            self._backing_up &= copy.kind is MoveKind.LOAD
             del self._open[copy.op]
             self._ended.append(copy)
             self._workers.notify()
 
+    @contextmanager
+    def _on_stream(self, copy: _Copy) -> Iterator[None]:
+        """On an accelerator: what is queued inside goes to the stream of its direction, and has ended behind it."""
+        if copy.fence is None:
+            yield
+            return
+        stream = self._streams[copy.kind]
+        with torch.cuda.stream(stream):
+            stream.wait_event(copy.fence)
+            try:
+                yield
+            finally:  # what was queued before an error reads and writes pages, too
+                ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                ended.record()
+                ended.synchronize()
+
     def _load(self, copy: _Copy) -> None:
         layer_bytes = [len(move.source) * self._device[move.part].spec.layer_bytes for move in copy.moves]
         step = max(1, -(-_GROUP_BYTES // max(1, *layer_bytes)))
-        if self._stream is not None:
+        if copy.fence is not None:
             step = max(step, -(-_ROW_BYTES // max(1, *(self._device[m.part].spec.layer_bytes for m in copy.moves))))
         for move in copy.moves:
             self._device[move.part].copy_stamps_in(move.target, self._host[move.part].tensor_PY, move.source)
@@ -224,10 +235,8 @@ class Mover:
             for move in copy.moves:
                 before = self._before[move.part]
                 host = self._host[move.part].tensor_PY
-                for span in self._pieces(move, before[end] - before[first]):
-                    source, target = move.source[span], move.target[span]
-                    self._device[move.part].copy_in(target, host, source, before[first], before[end])
-            if self._stream is not None:
+                self._device[move.part].copy_in(move.target, host, move.source, before[first], before[end])
+            if copy.fence is not None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 copy.events.append((end, event))
@@ -235,19 +244,13 @@ class Mover:
                 copy.layers = end
                 self._workers.notify()
 
-    def _pieces(self, move: Move, layers: int) -> Iterator[slice]:
-        """The pages of a load that are copied at once: all on the CPU, else what may be staged."""
-        width = max(1, layers * self._device[move.part].spec.layer_bytes)
-        step = len(move.source) if self._stream is None else max(1, _STAGED_BYTES // width)
-        return (slice(at, at + step) for at in range(0, len(move.source), max(1, step)))
-
     def _back_up(self, copy: _Copy) -> None:
         for move in copy.moves:
             host = self._host[move.part]
-            limit = _BACKUP_BYTES if self._stream is None else _STAGED_BYTES
-            step = max(1, limit // max(1, host.page_bytes))
+            step = max(1, _BACKUP_BYTES // max(1, host.page_bytes))
             for at in range(0, len(move.source), step):
-                self._loads_first()
+                if copy.fence is None:
+                    self._loads_first()
                 span = slice(at, at + step)
                 self._device[move.part].copy_out(move.source[span], host.tensor_PY, move.target[span])
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import RING_FIELDS, Kernels, StampLane
+from serinus.kernels import RING_FIELDS, Kernels, StampLane, slot_count
 from serinus.kernels.canary import ANCHOR
 
-__all__ = ["CanaryCase", "make_case", "outcome"]
+__all__ = ["PAGE", "CanaryCase", "make_case", "outcome"]
 
 PAGE = 4
 
@@ -57,7 +57,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
     lengths = [rng.randint(1, 30) for _ in range(rng.randint(1, 4))]
     pages = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(pages), generator=generator) + 1
-    slot_count = (sum(pages) + 1) * PAGE
+    slots_all = (sum(pages) + 1) * PAGE
     table = torch.zeros((len(lengths) + 1, 32), dtype=torch.int32)
     slots, at = [], 0
     for row, (length, count) in enumerate(zip(lengths, pages, strict=True), 1):
@@ -66,7 +66,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
         slots.append(mine)
         at += count
     kv = [
-        tuple(torch.randn((slot_count, heads, size), generator=generator).to(dtype).to(device) for _ in range(halves))
+        tuple(torch.randn((slots_all, heads, size), generator=generator).to(dtype).to(device) for _ in range(halves))
         for _ in range(layers)
     ]
     coefficients = digest_coefficients(
@@ -88,7 +88,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
         tokens=torch.randint(0, 1 << 20, (total,), generator=generator).to(device),
         starts=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]).to(device),
         damage=damage,
-        wild=[(row, rng.randrange(lengths[row - 1]), rng.choice((0, -1, -99, slot_count, 1 << 30))) for row in wild],
+        wild=[(row, rng.randrange(lengths[row - 1]), rng.choice((0, -1, -99, slots_all, 1 << 30))) for row in wild],
         low=torch.tensor([rng.randrange(n) if rng.random() < 0.4 else 0 for n in lengths]).to(device),
         stride=rng.choice((1, 2, 3)),
         strangers=[int(rng.random() < 0.2) for _ in lengths],
@@ -99,7 +99,7 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
 def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     """Stamp (in two steps, the second after a chunk border), damage, plan and verify with one column."""
     device = case.device
-    stamps = torch.zeros((len(case.lanes), case.kv[0][0].shape[0], 4), dtype=torch.int64, device=device)
+    stamps = torch.zeros((len(case.lanes), slot_count(case.kv[0][0]), 4), dtype=torch.int64, device=device)
     digests = ops.canary_digest(case.kv, case.slots, case.coefficients)
     _stamp(ops, case, stamps, digests)
     written = stamps.clone()
@@ -160,6 +160,6 @@ def _plan(ops: Kernels, case: CanaryCase, table: Tensor) -> tuple[Tensor, Tensor
     names, rows = range(70, 70 + len(low)), range(1, len(low) + 1)
     due = torch.tensor([[*names], [*rows], low, case.lengths, first, strides, offsets[:-1]], device=device)
     plan: tuple[Tensor, Tensor, Tensor, Tensor] = ops.canary_plan(
-        table, due, offsets[-1], page_size=PAGE, slot_count=len(case.kv[0][0])
+        table, due, offsets[-1], page_size=PAGE, slot_count=slot_count(case.kv[0][0])
     )
     return plan

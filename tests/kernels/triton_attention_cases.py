@@ -15,7 +15,7 @@ from serinus.kernels import AttentionBatch, LayerDigest, Tiling, packed_sums
 from serinus.kernels.packed import PackedFactors
 
 from .conftest import make_paged
-from .triton_columns import columns, dtype_of, far_apart
+from .triton_columns import columns, dtype_of, far_apart, page_first
 
 __all__ = ["latent_attention", "paged_attention", "watched_attention", "watched_batch"]
 
@@ -59,14 +59,15 @@ def watched_attention(seed: int, device: str) -> str:
     slots = ref.canary_plan(table, due, entries, page_size=page, slot_count=slot_count)[0]
     whole, stood_in = (torch.zeros((1, 2, 2, entries), dtype=torch.int32, device=device) for _ in range(2))
     wrong = ""
+    laid = page_first(rng, [half for pair in kv for half in pair], page)
     for layer, (k, v) in enumerate(kv):
-        inputs = (q, k, v, table, attention, 0.25)
+        inputs = (q, *laid[2 * layer : 2 * layer + 2], table, attention, 0.25)
         given = {"due_7B": due, "page_size": page}
         digest = LayerDigest(factors=fast.pack_factors(factors[layer], heads), sums_P22E=whole, **given)
         found = fast.watched_attention(*inputs, digest, TILING)
         plain = fast.watched_attention(*inputs, None, TILING)
         digest = LayerDigest(factors=ref.pack_factors(factors[layer], heads), sums_P22E=stood_in, **given)
-        expected = ref.watched_attention(*inputs, digest)
+        expected = ref.watched_attention(q, k, v, *inputs[3:], digest)
         if not torch.allclose(found.float(), expected.float(), atol=0.03):
             wrong += f" attention of layer {layer} by {float((found.float() - expected.float()).abs().max()):.3f}"
         if not torch.equal(found, plain):
@@ -108,10 +109,11 @@ def paged_attention(seed: int, device: str) -> str:
     """Attention of one random batch, twice: the second time to the bit."""
     rng = random.Random(seed)
     ref, fast = columns(device, "paged_attention")
-    inputs, given, _ = drawn(rng, seed, device, ("decode", "chunk", "mixed")[seed % 3])
-    found = fast.paged_attention(*inputs, **given)
+    inputs, given, page = drawn(rng, seed, device, ("decode", "chunk", "mixed")[seed % 3])
+    laid = (inputs[0], *page_first(rng, inputs[1:3], page), *inputs[3:])
+    found = fast.paged_attention(*laid, **given)
     wrong = far_apart("attention", found, ref.paged_attention(*inputs, **given))
-    return wrong + ("" if torch.equal(found, fast.paged_attention(*inputs, **given)) else " other bits the second time")
+    return wrong + ("" if torch.equal(found, fast.paged_attention(*laid, **given)) else " other bits the second time")
 
 
 def due_of(rng: random.Random, inputs: tuple[Any, ...], window: int | None, page: int) -> tuple[Tensor, int]:
@@ -151,7 +153,8 @@ def watched_batch(seed: int, device: str) -> str:
         sums_P22E=start.to(device), page_size=page,
     )  # fmt: skip
     stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone(), kept={})
-    found = fast.watched_attention(*inputs, digest, None, **given)
+    laid = (inputs[0], *page_first(rng, inputs[1:3], page), *inputs[3:])
+    found = fast.watched_attention(*laid, digest, None, **given)
     wrong = far_apart("watched attention", found, ref.watched_attention(*inputs, stood_in, None, **given))
     if not torch.equal(packed_sums(digest.sums_P22E), packed_sums(stood_in.sums_P22E)):
         wrong += " digests"
@@ -185,11 +188,14 @@ def latent_attention(seed: int, device: str) -> str:
         sums_P22E=torch.full((1, 2, 2, entries), 7, dtype=torch.int32, device=device),
     )  # fmt: skip
     stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone(), kept={})
-    found = fast.latent_attention(*inputs, digest)
+    (laid,) = page_first(rng, [pool], page)
+    found = fast.latent_attention(q, laid, *inputs[2:], digest)
     wrong = far_apart(f"latent attention of {heads} heads", found, ref.latent_attention(*inputs, stood_in))
     if not torch.equal(digest.sums_P22E, stood_in.sums_P22E):
         wrong += " digests"
-    return wrong + ("" if torch.equal(found, fast.latent_attention(*inputs)) else " other bits without digests")
+    return wrong + (
+        "" if torch.equal(found, fast.latent_attention(q, laid, *inputs[2:])) else " other bits without digests"
+    )
 
 
 def _plain(factors_22W: Tensor) -> PackedFactors:

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,9 +20,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from .canary_case import make_case, outcome
+from .canary_case import PAGE, make_case, outcome
 from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
-from .triton_columns import columns, dtype_of
+from .triton_columns import columns, dtype_of, page_first
 from .triton_host_cases import choose_tokens, hashed_pages, pages, pull_pages, top_tokens
 from .triton_layer_cases import experts, gates, linears, norms, qk_rope_store, quantized_linears, rows_of_linears
 from .triton_shapes import call_all
@@ -36,7 +37,10 @@ __all__ = ["CASES", "compile_all", "differences"]
 def canary(seed: int, device: str) -> str:
     """Stamps, digests, plans and violations of one random case."""
     case = make_case(seed, device)
-    expected, found = (outcome(ops, case) for ops in columns(device, "canary_verify", "canary_bind", "canary_write"))
+    ref, fast = columns(device, "canary_verify", "canary_bind", "canary_write")
+    halves, laid = len(case.kv[0]), page_first(random.Random(seed), [half for each in case.kv for half in each], PAGE)
+    kv = [tuple(laid[at : at + halves]) for at in range(0, len(laid), halves)]
+    expected, found = outcome(ref, case), outcome(fast, replace(case, kv=kv))
     return ", ".join(name for name in expected if expected[name] != found[name])
 
 

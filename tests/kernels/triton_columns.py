@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from serinus.kernels import Kernels, load
 
-__all__ = ["columns", "dtype_of", "far_apart"]
+__all__ = ["columns", "dtype_of", "far_apart", "page_first"]
 
 _ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the largest value."""
@@ -23,6 +24,18 @@ def columns(device: str, *ops: str) -> tuple[Kernels, Kernels]:
 def dtype_of(rng: random.Random, device: str) -> torch.dtype:
     """A dtype of activations; Triton's interpreter makes no products of bf16."""
     return rng.choice((torch.float32, torch.float16) + ((torch.bfloat16,) * 3 if device == "cuda" else ()))
+
+
+def page_first(rng: random.Random, pools: Sequence[Tensor], page: int) -> list[Tensor]:
+    """The same rows page first, in most cases: pages of all pools side by side, with NaN of other layers between."""
+    if rng.random() < 0.3:
+        return list(pools)
+    first = pools[0]
+    shape = (len(first) // page, len(pools) + rng.choice((0, 1, 3)), page, *first.shape[1:])
+    both = torch.full(shape, float("nan"), dtype=first.dtype, device=first.device)
+    for i, pool in enumerate(pools):
+        both[:, i] = pool.view(-1, *shape[2:])
+    return [both[:, i] for i in range(len(pools))]
 
 
 def far_apart(what: str, found: Tensor, expected: Tensor) -> str:

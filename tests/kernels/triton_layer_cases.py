@@ -14,7 +14,7 @@ from serinus.kernels.triton.fused_moe import ExpertCut, run_experts
 from serinus.kernels.triton.linear import WeightCut, cut_of, multiply_rows
 from serinus.kernels.triton.tickets import Tickets
 
-from .triton_columns import columns, dtype_of, far_apart
+from .triton_columns import columns, dtype_of, far_apart, page_first
 
 __all__ = ["experts", "gates", "linears", "norms", "qk_rope_store", "quantized_linears", "rows_of_linears"]
 
@@ -164,7 +164,8 @@ def qk_rope_store(seed: int, device: str) -> str:
     ref, fast = columns(device, "qk_rope_store")
     dtype, kv_heads, size = dtype_of(rng, device), rng.choice((1, 2, 3, 4, 8)), rng.choice((16, 24, 64, 80, 128))
     heads, tokens = kv_heads * rng.choice((1, 4, 7)), rng.choice((1, 5))
-    slot_count = 2 * tokens + 4
+    page = rng.choice((1, 2, 4))
+    slot_count = (2 * tokens + 4) * page
     angle = torch.rand(50, size // 2, generator=generator) * 6
     weights = drawn(generator, device, rng.choice((dtype, torch.float32)), 2, size)
     norm = rng.random() < 0.7
@@ -181,6 +182,8 @@ def qk_rope_store(seed: int, device: str) -> str:
     outputs = []
     for ops in (fast, ref):
         k, v = (torch.zeros(slot_count, kv_heads, size, dtype=dtype, device=device) for _ in range(2))
+        if ops is fast:
+            k, v = page_first(rng, (k, v), page)
         q = torch.empty(tokens, heads, size, dtype=dtype, device=device)
         sums = torch.full((tokens, 2), 5, dtype=torch.int64, device=device)
         written = WrittenRows(coefficients_22W=torch.from_numpy(factors)[0].to(device), sums_T2=sums)
@@ -190,6 +193,6 @@ def qk_rope_store(seed: int, device: str) -> str:
     # Digests are of what this column stored: rounding may differ by a bit from the reference's.
     stored = ref.canary_digest([(k, v)], slots, torch.from_numpy(factors).to(device))
     real = slots > 0
-    wrong = far_apart("q", q, q_) + far_apart("k", k, k_) + far_apart("v", v, v_)
+    wrong = far_apart("q", q, q_) + far_apart("k", k.reshape(k_.shape), k_) + far_apart("v", v.reshape(v_.shape), v_)
     expected = ((stored & 0xFFFFFFFF) + 5 & 0xFFFFFFFF) | (stored >> 32 << 32)
     return wrong + ("" if torch.equal(sums[real], expected[real]) else " digests")

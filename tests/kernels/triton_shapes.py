@@ -31,6 +31,12 @@ def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+def page_first(kv_heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one of three layers."""
+    pages = blank(16, 3, 2, PAGE, kv_heads, size)
+    return pages[:, 1, 0], pages[:, 1, 1]
+
+
 def batch_of(tokens: int, sequences: int) -> AttentionBatch:
     """So many sequences of any length."""
     return AttentionBatch(
@@ -42,9 +48,9 @@ def batch_of(tokens: int, sequences: int) -> AttentionBatch:
 
 def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int, size: int, **given: Any) -> None:
     """A decode step or a chunk, with the window, cap or sinks that are given. Decodes with digests too."""
-    pool = blank(64 * PAGE, kv_heads, size)
+    k_pool, v_pool = page_first(kv_heads, size)
     batch, table = batch_of(tokens, sequences), torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    inputs = (blank(tokens, heads, size), pool, pool, table, batch, size**-0.5)
+    inputs = (blank(tokens, heads, size), k_pool, v_pool, table, batch, size**-0.5)
     ops.paged_attention(*inputs, **given)
     if tokens == sequences:
         factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, 2, partial=False))[0]
@@ -58,7 +64,7 @@ def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int,
 def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int) -> None:
     """A decode step or a chunk of DeepSeek-V2-Lite or V3, by their heads."""
     table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    pool, batch = blank(64 * PAGE, 1, 576), batch_of(tokens, sequences)
+    pool, batch = page_first(1, 576)[0], batch_of(tokens, sequences)
     ops.latent_attention(blank(tokens, heads, 576), pool, 512, table, batch, 0.1)
 
 
@@ -107,7 +113,7 @@ def call_all() -> None:
         attend_latent(ops, 8192, 1, heads)
     attend(ops, 8192, 1, 32, 8, 128)
     attend(ops, 4096, 2, 16, 8, 256, window=4096, softcap=50.0)
-    pool, slots = blank(64 * PAGE, 8, 128), torch.arange(16)
+    (k_pool, v_pool), slots = page_first(8, 128), torch.arange(16)
     factors = torch.from_numpy(digest_coefficients([0], range(8), 128, 2, partial=False))[0]
     written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((16, 2), dtype=torch.int64))
     cos = torch.empty(40960, 64)
@@ -119,8 +125,8 @@ def call_all() -> None:
         blank(128),
         blank(128),
         1e-6,
-        pool,
-        pool,
+        k_pool,
+        v_pool,
         slots,
         blank(16, 32, 128),
         written,

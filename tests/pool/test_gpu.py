@@ -83,7 +83,7 @@ def test_the_compute_stream_waits_for_each_layer_and_the_host_does_not_copy_it()
         for layer, part in enumerate(LAYERS):
             gate.before_layer(layer)
             for lane in device[part].layers[inside[part]]:
-                seen.append(lane.view(torch.uint8).view(257, -1).index_select(0, ids).float().mean())
+                seen.append(lane.view(torch.uint8)[ids].float().mean())
             inside[part] += 1
         gate.after(None)
         assert torch.stack(seen).tolist() == [float(round_)] * 12
@@ -105,3 +105,73 @@ def test_a_backup_reads_what_the_device_had_computed_when_it_was_submitted() -> 
         assert done.ok, done.error
         assert set(np.unique(host[FULL].data_PY[1:257]).tolist()) == {round_}
     mover.close()
+
+
+def held_up(mover: Mover, kind: MoveKind, cycles: int = 400_000_000) -> None:
+    """Keep the stream of one direction busy for a fifth of a second."""
+    with torch.cuda.stream(mover._streams[kind]):
+        torch.cuda._sleep(cycles)
+
+
+def test_a_load_that_is_late_is_never_read_early_and_the_host_does_not_wait_for_it() -> None:
+    device, host, mover = made()
+    gate = LayerGate(mover)
+    pages = np.arange(1, 257)
+    ids = torch.from_numpy(pages).cuda()
+    for round_ in range(1, 4):
+        for part in (FULL, SWA):
+            host[part].tensor_PY.fill_(round_)
+        held_up(mover, MoveKind.LOAD)
+        mover.submit([move(round_, MoveKind.LOAD, part, pages, pages) for part in (FULL, SWA)])
+        gate.before(None)
+        seen = []
+        inside = {FULL: 0, SWA: 0}
+        for layer, part in enumerate(LAYERS):
+            gate.before_layer(layer)
+            seen += [lane.view(torch.uint8)[ids].float().mean() for lane in device[part].layers[inside[part]]]
+            inside[part] += 1
+        gate.after(None)
+        assert mover.open_count == 1, "the pass was queued while the load had not even begun"
+        assert torch.stack(seen).tolist() == [float(round_)] * 12
+        (done,) = mover.wait([round_])
+        assert done.ok, done.error
+    mover.close()
+
+
+def test_a_backup_that_was_waited_for_has_every_byte_and_a_load_overtakes_it() -> None:
+    device, host, mover = made()
+    pages = np.arange(1, 129)
+    for lane in (*device[FULL].k, *device[FULL].v):
+        lane.view(torch.uint8).fill_(7)
+    host[FULL].tensor_PY.fill_(3)
+    held_up(mover, MoveKind.BACKUP)
+    mover.submit([move(1, MoveKind.BACKUP, FULL, pages, pages)])
+    mover.submit([move(2, MoveKind.LOAD, FULL, pages + 128, pages + 128)])
+    (done,) = mover.wait([2])
+    assert (done.op, done.ok) == (2, True)
+    (done,) = mover.wait([1])
+    assert (done.op, done.ok) == (1, True)
+    assert set(np.unique(host[FULL].data_PY[1:129]).tolist()) == {7}
+    assert set(np.unique(device[FULL].read_pages(pages + 128)).tolist()) == {3}
+    mover.close()
+
+
+def test_stamps_go_with_their_pages() -> None:
+    spec = PoolSpec(
+        layer_count=3, kv_head_count=2, head_size=64, page_size=16, page_count=65, dtype=torch.bfloat16, device="cuda",
+        stamped=True,
+    )  # fmt: skip
+    pool, host = DevicePool(spec, load("cuda")), HostPool(spec, 65)
+    mover = Mover({FULL: pool}, {FULL: host}, (FULL,) * 3, WallClock())
+    data = np.random.default_rng(5).integers(0, 256, (64, spec.page_bytes), np.uint8)
+    pages, rows = (np.random.default_rng(seed).permutation(np.arange(1, 65)) for seed in (1, 2))
+    pool.write_pages(pages, data)
+    mover.submit([move(1, MoveKind.BACKUP, FULL, pages, rows)])
+    assert [done.ok for done in mover.wait([1])] == [True]
+    assert np.array_equal(host.data_PY[rows], data)
+    pool.write_pages(pages, np.zeros_like(data))
+    mover.submit([move(2, MoveKind.LOAD, FULL, rows, pages)])
+    assert [done.ok for done in mover.wait([2])] == [True]
+    assert np.array_equal(pool.read_pages(pages), data)
+    mover.close()
+    host.close()

@@ -16,7 +16,7 @@ import torch
 from serinus.canary import CanaryRank, CheckSettings, Violation
 from serinus.core.parts import Part
 from serinus.core.sampling import SamplingParams
-from serinus.kernels import Kernels, load
+from serinus.kernels import Kernels, load, row_of
 from serinus.models import Model, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.runner import Runner
@@ -89,7 +89,8 @@ def converse(
         where, part = seqs[at % 3], parts[at % len(parts)]
         slots = where.slots if part is Part.FULL else where.others[part]
         halves = engine.pools[part].layers[0]
-        lane = halves[at % len(halves)][int(slots[where.done - 1 - at % 5])].view(-1).view(torch.uint8)
+        row_HD = row_of(halves[at % len(halves)], int(slots[where.done - 1 - at % 5]))
+        lane = row_HD.view(-1).view(torch.uint8)
         if flips:
             lane[at] ^= 16
         engine.step([(each, 1) for each in seqs])

@@ -18,7 +18,7 @@ from serinus.canary.perturb.plan import Place
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.core.stamps import PARTIAL_LANES, STAMP_FIELDS
-from serinus.kernels import stamp_lanes
+from serinus.kernels import row_of, stamp_lanes
 
 __all__ = ["PageShape", "Places", "flip_bit", "flip_page_bit"]
 
@@ -44,7 +44,7 @@ class PageShape:
         """That of the pools of a rank."""
         pool = lanes.layers_kv[0][0]
         return cls(
-            layer_ids=lanes.layer_ids, head_ids=lanes.head_ids, head_bytes=pool.shape[2] * pool.itemsize,
+            layer_ids=lanes.layer_ids, head_ids=lanes.head_ids, head_bytes=pool.shape[-1] * pool.itemsize,
             page_size=page_size, part=lanes.part,
         )  # fmt: skip
 
@@ -107,7 +107,7 @@ def _lane_names(part: Part) -> list[str]:
 def flip_bit(lanes: PartLanes, slot: int, place: Place) -> tuple[int, int]:
     """Flip the bit in the KV of a slot; its byte (before, after). Waits for the device."""
     pool = lanes.layers_kv[lanes.layer_ids.index(place.layer)][_HALVES.index(place.half)]
-    row_HY = pool[slot].view(torch.uint8).view(pool.shape[1], -1)
+    row_HY = row_of(pool, slot).view(torch.uint8)
     byte = row_HY[lanes.head_ids.index(place.head), place.byte : place.byte + 1]
     before = int(byte)
     byte.fill_(before ^ 1 << place.bit)

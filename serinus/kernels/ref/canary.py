@@ -24,6 +24,7 @@ from serinus.kernels.batch import slots_in
 from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv, WrittenRows
+from serinus.kernels.pool_rows import rows_of
 
 __all__ = [
     "add_digests",
@@ -53,7 +54,7 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     """Digests [E, 2] int64 (of K, of V) of all layers' rows in some slots. Of latent rows that of V is 0.
 
     Args:
-        layers_kv: pools [S, H, D], contiguous, in the order of the coefficients.
+        layers_kv: pools (pool_rows.py), in the order of the coefficients.
         slots_E: int64.
         coefficients_L22W: of `digest_coefficients`, on the pools' device. Lanes of a row behind W are not read.
     Raises:
@@ -64,10 +65,10 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     sums_E22 = torch.zeros((len(slots_E), 2, 2), dtype=torch.int64, device=slots_E.device)
     for layer, halves in enumerate(layers_kv):
         for half, pool in enumerate(halves):
-            rows_SW = pool.view(len(pool), -1).view(torch.int16)[:, : coefficients_L22W.shape[-1]]
             factors_2W = coefficients_L22W[layer, half].long() & _MASK32
             for at in range(0, len(slots_E), _PIECE_SLOTS):
-                lanes_EW = rows_SW[slots_E[at : at + _PIECE_SLOTS]].long() & 0xFFFF
+                rows_EX = rows_of(pool, slots_E[at : at + _PIECE_SLOTS]).flatten(1).view(torch.int16)
+                lanes_EW = rows_EX[:, : coefficients_L22W.shape[-1]].long() & 0xFFFF
                 products = (lanes_EW[:, None, :] * factors_2W[None]) & _MASK32
                 sums_E22[at : at + _PIECE_SLOTS, half] += products.sum(-1)
     sums_E22 &= _MASK32

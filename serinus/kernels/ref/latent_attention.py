@@ -32,7 +32,7 @@ def latent_attention(
 
     Args:
         q_TNW: queries, in the space of the rows.
-        pool_S1W: one layer's pool; dtype of q. The step's own rows are already in it.
+        pool_S1W: one layer's pool (pool_rows.py); dtype of q. The step's own rows are already in it.
         value_size: elements of a row that are the value, the first ones.
         req_to_token_RC, batch, scale: as `paged_attention` takes them.
         digest: as `watched_attention` takes it, of one half; None = attention alone.
@@ -43,7 +43,7 @@ def latent_attention(
     """
     check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
     gathered = None if digest is None else LatentRows(digest, batch.sequence_count)
-    values_S1V = pool_S1W[:, :, :value_size]
+    values_S1V = pool_S1W[..., :value_size]
     return attend(q_TNW, pool_S1W, values_S1V, req_to_token_RC, batch, scale, None, None, None, gathered)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.checks import check_paged_attention
+from serinus.kernels.pool_rows import rows_of, slot_count
 
 __all__ = ["attend", "paged_attention"]
 
@@ -44,7 +45,7 @@ def paged_attention(
 
     Args:
         q_TND: fp32 or bf16.
-        k_pool_SHD, v_pool_SHD: one layer's pools; dtype of q. The step's own k and v are already in them.
+        k_pool_SHD, v_pool_SHD: one layer's pools (pool_rows.py); dtype of q. The step's own rows are in them already.
         req_to_token_RC: int32; [row, position] -> slot. Only the first context_B[b] entries of a row are read, and of
             these only such as lie in the window of one of the step's tokens: below it they may say anything, and
             their slots may hold anything.
@@ -67,18 +68,18 @@ def attend(
     scale: float, window: int | None, softcap: float | None, sinks_N: Tensor | None, gathered: Gathered | None,
 ) -> Tensor:  # fmt: skip
     """The same, of checked arguments. `gathered` is shown the rows that were gathered, which are then attended."""
-    kv_heads = k_pool_SHD.shape[1]
+    kv_heads = k_pool_SHD.shape[-2]
     group = q_TND.shape[1] // kv_heads
     starts, contexts, rows = batch.q_starts_B1.tolist(), batch.context_B.tolist(), batch.rows_B.tolist()
-    out_TND = q_TND.new_empty((*q_TND.shape[:2], v_pool_SHD.shape[2]))
+    out_TND = q_TND.new_empty((*q_TND.shape[:2], v_pool_SHD.shape[-1]))
     for b, row in enumerate(rows):
         first = contexts[b] - (starts[b + 1] - starts[b])
         low = 0 if window is None else max(0, first - window + 1)
         from_low = low if gathered is None else min(low, gathered.low(b))
         slots_L = req_to_token_RC[row, from_low : contexts[b]].long()
         if batch.is_watched:
-            slots_L = slots_in(slots_L, len(k_pool_SHD))
-        k_LHD, v_LHD = k_pool_SHD[slots_L], v_pool_SHD[slots_L]
+            slots_L = slots_in(slots_L, slot_count(k_pool_SHD))
+        k_LHD, v_LHD = rows_of(k_pool_SHD, slots_L), rows_of(v_pool_SHD, slots_L)
         if gathered is not None:
             gathered.add(b, from_low, k_LHD, v_LHD)
         k_NLD = k_LHD[low - from_low :].float().repeat_interleave(group, dim=1).transpose(0, 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.pool_rows import put_rows
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.rms_norm import rms_norm
 
@@ -33,7 +34,7 @@ def qk_rope_store(
         q_norm_D, k_norm_D: weights of the per-head RMS norms, as rms_norm takes them, both of one dtype; or None for
             no norm.
         eps: of those norms.
-        k_pool_SHD, v_pool_SHD: one layer's pools; changed in place; dtype of qkv.
+        k_pool_SHD, v_pool_SHD: one layer's pools (pool_rows.py); changed in place; dtype of qkv.
         slots_T: int64; token t goes to slot slots_T[t]. Distinct, except for padding tokens, which go to 0.
         q_out_TND: changed in place; dtype of qkv.
         written: where the digests of the stored rows are added, made of the values and not of the pool.
@@ -45,7 +46,7 @@ def qk_rope_store(
         written,
     )  # fmt: skip
     tokens = qkv_TX.shape[0]
-    heads, kv_heads, size = q_out_TND.shape[1], k_pool_SHD.shape[1], q_out_TND.shape[2]
+    heads, kv_heads, size = q_out_TND.shape[1], k_pool_SHD.shape[-2], q_out_TND.shape[2]
     rows_TXD = qkv_TX.view(tokens, -1, size)
     q, k, v = rows_TXD[:, :heads], rows_TXD[:, heads : heads + kv_heads], rows_TXD[:, heads + kv_heads :]
     if q_norm_D is not None:
@@ -58,8 +59,8 @@ def qk_rope_store(
     k, v = _rotate(k, cos, sin), v.contiguous()
     if written is not None:
         digest_values(written, k, v)
-    k_pool_SHD[slots_T] = k
-    v_pool_SHD[slots_T] = v
+    put_rows(k_pool_SHD, slots_T, k)
+    put_rows(v_pool_SHD, slots_T, v)
 
 
 def _rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv
+from serinus.kernels.pool_rows import page_gap, row_elements
+from serinus.kernels.triton.pool_rows import row_starts
 
 __all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix", "plan_into"]
 
@@ -38,7 +40,8 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     if not count:
         return out_E2
     pools = _addresses(tuple(half.data_ptr() for halves in layers_kv for half in halves), device)
-    row_lanes = layers_kv[0][0].stride(0) * layers_kv[0][0].element_size() // 2
+    first, each = layers_kv[0][0], layers_kv[0][0].element_size() // 2  # lanes of an element
+    page_slots, gap = page_gap(first)
     width, layers, halves = coefficients_L22W.shape[-1], len(layers_kv), len(layers_kv[0])
     slots = next(slots for least, slots in _DIGEST_SLOTS if count >= least)
     groups = triton.cdiv(count, slots)
@@ -47,8 +50,8 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
         out_E2.zero_()
     _digest[(groups, halves, splits)](
         pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2, out_E2.view(torch.int32), count, layers,
-        row_lanes, width, SPLIT=splits > 1, SLOTS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
-        num_warps=4 if slots > 1 else 1,
+        gap * each, width, SPLIT=splits > 1, ROWS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
+        LANES=row_elements(first) * each, SLOTS=page_slots, num_warps=4 if slots > 1 else 1,
     )  # fmt: skip
     return out_E2
 
@@ -157,16 +160,16 @@ def mix(previous_hash, token, position):
 
 @_jit
 def _digest(
-    pools, slots, coefficients, out, out_words, count, layers, row_lanes, width,
-    SPLIT: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    pools, slots, coefficients, out, out_words, count, layers, gap_lanes, width,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     half, split = tl.program_id(1), tl.program_id(2)
-    e = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = e < count
-    rows = tl.load(slots + e, mask=live, other=0) * row_lanes
+    rows = row_starts(tl.load(slots + e, mask=live, other=0), gap_lanes, LANES, SLOTS)
     w = tl.arange(0, WIDTH)
-    low = tl.zeros((SLOTS, WIDTH), tl.uint32)
-    high = tl.zeros((SLOTS, WIDTH), tl.uint32)
+    low = tl.zeros((ROWS, WIDTH), tl.uint32)
+    high = tl.zeros((ROWS, WIDTH), tl.uint32)
     for layer in range(split, layers, tl.num_programs(2)):
         strip = layer * tl.num_programs(1) + half
         # Every pool begins on a whole 16 bytes: only so are 8 lanes one load.

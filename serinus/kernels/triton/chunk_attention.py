@@ -20,7 +20,9 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import Tiling
+from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import capped, dot, head_block, load_rows, load_slots
+from serinus.kernels.triton.pool_rows import row_starts
 
 __all__ = ["attend_many"]
 
@@ -47,7 +49,8 @@ def attend_many(
 ) -> None:  # fmt: skip
     """Attention of the sequences with at least so many queries, into `out_TND`; the others are left alone."""
     tokens, heads, size = q_TND.shape
-    kv_heads = k_pool_SHD.shape[1]
+    kv_heads = k_pool_SHD.shape[-2]
+    page_slots, gap = page_gap(k_pool_SHD)
     group = int(triton.next_power_of_2(heads // kv_heads))
     rows, cut = _tiling(size, q_TND.element_size(), group)
     queries = rows // group
@@ -55,10 +58,10 @@ def attend_many(
     _chunk[(kv_heads, tiles)](
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
         batch.context_B, sinks_N, out_TND, scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0,
-        k_pool_SHD.shape[0], batch.sequence_count, tiles,
+        slot_count(k_pool_SHD), gap, batch.sequence_count, tiles,
         HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=group, SIZE=size, WIDE=head_block(size), TILE=queries,
-        BLOCK=cut.block, LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, num_warps=cut.warps,
-        num_stages=cut.stages,
+        BLOCK=cut.block, LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, SLOTS=page_slots,
+        num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 
@@ -68,9 +71,10 @@ _LOG2_E_C = tl.constexpr(_LOG2_E)
 
 @_jit
 def _chunk(
-    q, k, v, table, columns, rows, starts, contexts, sinks, out, scale, cap, window, slot_count, batch, tiles,
+    q, k, v, table, columns, rows, starts, contexts, sinks, out, scale, cap, window, slot_count, gap, batch, tiles,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     h, tile = tl.program_id(0), tiles - 1 - tl.program_id(1)
     b, behind = tile * 0, tile * 0 + batch
@@ -107,12 +111,12 @@ def _chunk(
             begin = lowest // BLOCK * BLOCK
             whole = begin
         for at in range(begin, whole, BLOCK):
-            slot = load_slots(row, at + j, slot_count)[:, None] * (HEADS * SIZE)
-            k_TD = load_rows(k_head + slot, d, SIZE, WIDE)
+            at_T1 = row_starts(load_slots(row, at + j, slot_count), gap, HEADS * SIZE, SLOTS)[:, None]
+            k_TD = load_rows(k_head + at_T1, d, SIZE, WIDE)
             scores_MT = dot(q_MD, tl.trans(k_TD)) * scale
             if CAPPED:
                 scores_MT = capped(scores_MT, cap)
-            v_TD = load_rows(v_head + slot, d, SIZE, WIDE)
+            v_TD = load_rows(v_head + at_T1, d, SIZE, WIDE)
             better_M = tl.maximum(best_M, tl.max(scores_MT, 1))
             weights_MT = tl.exp2(scores_MT - better_M[:, None])
             fade_M = tl.exp2(best_M - better_M)
@@ -124,8 +128,8 @@ def _chunk(
             read = tl.minimum(t, context - 1)
             if WINDOWED:
                 read = tl.maximum(read, lowest)
-            slot = load_slots(row, read, slot_count)[:, None] * (HEADS * SIZE)
-            k_TD = load_rows(k_head + slot, d, SIZE, WIDE)
+            at_T1 = row_starts(load_slots(row, read, slot_count), gap, HEADS * SIZE, SLOTS)[:, None]
+            k_TD = load_rows(k_head + at_T1, d, SIZE, WIDE)
             scores_MT = dot(q_MD, tl.trans(k_TD)) * scale
             if CAPPED:
                 scores_MT = capped(scores_MT, cap)
@@ -133,7 +137,7 @@ def _chunk(
             if WINDOWED:
                 seen_MT = seen_MT & (t[None, :] > (own_M - window)[:, None])
             scores_MT = tl.where(seen_MT, scores_MT, -1e30)
-            v_TD = load_rows(v_head + slot, d, SIZE, WIDE)
+            v_TD = load_rows(v_head + at_T1, d, SIZE, WIDE)
             better_M = tl.maximum(best_M, tl.max(scores_MT, 1))
             weights_MT = tl.exp2(scores_MT - better_M[:, None])
             fade_M = tl.exp2(best_M - better_M)

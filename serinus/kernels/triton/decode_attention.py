@@ -28,6 +28,8 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, Tiling
 from serinus.kernels.packed import PackedFactors
+from serinus.kernels.pool_rows import page_gap, slot_count
+from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import TICKETS
 
 __all__ = [
@@ -72,7 +74,7 @@ def tiling_of(programs: int, size: int, itemsize: int, *, watched: bool) -> Tili
         wide = programs >= 2 * _PROGRAMS
         return Tiling(block=32 if wide else 64, warps=1 if wide else 2, stages=4 if wide else 2, stretches=parts)
     if size > 128:
-        block, warps, stages = (32, 2, 3) if watched else (64, 4, 2)
+        block, warps, stages = (32, 4, 3) if watched else (64, 4, 2)  # with 2 warps ptxas may spill nearly all
         return Tiling(block=block, warps=warps, stages=stages, stretches=parts)
     return Tiling(block=64, warps=2, stages=3, stretches=parts)
 
@@ -101,7 +103,7 @@ def attend_one(
         packed: the digest's factors as planes; digest: of its first set what lies in the window is digested. None of
             both = attention alone.
     """
-    count, kv_heads, size = batch.sequence_count, k_pool_SHD.shape[1], q_TND.shape[2]
+    count, kv_heads, size = batch.sequence_count, k_pool_SHD.shape[-2], q_TND.shape[2]
     heads = q_TND.shape[1]
     cut = tiling or tiling_of(count * kv_heads, size, q_TND.element_size(), watched=digest is not None)
     parts = cut.stretches if count * kv_heads <= TICKETS else 1
@@ -114,17 +116,18 @@ def attend_one(
         watched = (packed.factors, packed.bias, digest.due_7B, sums_P22E, sums_P22E.shape[-1])
     else:
         sets = count
+    page_slots, gap = page_gap(k_pool_SHD)
     joined = int(triton.next_power_of_2(heads // kv_heads))
     depth = max(1, min(size & -size, _JOINED * cut.warps // (parts * joined)))
     _decode[(count, kv_heads, parts)](
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
         batch.context_B, sinks_N, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
-        scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0, k_pool_SHD.shape[0], count, sets,
-        HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
+        scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0, slot_count(k_pool_SHD), gap, count,
+        sets, HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
         SIZE=size, WIDE=head_block(size), PAGE=1 if digest is None else digest.page_size, BLOCK=cut.block, PARTS=parts,
         LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
-        COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, num_warps=cut.warps,
-        num_stages=cut.stages,
+        COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, SLOTS=page_slots,
+        num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 
@@ -150,7 +153,7 @@ def load_rows(at, d, SIZE: tl.constexpr, WIDE: tl.constexpr):
 def load_slots(row, t, slot_count):
     """Slots of these positions; 0 for each that is none of the pool's."""
     slot = tl.load(row + t)
-    return tl.where((slot < 0) | (slot >= slot_count), 0, slot).to(tl.int64)
+    return tl.where((slot < 0) | (slot >= slot_count), 0, slot)
 
 
 @_jit
@@ -162,11 +165,11 @@ def dot(one, other):
 @_jit
 def _decode(
     q, k, v, table, columns, rows, starts, contexts, sinks, out, partial, stats, tickets, planes, bias, due, sums,
-    entries, scale, cap, window, slot_count, batch, due_columns,
+    entries, scale, cap, window, slot_count, gap, batch, due_columns,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
-    HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr,
+    HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(starts + b)
@@ -215,8 +218,8 @@ def _decode(
             read = tl.minimum(t, end - 1)
             if WINDOWED:
                 read = tl.maximum(read, lowest)
-            slot = load_slots(row, read, slot_count)[:, None] * (HEADS * SIZE)
-            k_TD = load_rows(k_head + slot, d, SIZE, WIDE)
+            at_T1 = row_starts(load_slots(row, read, slot_count), gap, HEADS * SIZE, SLOTS)[:, None]
+            k_TD = load_rows(k_head + at_T1, d, SIZE, WIDE)
             scores_GT = dot(q_GD, tl.trans(k_TD)) * scale
             if CAPPED:
                 scores_GT = capped(scores_GT, cap)
@@ -224,7 +227,7 @@ def _decode(
             if WINDOWED:
                 seen = seen & (t >= lowest)
             scores_GT = tl.where(seen[None, :], scores_GT, -1e30)
-            v_TD = load_rows(v_head + slot, d, SIZE, WIDE)
+            v_TD = load_rows(v_head + at_T1, d, SIZE, WIDE)
             better_G = tl.maximum(best_G, tl.max(scores_GT, 1))
             weights_GT = tl.exp2(scores_GT - better_G[:, None])
             fade_G = tl.exp2(best_G - better_G)

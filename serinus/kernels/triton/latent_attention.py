@@ -23,7 +23,9 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_latent_attention
 from serinus.kernels.contracts import LatentAttention, LayerDigest
+from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, join, load_rows, load_slots
+from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import TICKETS, Tickets
 from serinus.kernels.triton.watched_attention import digest_beside
 
@@ -111,16 +113,17 @@ def attend(
             parts = min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles))))
     joined = int(triton.next_power_of_2(rows))
     kept = count if parts > 1 else 0
+    page_slots, gap = page_gap(pool_S1W)
     partial_PBNV = torch.empty((parts, kept, heads, value), dtype=torch.float32, device=q_TNW.device)
     stats_P2BN = torch.empty((parts, 2, kept, heads), dtype=torch.float32, device=q_TNW.device)
     _latent[(tiles, parts)](
         q_TNW, pool_S1W, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1, batch.context_B,
-        out_TNV, partial_PBNV, stats_P2BN, tickets, scale * _LOG2_E, len(pool_S1W), count, tiles,
-        HEADS=heads, VALUE=value, VALUE_UP=head_block(value), REST=width - value, REST_UP=head_block(width - value),
-        PAIRS=rows, ROWS=max(ROWS_LEAST, joined), BLOCK=cut.block, PARTS=parts,
+        out_TNV, partial_PBNV, stats_P2BN, tickets, scale * _LOG2_E, slot_count(pool_S1W), gap, count,
+        tiles, HEADS=heads, VALUE=value, VALUE_UP=head_block(value), REST=width - value,
+        REST_UP=head_block(width - value), PAIRS=rows, ROWS=max(ROWS_LEAST, joined), BLOCK=cut.block, PARTS=parts,
         LEAST=max(1, _TOKENS_LEAST // cut.block), ALONE=alone, JOINED=joined,
-        DEPTH=max(1, min(value & -value, _JOINED * cut.warps // (parts * joined))), num_warps=cut.warps,
-        num_stages=cut.stages,
+        DEPTH=max(1, min(value & -value, _JOINED * cut.warps // (parts * joined))), SLOTS=page_slots,
+        num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 
@@ -129,10 +132,11 @@ _jit: Any = triton.jit
 
 @_jit
 def _latent(
-    q, pool, table, columns, rows, starts, contexts, out, partial, stats, tickets, scale, slot_count, batch, tiles,
+    q, pool, table, columns, rows, starts, contexts, out, partial, stats, tickets, scale, slot_count, gap, batch,
+    tiles,
     HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, REST: tl.constexpr, REST_UP: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
-    ALONE: tl.constexpr, JOINED: tl.constexpr, DEPTH: tl.constexpr,
+    ALONE: tl.constexpr, JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     if ALONE:
@@ -173,11 +177,12 @@ def _latent(
         mixed_MV = tl.zeros((ROWS, VALUE_UP), tl.float32)
         for at in range(begin, end, BLOCK):
             t = at + j
-            slot = load_slots(row, tl.minimum(t, end - 1), slot_count)[:, None] * (VALUE + REST)
-            row_TV = load_rows(pool + slot + v[None, :], v, VALUE, VALUE_UP)
+            slot = load_slots(row, tl.minimum(t, end - 1), slot_count)
+            at_T1 = row_starts(slot, gap, VALUE + REST, SLOTS)[:, None]
+            row_TV = load_rows(pool + at_T1 + v[None, :], v, VALUE, VALUE_UP)
             scores_MT = dot(q_MV, tl.trans(row_TV))
             if REST > 0:
-                row_TO = load_rows(pool + slot + VALUE + o[None, :], o, REST, REST_UP)
+                row_TO = load_rows(pool + at_T1 + VALUE + o[None, :], o, REST, REST_UP)
                 scores_MT = tl.dot(q_MO, tl.trans(row_TO), scores_MT, input_precision="ieee")
             seen_MT = (t[None, :] <= own_M[:, None]) & (t < end)[None, :]
             scores_MT = tl.where(seen_MT, scores_MT * scale, -1e30)

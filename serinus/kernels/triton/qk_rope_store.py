@@ -17,6 +17,8 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.pool_rows import page_gap, slot_count
+from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.rms_norm import normed
 
 __all__ = ["qk_rope_store"]
@@ -37,7 +39,8 @@ def qk_rope_store(
         written,
     )  # fmt: skip
     tokens, heads, size = q_out_TND.shape
-    slot_count, kv_heads, _ = k_pool_SHD.shape
+    kv_heads = k_pool_SHD.shape[-2]
+    page_slots, gap = page_gap(k_pool_SHD)
     if not tokens:
         return
     each = math.gcd(heads, kv_heads, _HEADS)
@@ -48,10 +51,11 @@ def qk_rope_store(
         sums = written.sums_T2.view(torch.int32)
     _rope_store[(tokens, (heads + 2 * kv_heads) // each)](
         qkv_TX, cos_PF, sin_PF, positions_T, slots_T, qkv_TX if q_norm_D is None else q_norm_D,
-        qkv_TX if k_norm_D is None else k_norm_D, k_pool_SHD, v_pool_SHD, q_out_TND, factors, sums, slot_count, eps,
+        qkv_TX if k_norm_D is None else k_norm_D, k_pool_SHD, v_pool_SHD, q_out_TND, factors, sums,
+        slot_count(k_pool_SHD), gap, eps,
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=triton.next_power_of_2(size // 2), EACH=each,
         Q_NORM=q_norm_D is not None, K_NORM=k_norm_D is not None,
-        IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, num_warps=1,
+        IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, SLOTS=page_slots, num_warps=1,
     )  # fmt: skip
 
 
@@ -60,9 +64,10 @@ _jit: Any = triton.jit
 
 @_jit
 def _rope_store(
-    qkv, cos, sin, positions, slots, q_norm, k_norm, k_pool, v_pool, q_out, factors, sums, slot_count, eps,
+    qkv, cos, sin, positions, slots, q_norm, k_norm, k_pool, v_pool, q_out, factors, sums, slot_count, gap, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH
     h, f = tl.arange(0, EACH), tl.arange(0, HALF)
@@ -80,10 +85,16 @@ def _rope_store(
             tl.store(spot + SIZE // 2, high, mask=inside)
         else:
             low, high = _turned(low, high, k_norm, cos_1F, sin_1F, eps, f, SIZE, K_NORM, IN_FP32)
-            _keep(k_pool, low, high, slots, factors, sums, slot_count, t, head - HEADS, 0, h, f, KV_HEADS, SIZE, WIDTH)
+            _keep(
+                k_pool, low, high, slots, factors, sums, slot_count, gap, t, head - HEADS, 0, h, f,
+                KV_HEADS, SIZE, WIDTH, SLOTS,
+            )  # fmt: skip
     else:
         head -= HEADS + KV_HEADS
-        _keep(v_pool, low, high, slots, factors, sums, slot_count, t, head, 1, h, f, KV_HEADS, SIZE, WIDTH)
+        _keep(
+            v_pool, low, high, slots, factors, sums, slot_count, gap, t, head, 1, h, f,
+            KV_HEADS, SIZE, WIDTH, SLOTS,
+        )  # fmt: skip
 
 
 @_jit
@@ -103,15 +114,15 @@ def _turned(low, high, norm, cos_1F, sin_1F, eps, f, SIZE: tl.constexpr, NORM: t
 
 @_jit
 def _keep(
-    pool, low, high, slots, factors, sums, slot_count, t, head, half, h, f,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    pool, low, high, slots, factors, sums, slot_count, gap, t, head, half, h, f,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of heads go to their slot, and what they add to the digest of their token to the sums."""
     slot = tl.load(slots + t)
     inside = (f < SIZE // 2)[None, :]
     stored = (f < tl.where((slot >= 0) & (slot < slot_count), SIZE // 2, 0))[None, :]
     element = (head + h)[:, None] * SIZE + f[None, :]
-    spot = pool + slot * (KV_HEADS * SIZE) + element
+    spot = pool + row_starts(slot, gap, KV_HEADS * SIZE, SLOTS) + element
     tl.store(spot, low, mask=stored)
     tl.store(spot + SIZE // 2, high, mask=stored)
     if WIDTH:

@@ -22,8 +22,10 @@ from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_pack_factors, check_watched_attention
 from serinus.kernels.contracts import LayerDigest, Tiling, WatchedAttention
 from serinus.kernels.packed import PackedFactors
+from serinus.kernels.pool_rows import page_gap, row_elements, slot_count
 from serinus.kernels.triton.chunk_attention import attend_many
 from serinus.kernels.triton.decode_attention import PLANE_COLUMNS, attend_one, load_slots
+from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import Tickets
 
 __all__ = ["digest_beside", "new_watched_attention", "pack_factors"]
@@ -106,7 +108,7 @@ class _Planes:
 
     def of(self, factors: PackedFactors, pool_SHD: Tensor) -> PackedFactors | None:
         """The same as planes; None: the kernel that reads KV cannot digest such rows."""
-        _, heads, size = pool_SHD.shape
+        heads, size = pool_SHD.shape[-2:]
         plain = factors.plain_22W
         whole = plain.shape[-1] == heads * size and pool_SHD.element_size() == 2
         if not whole or size < 16 or size & (size - 1) or size > _HEAD_SIZE_MAX:
@@ -128,13 +130,15 @@ def digest_beside(
     so where there is one query."""
     factors_22W, sums_P22E, columns = digest.factors.plain_22W.contiguous(), digest.sums_P22E, digest.due_7B.shape[1]
     pool_SHD = halves_SHD[0]
-    width, lanes = factors_22W.shape[-1], pool_SHD[0].numel() * pool_SHD.element_size() // 2
+    width, each = factors_22W.shape[-1], pool_SHD.element_size() // 2  # lanes of an element
+    page_slots, gap = page_gap(pool_SHD)
     _beside[(columns, len(halves_SHD), _BESIDE_SPLITS)](
         pool_SHD.view(torch.int16), halves_SHD[-1].view(torch.int16), req_to_token_RC, req_to_token_RC.stride(0),
         batch.rows_B, batch.q_starts_B1, batch.context_B, factors_22W, digest.due_7B, sums_P22E, sums_P22E.shape[-1],
-        window or 0, len(pool_SHD), batch.sequence_count, columns, lanes, width, digest.page_size,
-        IS_READ=is_read, WINDOWED=window is not None, SLOTS=_BESIDE_SLOTS, SPLITS=_BESIDE_SPLITS,
-        WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)),
+        window or 0, slot_count(pool_SHD), gap * each, batch.sequence_count, columns, width, digest.page_size,
+        IS_READ=is_read, WINDOWED=window is not None, ROWS=_BESIDE_SLOTS, SPLITS=_BESIDE_SPLITS,
+        WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)), LANES=row_elements(pool_SHD) * each,
+        SLOTS=page_slots,
     )  # fmt: skip
 
 
@@ -143,9 +147,10 @@ _jit: Any = triton.jit
 
 @_jit
 def _beside(
-    k, v, table, columns, rows, starts, contexts, factors, due, sums, entries, window, slot_count, batch, due_columns,
-    row_lanes, width, page_size,
-    IS_READ: tl.constexpr, WINDOWED: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    k, v, table, columns, rows, starts, contexts, factors, due, sums, entries, window, slot_count, gap_lanes,
+    batch, due_columns, width, page_size,
+    IS_READ: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     column, half = tl.program_id(0), tl.program_id(1)
     b = column % batch
@@ -165,16 +170,17 @@ def _beside(
     if half == 1:
         pool = v
     row, w = table + tl.load(rows + b) * columns, tl.arange(0, WIDTH)
-    for at in range(tl.program_id(2) * SLOTS, total, SPLITS * SLOTS):
-        e = at + tl.arange(0, SLOTS)
+    for at in range(tl.program_id(2) * ROWS, total, SPLITS * ROWS):
+        e = at + tl.arange(0, ROWS)
         t = (first + e // page_size * stride) * page_size + e % page_size
         live = (e < total) & (t >= low) & (t < high)
-        slot = load_slots(row, tl.where(live, t, low), slot_count)[:, None] * row_lanes
-        one = tl.zeros((SLOTS, WIDTH), tl.uint32)
-        other = tl.zeros((SLOTS, WIDTH), tl.uint32)
+        slot = load_slots(row, tl.where(live, t, low), slot_count)
+        at_E1 = row_starts(slot, gap_lanes, LANES, SLOTS)[:, None]
+        one = tl.zeros((ROWS, WIDTH), tl.uint32)
+        other = tl.zeros((ROWS, WIDTH), tl.uint32)
         for lane in range(0, width, WIDTH):
             inside = lane + w < width
-            words = tl.load(pool + slot + (lane + w)[None, :], mask=inside[None, :], other=0).to(tl.int32) & 0xFFFF
+            words = tl.load(pool + at_E1 + (lane + w)[None, :], mask=inside[None, :], other=0).to(tl.int32) & 0xFFFF
             words = words.to(tl.uint32, bitcast=True)
             mine = factors + half * 2 * width + lane + w
             one += words * tl.load(mine, mask=inside, other=0).to(tl.uint32, bitcast=True)[None, :]

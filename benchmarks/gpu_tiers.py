@@ -1,0 +1,186 @@
+"""The host tier beside a GPU: pages of Qwen3-8B's shape through the mover to pinned memory and back, GB/s, alone, both
+ways at once, and beside a decode of 64 requests, with what a decode step then loses. One JSON line each, beside a plain
+pinned copy of 1 GiB on the same card.
+
+Beside a decode: one engine (dummy weights, CUDA graphs) generates in turns without and with copies of other pools of
+the same shape under way, in the same process, so that the threads that copy share its lock too. A step is the
+difference of runs of 80 and of 16 tokens; the loss is the median over the rounds of the ratio of neighbouring turns.
+
+    python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none full] [--ways out in both] [--no-engine]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_engine import HEADS, KV_HEADS, LAYERS, SIZE, config_in
+from benchmarks.report import emit
+from serinus import LLM, SamplingParams
+from serinus.core.clock import WallClock
+from serinus.core.moves import Move, MoveKind
+from serinus.core.parts import Part
+from serinus.kernels import load
+from serinus.pool import DevicePool, HostPool, Mover, PoolSpec
+
+CLOCK = WallClock()
+BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 80
+OP_PAGES = 64
+"""Pages of one copy: 151 MB."""
+WAYS = {"out": (MoveKind.BACKUP,), "in": (MoveKind.LOAD,), "both": (MoveKind.BACKUP, MoveKind.LOAD)}
+
+
+def plain_gb_s(kind: MoveKind) -> float:
+    """Of one large pinned copy, the better of four."""
+    there, here = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8)
+    here, best = here.pin_memory(), 0.0
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begin = CLOCK.now()
+        (here if kind is MoveKind.BACKUP else there).copy_(there if kind is MoveKind.BACKUP else here)
+        torch.cuda.synchronize()
+        best = max(best, here.nbytes / (CLOCK.now() - begin) / 1e9)
+    return best
+
+
+class Traffic:
+    """Copies between pools of their own, one op behind another."""
+
+    def __init__(self, pages: int) -> None:
+        spec = PoolSpec(
+            layer_count=LAYERS, kv_head_count=KV_HEADS, head_size=SIZE, page_size=16, page_count=pages + 1,
+            dtype=torch.bfloat16, device="cuda", stamped=True,
+        )  # fmt: skip
+        begin = CLOCK.now()
+        self.host = HostPool(spec, pages + 1)
+        self.pin_s = CLOCK.now() - begin
+        self.device = DevicePool(spec, load("cuda"))
+        self.mover = Mover({Part.FULL: self.device}, {Part.FULL: self.host}, (Part.FULL,) * LAYERS, CLOCK)
+        order = np.random.default_rng(0)
+        self.pages, self.rows = (order.permutation(np.arange(1, pages + 1, dtype=np.int32)) for _ in range(2))
+        self.page_bytes = spec.page_bytes
+        self._ops = 0
+
+    def submit(self, kind: MoveKind, at: int, count: int) -> int:
+        """Begin one copy of so many pages; its number."""
+        span = np.arange(at, at + count) % len(self.pages)
+        pages, rows = self.pages[span], self.rows[span]
+        source, target = (pages, rows) if kind is MoveKind.BACKUP else (rows, pages)
+        self._ops += 1
+        self.mover.submit([Move(op=self._ops, kind=kind, part=Part.FULL, source=source, target=target)])
+        return self._ops
+
+    def alone_gb_s(self, kinds: tuple[MoveKind, ...]) -> float:
+        """Each way, the better of three: all pages in ops of OP_PAGES."""
+        best, half = 0.0, len(self.pages) // len(kinds)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            begin = CLOCK.now()
+            ops = [
+                self.submit(kind, i * half + at, OP_PAGES)
+                for at in range(0, half - OP_PAGES + 1, OP_PAGES)
+                for i, kind in enumerate(kinds)
+            ]
+            failed = [done.error for done in self.mover.wait(ops) if not done.ok]
+            assert not failed, failed[0]
+            best = max(best, len(ops) * OP_PAGES * self.page_bytes / len(kinds) / (CLOCK.now() - begin) / 1e9)
+        return best
+
+    def run(self, kinds: tuple[MoveKind, ...], stop: threading.Event) -> None:
+        """Two copies of each direction under way until told to stop; then `moved` bytes each way in `seconds`."""
+        begin, at, half = CLOCK.now(), 0, len(self.pages) // len(kinds)
+        open_ops: list[list[int]] = []
+        self.moved, self.seconds = 0, 0.0
+        while not stop.is_set():
+            open_ops.append([self.submit(kind, i * half + at % half, OP_PAGES) for i, kind in enumerate(kinds)])
+            at += OP_PAGES
+            if len(open_ops) > 2:
+                self._end(open_ops.pop(0))
+        for ops in open_ops:
+            self._end(ops)
+        self.seconds = CLOCK.now() - begin
+
+    def _end(self, ops: list[int]) -> None:
+        failed = [done.error for done in self.mover.wait(ops) if not done.ok]
+        assert not failed, failed[0]
+        self.moved += OP_PAGES * self.page_bytes
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.mover.close()
+        self.host.close()
+
+
+def beside(llm: LLM, traffic: Traffic, way: str, rounds: int) -> dict[str, float]:
+    """Steps of a decode of BATCH in turns without and with copies, and the GB/s of these."""
+    rng = random.Random(1)
+    prompts = [{"prompt_token_ids": [rng.randrange(10, 150_000) for _ in range(CONTEXT)]} for _ in range(BATCH)]
+
+    def run_s(tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        begin = CLOCK.now()
+        llm.generate(prompts, params, use_tqdm=False)
+        return CLOCK.now() - begin
+
+    def step_ms() -> float:
+        return (run_s(LONG) - run_s(SHORT)) / (LONG - SHORT) * 1e3
+
+    run_s(SHORT)
+    step_ms()
+    alone, with_copies, rates = [], [], []
+    for _ in range(rounds):
+        alone.append(step_ms())
+        stop = threading.Event()
+        thread = threading.Thread(target=traffic.run, args=(WAYS[way], stop))
+        thread.start()
+        with_copies.append(step_ms())
+        stop.set()
+        thread.join()
+        rates.append(traffic.moved / traffic.seconds / 1e9)
+    losses = [b / a - 1 for a, b in zip(alone, with_copies, strict=True)]
+    return {
+        "step_ms": round(statistics.median(alone), 3), "step_with_copies_ms": round(statistics.median(with_copies), 3),
+        "loss": round(statistics.median(losses), 4), "gb_s_each_way": round(statistics.median(rates), 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pages", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--canary", choices=["none", "full"], default="none")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
+    parser.add_argument("--no-engine", action="store_true", help="copies alone")
+    arguments = parser.parse_args()
+    assert HEADS % KV_HEADS == 0
+    said: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
+    said |= {f"plain_{way}_gb_s": round(plain_gb_s(WAYS[way][0]), 1) for way in ("out", "in")}
+    torch.cuda.empty_cache()
+    traffic = Traffic(arguments.pages)
+    said |= {"page_bytes": traffic.page_bytes, "pin_gb_s": round(traffic.host.data_PY.nbytes / traffic.pin_s / 1e9, 1)}
+    for way in arguments.ways:
+        emit("gpu_tiers_alone", **said, way=way, gb_s_each_way=round(traffic.alone_gb_s(WAYS[way]), 1))
+    if not arguments.no_engine:
+        settings: dict[str, Any] = {"kv_canary": "none"}
+        if arguments.canary != "none":
+            settings = {"kv_canary": "heal", "kv_canary_coverage": arguments.canary}
+        with tempfile.TemporaryDirectory() as folder, LLM(
+            config_in(Path(folder)), load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
+            max_running_requests=BATCH, chunked_prefill_size=8192, max_total_tokens=100_000, **settings,
+        ) as llm:  # fmt: skip
+            for way in arguments.ways:
+                found = beside(llm, traffic, way, arguments.rounds)
+                emit("gpu_tiers_beside_decode", **said, way=way, canary=arguments.canary, batch=BATCH, **found)
+    traffic.close()
+
+
+if __name__ == "__main__":
+    main()
