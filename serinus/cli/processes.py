@@ -34,7 +34,7 @@ _STOP_NOW_S = 5.0
 """A server that does not wait for its requests ends within this time, or is killed."""
 _ENDING_S = 2.0
 """From the end of its connection to the end of a process that is not standing still."""
-_STACKS_S = 1.0
+_STACKS_S = 5.0
 """For the threads of an engine that is about to be killed to write where they stand."""
 _ENDING_SAID_S = 5.0
 """The same for one that has said why it ends."""

@@ -41,19 +41,20 @@ class Incoming:
         """Whether a prompt is handed over at all."""
 
     @property
-    def blocked_seq(self) -> int | None:
-        """`seq` of the request that found no room at the last try: younger local requests must not overtake it."""
+    def blocked(self) -> ReqState | None:
+        """The request that found no room, or no row, at the last try: local requests that come behind it must not
+        overtake it."""
         blocked = self._blocked
-        return blocked.seq if blocked is not None and blocked.phase is Phase.PREALLOC else None
+        return blocked if blocked is not None and blocked.phase is Phase.PREALLOC else None
 
     def reserve(
-        self, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None], paces: Paces
+        self, now: float, blocked: ReqState | None, go_local: Callable[[ReqState, str], None], paces: Paces
     ) -> list[Reservation]:
-        """Reserve pages for as many requests as there is room for, in turn. `older_seq` is the age of a local
-        request that waits for room and must not be overtaken. A request that lacks less than `min_remote_tokens`, or
-        gets its first token sooner from here, is passed to `go_local`. Cost: a bounded number of requests is looked
-        at, however many wait: the first, and behind them some others, so that requests that wait for their twins do not
-        keep others from being seen."""
+        """Reserve pages for as many requests as there is room for, in turn. `blocked` is a local request that waits
+        for room and must not be overtaken by those that come behind it. A request that lacks less than
+        `min_remote_tokens`, or gets its first token sooner from here, is passed to `go_local`. Cost: a bounded number
+        of requests is looked at, however many wait: the first, and behind them some others, so that requests that
+        wait for their twins do not keep others from being seen."""
         reservations = self._granted(now)
         self._blocked = None
         first = self.prealloc.in_turn(_LOOK_REQUESTS)
@@ -61,7 +62,7 @@ class Incoming:
         others = self.prealloc.behind(max(reach, self._looked_seq), _LOOK_REQUESTS)
         looked_seq = others[-1].seq if len(others) == _LOOK_REQUESTS else 0
         for state in (*first, *others):
-            if not self._try(state, now, older_seq, go_local, paces):
+            if not self._try(state, now, blocked, go_local, paces):
                 looked_seq = state.seq - 1 if state.seq > reach else self._looked_seq
                 break
             if state.phase is Phase.TRANSFER and not state.awaited:
@@ -70,12 +71,13 @@ class Incoming:
         return reservations
 
     def _try(
-        self, state: ReqState, now: float, older_seq: int | None, go_local: Callable[[ReqState, str], None],
+        self, state: ReqState, now: float, blocked: ReqState | None, go_local: Callable[[ReqState, str], None],
         paces: Paces,
     ) -> bool:  # fmt: skip
         """Reserve pages for one request, unless it waits for its prefix or goes local; False = there is no room, for
-        younger ones neither."""
+        those behind it neither."""
         if self._batch.rows_needed >= self._settings.max_running_requests:
+            self._blocked = state
             return False
         if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
             return True
@@ -85,7 +87,7 @@ class Incoming:
             go_local(state, reason)
             self._kept.append((state.rid, reason))
             return True
-        if older_seq is not None and older_seq < state.seq:
+        if blocked is not None and self.prealloc.comes_first(blocked, state):
             return False
         if not self._admission.place(state):
             self._blocked = state

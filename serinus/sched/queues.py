@@ -115,6 +115,11 @@ class ReqQueue:
             tails.append(line[at : at + count])
         return list(islice(merge(*tails, key=_seq), count))
 
+    def comes_first(self, one: ReqState, other: ReqState) -> bool:
+        """Whether `one` is to be served before `other`; each is of any queue that has these shares."""
+        due = [(self._shares.time_of(state.request.share.name), state.seq) for state in (one, other)]
+        return due[0] < due[1]
+
     def in_turn(self, count: int) -> list[ReqState]:
         """Those to be served next, at most `count` of them: the next one is of the share that has had the least for its
         weight, what comes before it in this list counted as had. Cost: a slice; with several shares O(count log n)."""

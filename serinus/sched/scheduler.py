@@ -340,11 +340,11 @@ class Scheduler:
     ) -> tuple[Reservation, ...]:  # fmt: skip
         """Reserve pages for remote requests, oldest first, as far as there is room; their cached prefix is locked.
 
-        To be called before every plan while remote requests wait: the planner admits no request that is younger than
-        a remote one without room. `there`: paces of prefill engines, by address.
+        To be called before every plan while remote requests wait: the planner admits no request that comes behind a
+        remote one without room or without a row. `there`: paces of prefill engines, by address.
         """
         paces = Paces(here=self._planner.prefill_pace, there=dict(there or {}))
-        return tuple(self._incoming.reserve(now, self._planner.blocked_seq, self._requests.go_local, paces))
+        return tuple(self._incoming.reserve(now, self._planner.blocked, self._requests.go_local, paces))
 
     def take_kept(self) -> list[tuple[str, str]]:
         """Remote requests that `take_reservations` decided to compute here since the last call, and why."""

@@ -59,14 +59,17 @@ class StepPlanner:
         self._pace = pace
         self._lookahead = Lookahead(settings, allocator, batch)
         self._blocked: ReqState | None = None
+        self._rowless: ReqState | None = None
+        """The first that waits, where all rows were taken in the last plan."""
         self._late: dict[str, None] = {}
         self._step = 0
 
     @property
-    def blocked_seq(self) -> int | None:
-        """Age of the request that found no room at the last try: younger remote ones must not overtake it."""
-        blocked = self._blocked
-        return blocked.seq if blocked is not None and blocked.phase is Phase.WAITING else None
+    def blocked(self) -> ReqState | None:
+        """The request that found no room, or no row, in the last plan: remote ones that come behind it must not
+        overtake it."""
+        blocked = self._blocked or self._rowless
+        return blocked if blocked is not None and blocked.phase is Phase.WAITING else None
 
     def take_late(self) -> list[str]:
         """Requests whose turn has come since the last call too late for their deadline: they are to be ended."""
@@ -99,7 +102,7 @@ class StepPlanner:
         if not len(self._batch) and not self._requests.waiting:
             self._blocked = None
             return None
-        given_way = self._give_way()
+        given_way, self._rowless = self._give_way(), None
         growth = self._batch.grow()
         growth.gone += given_way
         self._requests.wait(growth.gone)
@@ -122,7 +125,7 @@ class StepPlanner:
             return None
         self._hand_out_rest(work, states, decode_count, left)
         ahead = None
-        if not self._requests.waiting or self.blocked_seq is not None or self._rows_are_taken:
+        if not self._requests.waiting or self.blocked is not None or self._rows_are_taken:
             ahead = self._lookahead.make(states)
         computed = sum(len(w.tokens) for w in work[decode_count:])
         outcome = Outcome(
@@ -227,9 +230,10 @@ class StepPlanner:
         """Bring in waiting requests, in the policy's order, until budget, rows or pages are used up."""
         admitted: list[tuple[ReqState, SeqWork]] = []
         rows_left = self._settings.max_running_requests - self._batch.rows_needed
+        waiting, blocked = self._requests.waiting, self._incoming.blocked
         if rows_left <= 0:
+            (self._rowless,) = waiting.in_turn(1)
             return admitted
-        waiting, older_seq = self._requests.waiting, self._incoming.blocked_seq
         passed: list[ReqState] = []
         order = admission_order(waiting, self._settings, self._allocator.cached, 2 * rows_left)
         for state, shorter in zip(order, _shortest_behind(order, _ENDLESS), strict=True):
@@ -240,7 +244,8 @@ class StepPlanner:
             if self.is_late(state, now):
                 self._late[state.rid] = None
                 continue
-            if (older_seq is not None and older_seq < state.seq) or not self._admission.place(state):
+            overtakes = blocked is not None and waiting.comes_first(blocked, state)
+            if overtakes or not self._admission.place(state):
                 self._blocked = state
                 break
             chunk = self._start(state, budget, shorter, now)

@@ -96,7 +96,7 @@ def test_up_on_https_shares_by_key_orders_by_priority_and_takes_new_files(
         assert ask(http, "root", list(range(40)), 3)[0] == 200
         assert [ask(http, "sk-few", [1], 1)[0] for _ in range(3)] == [200, 200, 429]
         # One key floods the queue; another one's request is served after those that run, not after all.
-        flood = [pool.submit(ask, http, "sk-flood", [number, 7], 60) for number in range(24)]
+        flood = [pool.submit(ask, http, "sk-flood", [number, 7], 120) for number in range(24)]
         until(lambda: waiting(http) >= 12, "the flood waits")
         guest = pool.submit(ask, http, "sk-guest", [400, 7], 5)
         status, came = guest.result()
@@ -104,7 +104,7 @@ def test_up_on_https_shares_by_key_orders_by_priority_and_takes_new_files(
         assert {each[0] for each in ends} == {status} == {200}
         assert sum(each[1] > came for each in ends) >= 8, "the guest was served behind the flood"
         # Two classes of load of one key: the important one overtakes.
-        low = [pool.submit(ask, http, "sk-flood", [number, 8], 60, 5) for number in range(16)]
+        low = [pool.submit(ask, http, "sk-flood", [number, 8], 240, 5) for number in range(16)]
         until(lambda: waiting(http) >= 8, "the less important ones wait")
         high = [pool.submit(ask, http, "sk-flood", [number, 9], 5, 0) for number in range(4)]
         last = max(each.result()[1] for each in high)

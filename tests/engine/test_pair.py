@@ -95,6 +95,29 @@ def test_chunks_travel_while_later_ones_are_computed(toy: Path) -> None:
     both.run_until_idle()
 
 
+def test_a_row_that_a_step_gave_back_goes_to_the_oldest_wherever_it_is_computed(toy: Path) -> None:
+    """A step is committed and the next one planned before a remote request may take the row. Prompts whose
+    log-probabilities are wanted are computed by decode."""
+    both = pair(toy, max_running_requests=1)
+    ends: list[str] = []
+    both.add("runs", list(range(1, 22)), 6)
+    for number in range(3):
+        both.send(make_request(f"older-{number}", [30 + number] * 5, max_new_tokens=3, prompt_logprobs=0))
+    while not both.tokens("runs"):
+        both.turn_decode()
+        both.turn_prefill()
+    both.add("remote", list(range(2, 23)), 3)
+    for number in range(3):
+        both.send(make_request(f"younger-{number}", [40 + number] * 5, max_new_tokens=3, prompt_logprobs=0))
+    for _ in range(200):
+        both.turn_decode()
+        both.turn_prefill()
+        both.clock.advance(0.01)
+        ends += [rid for rid, told in both.deltas.items() if rid not in ends and told and told[-1].finish is not None]
+    order = [f"older-{number}" for number in range(3)] + ["remote"] + [f"younger-{number}" for number in range(3)]
+    assert ends == ["runs", *order]
+
+
 @pytest.mark.slow
 def test_peers_hear_of_a_piece_before_the_next_is_staged_and_no_step_begins_before_the_last(tmp_path: Path) -> None:
     wide = make_toy(tmp_path, vocab=64, context=256, kv_heads=64, head_size=128, tokenizer=False)  # pieces: 84 tokens

@@ -239,6 +239,24 @@ def test_a_younger_local_request_does_not_overtake_a_remote_one_that_waits_for_r
     assert "young" in pair.decode.answers
 
 
+def test_a_row_that_a_step_gave_back_goes_to_the_oldest_remote_or_local() -> None:
+    """The row is free when the next step is planned, and the remote one is asked about it before that step is."""
+    pair = HandoffPair(max_running_requests=1)
+    pair.decode.add("runs", [7] * 5, max_new_tokens=3)
+    for number in range(3):
+        pair.decode.add(f"local-{number}", [8 + number] * 5, max_new_tokens=2)
+    pair.step_decode()
+    pair.add(make_request("remote", PROMPT, max_new_tokens=2), remote=True)
+    for number in range(3, 6):
+        pair.decode.add(f"local-{number}", [8 + number] * 5, max_new_tokens=2)
+    while not pair.handoffs:
+        pair.step_decode()
+        pair.reserve()
+    assert list(pair.decode.answers) == ["runs", "local-0", "local-1", "local-2"]
+    pair.calm()
+    pair.check_answers()
+
+
 def test_a_prompt_that_lacks_little_is_computed_here() -> None:
     pair = HandoffPair(min_remote_tokens=8)
     pair.decode.add("warm", PROMPT, max_new_tokens=1)

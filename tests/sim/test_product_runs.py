@@ -89,6 +89,8 @@ REASONS: dict[str, str] = {
     "models/families.py": "checkpoints",
     "models/hub.py": "checkpoints",
     "models/interleaved.py": "checkpoints",
+    "models/latent.py": "arithmetic of models",
+    "models/latent_attention.py": "arithmetic of models",
     "models/layers.py": "checkpoints",
     "models/loader.py": "checkpoints",
     "models/mixture.py": "arithmetic of models",
