@@ -65,10 +65,10 @@ def puller(pair: Pair) -> Callable[[], None]:
     return once
 
 
-def copier(byte_count: int) -> Callable[[], None]:
+def copier(byte_count: int) -> Callable[[], object]:
     """A plain copy of so many bytes."""
     source, target = (torch.zeros(byte_count, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return lambda: target.copy_(source) and None
+    return lambda: target.copy_(source)
 
 
 def rates(rounds: int, *, busy: bool) -> dict[str, float]:

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 PROGRAM = str(Path(__file__).with_name("peer.py"))
 SILENT_S = 3.0
 """After which a stopped owner is given up here."""
-LONG = 200 << 20
-"""Cycles of the device that a read is held up for: a tenth of a second."""
+LONG = 1 << 30
+"""Cycles of the device that a read is held up for: half a second."""
 Spawn = Callable[..., tuple[subprocess.Popen[str], str]]
 
 
@@ -71,6 +71,17 @@ def hold_up(decode: DecodePeer) -> None:
         torch.cuda._sleep(LONG)
 
 
+def begin_to_read(decode: DecodePeer, address: str) -> None:
+    """Ask for prompts until one is being read."""
+    for attempt in range(50):
+        hold_up(decode)
+        decode.ask(f"read-{attempt}", address, 400)
+        decode.until(lambda: bool(backend_of(decode)._reads) or not decode.asked)
+        if decode.asked:
+            return
+    raise AssertionError("no read was seen under way")
+
+
 def welcome(decode: DecodePeer, address: str) -> None:
     """Turn until an engine there may be asked."""
     decode.until(lambda: decode.port.machine.refusal(address) == ("", ""))
@@ -97,11 +108,9 @@ def test_an_owner_that_is_killed_in_mid_read_is_a_recompute_and_its_memory_is_le
     decode: DecodePeer, spawn: Spawn
 ) -> None:
     child, address = spawn()
-    for attempt in range(3):
+    for _ in range(3):
         welcome(decode, address)
-        hold_up(decode)
-        decode.ask(f"r{attempt}", address, 400)
-        decode.until(lambda: bool(backend_of(decode)._reads))
+        begin_to_read(decode, address)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         decode.until(lambda: not decode.asked)
@@ -120,10 +129,7 @@ def test_an_owner_that_is_stopped_in_mid_read_is_given_up_and_welcome_when_it_go
     decode: DecodePeer, spawn: Spawn
 ) -> None:
     child, address = spawn()
-    welcome(decode, address)
-    hold_up(decode)
-    decode.ask("r", address, 400)
-    decode.until(lambda: bool(backend_of(decode)._reads))
+    begin_to_read(decode, address)
     os.kill(child.pid, signal.SIGSTOP)
     decode.until(lambda: not decode.asked)
     result = decode.results[-1]

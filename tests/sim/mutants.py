@@ -169,8 +169,8 @@ def confirm_skipped() -> Iterator[None]:
 
 @mutant("the lease is only a word", "ipc")
 def lease_ignored() -> Iterator[None]:
-    """Prefill gives pages to others when their lease is over, and says yes to a CONFIRM all the same; decode, which
-    trusts that, compares no sums."""
+    """Prefill gives pages to others when their lease is over, here at once, and says yes to a CONFIRM all the same;
+    decode, which trusts that, compares no sums."""
     import serinus.pd.page_worker as page_worker
 
     original = PrefillSide.handle
@@ -180,6 +180,8 @@ def lease_ignored() -> Iterator[None]:
             xid, grant = event.message.xid, event.message.grant
             if xid not in self._table.under_way:
                 return [Send(peer=event.peer, message=ConfirmOk(xid=xid, grant=grant))]
+        for handoff in self._table.under_way.values():
+            handoff.lease_until = 0.0
         out = [action for action in original(self, event, now) if not _is_expired(action)]
         for handoff in list(self._table.draining.values()):
             self._table.abort_if_drained(handoff, out)
