@@ -91,6 +91,11 @@ class OneSidedOps(Generic[T]):
         """Whether an operation is under way."""
         return bool(self._ops)
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether one is that takes less than a millisecond."""
+        return any(op.backend.capabilities.whole_chunks for op in self._ops)
+
     def cancel(self, is_unwanted: Callable[[T], bool]) -> None:
         """Hint that these operations are of no use any more; each is still polled to its end."""
         for op in self._ops:

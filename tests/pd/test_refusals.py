@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,42 @@ def test_a_backend_that_moves_whole_pages_says_so_when_they_greet() -> None:
         (answer,) = sent(tell(prefill, "in-1", Hello(engine="d", role="decode", layout=there, backends=("b",))))
         assert isinstance(answer, HelloNo)
         assert f"in {name}: {2 * value} here, {value} there; only shm and tcp cut pages anew" in answer.reason
+
+
+def answered(page_size: int = 4, host: str = "here", **reach: Any) -> tuple[Any, list[PeerChanged]]:
+    """The answer of an engine that prefers pages by `near`, between two processes of one machine, to one that has the
+    same; and what its own log is told."""
+    capabilities = {"near": replace(_WHOLE, same_host=True)}
+    both: dict[str, Any] = {"backends": ("near", "shm"), "capabilities": capabilities, **reach}
+    prefill = PrefillSide(make_settings("p", 2, **both))
+    layout = msgspec.structs.replace(LAYOUT, page_size=page_size)
+    hello = Hello(
+        engine="d", role="decode", layout=layout, backends=both["backends"], host=host, endpoints={"near": (b"seven",)}
+    )
+    out = tell(prefill, "in-1", hello)
+    return sent(out)[0], of_type(out, PeerChanged)
+
+
+def _far(endpoints: Sequence[bytes]) -> str:
+    return f"{endpoints[0].decode()} is too far"
+
+
+def test_the_next_backend_is_taken_where_the_best_one_does_not_reach_and_the_log_says_why() -> None:
+    answer, news = answered()
+    assert (answer.backend, answer.mode, news[0].reason) == ("near", "pull", "")
+    answer, news = answered(refusals={"near": _far})
+    assert (answer.backend, answer.mode) == ("shm", "receiver_checked")
+    assert news[0].reason == "pages travel by shm, as near: seven is too far"
+    answer, news = answered(page_size=8)
+    assert answer.backend == "shm"
+    assert "page_size: 4 here, 8 there" in news[0].reason
+
+
+def test_a_backend_that_does_not_reach_is_refused_in_words_where_there_is_no_other() -> None:
+    alone = {"backends": ("near",)}
+    assert answered(refusals={"near": _far}, **alone)[0].reason == "pd: near: seven is too far"
+    assert "near works within one machine" in answered(host="there", **alone)[0].reason
+    assert "page_size: 4 here, 8 there" in answered(page_size=8, **alone)[0].reason
 
 
 def test_engines_of_pages_that_divide_greet_each_other_whatever_their_device() -> None:

@@ -214,8 +214,6 @@ class CudaIpcBackend:
         self.disconnect(peer)
         found = unpack_endpoint(endpoint)
         session = _session(found)
-        if not found.regions:
-            return  # a decode engine: it reads
         opened: list[bytes] = []
         try:
             for memory in session.shared:
