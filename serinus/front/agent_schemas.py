@@ -51,6 +51,8 @@ class MessagesBody(_AgentBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """`format`: a JSON Schema of the answer; `effort`."""
     metadata: dict[str, Any] | None = None
     container: Any = None
     mcp_servers: Any = None

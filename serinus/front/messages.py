@@ -12,7 +12,7 @@ from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, name
 from serinus.front.conversation import prepare
 from serinus.front.exchange import HttpExchange
 from serinus.front.render import encode
-from serinus.front.schemas import ChatBody
+from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind
 
@@ -60,7 +60,23 @@ def _chat(body: MessagesBody) -> ChatBody:
         chat_template_kwargs=kwargs,
         include_reasoning=body.include_reasoning,
         thinking_token_budget=thinking.get("budget_tokens"),
+        **_output(body),
     )
+
+
+def _output(body: MessagesBody) -> dict[str, Any]:
+    """`output_config` in the form of chats. Raises BadRequest."""
+    config = body.output_config or {}
+    effort, given = config.get("effort"), config.get("format")
+    if effort is not None and not isinstance(effort, str):
+        raise BadRequest("output_config.effort", effort, "a text: low, medium, high...")
+    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if given is None:
+        return found
+    if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise BadRequest("output_config.format", given, "an object with type 'json_schema' and schema")
+    found["response_format"] = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=given["schema"]))
+    return found
 
 
 def _choice(choice: dict[str, Any]) -> str | dict[str, Any]:

@@ -68,13 +68,22 @@ def _chat(body: ResponsesBody) -> ChatBody:
         messages=messages_of(body.instructions, body.input),
         max_completion_tokens=body.max_output_tokens,
         tools=[_nested(tool) for tool in body.tools or ()],
-        tool_choice=_nested(body.tool_choice) if isinstance(body.tool_choice, dict) else body.tool_choice,
+        tool_choice=_choice(body.tool_choice) if isinstance(body.tool_choice, dict) else body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=effort,
         include_reasoning=body.include_reasoning,
         response_format=_response_format(body.text) or body.response_format,
     )
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """`tool_choice` in the form of chats."""
+    if choice.get("type") != "allowed_tools" or "allowed_tools" in choice:
+        return _nested(choice)
+    tools = choice.get("tools")
+    nested = [_nested(tool) if isinstance(tool, dict) else tool for tool in tools] if isinstance(tools, list) else tools
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": nested}}
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:

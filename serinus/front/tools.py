@@ -24,7 +24,7 @@ class ToolUse:
     tools: list[dict[str, Any]]
     """As the client gave them, for the chat template."""
     schemas: Mapping[str, dict[str, Any]]
-    """JSON schemas of the parameters, by function."""
+    """JSON schemas of the parameters, by function: those that may be called."""
     must: tuple[str, ...] = ()
     """The answer must be calls of these; () = it may be a text too."""
     calls_max: int | None = None
@@ -45,12 +45,14 @@ def tool_use(body: ChatBody) -> ToolUse | None:
         if name in schemas:
             raise BadRequest(f"tools[{index}].function.name", name, "a name that no tool before it has")
         schemas[name] = schema
-    choice = _choice(body.tool_choice, schemas)
-    if not schemas or choice == "none":
+    mode, names = _choice(body.tool_choice, schemas)
+    if not schemas or mode == "none":
         return None
-    must = () if choice == "auto" else tuple(schemas) if choice == "required" else (choice.removeprefix("="),)
-    calls_max = 1 if body.parallel_tool_calls is False or choice.startswith("=") else None
-    return ToolUse(tools=list(body.tools or ()), schemas=schemas, must=must, calls_max=calls_max)
+    calls_max = 1 if body.parallel_tool_calls is False or mode == "named" else None
+    return ToolUse(
+        tools=list(body.tools or ()), schemas={name: schemas[name] for name in names},
+        must=() if mode == "auto" else names, calls_max=calls_max,
+    )  # fmt: skip
 
 
 def _function(where: str, tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -68,21 +70,43 @@ def _function(where: str, tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, schema or {}
 
 
-def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> str:
-    """none, auto, required, or = and the name of a function. Raises BadRequest."""
-    expected = "none, auto, required or {'type': 'function', 'function': {'name': one of tools}}"
-    if choice is None:
-        return "auto"
-    if choice in ("none", "auto"):
-        return str(choice)
+def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """none, auto, required or named, and the functions that may be called. Raises BadRequest."""
+    every = tuple(schemas)
+    if choice is None or choice in ("none", "auto"):
+        return str(choice or "auto"), every
     if not schemas:
         raise BadRequest("tool_choice", choice, "none or auto where there are no tools")
     if choice == "required":
-        return "required"
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        return "required", every
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        return "named", (_named("tool_choice", choice, schemas),)
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"), schemas)
+    expected = "none, auto, required, {'type': 'function', 'function': {'name': one of tools}} or allowed_tools"
+    raise BadRequest("tool_choice", choice, expected)
+
+
+def _allowed(given: Any, schemas: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Of `tool_choice` that allows some of the tools; the model is shown all."""
+    where = "tool_choice.allowed_tools"
+    if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
+        raise BadRequest(where, given, "an object with mode (auto or required) and tools")
+    tools = given.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise BadRequest(f"{where}.tools", tools, "functions, at least one")
+    return given["mode"], tuple(
+        dict.fromkeys(_named(f"{where}.tools[{index}]", tool, schemas) for index, tool in enumerate(tools))
+    )
+
+
+def _named(where: str, given: Any, schemas: Mapping[str, Any]) -> str:
+    """The function of the tools that is meant."""
+    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise BadRequest("tool_choice", choice, expected)
+        raise BadRequest(where, given, "{'type': 'function', 'function': {'name': one of tools}}")
     name = function.get("name")
     if not isinstance(name, str) or name not in schemas:
-        raise BadRequest("tool_choice.function.name", name, f"one of {', '.join(schemas)}")
-    return f"={name}"
+        raise BadRequest(f"{where}.function.name", name, f"one of {', '.join(schemas)}")
+    return name

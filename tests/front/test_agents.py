@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from serinus.core.grammar import Grammar
 from serinus.front import RouterSettings, create_router_app
 from serinus.testing.running_front import RunningFront, serving
 from serinus.testing.scripted_front import Script, scripted_front
@@ -251,6 +252,21 @@ def test_results_of_tools_go_back_to_the_model(scripted: tuple[RunningFront, Scr
     )
 
 
+def test_a_message_is_held_to_the_schema_of_its_output_config(scripted: tuple[RunningFront, Script]) -> None:
+    front, script = scripted
+    script.text = "{}"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {
+        "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}],
+        "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"},
+    }  # fmt: skip
+    response = front.post("/v1/messages", body)
+    assert response.json()["content"] == [{"type": "text", "text": "{}"}]
+    asked = front.engine.of(Generate)[-1]
+    assert isinstance(asked, Generate)
+    assert asked.request.sampling.grammar == Grammar.of("json_schema", schema)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -262,6 +278,8 @@ def test_results_of_tools_go_back_to_the_model(scripted: tuple[RunningFront, Scr
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": "2000"}}, "thinking.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
     ],
 )
 def test_a_wrong_message_is_refused_by_field(

@@ -318,6 +318,36 @@ def test_a_named_function_is_called_once(scripted: tuple[RunningFront, Script]) 
     assert takes(script, grammar_of(front), one.replace("now", "get")).endswith('"name": "')
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_of_the_tools_that_are_shown_some_may_be_called(
+    scripted: tuple[RunningFront, Script], tokenizer: Tokenizer
+) -> None:
+    front, script = scripted
+    tools = [WEATHER, NOW]
+    choice = ask(scripted, NOW_CALL, tools=tools, tool_choice=allowed("required", "now"))
+    assert "get_weather" in prompt_of(front, tokenizer)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    assert takes(script, grammar_of(front), NOW_CALL.replace("now", "get")).endswith('"name": "')
+    other = FORCED.partition("\n<tool_call>")[2]
+    choice = ask(scripted, f"<tool_call>{other}", tools=tools, tool_choice=allowed("auto", "now"))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (f"<tool_call>{other}", "stop")
+    front.post("/v1/responses", {
+        "input": "x", "tools": [{"type": "function", **tool["function"]} for tool in tools],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]},
+    })  # fmt: skip
+    assert takes(script, grammar_of(front), NOW_CALL) == NOW_CALL
+    for wrong, field in (
+        (allowed("some", "now"), ""), (allowed("auto"), ".tools"), (allowed("auto", "fly"), ".tools[0].function.name"),
+    ):  # fmt: skip
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": wrong}
+        error = front.post("/v1/chat/completions", body).json()["error"]
+        assert error["param"] == f"tool_choice.allowed_tools{field}"
+
+
 def test_thoughts_that_the_template_opens_come_before_required_calls(thinker: tuple[RunningFront, Script]) -> None:
     front, script = thinker
     body = {"tools": [WEATHER, NOW], "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}
