@@ -1,10 +1,13 @@
-"""The engine on a GPU, through `LLM`: Qwen3-8B's shape with dummy weights, bf16. Decode of 1, 16, 64 and 256 requests
+"""The engine on a GPU, through `LLM`: a model's shape with dummy weights, bf16. Decode of 1, 16, 64 and 256 requests
 and prefill of 64 x 1,024 tokens, without the canary, under rotating:16 and in full; one JSON line each.
 
 A decode step is the difference of two runs on prompts that are cached: of 80 and of 16 tokens. Floor of a step: its
 weights and KV at the read rate of the card; ceiling of prefill: its products at the rate of a large one.
 
-    python -m benchmarks.gpu_engine [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager] [--wait]
+    python -m benchmarks.gpu_engine [--model qwen3-8b] [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager]
+        [--wait]
+
+Of a mixture the floor counts the experts that so many tokens hit if they choose at random, the ceiling those of one.
 """
 
 from __future__ import annotations
@@ -25,27 +28,58 @@ import torch
 from benchmarks.report import emit
 from serinus import LLM, SamplingParams
 from serinus.core.clock import WallClock
+from serinus.core.parts import Part
+from serinus.engine.step_floor import weight_bytes
+from serinus.models import ModelSpec
 
-LAYERS, WIDTH, INNER, HEADS, KV_HEADS, SIZE, VOCAB = 36, 4096, 12288, 32, 8, 128, 151_936
+_SHARED = {
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151_936, "rope_theta": 1e6,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+        "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 102_400, "rope_theta": 1e4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6,
+        "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": False,
+        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "vocab_size": 201_088, "rope_theta": 150_000.0, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+}  # fmt: skip
 CONTEXTS = {1: 1024, 16: 1024, 64: 1024, 256: 560}
 """Prompt tokens by batch."""
 SHORT, LONG = 16, 80
-WEIGHTS = LAYERS * (WIDTH * (HEADS + 2 * KV_HEADS) * SIZE + WIDTH * HEADS * SIZE + 3 * WIDTH * INNER) + VOCAB * WIDTH
-KV_BYTES = LAYERS * 2 * KV_HEADS * SIZE * 2
 CLOCK = WallClock()
 
 
-def config_in(folder: Path) -> str:
+def config_in(folder: Path, model: str) -> str:
     """A checkpoint's folder without weights."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": WIDTH,
-        "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": SIZE, "vocab_size": VOCAB, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "hidden_act": "silu", "attention_bias": False, "eos_token_id": 151_645, "bos_token_id": 151_643,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**_SHARED, **MODELS[model]}))
     return str(folder)
+
+
+def kv_bytes(spec: ModelSpec, context: float) -> float:
+    """What attention reads of a request: of layers with a window no more than that."""
+    rows = sum(min(context, spec.window or context) if part is Part.SWA else context for part in spec.layer_parts)
+    return rows * (1 if spec.is_latent else 2) * spec.kv_head_count * spec.head_size * 2
 
 
 def device_ms(job: Callable[[], object], repeat: int = 10) -> float:
@@ -80,6 +114,7 @@ def seconds(job: Callable[[], object]) -> float:
 
 def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, float]) -> None:
     """One line for prefill and one for each batch."""
+    spec = llm._built.spec
     rng = random.Random(1)
 
     def run(prompts: list[list[int]], tokens: int) -> None:
@@ -87,14 +122,14 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
     def prompts_of(count: int, length: int) -> list[list[int]]:
-        return [[rng.randrange(10, 150_000) for _ in range(length)] for _ in range(count)]
+        return [[rng.randrange(10, spec.vocab_size) for _ in range(length)] for _ in range(count)]
 
     run(prompts_of(4, 1024), 2)
     prompts, tokens = prompts_of(64, 1024), 64 * 1024
     took = seconds(partial(run, prompts, 1))
     emit(
         "gpu_engine_prefill", **said, tokens=tokens, tok_s=round(tokens / took),
-        ceiling_tok_s=round(card["tflop_s"] * 1e12 / (2 * WEIGHTS)), card=card,
+        ceiling_tok_s=round(card["tflop_s"] * 1e12 / weight_bytes(spec, 2)), card=card,
     )  # fmt: skip
     for batch in batches:
         prompts = prompts_of(batch, CONTEXTS[batch])
@@ -102,7 +137,7 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
         short, long = (min(seconds(partial(run, prompts, n)) for _ in range(2)) for n in (SHORT, LONG))
         step_ms = (long - short) / (LONG - SHORT) * 1e3
         context = CONTEXTS[batch] + (SHORT + LONG) / 2
-        floor_ms = (2 * WEIGHTS + batch * context * KV_BYTES) / card["read_tb_s"] / 1e9
+        floor_ms = (weight_bytes(spec, 2, batch) + batch * kv_bytes(spec, context)) / card["read_tb_s"] / 1e9
         emit(
             "gpu_engine_decode", **said, batch=batch, context=context, step_ms=round(step_ms, 3),
             floor_ms=round(floor_ms, 3), share=round(floor_ms / step_ms, 3), tok_s=round(batch / step_ms * 1e3),
@@ -112,6 +147,7 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-8b", choices=[*MODELS])
     parser.add_argument("--canary", nargs="+", default=["none", "rotating:16", "full"])
     parser.add_argument("--batch", nargs="+", type=int, default=[*CONTEXTS], choices=[*CONTEXTS])
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -120,7 +156,7 @@ def main() -> None:
     card = {name: round(rate, 2) for name, rate in rates().items()}
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
-        path = config_in(Path(folder))
+        path = config_in(Path(folder), arguments.model)
         for canary in arguments.canary:
             run(path, canary, arguments, card)
             gc.collect()
@@ -138,8 +174,8 @@ def run(path: str, canary: str, arguments: argparse.Namespace, card: dict[str, f
         max_running_requests=256, chunked_prefill_size=8192, max_total_tokens=400_000,
         disable_cuda_graph=arguments.eager, disable_overlap_schedule=arguments.wait, **settings,
     ) as llm:  # fmt: skip
-        said = {"canary": canary, "graphs": not arguments.eager, "overlap": not arguments.wait}
-        said |= {"gpu": torch.cuda.get_device_name()}
+        said = {"model": arguments.model, "canary": canary, "graphs": not arguments.eager}
+        said |= {"overlap": not arguments.wait, "gpu": torch.cuda.get_device_name()}
         phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
         said |= {"start_s": round(CLOCK.now() - begin, 1), "phases": phases}
         measure(llm, arguments.batch, said, card)

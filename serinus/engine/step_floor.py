@@ -33,18 +33,25 @@ def step_floor(
     return lambda tokens: (weights + tokens * slot) / bandwidth()
 
 
-def weight_bytes(spec: ModelSpec, item_bytes: int) -> int:
-    """Of the matrices that a decode step reads: attention, MLP and head. `item_bytes`: of a weight not quantized."""
+def weight_bytes(spec: ModelSpec, item_bytes: int, tokens: int = 1) -> int:
+    """Of the matrices that a decode step reads: attention, MLP and head. `item_bytes`: of a weight not quantized;
+    `tokens`: of the step: they choose experts, at random."""
     width, heads, kv_heads = spec.hidden_size, spec.head_count * spec.head_size, spec.kv_head_count * spec.head_size
     attention = width * (2 * heads + 2 * kv_heads)
     if spec.latent is not None:
         attention = spec.latent.weight_count(width, spec.head_count)
-    layer = attention + 3 * width * spec.intermediate_size
-    linears, head, quantized = spec.layer_count * layer, width * spec.vocab_size, spec.quantization
+    linears, head, quantized = spec.layer_count * attention, width * spec.vocab_size, spec.quantization
+    dense, experts = spec.layer_count, 0
+    if (mix := spec.experts) is not None:
+        hit = mix.count * (1.0 - (1.0 - mix.chosen / mix.count) ** tokens)
+        dense -= len(mix.layers)
+        linears += len(mix.layers) * 3 * width * mix.shared_size
+        experts = len(mix.layers) * width * int(3 * mix.size * hit * item_bytes + 4 * mix.count)  # the router in fp32
+    linears += dense * 3 * width * spec.intermediate_size
     if quantized is None or quantized.bits == 16:
-        return item_bytes * (linears + head)
+        return item_bytes * (linears + head) + experts
     head_bytes = item_bytes if quantized.head_bits == 16 else quantized.head_bits // 8
-    return int(quantized.linear_bytes(linears)) + head * head_bytes
+    return int(quantized.linear_bytes(linears)) + head * head_bytes + experts
 
 
 def _bandwidth(device: str, clock: Clock) -> float:

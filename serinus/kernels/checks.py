@@ -28,6 +28,7 @@ __all__ = [
     "check_gate",
     "check_hashed",
     "check_latent_attention",
+    "check_latent_rope_store",
     "check_layer_digest",
     "check_logits",
     "check_mask",
@@ -169,13 +170,46 @@ def check_qk_rope_store(
         _check_written(k_pool_SHD, tokens, written)
 
 
-def _check_written(k_pool_SHD: Tensor, tokens: int, written: WrittenRows) -> None:
+def check_latent_rope_store(
+    rows_TW: Tensor, norm_R: Tensor, queries_TNQ: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor,
+    pool_S1W: Tensor, slots_T: Tensor, q_out_TNW: Tensor, written: WrittenRows | None,
+) -> None:  # fmt: skip
+    """Raise ValueError where shapes or dtypes disagree, a tensor is strided, or other rows are digested."""
+    (tokens, width), (_, heads, size), rank = rows_TW.shape, queries_TNQ.shape, len(norm_R)
+    rotated = width - rank
+    shapes = {
+        "pool": (pool_S1W.shape[-2:], (1, width)), "q_out": (q_out_TNW.shape, (tokens, heads, width)),
+        "queries": (queries_TNQ.shape[:2], (tokens, heads)), "positions": (positions_T.shape, (tokens,)),
+        "slots": (slots_T.shape, (tokens,)), "cos": (cos_PF.shape[1:], (rotated // 2,)),
+        "sin": (sin_PF.shape, cos_PF.shape), "what rotates": ((rotated % 2, rotated > 0, size >= rotated), (0, 1, 1)),
+    }  # fmt: skip
+    wrong = [
+        f"{name} {tuple(found)}, not {tuple(wanted)}" for name, (found, wanted) in shapes.items() if found != wanted
+    ]
+    if wrong:
+        raise ValueError(f"kernels: rows {tuple(rows_TW.shape)} of a latent of {rank}: {'; '.join(wrong)}")
+    dtypes = {rows_TW.dtype, queries_TNQ.dtype, pool_S1W.dtype, q_out_TNW.dtype}
+    is_whole = {positions_T.dtype, slots_T.dtype} == {torch.int64} and {cos_PF.dtype, sin_PF.dtype} == {torch.float32}
+    if len(dtypes) > 1 or not is_whole or norm_R.dtype not in (rows_TW.dtype, torch.float32):
+        raise ValueError(
+            f"kernels: rows, queries, pool and q_out of {sorted(map(str, dtypes))}, norm of {norm_R.dtype}; expected "
+            "one dtype, torch.int64 positions and slots, torch.float32 tables"
+        )
+    tensors = (norm_R, cos_PF, sin_PF, positions_T, slots_T, q_out_TNW)
+    is_dense = rows_TW.stride(1) == queries_TNQ.stride(2) == 1 and is_laid_out(pool_S1W)
+    if not is_dense or not all(each.is_contiguous() for each in tensors):
+        raise ValueError("kernels: latent_rope_store got a strided tensor, expected contiguous ones")
+    if written is not None:
+        _check_written(pool_S1W, tokens, written, halves=1)
+
+
+def _check_written(k_pool_SHD: Tensor, tokens: int, written: WrittenRows, halves: int = 2) -> None:
     """Once for each shape: a watch hands out the same for as long as batches are alike."""
     shape = tokens, k_pool_SHD.shape
     if shape in written.kept:
         return
     factors, sums = written.coefficients_22W, written.sums_T2
-    _check_coefficients(k_pool_SHD, factors, (2, 2))
+    _check_coefficients(k_pool_SHD, factors, (halves, 2))
     is_whole = sums.is_contiguous() and factors.is_contiguous()
     if sums.shape != (tokens, 2) or sums.dtype != torch.int64 or not is_whole:
         raise ValueError(

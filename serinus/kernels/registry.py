@@ -54,6 +54,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "pack_factors": "watched_attention",
         "watched_attention": "watched_attention",
         "latent_attention": "latent_attention",
+        "latent_rope_store": "latent_rope_store",
         "pack_linear": "linear",
         "linear": "linear",
         "norm_linear": "norm_linear",
@@ -119,6 +120,8 @@ class Kernels:
     softcap=None, sinks_N=None) -> out_BND"""
     latent_attention: LatentAttention
     """(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, scale, digest=None) -> out_TNV"""
+    latent_rope_store: Callable[..., None]
+    """(rows_TW, norm_R, eps, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, q_out_TNW, written=None)"""
     pack_linear: Callable[[Tensor | QuantizedWeight, Tensor | None], PackedLinear]
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]

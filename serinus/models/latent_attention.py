@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows, digest_values, put_rows
+from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows
 from serinus.models.latent import LatentSpec
 
 __all__ = ["Latent"]
@@ -52,32 +52,19 @@ class Latent:
         `mixed_TX`: what `layer.qkv` gave.
         """
         spec, count = self.spec, len(mixed_TX)
-        cos_TF, sin_TF = layer.cos_PF[positions_T], layer.sin_PF[positions_T]
-        sizes = [mixed_TX.shape[1] - spec.row, spec.rank, spec.rotated]
-        first_TX, latent_TR, key_TO = torch.split_with_sizes(mixed_TX, sizes, 1)
-        rows_TW = torch.cat(
-            [
-                kernels.rms_norm(latent_TR.contiguous(), self.row_norm_R, _EPS),
-                _rotated(key_TO, cos_TF, sin_TF),
-            ],
-            dim=1,
-        )
-        if written is not None:
-            digest_values(written, rows_TW)
-        put_rows(pool_S1W, slots_T, rows_TW[:, None])
+        first_TX, rows_TW = torch.split_with_sizes(mixed_TX, [mixed_TX.shape[1] - spec.row, spec.row], 1)
         if self.query is not None and self.query_norm_Q is not None:
             first_TX = kernels.linear(kernels.rms_norm(first_TX.contiguous(), self.query_norm_Q, _EPS), self.query)
-        query_TNX = first_TX.view(count, -1, spec.query)
-        plain_NTR = torch.bmm(query_TNX[:, :, : spec.plain].transpose(0, 1), self.key_NPR)
-        turned_TNO = _rotated(query_TNX[:, :, spec.plain :], cos_TF[:, None], sin_TF[:, None])
-        return torch.cat([plain_NTR.transpose(0, 1), turned_TNO], dim=2)
+        queries_TNX = first_TX.view(count, -1, spec.query)
+        out_TNW = queries_TNX.new_empty((count, queries_TNX.shape[1], spec.row))
+        plain_NTP = queries_TNX[:, :, : spec.plain].transpose(0, 1)
+        torch.bmm(plain_NTP, self.key_NPR, out=out_TNW[:, :, : spec.rank].transpose(0, 1))
+        kernels.latent_rope_store(
+            rows_TW, self.row_norm_R, _EPS, queries_TNX, layer.cos_PF, layer.sin_PF, positions_T, pool_S1W, slots_T,
+            out_TNW, written,
+        )  # fmt: skip
+        return out_TNW
 
     def values(self, mixed_TNR: Tensor) -> Tensor:
         """What heads add, [T, N * V], of the latents that they have summed up."""
         return torch.bmm(mixed_TNR.transpose(0, 1), self.value_NRV).transpose(0, 1).flatten(1)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Element i turns with element i + O/2, in fp32."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest
+from serinus.kernels import AttentionBatch, Kernels, LayerDigest, WrittenRows
 from serinus.kernels.packed import PackedFactors
 
 PAGE, WIDTH, VALUE, HEADS = 4, 24, 16, 6
@@ -81,3 +81,51 @@ def test_rows_out_of_the_pool_and_values_wider_than_a_row_are_refused(cpu: Kerne
     table[3, 5] = len(pool)
     with pytest.raises(ValueError, match="row 3 of req_to_token holds a slot out of"):
         cpu.latent_attention(q, pool, VALUE, table, batch, SCALE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_normed_rotated_stored_and_digested_and_queries_are_rotated(
+    ref: Kernels, cpu: Kernels, dtype: torch.dtype
+) -> None:
+    """By hand for one element, and column cpu to the bit of the digests of what it stored."""
+    chance = torch.Generator().manual_seed(5)
+    mixed = torch.randn((3, 7 + WIDTH), generator=chance).to(dtype)
+    queries = torch.randn((3, HEADS, 5 + WIDTH - VALUE), generator=chance).to(dtype)
+    norm, angle = torch.rand(VALUE, generator=chance).to(dtype), torch.rand(9, 4, generator=chance)
+    positions, slots = torch.tensor([8, 0, 3]), torch.tensor([5, 2, 9])
+    factors = torch.from_numpy(digest_coefficients([1], [0], WIDTH * dtype.itemsize // 2, 2, partial=False, halves=1))
+    pools, outs = [], []
+    for ops in (ref, cpu):
+        pool, q = torch.zeros((12, 1, WIDTH), dtype=dtype), torch.full((3, HEADS, WIDTH), 7.0, dtype=dtype)
+        written = WrittenRows(coefficients_22W=factors[0], sums_T2=torch.zeros((3, 2), dtype=torch.int64))
+        ops.latent_rope_store(
+            mixed[:, 7:], norm, 1e-6, queries, angle.cos(), angle.sin(), positions, pool, slots, q, written
+        )
+        assert torch.equal(written.sums_T2, ref.canary_digest([(pool,)], slots, factors))
+        pools.append(pool)
+        outs.append(q)
+    assert torch.allclose(pools[0].float(), pools[1].float(), atol=0.02)
+    assert torch.equal(outs[0], outs[1])
+    row, turn = mixed[0, 7:].double(), angle[8].double()
+    latent = row[:VALUE] * norm.double() / (row[:VALUE] ** 2).mean().sqrt()
+    assert torch.allclose(pools[0][5, 0, :VALUE].double(), latent, atol=0.02)
+    first = row[VALUE] * turn[0].cos() - row[VALUE + 4] * turn[0].sin()
+    assert float(pools[0][5, 0, VALUE]) == pytest.approx(float(first), abs=0.02)
+    x, y = queries[0, 2, 5].double(), queries[0, 2, 9].double()
+    assert float(outs[0][0, 2, VALUE + 4]) == pytest.approx(float(y * turn[0].cos() + x * turn[0].sin()), abs=0.02)
+    assert bool((outs[0][:, :, :VALUE] == 7.0).all())
+
+
+def test_rows_and_queries_that_do_not_fit_together_are_refused(either: Kernels) -> None:
+    rows, queries, angle = torch.zeros(2, WIDTH), torch.zeros(2, HEADS, WIDTH), torch.zeros(9, 4)
+    whole, pool, q = torch.zeros(2, dtype=torch.int64), torch.zeros((12, 1, WIDTH)), torch.zeros(2, HEADS, WIDTH)
+    given = rows, torch.ones(VALUE), 1e-6, queries, angle, angle, whole, pool, whole, q
+    for place, other, said in (
+        (7, torch.zeros((12, 1, WIDTH + 1)), r"pool \(1, 25\), not \(1, 24\)"),
+        (9, torch.zeros(2, HEADS + 1, WIDTH), r"q_out \(2, 7, 24\), not \(2, 6, 24\)"),
+        (1, torch.ones(VALUE - 1), r"cos \(4,\), not \(4,\)|what rotates"),
+        (6, whole.int(), "expected one dtype, torch.int64"),
+        (0, torch.zeros(WIDTH, 2).T, "strided"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            either.latent_rope_store(*given[:place], other, *given[place + 1 :])

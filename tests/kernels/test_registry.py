@@ -36,12 +36,9 @@ def test_the_triton_column_has_the_ops_of_a_step_and_the_cpu_those_of_the_host()
     kernels = load("cuda:0")
     assert kernels.device == "cuda"
     served = {column: {op for op in FILES if kernels.columns[op] == column} for column in set(kernels.columns.values())}
-    assert served.keys() == {"triton", "cpu", "ref"}
-    assert served["ref"] == {"latent_attention"}
+    assert served.keys() == {"triton", "cpu"}
     assert served["cpu"] == {"canary_due", "chain_hashes", "page_digests"}
-    assert kernels.summary() == (
-        "all ops on column triton, but cpu: page_digests, canary_due, chain_hashes; ref: latent_attention"
-    )
+    assert kernels.summary() == "all ops on column triton, but cpu: page_digests, canary_due, chain_hashes"
 
 
 def test_a_caller_that_asks_for_a_kernel_of_the_column_itself_is_not_given_the_reference() -> None:

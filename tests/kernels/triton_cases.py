@@ -24,7 +24,16 @@ from .canary_case import PAGE, make_case, outcome
 from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
 from .triton_columns import columns, dtype_of, page_first
 from .triton_host_cases import choose_tokens, hashed_pages, pages, pull_pages, top_tokens
-from .triton_layer_cases import experts, gates, linears, norms, qk_rope_store, quantized_linears, rows_of_linears
+from .triton_layer_cases import (
+    experts,
+    gates,
+    latent_rope_store,
+    linears,
+    norms,
+    qk_rope_store,
+    quantized_linears,
+    rows_of_linears,
+)
 from .triton_shapes import call_all
 from .triton_watch_cases import canary_watch
 
@@ -77,6 +86,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         rows_of_linears,
         quantized_linears,
         qk_rope_store,
+        latent_rope_store,
         choose_tokens,
         top_tokens,
         pages,

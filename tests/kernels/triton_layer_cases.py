@@ -16,7 +16,16 @@ from serinus.kernels.triton.tickets import Tickets
 
 from .triton_columns import columns, dtype_of, far_apart, page_first
 
-__all__ = ["experts", "gates", "linears", "norms", "qk_rope_store", "quantized_linears", "rows_of_linears"]
+__all__ = [
+    "experts",
+    "gates",
+    "latent_rope_store",
+    "linears",
+    "norms",
+    "qk_rope_store",
+    "quantized_linears",
+    "rows_of_linears",
+]
 
 
 def drawn(generator: torch.Generator, device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -196,3 +205,37 @@ def qk_rope_store(seed: int, device: str) -> str:
     wrong = far_apart("q", q, q_) + far_apart("k", k.reshape(k_.shape), k_) + far_apart("v", v.reshape(v_.shape), v_)
     expected = ((stored & 0xFFFFFFFF) + 5 & 0xFFFFFFFF) | (stored >> 32 << 32)
     return wrong + ("" if torch.equal(sums[real], expected[real]) else " digests")
+
+
+def latent_rope_store(seed: int, device: str) -> str:
+    """What is stored of latent rows, what goes to attention, and the digests of what was stored."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "latent_rope_store")
+    dtype, heads, tokens = dtype_of(rng, device), rng.choice((1, 6, 16, 20)), rng.choice((1, 5))
+    rank, rotated, plain = rng.choice(((32, 16, 24), (40, 6, 8), (512, 64, 128)))
+    page, row = rng.choice((1, 2, 4)), rank + rotated
+    slot_count = (2 * tokens + 4) * page
+    angle = torch.rand(50, rotated // 2, generator=generator) * 6
+    slots = (torch.randperm(slot_count - 1, generator=generator)[:tokens] + 1).to(device)
+    factors = digest_coefficients([1], [0], row * dtype.itemsize // 2, 2, partial=rng.random() < 0.3, halves=1)
+    mixed = drawn(generator, device, dtype, tokens, 10 + row)
+    inputs = (
+        mixed[:, 10:], drawn(generator, device, rng.choice((dtype, torch.float32)), rank), 1e-6,
+        drawn(generator, device, dtype, tokens, heads, plain + rotated), angle.cos().to(device),
+        angle.sin().to(device), torch.randint(0, 50, (tokens,), generator=generator).to(device),
+    )  # fmt: skip
+    outputs = []
+    for ops in (fast, ref):
+        pool = torch.zeros(slot_count, 1, row, dtype=dtype, device=device)
+        if ops is fast:
+            (pool,) = page_first(rng, [pool], page)
+        q = torch.ones(tokens, heads, row, dtype=dtype, device=device)
+        sums = torch.full((tokens, 2), 5, dtype=torch.int64, device=device)
+        written = WrittenRows(coefficients_22W=torch.from_numpy(factors)[0].to(device), sums_T2=sums)
+        ops.latent_rope_store(*inputs, pool, slots, q, written)
+        outputs.append((q, pool, sums))
+    (q, pool, sums), (q_, pool_, _) = outputs
+    stored = ref.canary_digest([(pool,)], slots, torch.from_numpy(factors).to(device))
+    expected = ((stored & 0xFFFFFFFF) + 5 & 0xFFFFFFFF) | (stored >> 32 << 32)
+    wrong = far_apart("q", q, q_) + far_apart("rows", pool.reshape(pool_.shape), pool_)
+    return wrong + ("" if torch.equal(sums, expected) else " digests")

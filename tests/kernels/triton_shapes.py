@@ -65,7 +65,12 @@ def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int) -> None
     """A decode step or a chunk of DeepSeek-V2-Lite or V3, by their heads."""
     table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
     pool, batch = page_first(1, 576)[0], batch_of(tokens, sequences)
-    ops.latent_attention(blank(tokens, heads, 576), pool, 512, table, batch, 0.1)
+    q, slots, cos = blank(tokens, heads, 576), torch.zeros(tokens, dtype=torch.int64), torch.empty(40960, 32)
+    ops.latent_attention(q, pool, 512, table, batch, 0.1)
+    factors = torch.from_numpy(digest_coefficients([0], [0], 576, 2, partial=False, halves=1))[0]
+    written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((tokens, 2), dtype=torch.int64))
+    rows, queries = blank(tokens, 2112)[:, -576:], blank(tokens, heads, 192)
+    ops.latent_rope_store(rows, blank(512), 1e-6, queries, cos, cos, slots, pool, slots, q, written)
 
 
 def multiply(ops: Kernels, rows: int) -> None:

@@ -32,17 +32,7 @@ from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import TICKETS
 
-__all__ = [
-    "PLANE_COLUMNS",
-    "ROWS_LEAST",
-    "attend_one",
-    "capped",
-    "dot",
-    "head_block",
-    "join",
-    "load_rows",
-    "load_slots",
-]
+__all__ = ["PLANE_COLUMNS", "ROWS_LEAST", "attend_one", "capped", "dot", "head_block", "load_rows", "load_slots"]
 
 ROWS_LEAST = 16
 """Query heads of one KV head are padded to what a matrix unit takes."""
@@ -262,11 +252,11 @@ def _decode(
             ticket = tickets + b * HEADS + h
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == live - 1:
                 tl.store(ticket, 0)
-                join(partial, stats, out, token, b, h, every, live, HEADS, QUERIES, HEADS_JOINED, SIZE, PARTS, DEPTH)
+                _join(partial, stats, out, token, b, h, every, live, HEADS, QUERIES, HEADS_JOINED, SIZE, PARTS, DEPTH)
 
 
 @_jit
-def join(
+def _join(
     partial, stats, out, token, b, h, every, live,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, HEADS_JOINED: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
     DEPTH: tl.constexpr,

@@ -52,15 +52,23 @@ class ExpertCut:
 Cuts = tuple[ExpertCut, ExpertCut]
 
 
-def cuts_of(pairs: int, count: int, itemsize: int) -> Cuts:
-    """For gate and up, and for down, of so many pairs and experts."""
-    if itemsize > 2:
+def cuts_of(pairs: int, packed: PackedExperts) -> Cuts:
+    """For gate and up, and for down, of so many pairs, as measured best (benchmarks/gpu_models.py)."""
+    count, width, inner = packed.down.shape
+    if packed.down.element_size() > 2:
         return (ExpertCut(rows=16, outputs=32, inner=32),) * 2
-    if pairs <= 16 * count:
-        return ExpertCut(rows=16, outputs=32, inner=128), ExpertCut(rows=16, outputs=64, inner=128)
+    if pairs <= 32:
+        return ExpertCut(rows=16, outputs=32, inner=128, stages=4), ExpertCut(rows=16, outputs=64, inner=128)
+    if pairs <= 32 * count:
+        return (ExpertCut(rows=16 if pairs <= 8 * count else 32, outputs=64, inner=128),) * 2
     if pairs <= 128 * count:
         return (ExpertCut(rows=64, outputs=128, warps=8),) * 2
-    return (ExpertCut(rows=128, outputs=128, warps=8),) * 2
+    bulk = width % 8 == inner % 8 == 0  # rows of whole 16 bytes
+    wide = 256 if bulk else 128
+    return (
+        ExpertCut(rows=128, outputs=128, warps=8, stages=4 if bulk else 3, bulk=bulk),
+        ExpertCut(rows=128, outputs=wide, warps=8, bulk=bulk),
+    )
 
 
 def fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts, gate: ExpertGate) -> Tensor:
@@ -69,7 +77,7 @@ def fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedEx
     check_fused_moe(x_TE, weights_TK, ids_TK, packed)
     if not ids_TK.numel():
         return torch.zeros_like(x_TE)
-    cuts = cuts_of(ids_TK.numel(), len(packed.gate_up), x_TE.element_size())
+    cuts = cuts_of(ids_TK.numel(), packed)
     return run_experts(x_TE.contiguous(), weights_TK.contiguous(), ids_TK.contiguous(), packed, gate, cuts)
 
 

@@ -2,9 +2,9 @@
 
 Pairs of a query and a head are rows of one product, since all heads see the same KV: a program has some of a sequence's
 pairs and walks over the latent rows, of which a block is loaded once and serves as keys and as values. Sequences with
-one query are cut into parts that the last program puts together, as in `decode_attention`; tiles of longer chunks are
-numbered as in `chunk_attention`. What is due is digested beside: of rows of 576 elements, sums of the matrix unit would
-not be exact.
+one query are cut into parts, as in `decode_attention`, but a second kernel puts these together, in their order: of
+heads of 512 elements that is too much for one program. Tiles of longer chunks are numbered as in `chunk_attention`.
+What is due is digested beside: of rows of 576 elements, sums of the matrix unit would not be exact.
 
 T = tokens, N = query heads, B = sequences, P = parts, W = elements of a row, V = value_size, O = W - V, S = slots,
 R, C = rows and columns of req_to_token, M = pairs of a tile.
@@ -22,14 +22,13 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_latent_attention
-from serinus.kernels.contracts import LatentAttention, LayerDigest
+from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.pool_rows import page_gap, slot_count
-from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, join, load_rows, load_slots
+from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, load_rows, load_slots
 from serinus.kernels.triton.pool_rows import row_starts
-from serinus.kernels.triton.tickets import TICKETS, Tickets
 from serinus.kernels.triton.watched_attention import digest_beside
 
-__all__ = ["LatentCut", "new_latent_attention"]
+__all__ = ["LatentCut", "attend", "latent_attention"]
 
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 264
@@ -37,8 +36,8 @@ _PROGRAMS = 264
 _PARTS_MAX = 32
 _TOKENS_LEAST = 64
 """Tokens of a part at least."""
-_JOINED = 2048
-"""Values of all parts that a warp puts together at a time."""
+_JOINED = 128
+"""Elements of a head that a program puts together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,44 +63,33 @@ def cut_of(pairs: int, itemsize: int, *, alone: bool) -> LatentCut:
     return LatentCut(rows=64, block=32, warps=8, stages=2)
 
 
-def new_latent_attention() -> LatentAttention:
-    """The op, with tickets of its own."""
-    tickets = Tickets()
-
-    def latent_attention(
-        q_TNW: Tensor,
-        pool_S1W: Tensor,
-        value_size: int,
-        req_to_token_RC: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        digest: LayerDigest | None = None,
-    ) -> Tensor:
-        """Attention of every token over its own sequence; entries of the table that name no slot of the pool are read
-        as slot 0. Cost: one read of each sequence's rows for every 64 pairs of a query and a head, and one of what is
-        due; no host wait; equal inputs give equal bits."""
-        check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
-        q_TNW, count = q_TNW.contiguous(), batch.sequence_count
-        out_TNV = q_TNW.new_empty((*q_TNW.shape[:2], value_size))
-        inputs = q_TNW, pool_S1W, req_to_token_RC, batch, scale, out_TNV, tickets.on(q_TNW.device)
-        if len(q_TNW) != count:
-            attend(*inputs, alone=False)
-        if count > 1 or len(q_TNW) == 1:
-            attend(*inputs, alone=True)
-        if digest is not None:
-            digest_beside((pool_S1W,), req_to_token_RC, batch, digest, is_read=False, window=None)
-        return out_TNV
-
-    return latent_attention
+def latent_attention(
+    q_TNW: Tensor, pool_S1W: Tensor, value_size: int, req_to_token_RC: Tensor, batch: AttentionBatch, scale: float,
+    digest: LayerDigest | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of every token over its own sequence; entries of the table that name no slot of the pool are read as
+    slot 0. Cost: one read of each sequence's rows for every 64 pairs of a query and a head, and one of what is due; no
+    host wait; equal inputs give equal bits."""
+    check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
+    q_TNW, count = q_TNW.contiguous(), batch.sequence_count
+    out_TNV = q_TNW.new_empty((*q_TNW.shape[:2], value_size))
+    inputs = q_TNW, pool_S1W, req_to_token_RC, batch, scale, out_TNV
+    if len(q_TNW) != count:
+        attend(*inputs, alone=False)
+    if count > 1 or len(q_TNW) == 1:
+        attend(*inputs, alone=True)
+    if digest is not None:
+        digest_beside((pool_S1W,), req_to_token_RC, batch, digest, is_read=False, window=None)
+    return out_TNV
 
 
 def attend(
     q_TNW: Tensor, pool_S1W: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, scale: float, out_TNV: Tensor,
-    tickets: Tensor, cut: LatentCut | None = None, *, alone: bool,
+    cut: LatentCut | None = None, *, alone: bool,
 ) -> None:  # fmt: skip
     """Attention of the sequences with one query (`alone`), or of those with more, into `out_TNV`; others are left.
 
-    `tickets`: of `Tickets`; `cut`: None = as measured best.
+    `cut`: None = as measured best.
     """
     (tokens, heads, width), value, count = q_TNW.shape, out_TNV.shape[2], batch.sequence_count
     cut = cut or cut_of(heads, q_TNW.element_size(), alone=alone)
@@ -109,22 +97,23 @@ def attend(
     if alone:
         rows = next(each for each in range(min(heads, cut.rows), 0, -1) if heads % each == 0)
         tiles = count * heads // rows
-        if tiles <= TICKETS:
-            parts = min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles))))
-    joined = int(triton.next_power_of_2(rows))
-    kept = count if parts > 1 else 0
+        parts = min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles))))
+    kept, least = count if parts > 1 else 0, max(1, _TOKENS_LEAST // cut.block)
     page_slots, gap = page_gap(pool_S1W)
     partial_PBNV = torch.empty((parts, kept, heads, value), dtype=torch.float32, device=q_TNW.device)
     stats_P2BN = torch.empty((parts, 2, kept, heads), dtype=torch.float32, device=q_TNW.device)
     _latent[(tiles, parts)](
         q_TNW, pool_S1W, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1, batch.context_B,
-        out_TNV, partial_PBNV, stats_P2BN, tickets, scale * _LOG2_E, slot_count(pool_S1W), gap, count,
-        tiles, HEADS=heads, VALUE=value, VALUE_UP=head_block(value), REST=width - value,
-        REST_UP=head_block(width - value), PAIRS=rows, ROWS=max(ROWS_LEAST, joined), BLOCK=cut.block, PARTS=parts,
-        LEAST=max(1, _TOKENS_LEAST // cut.block), ALONE=alone, JOINED=joined,
-        DEPTH=max(1, min(value & -value, _JOINED * cut.warps // (parts * joined))), SLOTS=page_slots,
-        num_warps=cut.warps, num_stages=cut.stages,
+        out_TNV, partial_PBNV, stats_P2BN, scale * _LOG2_E, slot_count(pool_S1W), gap, count, tiles,
+        HEADS=heads, VALUE=value, VALUE_UP=head_block(value), REST=width - value, REST_UP=head_block(width - value),
+        PAIRS=rows, ROWS=max(ROWS_LEAST, int(triton.next_power_of_2(rows))), BLOCK=cut.block, PARTS=parts, LEAST=least,
+        ALONE=alone, SLOTS=page_slots, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
+    if parts > 1:
+        _latent_join[(count, heads, triton.cdiv(value, _JOINED))](
+            batch.q_starts_B1, batch.context_B, partial_PBNV, stats_P2BN, out_TNV, count, HEADS=heads, VALUE=value,
+            EACH=_JOINED, BLOCK=cut.block, PARTS=parts, LEAST=least, num_warps=4,
+        )  # fmt: skip
 
 
 _jit: Any = triton.jit
@@ -132,11 +121,10 @@ _jit: Any = triton.jit
 
 @_jit
 def _latent(
-    q, pool, table, columns, rows, starts, contexts, out, partial, stats, tickets, scale, slot_count, gap, batch,
-    tiles,
+    q, pool, table, columns, rows, starts, contexts, out, partial, stats, scale, slot_count, gap, batch, tiles,
     HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, REST: tl.constexpr, REST_UP: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
-    ALONE: tl.constexpr, JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
+    ALONE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     if ALONE:
@@ -155,8 +143,7 @@ def _latent(
     context = tl.load(contexts + b).to(tl.int32)
     begin, end, live = context * 0, context, context * 0 + 1
     if ALONE:
-        blocks = tl.cdiv(context, BLOCK)
-        length = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, LEAST), PARTS)) * BLOCK
+        length = _length(context, BLOCK, PARTS, LEAST)
         live = tl.cdiv(context, length)
         begin = part * length
         end = tl.minimum(begin + length, context)
@@ -203,9 +190,33 @@ def _latent(
             tl.store(partial + spot_MV, mixed_MV, mask=inside_MV)
             tl.store(stats + part * 2 * every + mine_M, best_M, mask=inside)
             tl.store(stats + (part * 2 + 1) * every + mine_M, total_M, mask=inside)
-            tl.debug_barrier()
-            ticket = tickets + tile
-            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == live - 1:
-                tl.store(ticket, 0)
-                h = first // PAIRS
-                join(partial, stats, out, start, b, h, every, live, HEADS // PAIRS, PAIRS, JOINED, VALUE, PARTS, DEPTH)
+
+
+@_jit
+def _length(context, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
+    """Tokens of a part."""
+    blocks = tl.cdiv(context, BLOCK)
+    return tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, LEAST), PARTS)) * BLOCK
+
+
+@_jit
+def _latent_join(
+    starts, contexts, partial, stats, out, batch,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of one sequence, in their order."""
+    b, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * EACH + tl.arange(0, EACH)
+    start = tl.load(starts + b)
+    context = tl.load(contexts + b).to(tl.int32)
+    live = tl.cdiv(context, _length(context, BLOCK, PARTS, LEAST))
+    if (tl.load(starts + b + 1) - start == 1) & (live > 1):
+        p, every, mine = tl.arange(0, PARTS), batch * HEADS, b * HEADS + head
+        best_P = tl.load(stats + p * 2 * every + mine, mask=p < live, other=-1e30)
+        total_P = tl.load(stats + (p * 2 + 1) * every + mine, mask=p < live, other=0.0)
+        weight_P = tl.exp2(best_P - tl.max(best_P, 0))
+        spot_PV = (p * every + mine)[:, None].to(tl.int64) * VALUE + v[None, :]
+        mixed_PV = tl.load(partial + spot_PV, mask=(p < live)[:, None] & (v < VALUE)[None, :], other=0.0)
+        found_V = tl.sum(weight_P[:, None] * mixed_PV, 0) / tl.sum(weight_P * total_P, 0)
+        spot_V = (start * HEADS + head) * VALUE + v
+        tl.store(out + spot_V, found_V.to(out.dtype.element_ty), mask=v < VALUE)

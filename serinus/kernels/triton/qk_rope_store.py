@@ -21,7 +21,7 @@ from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.rms_norm import normed
 
-__all__ = ["qk_rope_store"]
+__all__ = ["add_sum", "qk_rope_store", "weighed"]
 
 _HEADS = 4
 """Heads of one program, where both numbers of heads are multiples of it."""
@@ -129,17 +129,22 @@ def _keep(
         mine = factors + half * 2 * WIDTH
         for which in tl.static_range(2):
             coefficients = mine + which * WIDTH
-            found = _weighed(low, coefficients, element, inside, WIDTH)
-            found += _weighed(high, coefficients, element + SIZE // 2, inside, WIDTH)
-            # Sums in 64 bits, then cut: how wide a reduction of 32-bit numbers is differs in the interpreter.
-            total = tl.sum(tl.sum(found.to(tl.uint64), 1), 0) & 0xFFFFFFFF
+            found = weighed(low, coefficients, element, inside, WIDTH)
+            found += weighed(high, coefficients, element + SIZE // 2, inside, WIDTH)
+            total = add_sum(tl.ravel(found)) & 0xFFFFFFFF
             tl.atomic_add(
                 sums + (t * 2 + half) * 2 + which, total.to(tl.uint32).to(tl.int32, bitcast=True), sem="relaxed"
             )
 
 
 @_jit
-def _weighed(values, coefficients, element, inside, WIDTH: tl.constexpr):
+def add_sum(found):
+    """The sum in 64 bits, to be cut: how wide a reduction of 32-bit numbers is differs in the interpreter."""
+    return tl.sum(found.to(tl.uint64), 0)
+
+
+@_jit
+def weighed(values, coefficients, element, inside, WIDTH: tl.constexpr):
     """Lanes of 16 bits times their coefficients, modulo 2**32; one of 32 bits is two lanes."""
     if values.dtype.primitive_bitwidth == 32:
         words = values.to(tl.uint32, bitcast=True)

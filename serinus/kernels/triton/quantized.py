@@ -1,9 +1,10 @@
 """The linear of a quantized weight: integers become fp16, bf16 or fp32 in the kernel, exactly; scales are applied to
 sums of groups; see the reference. T = tokens, I = input width, O = output width.
 
-8 bits: a byte each. 4 bits: of every span of inputs (a group, or a part of one) the first half is in the lower halves
-of bytes and the second half in the upper ones, each plus 8: so inputs are read as they lie. In assembly bytes are taken
-apart four at a time: 0x4300 | n is 128 + n in bf16, 0x6400 | n is 1024 + n in fp16.
+What a program reads in one step, _TILE outputs of a span of inputs (a group, or a part of one), lies in one piece. 8
+bits: a byte each. 4 bits: of a span the first half is in the lower halves of bytes and the second half in the upper
+ones, each plus 8: so inputs are read as they lie. In assembly bytes are taken apart four at a time: 0x4300 | n is 128 +
+n in bf16, 0x6400 | n is 1024 + n in fp16.
 
 Where the output is too narrow to fill the GPU, inputs are cut too: the last program adds the partial sums in their
 order, so that equal inputs give equal bits.
@@ -30,6 +31,8 @@ __all__ = ["QuantizedCut", "multiply_quantized", "pack_quantized"]
 _SPAN = 128
 """Inputs of one step, at most; they share a scale."""
 _SPAN_MIN = 32
+_TILE = 64
+"""Outputs of one piece."""
 _IN_ASSEMBLY = not triton.knobs.runtime.interpret
 """Triton's interpreter knows none."""
 _PROGRAMS = 512
@@ -76,11 +79,14 @@ def pack_quantized(weight: QuantizedWeight, bias_O: Tensor | None) -> PackedLine
     single = weight.scales_OG.shape[1] == 1
     if not single and weight.group % _SPAN_MIN:
         raise ValueError(f"kernels: a weight in groups of {weight.group}, expected a multiple of {_SPAN_MIN}")
-    values, group = weight.values_OI.contiguous(), 0 if single else weight.group
+    group = 0 if single else weight.group
+    span = span_of(group)
+    whole = F.pad(weight.values_OI, (0, -in_size % span, 0, -out_size % _TILE))
+    values = whole.view(-1, _TILE, whole.shape[1] // span, span).transpose(1, 2)  # tile, step, output, input
     if weight.bits == 4:
-        span = span_of(group)
-        digits = (F.pad(values, (0, -in_size % span)) + 8).view(torch.uint8).view(out_size, -1, 2, span // 2)
-        values = (digits[:, :, 0] | digits[:, :, 1] << 4).view(out_size, -1)
+        digits = (values + 8).view(torch.uint8)
+        values = digits[..., : span // 2] | digits[..., span // 2 :] << 4
+    values = values.contiguous()
     rows = RowBlocks(
         address=values.data_ptr(), part=group, bits=weight.bits, scales=weight.scales_OG.T.contiguous(),
         zeros=None if weight.zeros_OG is None else weight.zeros_OG.T.contiguous(),
@@ -111,10 +117,10 @@ def multiply_quantized(
     _quantized[(triton.cdiv(packed.out_size, cut.outputs), triton.cdiv(count, cut.rows), cut.parts)](
         rows_TI, packed.weight, how.scales, how.scales if how.zeros is None else how.zeros,
         rows_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, count, packed.out_size,
-        packed.in_size, packed.weight.stride(0), max(how.part, 1), BITS=how.bits, ROWS=cut.rows, OUTPUTS=cut.outputs,
-        SPAN=span, PARTS=cut.parts, GROUPED=how.part > 0, HAS_ZEROS=how.zeros is not None,
-        HAS_BIAS=packed.bias_O is not None, EVEN=packed.in_size % span == 0 and packed.out_size % cut.outputs == 0,
-        IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=cut.warps, num_stages=cut.stages,
+        packed.in_size, max(how.part, 1), BITS=how.bits, ROWS=cut.rows, OUTPUTS=cut.outputs, SPAN=span,
+        PARTS=cut.parts, GROUPED=how.part > 0, HAS_ZEROS=how.zeros is not None, HAS_BIAS=packed.bias_O is not None,
+        EVEN=packed.in_size % span == 0 and packed.out_size % cut.outputs == 0, TILE=_TILE, IN_ASSEMBLY=_IN_ASSEMBLY,
+        num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out_TO.view(*x_TI.shape[:-1], packed.out_size)
 
@@ -150,10 +156,10 @@ def _halves(both, dtype: tl.constexpr, IN_ASSEMBLY: tl.constexpr):
 
 @_jit
 def _quantized(
-    x, weight, scales, zeros, bias, out, partial, tickets, rows, outs, inner, stride, group,
+    x, weight, scales, zeros, bias, out, partial, tickets, rows, outs, inner, group,
     BITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
     GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
-    IN_ASSEMBLY: tl.constexpr,
+    TILE: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(2)
     o, t = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -166,7 +172,8 @@ def _quantized(
     begin, end = part * each, tl.minimum(part * each + each, steps)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     row = x + t[:, None].to(tl.int64) * inner + i[None, :]
-    at_OI = weight + o[:, None].to(tl.int64) * stride + i[None, :]
+    place_O = (o // TILE).to(tl.int64) * steps * TILE + o % TILE
+    at_OI = weight + place_O[:, None] * WIDTH + i[None, :]
     # The tables of a step are loaded in the step before.
     last = tl.minimum(begin, steps - 1) * SPAN // group if GROUPED else 0
     scale_O = tl.load(scales + last * outs + o, mask=is_out, other=0.0)
@@ -180,11 +187,10 @@ def _quantized(
             if HAS_ZEROS:
                 zero_O = tl.load(zeros + last * outs + o, mask=is_out, other=0).to(dtype)
         if EVEN:
-            whole = tl.load(at_OI + step * WIDTH)
+            whole = tl.load(at_OI + step * (TILE * WIDTH))
             one_TI = tl.load(row + first, mask=is_row[:, None], other=0.0)
         else:
-            width = inner if BITS == 8 else stride
-            whole = tl.load(at_OI + step * WIDTH, mask=is_out[:, None] & (step * WIDTH + i < width)[None, :], other=0)
+            whole = tl.load(at_OI + step * (TILE * WIDTH), mask=is_out[:, None], other=0)
             one_TI = tl.load(row + first, mask=is_row[:, None] & (first + i < inner)[None, :], other=0.0)
         if BITS == 8:
             values = whole.to(dtype)
