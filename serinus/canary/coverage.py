@@ -61,18 +61,20 @@ def reads_of(
 ) -> Counts:  # fmt: skip
     """Input of `canary_due`, [5, B]: names from `first_name` on, rows, what each reads (all before its start, or the
     `window` that its next token sees, less that token), strides: 1 where it is verified as a whole."""
-    low: Sequence[int] = [0] * len(starts)
+    count = len(starts)
+    low: Sequence[int] = [0] * count
     if window is not None:
         low = [max(0, start - window + 1) for start in starts]
     strides = [1 if whole else stride for whole in wholes]
-    return np.array([range(first_name, first_name + len(starts)), rows, low, starts, strides], np.int64)
+    names = range(first_name, first_name + count)
+    return np.array([*names, *rows, *low, *starts, *strides], np.int64).reshape(5, count)
 
 
 def bound_of(reads_5B: Counts, starts: Sequence[int], chains: Sequence[int]) -> Counts:
     """Names, rows, first and last positions read and expected chain hashes, [5, B], of sequences that read anything:
     the stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
     bound_5B = np.empty_like(reads_5B)
-    bound_5B[:3], bound_5B[3], bound_5B[4] = reads_5B[:3], starts, chains
+    bound_5B[:4], bound_5B[4] = reads_5B[:4], chains
     bound_5B[3] -= 1
     return bound_5B if all(starts) else np.ascontiguousarray(bound_5B[:, bound_5B[3] >= 0])
 

@@ -105,6 +105,7 @@ class CanaryHook:
         self._checks: StepChecks | None = None
         self._batch: ForwardBatch | None = None
         self._is_watching = self._has_begun = False
+        self._is_staged = any(lanes.watch.is_staged for lanes in parts.values())
         of_layer = sorted((i, part, at) for part, lanes in parts.items() for at, i in enumerate(lanes.layer_ids))
         self._of_layer = [(parts[part], at) for _, part, at in of_layer]
         """The part of each layer of this rank, and its number within that part."""
@@ -141,11 +142,11 @@ class CanaryHook:
         return all(lanes.watch.has_room(room, checks.due[part].entry_count) for part, lanes in self._parts.items())
 
     def stage(self, batch: HostBatch, put: Put) -> None:
-        """Tell the watches what they verify in the pass; one that is recorded verifies nothing yet."""
+        """Tell watches that are staged what they verify in the pass; one that is recorded verifies nothing yet."""
         if not len(batch.rows_B):
             self._checks = _nothing(self._parts)
         checks = self._checks
-        if checks is None:
+        if checks is None or not self._is_staged:
             return
         with self._spent:
             self._stage(checks, batch, put)

@@ -124,13 +124,18 @@ class Ring:
         self._seen_due = 0
 
     def take(self, marked: MarkedCounts | None = None) -> RingNews | None:
-        """What is new; None where nothing was due since the last reading. Of an accelerator the rows are copied where
-        there are new ones. `marked`: what was new then; what was queued behind it may be under way."""
+        """What is new; None where nothing was found since the last reading, and all that was due was checked. Of an
+        accelerator the rows are copied where there are new ones. `marked`: what was new then; what was queued behind it
+        may be under way."""
         due = self.due if marked is None else marked.due[self._index]
         if due <= self._seen_due:
             return None
         counts = self._counts if marked is None else marked
-        count, *checked = counts.of(self._index)
+        count, *by_lane = counts.of(self._index)
+        checked = [by_lane[lane] for lane in self.lanes]
+        if count == self._read and checked.count(due) == len(checked):
+            self._seen_due = due
+            return None
         size, first, rows = len(self.rows_QF), self._read, list[list[int]]()
         if count > first:
             rows = self.rows_QF.tolist()  # waits for all that is queued; later violations may have taken rows
@@ -139,6 +144,5 @@ class Ring:
         lost = first - self._read
         self._read, self._seen_due = count, due
         return RingNews(
-            rows=[rows[number % size] for number in range(first, count)], lost=lost,
-            checked=[checked[lane] for lane in self.lanes], due=due,
-        )  # fmt: skip
+            rows=[rows[number % size] for number in range(first, count)], lost=lost, checked=checked, due=due
+        )

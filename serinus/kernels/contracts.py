@@ -305,6 +305,8 @@ class Watch(Protocol):
 
     entry_count: int
     """Slots expanded for this pass."""
+    is_staged: bool
+    """Whether it has a use for `stage`."""
 
     def has_room(self, room: int, entry_count: int) -> bool:
         """Whether a recorded pass of so many sequences verifies so many slots."""

@@ -19,6 +19,7 @@ from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, Reason, differi
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
 
@@ -33,10 +34,14 @@ __all__ = [
     "canary_plan",
     "canary_verify",
     "canary_write",
+    "cut_digest",
+    "digest_call",
+    "plan_call",
+    "plan_threads",
     "run_digest",
-    "run_plan",
-    "run_verify",
-    "run_write",
+    "verify_call",
+    "verify_threads",
+    "write_call",
 ]
 
 Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds halves")
@@ -103,7 +108,7 @@ def canary_plan(
         0, table_RC.data_ptr(), due_7B.data_ptr(), out_4E.data_ptr(), due_7B.shape[1], entry_count, table_RC.shape[1],
         page_size, slot_count,
     )  # fmt: skip
-    run_plan(arguments)
+    plan_call(arguments).run()
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
 
 
@@ -131,7 +136,7 @@ def canary_verify(
         inputs[3].data_ptr(), ring_QF.data_ptr(), len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), count,
         VERIFY_STEP, 0, 0, 0, len(stamps_LS4) // 2,
     )  # fmt: skip
-    run_verify(arguments)
+    verify_call(arguments).run()
 
 
 def canary_write(
@@ -153,7 +158,7 @@ def canary_write(
         table_RC.shape[1], 0 if digests is None else digests.data_ptr(), len(rows_B), len(slots_T),
         len(stamps_LS4) // 2,
     )  # fmt: skip
-    run_write(arguments)
+    write_call(arguments).run()
 
 
 def warm() -> None:
@@ -162,29 +167,50 @@ def warm() -> None:
         body(VERSION)
 
 
-def run_plan(arguments: ctypes.Structure) -> None:
+def plan_call(arguments: ctypes.Structure) -> KernelCall:
     """Expand a plan (Plan)."""
-    _plan_body(VERSION)(arguments, 1 if arguments.entry_count <= _PLAN_ALONE else thread_count())
+    return KernelCall(body=_plan_body(VERSION), arguments=arguments, threads=plan_threads(arguments.entry_count))
 
 
-def run_verify(arguments: ctypes.Structure) -> None:
+def verify_call(arguments: ctypes.Structure) -> KernelCall:
     """Hold stamps against what they should be (Verify)."""
-    _verify_body(VERSION)(arguments, 1 if arguments.count <= VERIFY_STEP else thread_count())
+    return KernelCall(body=_verify_body(VERSION), arguments=arguments, threads=verify_threads(arguments.count))
 
 
-def run_write(arguments: ctypes.Structure) -> None:
+def write_call(arguments: ctypes.Structure) -> KernelCall:
     """Stamp new tokens (Write)."""
-    _write_body(VERSION)(arguments, 1 if arguments.total <= VERIFY_STEP else thread_count())
+    return KernelCall(body=_write_body(VERSION), arguments=arguments, threads=verify_threads(arguments.total))
 
 
-def run_digest(arguments: ctypes.Structure, *, alone: bool = False) -> None:
-    """Digest rows (Digest); how the work is cut is decided here. `alone`: on the calling thread, however much it is."""
+def digest_call(arguments: ctypes.Structure) -> KernelCall:
+    """Digest the rows of some slots (Digest)."""
+    return KernelCall(body=_digest_body(VERSION), arguments=arguments, threads=cut_digest(arguments))
+
+
+def plan_threads(entry_count: int) -> int:
+    """Threads that expand a plan of so many entries."""
+    return 1 if entry_count <= _PLAN_ALONE else thread_count()
+
+
+def verify_threads(count: int) -> int:
+    """Threads that verify, or stamp, so many slots."""
+    return 1 if count <= VERIFY_STEP else thread_count()
+
+
+def cut_digest(arguments: ctypes.Structure, *, alone: bool = False) -> int:
+    """Say how the rows that are to be digested (Digest) are cut; the threads for them. `alone`: the calling one,
+    however many they are."""
     row_bytes, count = arguments.lanes * 2, arguments.count
     alone = alone or count * row_bytes * arguments.halves * arguments.layers <= _DIGEST_ALONE_BYTES
     threads = 1 if alone else thread_count()
     step = max(ROWS, min(_DIGEST_STEP, -(-count // (threads * ROWS)) * ROWS))
     arguments.step, arguments.ahead = step, min(step, -(-_AHEAD_BYTES // (row_bytes * ROWS)) * ROWS)
-    _digest_body(VERSION)(arguments, threads)
+    return threads
+
+
+def run_digest(arguments: ctypes.Structure, *, alone: bool = False) -> None:
+    """Digest the rows of some slots (Digest); `alone` as above."""
+    _digest_body(VERSION)(arguments, cut_digest(arguments, alone=alone))
 
 
 _differing = inlined(fastmath=set())(differing)

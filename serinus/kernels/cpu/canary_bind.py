@@ -15,9 +15,10 @@ from torch import Tensor
 
 from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields
+from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, mix
 
-__all__ = ["Bind", "canary_bind", "chain_hashes", "run_bind", "warm"]
+__all__ = ["Bind", "bind_call", "canary_bind", "chain_hashes", "warm"]
 
 Bind = fields(
     "ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count halves"
@@ -43,7 +44,7 @@ def canary_bind(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs), ring_QF.data_ptr(),
         len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), len(slots_B), len(stamps_LS4) // 2,
     )  # fmt: skip
-    run_bind(arguments)
+    bind_call(arguments).run()
 
 
 def chain_hashes(tokens_N: NDArray[np.int32], position: int = 0, chain: int = ANCHOR) -> NDArray[np.int64]:
@@ -61,9 +62,9 @@ def warm() -> None:
         body(VERSION)
 
 
-def run_bind(arguments: ctypes.Structure) -> None:
+def bind_call(arguments: ctypes.Structure) -> KernelCall:
     """Hold last slots against what requests say (Bind)."""
-    _bind_body(VERSION)(arguments, 1)
+    return KernelCall(body=_bind_body(VERSION), arguments=arguments, threads=1)
 
 
 @cache

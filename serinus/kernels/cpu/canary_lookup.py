@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields
+from serinus.kernels.cpu.calls import KernelCall
+from serinus.kernels.cpu.digest import ask_for
 from serinus.kernels.cpu.scalar import at, carray
 
-__all__ = ["Find", "Look", "Match", "run_find", "run_look", "run_match", "warm"]
+__all__ = ["Find", "Look", "Match", "find_call", "look_call", "run_match", "warm"]
 
 Look = fields("ticket table written columns bound count out")
 """`written`: the rows as the leader wrote them, like `table`. `bound`: as `Watch.expand` takes it. `out`: [4, B],
@@ -28,6 +30,11 @@ Match = fields("ticket due count rows starts contexts sequences row_count places
 room for [7, 2 * sequences], the columns in the order of the batch, in `sets` sets. `left`: [count], 1 where a column
 is of none of its sequences. The last three are answers, too: tokens of the batch, its longest context, their sum."""
 
+_LINE = 16
+"""Entries of a line of the caches..."""
+_ASKED = 1024
+"""...and of a row that are asked for before they are read; what follows comes by itself."""
+
 
 def warm() -> None:
     """Compile, or load from the disk."""
@@ -35,15 +42,15 @@ def warm() -> None:
         body(VERSION)
 
 
-def run_look(arguments: ctypes.Structure) -> None:
+def look_call(arguments: ctypes.Structure) -> KernelCall:
     """Look up the last slots that sequences read, and hold all that they read against what the leader wrote: where an
     entry differs, that is what is looked up, with a hash that no slot has."""
-    _look_body(VERSION)(arguments, 1)
+    return KernelCall(body=_look_body(VERSION), arguments=arguments, threads=1)
 
 
-def run_find(arguments: ctypes.Structure) -> None:
+def find_call(arguments: ctypes.Structure) -> KernelCall:
     """Where rows say that tokens are that were stored: attention has read them there. 0 where that is no slot."""
-    _find_body(VERSION)(arguments, 1)
+    return KernelCall(body=_find_body(VERSION), arguments=arguments, threads=1)
 
 
 def run_match(arguments: ctypes.Structure) -> None:
@@ -60,6 +67,12 @@ def _look_body(version: int) -> Body:
         columns, count = a[3], a[5]
         bound = carray(at(a[4]), 5 * count, np.int64)
         out = carray(at(a[6]), 4 * count, np.int64)
+        for b in range(count):  # rows lie far apart: their lines are asked for before any of them is needed
+            row, low, position = bound[count + b], bound[2 * count + b], bound[3 * count + b]
+            end = min(position, low + _ASKED) + 1
+            for p in range(low, end + _LINE, _LINE):
+                ask_for(a[1] + (row * columns + min(p, position)) * 4)
+                ask_for(a[2] + (row * columns + min(p, position)) * 4)
         for b in range(count):
             row, low, position = bound[count + b], bound[2 * count + b], bound[3 * count + b]
             chain = bound[4 * count + b]

@@ -22,6 +22,7 @@ from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, W
 from serinus.kernels.cpu import canary as kernels
 from serinus.kernels.cpu import canary_bind, canary_lookup
 from serinus.kernels.cpu.body import thread_count
+from serinus.kernels.cpu.calls import Calls
 from serinus.kernels.cpu.paged_attention import cuts_of
 from serinus.kernels.cpu.watched_attention import pack_factors
 from serinus.kernels.packed import PackedFactors
@@ -32,6 +33,8 @@ _WORD = 8
 _ROOM = 64
 """Entries for which there is room beyond those that are asked for."""
 _KEPT = 64
+_PLAN, _LOOK, _BIND, _VERIFY, _WRITE, _FIND, _DIGEST, _READ_BACK = range(8)
+"""The calls of a pass, by their places: the first two expand, the next two verify, the others stamp and read back."""
 _NO_COLUMNS = np.empty((7, 0), np.int64)
 _Span = tuple[int, int]
 """Entries: the first, how many."""
@@ -68,10 +71,23 @@ class _CpuWatch:
             kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves)
             for of in (ring, stored)
         )
+        self._read_back.lane = StampLane.TAIL_K
         self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0, halves)
         self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
         self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0, halves)
+        calls = [
+            kernels.plan_call(self._plan), canary_lookup.look_call(self._look), canary_bind.bind_call(self._bind),
+            kernels.verify_call(self._verify), kernels.write_call(self._write), canary_lookup.find_call(self._find),
+        ]  # fmt: skip
+        if self._pools is not None:
+            calls += [kernels.digest_call(self._pools.stored), kernels.verify_call(self._read_back)]
+        self._calls = Calls(len(calls))
+        self._calls.put(0, calls)
+        self._looks_again = False
+        """Rows are looked up again before the next call of verify."""
+        self._stands = (0, 0)
+        """Sequences and tokens that the arguments of writing and reading back are for."""
         self._given: tuple[NDArray[np.int64], ...] = ()
         """The plan of this pass, as long as its addresses are in use."""
         self._bound, self._words, self._stored, self._unknown = _Words(), _Words(), _Words(), _Words(UNKNOWN)
@@ -79,7 +95,7 @@ class _CpuWatch:
         """By layer; the sums are zeros at the beginning of a pass."""
         self._batch: list[Tensor] = []
         self._reads = None if self._pools is None else _Reads(self._pools, len(table_RC), page_size)
-        self.entry_count = 0
+        self.entry_count, self.is_staged = 0, False
         self._rest: tuple[_Span, ...] = ()
         """What the attention that was asked about last does not digest."""
         self._all: tuple[_Span, ...] = ()
@@ -107,24 +123,19 @@ class _CpuWatch:
         due_7C, bound_5B = np.ascontiguousarray(due_7C), np.ascontiguousarray(bound_5B)
         self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
-        look, bind, bound = self._look, self._bind, bound_5B.shape[1]
-        look.bound, look.count, look.out = bound_5B.ctypes.data, bound, self._bound.room(4 * bound)
-        bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
-        bind.count = bound
-        self._look_up()
-        if not count:
-            return
+        look, bind, plan, bound = self._look, self._bind, self._plan, bound_5B.shape[1]
+        look.bound = bound_5B.ctypes.data
+        if bound != look.count or not look.out:
+            look.count, bind.count, look.out = bound, bound, self._bound.room(4 * bound)
+            bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
         # Slots, positions, previous slots, names, then two sums each.
-        base, plan, verify = self._words.room(6 * count), self._plan, self._verify
-        plan.ticket, plan.due, plan.out = 0, due_7C.ctypes.data, base
-        plan.sequence_count, plan.entry_count = due_7C.shape[1], count
-        kernels.run_plan(plan)
+        base, verify = self._words.room(6 * count), self._verify
+        plan.due, plan.out, plan.sequence_count, plan.entry_count = due_7C.ctypes.data, base, due_7C.shape[1], count
         verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
         verify.count = count
-
-    def _look_up(self) -> None:
-        if self._look.count:
-            canary_lookup.run_look(self._look)
+        self._calls.set_threads(_PLAN, kernels.plan_threads(count))
+        self._calls.set_threads(_VERIFY, kernels.verify_threads(count))
+        self._calls.run(_PLAN, _BIND)
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         reads = self._reads
@@ -147,47 +158,55 @@ class _CpuWatch:
             self._reads.drop()
 
     def look_again(self) -> None:
-        self._look_up()
+        self._looks_again = True
 
     def verify(self, lane: int) -> None:
-        if self._bind.count:
-            self._bind.lane = lane
-            canary_bind.run_bind(self._bind)
-        if not self.entry_count:
-            return
         arguments, pools = self._verify, self._pools
-        arguments.ticket, arguments.lane, arguments.digests, arguments.cuts = 0, lane, 0, 0
-        if lane >= StampLane.TAIL_K and pools is not None and self._reads is not None:
+        arguments.lane = self._bind.lane = lane
+        arguments.digests = arguments.cuts = 0
+        if self.entry_count and lane >= StampLane.TAIL_K and pools is not None and self._reads is not None:
             self._leave(pools.layer_count, self._all)
             self._digest_left(pools)
             if self._has_digests:
                 arguments.digests = self._digests_at
-            sums = self._reads.sums_P22E if self._reads.has_sums else None
-            if sums is not None:
-                arguments.sums, arguments.cuts, arguments.sums_stride = sums.data_ptr(), len(sums), sums.shape[-1]
-        kernels.run_verify(arguments)
+            if self._reads.has_sums:
+                arguments.sums, arguments.cuts, arguments.sums_stride = self._reads.sums_at
+        self._calls.run(_LOOK if self._looks_again else _BIND, _WRITE)
+        self._looks_again = False
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
         first_name: int,
     ) -> None:  # fmt: skip
         inputs = [t.contiguous() for t in (slots_T, positions_T, tokens_T, q_starts_B1, rows_B)]
-        arguments, find, pools = self._write, self._find, self._pools
-        arguments.slots, arguments.positions, arguments.tokens, arguments.starts, arguments.rows = (
-            tensor.data_ptr() for tensor in inputs
-        )
-        arguments.sequence_count, arguments.total = len(rows_B), len(slots_T)
+        write, find, pools = self._write, self._find, self._pools
+        slots, positions, tokens, starts, rows = (tensor.data_ptr() for tensor in inputs)
+        write.slots, write.positions, write.tokens, write.starts, write.rows = slots, positions, tokens, starts, rows
         self._batch = inputs  # as long as their addresses are in use
+        if self._stands != (len(rows_B), len(slots_T)):
+            self._stands = len(rows_B), len(slots_T)
+            self._make_room(pools)
+        if pools is not None:
+            find.slots, find.positions, find.starts, find.rows = slots, positions, starts, rows
+            find.first_name, self._read_back.tokens = first_name, tokens
+            self._written[0].sums_T2.zero_()
+
+    def _make_room(self, pools: _Pools | None) -> None:
+        """For so many tokens as there are now, of so many sequences."""
+        write, find, back, (sequences, count) = self._write, self._find, self._read_back, self._stands
+        threads = kernels.verify_threads(count)
+        write.sequence_count, write.total, find.count = sequences, count, sequences
+        self._calls.set_threads(_WRITE, threads)
         if pools is None:
             return
-        count = len(slots_T)
-        find.slots, find.positions, find.starts, find.rows = (
-            arguments.slots, arguments.positions, arguments.starts, arguments.rows,
-        )  # fmt: skip
-        find.count, find.first_name = len(rows_B), first_name
-        if self._written and len(self._written[0].sums_T2) == count:
-            self._written[0].sums_T2.zero_()
-            return
+        # Names, slots, positions, then two digests each.
+        base, back.previous = self._stored.room(5 * count), self._unknown.room(count)
+        find.names, find.found, find.placed, back.digests = (base + i * count * _WORD for i in range(4))
+        back.names, back.slots, back.positions, back.count = find.names, find.found, find.placed, count
+        digest = pools.stored
+        digest.slots, digest.out, digest.count = back.slots, back.digests, count
+        self._calls.set_threads(_DIGEST, kernels.cut_digest(digest))
+        self._calls.set_threads(_READ_BACK, threads)
         sums_T2 = torch.zeros((count, 2), dtype=torch.int64)
         self._written = tuple([WrittenRows(coefficients_22W=each, sums_T2=sums_T2) for each in pools.coefficients_L22W])
 
@@ -195,23 +214,9 @@ class _CpuWatch:
         return self._written[layer] if self._pools is not None else None
 
     def write(self, lane: int) -> None:
-        arguments, pools = self._write, self._pools
-        arguments.ticket, arguments.lane, arguments.digests = 0, lane, 0
-        if lane < StampLane.TAIL_K or pools is None:
-            kernels.run_write(arguments)
-            return
-        arguments.digests = self._written[0].sums_T2.data_ptr()
-        kernels.run_write(arguments)
-        back, find, count = self._read_back, self._find, arguments.total
-        # Names, slots, positions, then two digests each.
-        base, back.previous = self._stored.room(5 * count), self._unknown.room(count)
-        find.names, find.found, find.placed = (base + i * count * _WORD for i in range(3))
-        canary_lookup.run_find(find)
-        back.ticket, back.lane, back.tokens = 0, lane, arguments.tokens
-        back.names, back.slots, back.positions, back.digests = (base + i * count * _WORD for i in range(4))
-        back.count = count
-        pools.digest(back.slots, back.digests, count, 0, pools.layer_count, adds=False)
-        kernels.run_verify(back)
+        is_tail = lane >= StampLane.TAIL_K and self._pools is not None
+        self._write.lane, self._write.digests = lane, self._written[0].sums_T2.data_ptr() if is_tail else 0
+        self._calls.run(_WRITE, _READ_BACK + 1 if is_tail else _FIND)
 
     # ---- what is digested by a pass of its own --------------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class _CpuWatch:
         for first, end, spans in left:
             for begin, entries in spans:
                 slots_at = self._words.address + begin * _WORD
-                pools.digest(slots_at, self._digests_at + begin * 2 * _WORD, entries, first, end, adds=True)
+                pools.add(slots_at, self._digests_at + begin * 2 * _WORD, entries, first, end)
 
     @property
     def _digests_at(self) -> int:
@@ -278,7 +283,9 @@ class _Reads:
         self._due, self._left = _Words(), _Words()
         self._made: dict[int, tuple[LayerDigest, ...]] = {}
         """By columns of what is due; of these sums and that memory."""
-        self.sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
+        self._sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
+        self.sums_at = (0, 0, 0)
+        """Their address, P and E."""
         self.has_sums = False
         """Whether attention adds to these sums in this pass."""
         self.batch: AttentionBatch | None = None
@@ -320,12 +327,14 @@ class _Reads:
         is_shared = match.queries > batch.sequence_count
         if not is_shared and 4 * threads * match.longest > match.sum:  # else the work is even enough for whole rows
             is_shared = cuts_of(batch.context_B.tolist(), self._pools.kv_heads) > 1
-        cuts, room = threads if is_shared else 1, self.sums_P22E.shape[-1]
+        cuts, (_, made, room) = threads if is_shared else 1, self.sums_at
         self.has_sums = True
-        if len(self.sums_P22E) == cuts and entry_count <= room <= 4 * entry_count + _ROOM:
-            self.sums_P22E.zero_()
+        if made == cuts and entry_count <= room <= 4 * entry_count + _ROOM:
+            self._sums_P22E.zero_()
             return
-        self.sums_P22E = torch.zeros((cuts, 2, 2, entry_count + entry_count // 4 + _ROOM), dtype=torch.int32)
+        room = entry_count + entry_count // 4 + _ROOM
+        self._sums_P22E = torch.zeros((cuts, 2, 2, room), dtype=torch.int32)
+        self.sums_at = self._sums_P22E.data_ptr(), cuts, room
         self._made.clear()
 
     def _digests_of(self, width: int) -> tuple[LayerDigest, ...]:
@@ -336,7 +345,7 @@ class _Reads:
             due_7D = torch.from_numpy(self._due.array[: 7 * width].reshape(7, width))
             made = self._made[width] = tuple([
                 LayerDigest(
-                    factors=factors, due_7B=due_7D, sums_P22E=self.sums_P22E, page_size=self._page_size,
+                    factors=factors, due_7B=due_7D, sums_P22E=self._sums_P22E, page_size=self._page_size,
                     canary_digest=kernels.canary_digest,
                 )
                 for factors in self._pools.packed
@@ -360,6 +369,11 @@ class _Pools:
         pool = layers_kv[0][0]
         slot_bytes, lanes = pool.stride(0) * pool.element_size(), coefficients_L22W.shape[-1]
         self._digest = kernels.Digest(0, 0, 0, 0, 0, 0, 0, lanes, slot_bytes, 0, 0, 0, self._halves)
+        self.stored = kernels.Digest(
+            0, ctypes.addressof(self._addresses), 0, self._factors, 0, 0, self.layer_count, lanes, slot_bytes, 0, 0, 0,
+            self._halves,
+        )  # fmt: skip
+        """Arguments for rows of all layers; slots, sums and count are the caller's."""
         self.kv_heads = pool.shape[1]
         self.packed = [
             pack_factors(factors_22W, self.kv_heads)
@@ -369,10 +383,10 @@ class _Pools:
         ]
         """Factors for attention, by layer."""
 
-    def digest(self, slots_at: int, sums_at: int, count: int, first: int, end: int, *, adds: bool) -> None:
-        """Of layers first .. end - 1."""
+    def add(self, slots_at: int, sums_at: int, count: int, first: int, end: int) -> None:
+        """Add digests of layers first .. end - 1 to sums."""
         arguments = self._digest
-        arguments.ticket, arguments.adds = 0, int(adds)
+        arguments.ticket, arguments.adds = 0, 1
         arguments.pools = ctypes.addressof(self._addresses) + first * self._halves * _WORD
         arguments.coefficients = self._factors + first * self._factor_bytes
         arguments.slots, arguments.out, arguments.count, arguments.layers = slots_at, sums_at, count, end - first

@@ -80,6 +80,8 @@ class OpsWatch:
         self._names_T = self._rows_T = self._written_T2 = torch.zeros(0)
         self.entry_count = 0
 
+    is_staged = False
+
     def has_room(self, room: int, entry_count: int) -> bool:
         return True
 

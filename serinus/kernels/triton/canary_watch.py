@@ -62,6 +62,7 @@ class _Staged:
 class _DeviceWatch(OpsWatch):
     """A launch or two for each step of the protocol, whatever the batch is."""
 
+    is_staged = True
     _staged: _Staged | None = None
     _first: AttentionBatch | None = None
     """The batch of this pass that was asked about first."""
