@@ -15,7 +15,7 @@ import numpy as np
 from serinus.core.plan import SeqWork, WorkAhead
 from serinus.sched.batch import Batch
 from serinus.sched.page_allocator import PageAllocator
-from serinus.sched.request_state import Phase, ReqState
+from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
 __all__ = ["Lookahead"]
@@ -38,8 +38,10 @@ class Lookahead:
         holding = []
         for state in made:
             work, state.ahead = state.ahead, None
-            if work is not None and state.phase is Phase.DECODE and work.start == state.known - 1:
-                holding.append((state, work))
+            if work is None:
+                continue  # it has given its pages back since
+            assert work.start == state.known - 1, f"sched: {state.rid} has {state.known} tokens, {work.start} ahead"
+            holding.append((state, work))
         return holding
 
     def make(self, states: Sequence[ReqState | None]) -> WorkAhead | None:

@@ -141,7 +141,7 @@ class ReqState:
     """Its KV came from elsewhere, and no step has read it yet: the next one verifies all of it."""
     published: int = 0
     ahead: SeqWork | None = None
-    """Its work in the next plan, where that was made before the result of the latest one."""
+    """Its work in the next plan, where that was made before the result of the latest one, and it has kept its pages."""
     load: LoadPlan | None = None
     """What the host could add to its match, until that is loaded or let go."""
     found: dict[str, int] = field(default_factory=dict)
