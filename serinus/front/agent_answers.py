@@ -13,6 +13,7 @@ __all__ = [
     "MessageEvent",
     "ResponseEvent",
     "ResponseObject",
+    "TokenCount",
 ]
 
 
@@ -161,6 +162,12 @@ class Message(HttpAnswer, kw_only=True):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
+
+
+class TokenCount(HttpAnswer, kw_only=True):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
 
 
 class MessageEvent(msgspec.Struct, kw_only=True):

@@ -22,7 +22,7 @@ from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
 from serinus.front.dashboard import DashboardFeed
 from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
-from serinus.front.messages import messages
+from serinus.front.messages import count_tokens, messages
 from serinus.front.native import generate
 from serinus.front.perturb import perturb
 from serinus.front.responses import embeddings, responses
@@ -38,6 +38,7 @@ _OF_FRONT = {
     "/v1/chat/completions": chat_completions,
     "/v1/responses": responses,
     "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
     "/v1/embeddings": embeddings,
     "/v1/models": info.models,
     "/v1/models/{name:path}": info.model,

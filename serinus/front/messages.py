@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from serinus.core.errors import BadRequest
+from serinus.front.agent_answers import TokenCount
 from serinus.front.agent_schemas import MessagesBody
 from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
 from serinus.front.conversation import prepare
@@ -16,7 +17,7 @@ from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind
 
-__all__ = ["messages"]
+__all__ = ["count_tokens", "messages"]
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -27,6 +28,8 @@ async def messages(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""
     start = front.clock.now()
     body = await front.read(exchange, MessagesBody)
+    if body.max_tokens is None:
+        raise BadRequest("max_tokens", None, "a number of tokens: Anthropic's messages must have it")
     chat = await prepare(front, _chat(body), limit_field="max_tokens")
     request_id = body.rid or fresh_id("msg")
     async with front.calling(exchange, chat.asks, chat.body, request_id=request_id, start=start) as call:
@@ -34,10 +37,14 @@ async def messages(front: Front, exchange: HttpExchange) -> None:
         await renderer.answer(exchange, streamed=bool(body.stream))
 
 
+async def count_tokens(front: Front, exchange: HttpExchange) -> None:
+    """Answer how many tokens the prompt of a request has. Raises what `messages` does."""
+    chat = await prepare(front, _chat(await front.read(exchange, MessagesBody)), limit_field="max_tokens")
+    await exchange.json(TokenCount(input_tokens=len(chat.asks[0].prompt)))
+
+
 def _chat(body: MessagesBody) -> ChatBody:
     """The chat that is asked for. Raises BadRequest."""
-    if body.max_tokens is None:
-        raise BadRequest("max_tokens", None, "a number of tokens: Anthropic's messages must have it")
     kwargs = dict(body.chat_template_kwargs or {})
     thinking = body.thinking or {}
     if thinking:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from serinus.core.errors import SerinusError
 from serinus.core.log import fields, get_logger
-from serinus.front.agent_answers import Message, MessageEvent, ResponseEvent, ResponseObject
+from serinus.front.agent_answers import Message, MessageEvent, ResponseEvent, ResponseObject, TokenCount
 from serinus.front.agent_schemas import EmbeddingsBody, MessagesBody, ResponsesBody
 from serinus.front.answer_schemas import (
     Chat,
@@ -129,6 +129,10 @@ ENDPOINTS = (
         path="/v1/messages", summary="Answer a chat (Anthropic)", methods=_POST, body=MessagesBody, answers=(Message,),
         events=MessageEvent,
         says_done=False,
+    ),
+    EndpointSpec(
+        path="/v1/messages/count_tokens", summary="Tokens of such a chat (Anthropic)", methods=_POST, body=MessagesBody,
+        answers=(TokenCount,),
     ),
     EndpointSpec(
         path="/v1/embeddings", summary="Refused (400): no embedding model is served", methods=_POST,

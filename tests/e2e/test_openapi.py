@@ -53,6 +53,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "one"}], "max_tokens": 9},
     "/v1/responses": {"input": "one", "max_output_tokens": 9},
     "/v1/messages": {"messages": [{"role": "user", "content": "one"}], "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "one"}]},
     "/generate": {"text": ["one", "two"], "sampling_params": {"max_new_tokens": 9}},
     "/tokenize": {"prompt": "one"},
     "/detokenize": {"tokens": [5, 6]},

@@ -252,6 +252,17 @@ def test_results_of_tools_go_back_to_the_model(scripted: tuple[RunningFront, Scr
     )
 
 
+def test_the_tokens_of_a_message_are_counted_as_it_would_be_asked(scripted: tuple[RunningFront, Script]) -> None:
+    front, script = scripted
+    script.text = "x"
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": [ANTHROPIC_WEATHER], "system": "Be short."}
+    count = front.post("/v1/messages/count_tokens", body).json()
+    asked = front.post("/v1/messages", {**body, "max_tokens": 5}).json()["usage"]
+    assert count == {"input_tokens": asked["input_tokens"] + asked["cache_read_input_tokens"]}
+    wrong = front.post("/v1/messages/count_tokens", {**body, "tools": [{"type": "bash_20250124", "name": "bash"}]})
+    assert wrong.json()["error"]["param"] == "tools[0].type"
+
+
 def test_a_message_is_held_to_the_schema_of_its_output_config(scripted: tuple[RunningFront, Script]) -> None:
     front, script = scripted
     script.text = "{}"
