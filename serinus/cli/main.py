@@ -44,6 +44,16 @@ COMMANDS: tuple[Command, ...] = (
         target="serinus.cli.up:run",
     ),
     Command(
+        name="compile",
+        summary="compile a model's kernels ahead, so that its first start is as fast as the others",
+        about="Compile the kernels of a model's shapes and settings, by several processes, into the cache on disk.",
+        examples=(
+            ("serinus compile ./model", "as `serinus serve ./model` would use them; give it the same flags"),
+            ("serinus compile ./model --max-running-requests 64", "decode steps of at most 64 requests"),
+        ),
+        target="serinus.cli.compile:run",
+    ),
+    Command(
         name="router",
         summary="one address before engines that run elsewhere",
         about="Give decode engines one address, and tell each request which prefill engine may help.",

@@ -238,6 +238,7 @@ def build_engine(
     *,
     handoffs_of: HandoffsOf = make_handoffs,
     backends: Sequence[AnyBackend] = (),
+    before_pool: Callable[[], object] = lambda: None,
 ) -> Built:
     """Load the model and allocate everything, on all ranks.
 
@@ -245,12 +246,13 @@ def build_engine(
         starter: starts the ranks that do not lead, where there are any; None = it is made here.
         handoffs_of: makes the engine's role and its connections to peers.
         backends: how pages travel between engines, in the leader's process; none = as the settings say.
+        before_pool: as `build_rank` takes it, of one rank.
     Raises ConfigError where the checkpoint, the machine and the settings do not fit together, PeerGone where a rank
     does not come up. Cost: dominated by reading and packing the weights.
     """
     mesh = mesh_of(config)
     if mesh.size == 1:
-        parts = build_rank(config, mesh, 0, SoloComm(), clock)
+        parts = build_rank(config, mesh, 0, SoloComm(), clock, before_pool=before_pool)
         line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
         _first_steps(parts, line, clock)
         record_steps(parts, counted)

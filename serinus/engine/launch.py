@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
+from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.engine.build import Built, build_engine
+from serinus.engine.compile_ahead import Compilers, is_compiled, weight_bytes
 from serinus.engine.loop import EngineLoop
+from serinus.engine.progress import counted
 from serinus.pool import PoolSpec
+from serinus.ranks.build import choose_device
 from serinus.ranks.rank_processes import RankProcesses
 from serinus.wire import ZmqChannel
 from serinus.wire.messages import Ready
@@ -33,12 +39,31 @@ def launch(
     """
     channel = ZmqChannel(endpoint, clock=clock)
     imports_s = clock.now() - started
-    built = build_engine(config, clock, starter)
+    with _compiling(config, clock) as wait:
+        built = build_engine(config, clock, starter, before_pool=wait)
     seconds = {"imports": imports_s, **built.seconds, "engine": clock.now() - started}
     for phase, spent in seconds.items():
         built.metrics.set("startup_time_seconds", spent, phase)
     _announce(built, seconds)
     return EngineLoop(built, endpoint=channel, ready=ready_of(built, seconds), clock=clock)
+
+
+@contextmanager
+def _compiling(config: ServeConfig, clock: Clock) -> Iterator[Callable[[], object]]:
+    """Kernels of a GPU are compiled ahead by other processes, where they were not before; what it gives waits for
+    them."""
+    device = choose_device(config.model.device)
+    if device == "cpu" or config.parallel.size > 1 or is_compiled(config):
+        yield lambda: None
+        return
+    try:
+        ahead = Compilers(config, clock, spared=weight_bytes(config))
+    except ConfigError as error:
+        _log.info("kernels are compiled at first use: %s", error)
+        yield lambda: None
+        return
+    with ahead:
+        yield lambda: ahead.wait(counted)
 
 
 def ready_of(built: Built, seconds: dict[str, float]) -> Ready:

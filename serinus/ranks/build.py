@@ -55,6 +55,7 @@ __all__ = [
     "build_rank",
     "choose_device",
     "context_of",
+    "graph_sizes",
     "overrides_of",
     "record_steps",
     "rows_of",
@@ -128,9 +129,15 @@ class RankParts:
         self.comm.close()
 
 
-def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Clock) -> RankParts:
+def build_rank(
+    config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Clock, *, profiled: bool = True,
+    before_pool: Callable[[], object] = lambda: None,
+) -> RankParts:  # fmt: skip
     """Load this rank's share of the model and allocate everything; all ranks do it side by side.
 
+    Args:
+        profiled: run the largest step of a GPU, to leave room for it.
+        before_pool: called before it is asked how much memory is free.
     Raises ConfigError where the checkpoint, the machine and the settings do not fit together, PeerGone where another
     rank does not come as far. Cost: dominated by reading and packing the weights.
     """
@@ -184,7 +191,8 @@ def build_rank(config: ServeConfig, mesh: Mesh, rank: int, comm: Comm, clock: Cl
         phases.mark("weights")
         memory = MemoryAccount(device)
         memory.mark("weights")
-        step_bytes = _step_bytes(config, model, kernels, own, dtype, device, context)
+        step_bytes = _step_bytes(config, model, kernels, own, dtype, device, context) if profiled else 0
+        before_pool()
         specs = _agreed(
             part_specs(config, own, dtype, device, context, step_bytes=step_bytes, own=memory.own_bytes), comm
         )
@@ -281,9 +289,13 @@ def record_steps(parts: RankParts, shown: Callable[[str, int], AbstractContextMa
     parts.memory.tell()
 
 
+def graph_sizes(config: ServeConfig) -> tuple[int, ...]:
+    """Batches of decode steps that are recorded on a GPU."""
+    return batch_sizes(min(config.sched.max_running_requests, config.kernels.cuda_graph_max_bs or 256))
+
+
 def _record(parts: RankParts, shown: Callable[[str, int], AbstractContextManager[Callable[[], object]]]) -> None:
-    config = parts.config
-    sizes = batch_sizes(min(config.sched.max_running_requests, config.kernels.cuda_graph_max_bs or 256))
+    sizes = graph_sizes(parts.config)
     before = available_bytes(parts.device)
     with shown("recording CUDA graphs", len(sizes)) as advance:
         parts.runner.record(sizes, lambda size: advance())

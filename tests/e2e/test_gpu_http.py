@@ -10,8 +10,7 @@ import pytest
 
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
-
-from .cluster import HTTP, Reference, engines, generate, generate_all, idle, metric, mixed_prompts
+from tests.e2e.cluster import HTTP, Reference, engines, generate, generate_all, idle, metric, mixed_prompts
 
 pytestmark = pytest.mark.gpu
 

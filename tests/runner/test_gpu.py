@@ -20,8 +20,7 @@ from serinus.parallel.comm import TorchComm, listen
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
 from serinus.testing.ranked import RunnerRank
-
-from .replaying import converse, small_latent_model, small_model, where
+from tests.runner.replaying import converse, small_latent_model, small_model, where
 
 pytestmark = pytest.mark.gpu
 

@@ -47,6 +47,8 @@ REASONS: dict[str, str] = {
     "core/version.py": "start of a process",
     "engine/__init__.py": "names that are imported late",
     "engine/interrupt.py": "Ctrl-C in the offline loop",
+    "engine/compile_ahead.py": "start of a process on a GPU",
+    "engine/compile_process.py": "start of a process on a GPU",
     "engine/launch.py": "start of a process",
     "engine/llm.py": "the offline loop around an engine",
     "engine/loop.py": "the loop of a process; SimEngine stands in its place",
