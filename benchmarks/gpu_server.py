@@ -85,15 +85,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--compile", action="store_true", help="begin with `serinus compile`")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(config_in(Path(name)))
         write_tokenizer(folder)
+        flags = [word for key, value in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        begin = CLOCK.now()
+        if arguments.compile:
+            done = subprocess.run([sys.executable, "-m", "serinus", "compile", str(folder), *flags])
+            emit("gpu_server_start", of="compile", seconds=round(CLOCK.now() - begin, 2), code=done.returncode)
         begin = CLOCK.now()
         with LLM(str(folder), skip_tokenizer_init=True, **SETTINGS) as llm:
             phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
             emit("gpu_server_start", of="LLM", start_s=round(CLOCK.now() - begin, 2), phases=phases)
-            flags = [word for key, value in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
             begin = CLOCK.now()
             with Server("serve", str(folder), *flags) as server:
                 start_s = round(CLOCK.now() - begin, 2)
