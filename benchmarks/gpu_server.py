@@ -96,23 +96,21 @@ def main() -> None:
             done = subprocess.run([sys.executable, "-m", "serinus", "compile", str(folder), *flags])
             emit("gpu_server_start", of="compile", seconds=round(CLOCK.now() - begin, 2), code=done.returncode)
         begin = CLOCK.now()
-        with LLM(str(folder), skip_tokenizer_init=True, **SETTINGS) as llm:
+        server = Server("serve", str(folder), *flags)
+        with LLM(str(folder), skip_tokenizer_init=True, **SETTINGS) as llm, server:
             phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
-            emit("gpu_server_start", of="LLM", start_s=round(CLOCK.now() - begin, 2), phases=phases)
-            begin = CLOCK.now()
-            with Server("serve", str(folder), *flags) as server:
-                start_s = round(CLOCK.now() - begin, 2)
-                phases = re.sub(r"^.*?loaded: ", "", server.wait_line("engine .* loaded: "))
-                emit("gpu_server_start", of="serve", start_s=start_s, phases=phases)
-                for streams in arguments.streams:
-                    compare(llm, server, streams, arguments.rounds)
+            emit("gpu_server_start", of="both", seconds=round(CLOCK.now() - begin, 2), phases=phases)
+            said = re.sub(r"^.*?loaded: ", "", server.wait_line("engine .* loaded: "))
+            emit("gpu_server_start", of="serve", phases=said, memory=server.wait_line("memory of cuda"))
+            for streams in arguments.streams:
+                compare(llm, server, streams, arguments.rounds)
 
 
 def compare(llm: LLM, server: Server, streams: int, rounds: int) -> None:
     """A line for so many streams: the best round of each, after one that is not counted."""
     alone, served, cpu = [], [], []
-    offline(llm, min(streams, 16), -1)
-    online(server.url, min(streams, 16), 1000 + streams)
+    offline(llm, 16, -1)
+    online(server.url, 16, 1000 + streams)
     for index in range(rounds):
         alone.append(offline(llm, streams, index))
         before = cpu_seconds(server.process.pid)

@@ -26,6 +26,8 @@ from serinus.wire.messages import Ready
 __all__ = ["launch", "ready_of"]
 
 _log = get_logger("engine")
+_LARGE_BYTES = 1 << 30
+"""Weights of models that have kernels compiled ahead at start; for less it takes longer to start the processes."""
 
 
 def launch(
@@ -53,11 +55,12 @@ def _compiling(config: ServeConfig, clock: Clock) -> Iterator[Callable[[], objec
     """Kernels of a GPU are compiled ahead by other processes, where they were not before; what it gives waits for
     them."""
     device = choose_device(config.model.device)
-    if device == "cpu" or config.parallel.size > 1 or is_compiled(config):
+    weights = weight_bytes(config)
+    if device == "cpu" or config.parallel.size > 1 or weights < _LARGE_BYTES or is_compiled(config):
         yield lambda: None
         return
     try:
-        ahead = Compilers(config, clock, spared=weight_bytes(config))
+        ahead = Compilers(config, clock, spared=weights)
     except ConfigError as error:
         _log.info("kernels are compiled at first use: %s", error)
         yield lambda: None
