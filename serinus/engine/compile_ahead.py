@@ -81,6 +81,8 @@ class Compilers:
             if child.poll() is None:
                 child.kill()
             child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
 
     def wait(self, shown: Shown) -> bool:
         """Wait until all is compiled; returns whether it went well. What could not be compiled here is compiled at
