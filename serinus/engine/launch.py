@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -54,19 +55,18 @@ def launch(
 def _compiling(config: ServeConfig, clock: Clock) -> Iterator[Callable[[], object]]:
     """Kernels of a GPU are compiled ahead by other processes, where they were not before; what it gives waits for
     them."""
-    device = choose_device(config.model.device)
-    weights = weight_bytes(config)
-    if device == "cpu" or config.parallel.size > 1 or weights < _LARGE_BYTES or is_compiled(config):
-        yield lambda: None
-        return
-    try:
-        ahead = Compilers(config, clock, spared=weights)
-    except ConfigError as error:
-        _log.info("kernels are compiled at first use: %s", error)
+    ahead: Compilers | None = None
+    if choose_device(config.model.device) != "cpu" and config.parallel.size == 1 and not is_compiled(config):
+        weights = weight_bytes(config)
+        try:
+            ahead = Compilers(config, clock, spared=weights) if weights >= _LARGE_BYTES else None
+        except ConfigError as error:
+            _log.info("kernels are compiled at first use: %s", error)
+    if ahead is None:
         yield lambda: None
         return
     with ahead:
-        yield lambda: ahead.wait(counted)
+        yield partial(ahead.wait, counted)
 
 
 def ready_of(built: Built, seconds: dict[str, float]) -> Ready:
