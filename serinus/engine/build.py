@@ -44,15 +44,7 @@ from serinus.parallel.comm import Comm, SoloComm
 from serinus.pd import AnyBackend
 from serinus.pool import DevicePool, PoolSpec
 from serinus.ranks import LeaderLine, LeaderLinks, make_body
-from serinus.ranks.build import (
-    RankParts,
-    build_rank,
-    choose_device,
-    context_of,
-    overrides_of,
-    record_steps,
-    rows_of,
-)
+from serinus.ranks.build import RankParts, build_rank, choose_device, context_of, overrides_of, record_steps, rows_of
 from serinus.ranks.rank_metrics import RankMetrics
 from serinus.ranks.rank_processes import RankProcesses, mesh_of
 from serinus.ranks.sizes import chunk_of, part_specs
@@ -109,7 +101,7 @@ class Built:
     seconds: dict[str, float]
     """Start-up phases: weights, pool, warm-up."""
     memory: Mapping[str, int]
-    """Bytes of the leader's GPU by what they hold; empty on a CPU."""
+    """Bytes of the leader's GPU by what they hold."""
 
     @property
     def pool(self) -> DevicePool:

@@ -119,7 +119,9 @@ def weight_bytes(config: ServeConfig) -> int:
 
 
 def few_layers(config: ServeConfig) -> ServeConfig:
-    """The same settings of a model with dummy weights and its first layers, at least one of each kind."""
+    """The same settings of a model with dummy weights and its first layers, at least one of each kind.
+
+    Raises ConfigError: the model cannot be had with so few."""
     folder, given = resolve(config.model.model_path, config.model.revision), overrides_of(config)
     model = config.model
 

@@ -171,19 +171,9 @@ def build_rank(
     progress = LoadProgress(clock)
     with torch.inference_mode():
         model = load_model(
-            spec,
-            folder,
-            dtype,
-            kernels,
-            load_format=config.model.load_format,
-            seed=seed,
-            positions=context,
-            device=device,
-            shard=shard,
-            comm=comm,
-            digests=digests,
-            tell=progress,
-        )
+            spec, folder, dtype, kernels, load_format=config.model.load_format, seed=seed, positions=context,
+            device=device, shard=shard, comm=comm, digests=digests, tell=progress,
+        )  # fmt: skip
         progress.end()
         if not spec.signature:
             spec = spec.signed(digests.of_model(comm))
