@@ -131,6 +131,7 @@ class Runner:
         made, waited = (None, 0.0) if self._grammars is None else self._grammars.take_seconds()
         return StepResult(step=flight.step, seqs=seqs, mask_seconds=made, mask_wait_seconds=waited)
 
+    @torch.inference_mode()
     def write_tables(self, writes: Sequence[TableWrite]) -> None:
         """Write the row tables alone."""
         if not writes:

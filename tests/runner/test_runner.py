@@ -191,6 +191,14 @@ def test_a_pool_of_another_shape_than_the_models_is_refused(tmp_path: Path) -> N
             Runner(model, {Part.FULL: pool}, {Part.FULL: RequestTable(4, 16)}, KERNELS)
 
 
+def test_row_tables_that_were_made_for_inference_are_written_between_steps_too(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        engine = toy(tmp_path)
+        runner = Runner(engine.model, engine.pools, engine.tables, KERNELS)
+    runner.write_tables([TableWrite(row=1, start=2, slots=np.array([7, 9], np.int64))])
+    assert engine.tables[Part.FULL].table[1, :5].tolist() == [0, 0, 7, 9, 0]
+
+
 def sliding(path: Path) -> DirectEngine:
     return direct(make_toy(path, tokenizer=False, window=6, layer_types="SFS"), torch.bfloat16)
 
