@@ -136,10 +136,11 @@ class Runner:
         """Write the row tables alone."""
         if not writes:
             return
-        self._inbox.begin()
-        self._stage_tables(writes, self._inbox.put)
-        self._inbox.send()
-        self._write_tables()
+        with torch.inference_mode():
+            self._inbox.begin()
+            self._stage_tables(writes, self._inbox.put)
+            self._inbox.send()
+            self._write_tables()
 
     def record(self, sizes: Sequence[int], tell: Callable[[int], object] = lambda size: None) -> None:
         """Record decode steps of so many sequences, the largest first; from now on steps that fit are replayed. All

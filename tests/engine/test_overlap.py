@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from serinus import LLM, SamplingParams
+from serinus.core.parts import Part
+from serinus.core.plan import StepPlan, TableWrite
 from serinus.core.request import FinishReason, Request
 from serinus.engine.messages import FrontMessage
 from serinus.models.small_checkpoints import make_toy
@@ -120,3 +122,22 @@ def test_answers_are_those_of_an_engine_that_waits(serve: Any, canary: str) -> N
         assert expected.taken == expected.dropped == 0
         taken += found.taken
     assert taken > 40
+
+
+def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ahead(serve: Any) -> None:
+    """Tables and pools are made in torch's inference mode, the turn of an engine is not in it."""
+    llm = serve(overlaps=True)
+    runner = llm._built.line.body._runner
+    request = Request(
+        rid="a", prompt=np.arange(1, 7, dtype=np.int32), sampling=SamplingParams(max_tokens=3), seed=1, stream=True
+    )
+    llm._turn([FrontMessage(front="f", message=request)])
+    llm._turn([])
+    plan = llm._engine._open[0][0]
+    ahead, slots = plan.ahead, np.arange(8, 12)
+    assert ahead is not None
+    writes = (TableWrite(row=5, start=0, slots=slots),)
+    result = runner.run(StepPlan(step=plan.step + 1, work=ahead.work, table_writes=writes))
+    assert result is not None
+    assert runner.taken == 1
+    assert runner._runner._tables[Part.FULL].table[5, :4].tolist() == slots.tolist()
