@@ -51,7 +51,7 @@ class LatentCut:
     warps: int
     """Warps of one program."""
     stages: int
-    """Blocks that are loaded ahead."""
+    """Twice the blocks that are loaded ahead, and one: the slots of rows are loaded before the rows."""
 
 
 def cut_of(pairs: int, itemsize: int, *, alone: bool) -> LatentCut:
@@ -59,8 +59,8 @@ def cut_of(pairs: int, itemsize: int, *, alone: bool) -> LatentCut:
     if itemsize > 2:
         return LatentCut(rows=16, block=16, warps=4, stages=1)
     if alone and pairs <= ROWS_LEAST:
-        return LatentCut(rows=16, block=32, warps=4, stages=2)
-    return LatentCut(rows=64, block=32, warps=8, stages=2)
+        return LatentCut(rows=16, block=32, warps=4, stages=5)
+    return LatentCut(rows=64, block=32, warps=8, stages=5)
 
 
 def latent_attention(

@@ -35,9 +35,11 @@ _TILE = 64
 """Outputs of one piece."""
 _IN_ASSEMBLY = not triton.knobs.runtime.interpret
 """Triton's interpreter knows none."""
-_PROGRAMS = 512
+_PROGRAMS = 256
 """With fewer, inputs are cut into parts."""
 _PARTS_MAX = 16
+_MANY = 1024
+"""Tokens from which on larger tiles of 8 bits are faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +58,18 @@ class QuantizedCut:
     """Steps that are loaded ahead."""
 
 
-def cut_of(count: int, out_size: int, in_size: int) -> QuantizedCut:
-    """How a weight is cut for so many tokens."""
+def cut_of(count: int, out_size: int, in_size: int, bits: int) -> QuantizedCut:
+    """How a weight is cut for so many tokens, as measured best (benchmarks/gpu_models.py)."""
     rows = min(128, max(16, int(triton.next_power_of_2(count))))
     if rows == 128:
-        return QuantizedCut(rows=rows, outputs=128, parts=1, warps=8, stages=3)
-    programs = triton.cdiv(out_size, 64)
-    parts = min(
-        _PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))), triton.cdiv(in_size, 4 * _SPAN)
-    )
-    return QuantizedCut(rows=rows, outputs=64, parts=parts if programs <= TICKETS else 1, warps=4, stages=4)
+        if bits == 8 and count >= _MANY:
+            return QuantizedCut(rows=256, outputs=128, parts=1, warps=8, stages=3)
+        return QuantizedCut(rows=rows, outputs=64, parts=1, warps=4, stages=3)
+    outputs = 128 if rows == 16 else 64
+    programs = triton.cdiv(out_size, outputs)
+    wanted = min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))))
+    parts = min(wanted, triton.cdiv(in_size, 4 * _SPAN)) if programs <= TICKETS else 1
+    return QuantizedCut(rows=rows, outputs=outputs, parts=parts, warps=4, stages=3)
 
 
 def span_of(group: int) -> int:
@@ -100,7 +104,7 @@ def multiply_quantized(
     """x @ weight.T + bias, [T, O] in the dtype of x. `tickets`: of `Tickets`; `cut`: None = as measured best.
 
     Raises ValueError: x is not of width I.
-    Cost: one read of the integers for every 128 rows, one write of the output; no host wait.
+    Cost: one read of the integers for every 128 rows at least, one write of the output; no host wait.
     """
     if x_TI.shape[-1] != packed.in_size:
         raise ValueError(f"kernels: linear got {tuple(x_TI.shape)}, expected [T, {packed.in_size}]")
@@ -110,7 +114,7 @@ def multiply_quantized(
     if not out_TO.numel():
         return out_TO.view(*x_TI.shape[:-1], packed.out_size)
     assert how.scales is not None, "kernels: a quantized weight without scales"
-    cut = cut or cut_of(count, packed.out_size, packed.in_size)
+    cut = cut or cut_of(count, packed.out_size, packed.in_size, how.bits)
     partial = out_TO
     if cut.parts > 1:
         partial = torch.empty((cut.parts, count, packed.out_size), dtype=torch.float32, device=x_TI.device)

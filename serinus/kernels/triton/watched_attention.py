@@ -32,7 +32,8 @@ __all__ = ["digest_beside", "new_watched_attention", "pack_factors"]
 
 _HEAD_SIZE_MAX = 512
 """Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
-_BESIDE_SPLITS = 16
+_BESIDE_SPLITS, _BESIDE_PROGRAMS = 16, 2048
+"""Programs of one column at least; and of all, where columns are few."""
 _BESIDE_SLOTS = 16
 _BESIDE_LANES = 256
 
@@ -132,11 +133,12 @@ def digest_beside(
     pool_SHD = halves_SHD[0]
     width, each = factors_22W.shape[-1], pool_SHD.element_size() // 2  # lanes of an element
     page_slots, gap = page_gap(pool_SHD)
-    _beside[(columns, len(halves_SHD), _BESIDE_SPLITS)](
+    splits = max(_BESIDE_SPLITS, _BESIDE_PROGRAMS // (columns * len(halves_SHD)))
+    _beside[(columns, len(halves_SHD), min(splits, _BESIDE_PROGRAMS // 8))](
         pool_SHD.view(torch.int16), halves_SHD[-1].view(torch.int16), req_to_token_RC, req_to_token_RC.stride(0),
         batch.rows_B, batch.q_starts_B1, batch.context_B, factors_22W, digest.due_7B, sums_P22E, sums_P22E.shape[-1],
         window or 0, slot_count(pool_SHD), gap * each, batch.sequence_count, columns, width, digest.page_size,
-        IS_READ=is_read, WINDOWED=window is not None, ROWS=_BESIDE_SLOTS, SPLITS=_BESIDE_SPLITS,
+        IS_READ=is_read, WINDOWED=window is not None, ROWS=_BESIDE_SLOTS,
         WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)), LANES=row_elements(pool_SHD) * each,
         SLOTS=page_slots,
     )  # fmt: skip
@@ -149,7 +151,7 @@ _jit: Any = triton.jit
 def _beside(
     k, v, table, columns, rows, starts, contexts, factors, due, sums, entries, window, slot_count, gap_lanes,
     batch, due_columns, width, page_size,
-    IS_READ: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    IS_READ: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     column, half = tl.program_id(0), tl.program_id(1)
@@ -170,7 +172,7 @@ def _beside(
     if half == 1:
         pool = v
     row, w = table + tl.load(rows + b) * columns, tl.arange(0, WIDTH)
-    for at in range(tl.program_id(2) * ROWS, total, SPLITS * ROWS):
+    for at in range(tl.program_id(2) * ROWS, total, tl.num_programs(2) * ROWS):
         e = at + tl.arange(0, ROWS)
         t = (first + e // page_size * stride) * page_size + e % page_size
         live = (e < total) & (t >= low) & (t < high)
