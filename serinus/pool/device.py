@@ -18,6 +18,7 @@ from torch import Tensor
 from serinus.core.errors import ConfigError
 from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
 from serinus.kernels import Kernels, prefer_huge_pages
+from serinus.pool.copy_engine import copy_runs
 
 __all__ = ["DevicePool", "PoolRegion", "PoolSpec", "lazy_zeros"]
 
@@ -246,13 +247,11 @@ class DevicePool:
         parts = self._parts(bytes_RY)
         if self.pages_PY is not None and parts:
             self._check_on_host(pages, bytes_RY, rows)
-            for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
-                bytes_RY[row, : self.spec.kv_bytes].copy_(self.pages_PY[page], non_blocking=True)
+            _move(bytes_RY[:, : self.spec.kv_bytes], rows, self.pages_PY, pages)
             for strips, part_RZ in parts[1:]:
                 found_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
                 self._kernels.gather_pages(strips, _ids(pages), self.spec.page_size, found_GZ)
-                for at, row in enumerate(rows.tolist()):
-                    part_RZ[row].copy_(found_GZ[at], non_blocking=True)
+                _move(part_RZ, rows, found_GZ, np.arange(len(pages)))
             return
         for strips, part_RZ in parts:
             page_ids, row_ids = _ids(pages), _ids(rows)
@@ -269,8 +268,7 @@ class DevicePool:
             self._scatter(self.layers[first:end], pages, bytes_RY[:, columns], rows)
             return
         self._check_on_host(pages, bytes_RY, rows)
-        for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
-            self.pages_PY[page, columns].copy_(bytes_RY[row, columns], non_blocking=True)
+        _move(self.pages_PY[:, columns], pages, bytes_RY[:, columns], rows)
 
     def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """The reverse of `copy_out`, for the stamps; nothing where the pool keeps none."""
@@ -280,8 +278,7 @@ class DevicePool:
                 continue
             self._check_on_host(pages, bytes_RY, rows)
             found_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
-            for at, row in enumerate(rows.tolist()):
-                found_GZ[at].copy_(part_RZ[row], non_blocking=True)
+            _move(found_GZ, np.arange(len(pages)), part_RZ, rows)
             self._kernels.scatter_pages(strips, _ids(pages), self.spec.page_size, found_GZ)
 
     def _scatter(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
@@ -310,6 +307,19 @@ class DevicePool:
         for what, ids, count in (("pages", pages, self.spec.page_count), ("rows", rows, bytes_RY.shape[0])):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
                 raise ValueError(f"pool: {what} {ids.min()} .. {ids.max()}, expected 0 .. {count - 1}")
+
+
+def _move(target_RZ: Tensor, rows: NDArray[np.integer], source_PZ: Tensor, pages: NDArray[np.integer]) -> None:
+    """Row pages[g] of one becomes row rows[g] of the other; rows are contiguous, neighbours may lie apart. Between
+    accelerator and host the copy engine does it, on the current stream."""
+    if target_RZ.device == source_PZ.device:
+        target_RZ[_ids(rows)] = source_PZ[_ids(pages)]
+        return
+    targets, sources = (
+        memory.data_ptr() + np.asarray(ids, dtype=np.int64) * memory.stride(0)
+        for memory, ids in ((target_RZ, rows), (source_PZ, pages))
+    )
+    copy_runs(targets, sources, np.full(len(targets), target_RZ.shape[1], dtype=np.int64))
 
 
 def _ids(numbers: NDArray[np.integer]) -> Tensor:
