@@ -59,6 +59,7 @@ REASONS: dict[str, str] = {
     "parallel/comm.py": "tensors between processes",
     "parallel/near.py": "tensors between processes",
     "parallel/thread_comm.py": "ranks as threads, of the self-test",
+    "pool/copy_engine.py": "copies between a GPU and its host",
     "pool/workers.py": "threads",
     "ranks/__init__.py": "names that are imported late",
     "ranks/devices.py": "start of a process",
