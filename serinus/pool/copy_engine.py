@@ -24,7 +24,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes."""
+    """What the runtime calls cudaMemcpyAttributes."""
 
     _fields_ = (
         ("src_access_order", ctypes.c_int),

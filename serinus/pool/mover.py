@@ -4,9 +4,9 @@ Workers do it (threads), beside the forward passes. A load fills its pages a gro
 order of the model, and LayerGate lets a forward pass start on layer 0 while layer 5 is still under way. Loads overtake
 backups: a request waits for a load, and only an eviction for a backup. That is safe because no page is in two copies.
 
-On the CPU one worker copies by itself. On an accelerator there are two, which queue copies of whole pages for its copy
-engines, one stream for each direction, behind what the compute stream was told before the copy was submitted; the gate
-makes the compute stream wait, not the host.
+On the CPU one worker copies by itself. On an accelerator there are two for each direction, which queue in turns copies
+of whole pages for its copy engines, on one stream for each direction, behind what the compute stream was told before
+the copy was submitted; the gate makes the compute stream wait, not the host.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Mover:
             device, host: the pools of each part; equal page bytes.
             layer_parts: the part of each layer of the model, in order.
             clock: measures copies.
-            workers: what copies; None = a thread, on an accelerator two.
+            workers: what copies; None = a thread, on an accelerator four.
         Raises:
             InvariantError: the pools of a part differ, or its layers are not the model's.
         """
@@ -95,10 +95,11 @@ class Mover:
         self._open: dict[int, _Copy] = {}
         self._ended: list[_Copy] = []
         self._submitted = 0
-        self._backing_up = False
-        """One backup at a time: of two workers one is left for loads."""
+        self._backing_up = 0
+        self._backups_max = 1 if self._on_cpu else 2
+        """At a time, on an accelerator: the next one is queued while the first is copied; other workers do loads."""
         self._closed = False
-        self._workers: Workers = workers or ThreadWorkers("serinus-mover", 1 if self._on_cpu else 2)
+        self._workers: Workers = workers or ThreadWorkers("serinus-mover", 1 if self._on_cpu else 4)
         self._workers.start(self._take, torch.inference_mode)
 
     # ---- the engine's side --------------------------------------------------------------------------------------
@@ -182,8 +183,9 @@ class Mover:
         if self._loads:
             load = self._loads.popleft()
             return lambda: self._carry(load)
-        if self._backups and not self._backing_up:
-            self._backing_up, backup = True, self._backups.popleft()
+        if self._backups and self._backing_up < self._backups_max:
+            self._backing_up += 1
+            backup = self._backups.popleft()
             return lambda: self._carry(backup)
         return None
 
@@ -202,7 +204,7 @@ class Mover:
                 op=copy.op, ok=not error, error=error, seconds=seconds, byte_count=0 if error else moved
             )
             copy.layers = self._layer_count
-            self._backing_up &= copy.kind is MoveKind.LOAD
+            self._backing_up -= copy.kind is MoveKind.BACKUP
             del self._open[copy.op]
             self._ended.append(copy)
             self._workers.notify()
