@@ -3,7 +3,7 @@
 Claim: 20 GB/s and more. Qwen3-8B's shape with fewer layers, random bf16, four files in memory (/dev/shm). Ceiling: the
 same bytes from pinned memory.
 
-    python -m benchmarks.gpu_load [--layers 16] [--threads 1 4 8 12 16]
+    python -m benchmarks.gpu_load [--layers 16] [--threads 1 4 6 8 12]
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def write(folder: Path, layers: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, 8, 12, 16])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, 6, 8, 12])
     arguments = parser.parse_args()
     kernels = load("cuda")
     pinned = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.gpu_engine import CLOCK, VOCAB, config_in
 from benchmarks.report import emit
 from serinus import LLM, SamplingParams
-from serinus.testing.servers import Server
+from serinus.testing.servers import READY, Server
 
 PROMPT, OUTPUT = 512, 256
 SETTINGS: dict[str, Any] = {
@@ -96,21 +97,24 @@ def main() -> None:
             done = subprocess.run([sys.executable, "-m", "serinus", "compile", str(folder), *flags])
             emit("gpu_server_start", of="compile", seconds=round(CLOCK.now() - begin, 2), code=done.returncode)
         begin = CLOCK.now()
-        server = Server("serve", str(folder), *flags)
-        with LLM(str(folder), skip_tokenizer_init=True, **SETTINGS) as llm, server:
+        with ExitStack() as undo:
+            server = Server("serve", str(folder), *flags)
+            undo.callback(server.kill)
+            llm = undo.enter_context(LLM(str(folder), skip_tokenizer_init=True, **SETTINGS))
+            server.wait_line(READY)
             phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
             emit("gpu_server_start", of="both", seconds=round(CLOCK.now() - begin, 2), phases=phases)
             said = re.sub(r"^.*?loaded: ", "", server.wait_line("engine .* loaded: "))
             emit("gpu_server_start", of="serve", phases=said, memory=server.wait_line("memory of cuda"))
+            offline(llm, 16, -1)
+            online(server.url, 16, 1000)
             for streams in arguments.streams:
                 compare(llm, server, streams, arguments.rounds)
 
 
 def compare(llm: LLM, server: Server, streams: int, rounds: int) -> None:
-    """A line for so many streams: the best round of each, after one that is not counted."""
+    """A line for so many streams: the best round of each."""
     alone, served, cpu = [], [], []
-    offline(llm, 16, -1)
-    online(server.url, 16, 1000 + streams)
     for index in range(rounds):
         alone.append(offline(llm, streams, index))
         before = cpu_seconds(server.process.pid)

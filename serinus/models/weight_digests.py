@@ -1,6 +1,6 @@
 """TensorDigests: what a model's weights are, as a number for each tensor, made of every byte while it is loaded.
 
-A digest is XXH3 (128 bits) of the digests of a tensor's pieces of 4 MiB as they are stored, with name, type and shape:
+A digest is XXH3 (128 bits) of the digests of a tensor's pieces of 8 MiB as they are stored, with name, type and shape:
 the same for every dtype that it is converted to, for every way to cut the model into ranks, for every order of loading
 and every cut into files. Pieces can be digested by several threads, each where it was just read. Ranks of one machine
 share the work; what ranks of several machines make of copies of their own must agree. It tells models apart that differ
@@ -23,7 +23,7 @@ from serinus.parallel.comm import Comm
 
 __all__ = ["PIECE_BYTES", "TensorDigests", "piece_digest"]
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 """Of a tensor, that are digested by themselves; part of what a digest means."""
 
 _NONE = 1 << 128
