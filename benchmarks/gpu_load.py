@@ -17,18 +17,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu_engine import CLOCK, HEADS, INNER, KV_HEADS, SIZE, VOCAB, WIDTH, config_in, seconds
+from benchmarks.gpu_engine import CLOCK, MODELS, config_in, seconds
 from benchmarks.report import emit
 from serinus.kernels import load
 from serinus.models import TensorDigests, device_reader, load_model, load_spec
 from serinus.parallel.comm import SoloComm
 
 FILES = 4
+SHAPE = MODELS["qwen3-8b"]
+WIDTH, INNER, SIZE, VOCAB = (SHAPE[name] for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
+HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
 
 
 def write(folder: Path, layers: int) -> int:
     """The checkpoint; bytes of its weights."""
-    config = json.loads(Path(config_in(folder), "config.json").read_text()) | {"num_hidden_layers": layers}
+    config = json.loads(Path(config_in(folder, "qwen3-8b"), "config.json").read_text()) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (WIDTH,)}
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, WIDTH))

@@ -23,11 +23,13 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.gpu_engine import CLOCK, VOCAB, config_in
+from benchmarks.gpu_engine import CLOCK, MODELS, config_in
 from benchmarks.report import emit
 from serinus import LLM, SamplingParams
 from serinus.testing.servers import READY, Server
 
+MODEL = "qwen3-8b"
+VOCAB = MODELS[MODEL]["vocab_size"]
 PROMPT, OUTPUT = 512, 256
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "max_running_requests": 256,
@@ -89,7 +91,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="begin with `serinus compile`")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(config_in(Path(name)))
+        folder = Path(config_in(Path(name), MODEL))
         write_tokenizer(folder)
         flags = [word for key, value in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         begin = CLOCK.now()
