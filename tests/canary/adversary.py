@@ -261,11 +261,12 @@ def _hear(event: str, args: tuple[object, ...]) -> None:
 
 def run(
     faults: int, seed: int, home: Path, *, worlds: Sequence[str] = tuple(WORLDS), sites: Sequence[str] = tuple(SITES),
-    settings: Sequence[tuple[str, str]] = tuple(SETTINGS), say: Callable[[str], None] = lambda line: None,
+    settings: Sequence[tuple[str, str]] = tuple(SETTINGS), shapes: Sequence[str] = ("full", "both"),
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Cell]:  # fmt: skip
     """So many faults, spread evenly over all cells; the matrix. Cost: about 0.3 s of CPU a fault."""
     rng = Rng(seed)
-    toys = {shape: make_canary_toy(home / shape, shape) for shape in ("full", "both")}
+    toys = {shape: make_canary_toy(home / shape, shape) for shape in shapes}
     cells = [
         Cell(world, site, moment, mode, coverage)
         for world in worlds for mode, coverage in settings for site in sites if world in SITES[site].worlds
@@ -307,6 +308,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", choices=tuple(WORLDS), action="append")
     parser.add_argument("--site", choices=tuple(SITES), action="append")
+    parser.add_argument("--shape", choices=("full", "both", "latent"), action="append", help="of the toys: full, both")
     parser.add_argument("--mode", choices=sorted({mode for mode, _ in SETTINGS}), action="append")
     parser.add_argument("--coverage", choices=sorted({coverage for _, coverage in SETTINGS}), action="append")
     options = parser.parse_args()
@@ -318,7 +320,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as home:
         cells = run(
             options.faults, options.seed, Path(home), worlds=options.world or tuple(WORLDS),
-            sites=options.site or tuple(SITES), settings=settings, say=lambda line: print(line, flush=True),
+            sites=options.site or tuple(SITES), settings=settings,
+            shapes=options.shape or ("full", "both"), say=lambda line: print(line, flush=True),
         )  # fmt: skip
     print(table(cells))
     blind = [cell for cell in cells if cell.is_blind]

@@ -60,7 +60,7 @@ def answers(world: Tiered, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("coverage", ["full", "rotating:4"])
-@pytest.mark.parametrize("shape", ["full", "both"])
+@pytest.mark.parametrize("shape", ["full", "both", "latent"])
 def test_a_mover_that_damages_all_it_loads_costs_no_answer(
     world: Callable[[str, str], Tiered], shape: str, coverage: str
 ) -> None:
