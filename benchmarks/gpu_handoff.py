@@ -18,20 +18,19 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_engine import KV_HEADS, LAYERS, SIZE, VOCAB, config_in
 from benchmarks.handoff_pair import CLOCK, Pair, Shape, prefill_process
 from benchmarks.report import emit
-from serinus import LLM, SamplingParams
 from serinus.core.parts import Part
 from serinus.pd.backends import OpState
 
-MODEL = Shape(layers=LAYERS, heads=KV_HEADS, head_size=SIZE, device="cuda")
+MODEL = Shape(layers=36, heads=8, head_size=128, device="cuda")
 SCRIPT = ("-m", "benchmarks.gpu_handoff")
 PAGES = 512
 """Of each pool: 1.2 GB."""
@@ -71,37 +70,35 @@ def copier(byte_count: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def rates(rounds: int, *, busy: bool) -> dict[str, float]:
+def rates(pair: Pair, rounds: int) -> dict[str, float]:
     """GB/s of pulls, of copies in turns with them, and of sums; milliseconds to open the owner's memory."""
     byte_count = PULLED * MODEL.page_bytes
-    with contextlib.closing(Pair("cuda_ipc", MODEL, PAGES, script=SCRIPT, busy=busy)) as pair:
-        pair.handoff()
-        backend: Any = pair.backends[0]
-        ids = np.arange(1, PULLED + 1, dtype=np.int32)
-        jobs: dict[str, Callable[[], object]] = {
-            "pull": puller(pair), "copy": copier(byte_count), "sums": lambda: backend.digests(Part.FULL, ids, 5),
-        }  # fmt: skip
-        seconds: dict[str, list[float]] = {name: [] for name in jobs}
-        for _ in range(rounds):
-            for name, job in jobs.items():
-                seconds[name].append(seconds_of(job))
-        (peer,), (known,) = backend._peers, pair.port._peers.values()
-        opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
+    backend: Any = pair.backends[0]
+    ids = np.arange(1, PULLED + 1, dtype=np.int32)
+    jobs: dict[str, Callable[[], object]] = {
+        "pull": puller(pair), "copy": copier(byte_count), "sums": lambda: backend.digests(Part.FULL, ids, 5),
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            seconds[name].append(seconds_of(job))
+    (peer,), (known,) = backend._peers, pair.port._peers.values()
+    opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
     found = {f"{name}_gb_s": byte_count / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
     return {**found, "of_copy": found["pull_gb_s"] / found["copy_gb_s"], "open_ms": 1e3 * statistics.median(opening)}
 
 
-def handoff(tokens: int, rounds: int, *, busy: bool) -> dict[str, float]:
-    """Milliseconds of a handoff of so many tokens: all of it, and in its reads."""
-    with contextlib.closing(Pair("cuda_ipc", MODEL, -(-tokens // MODEL.page_size), script=SCRIPT, busy=busy)) as pair:
-        for _ in range(3):
-            pair.handoff()
-        seconds = [pair.handoff() for _ in range(rounds)]
+def handoffs(pair: Pair, tokens: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a handoff of so many tokens: the median, and the best."""
+    seconds = [pair.handoff(-(-tokens // MODEL.page_size)) for _ in range(rounds + 3)][3:]
     return {"handoff_ms": 1e3 * statistics.median(seconds), "best_ms": 1e3 * min(seconds)}
 
 
 def prefill_ms(tokens: int, rounds: int) -> float:
     """Of the first token of a prompt, through an engine of dummy weights."""
+    from benchmarks.gpu_engine import VOCAB, config_in
+    from serinus import LLM, SamplingParams
+
     rng = np.random.default_rng(2)
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with (
@@ -133,17 +130,21 @@ def main() -> None:
         prefill_process(arguments.prefill_process)
         return
     card = torch.cuda.get_device_name()
-    for busy in (False, True):
-        found = {name: round(value, 3) for name, value in rates(arguments.rounds, busy=busy).items()}
-        emit("gpu_handoff_rates", gpu=card, owner_busy=busy, goals=GOALS, **found)
     byte_count = -(-arguments.tokens // MODEL.page_size) * MODEL.page_bytes
+    computing_ms = 0.0 if arguments.no_engine else prefill_ms(arguments.tokens, 5)
     for busy in (False, True):
-        times = handoff(arguments.tokens, arguments.rounds, busy=busy)
-        if not busy and not arguments.no_engine:
-            times["prefill_ms"] = prefill_ms(arguments.tokens, 5)
-            times["of_prefill"] = times["handoff_ms"] / times["prefill_ms"]
-        rounded = {name: round(value, 4) for name, value in times.items()}
-        emit("gpu_handoff_prompt", gpu=card, tokens=arguments.tokens, bytes=byte_count, owner_busy=busy, **rounded)
+        with contextlib.closing(Pair("cuda_ipc", MODEL, PAGES, script=SCRIPT, busy=busy)) as pair:
+            spent = handoffs(pair, arguments.tokens, arguments.rounds)
+            if computing_ms:
+                spent |= {"prefill_ms": computing_ms, "of_prefill": spent["handoff_ms"] / computing_ms}
+            say = partial(emit, gpu=card, owner_busy=busy, goals=GOALS)
+            say("gpu_handoff_prompt", tokens=arguments.tokens, bytes=byte_count, **rounded(spent))
+            say("gpu_handoff_rates", **rounded(rates(pair, arguments.rounds)))
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    """To what is measured."""
+    return {name: round(value, 4) for name, value in values.items()}
 
 
 if __name__ == "__main__":
