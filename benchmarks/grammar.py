@@ -6,7 +6,10 @@ The same 16 requests are run free and guided in turns; `longer_percent` is how m
 under a grammar, `percent_of_step` the sum of what the masks are seen to take of the step's own thread.
 The vocabulary is made here: 151,643 byte-level tokens, the words of Python's own library and their beginnings.
 
-    python benchmarks/grammar.py [--device cpu] [--shape 0.6b] [--layers 8] [--tokens 24] [--rounds 3] [--folder DIR]
+    python benchmarks/grammar.py [--device cpu] [--shapes 0.6b:8] [--tokens 24] [--rounds 3] [--threads 1]
+        [--folder DIR]
+
+A shape is that of Qwen3, with so many layers; one JSON line for each.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
 
 
-def make_model(folder: Path, shape: str, layers: int) -> None:
+def make_config(folder: Path, shape: str, layers: int) -> None:
     """A config of one of the shapes; its weights are drawn where it is loaded."""
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "num_hidden_layers": layers,
@@ -141,44 +144,49 @@ def make_model(folder: Path, shape: str, layers: int) -> None:
         "rope_theta": 1e6, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151_645, **SHAPES[shape],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    make_tokenizer(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", default="0.6b", choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--shapes", nargs="+", default=["0.6b:8"])
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, nargs="+", help="that make masks; default: 1, beside a GPU 4")
     parser.add_argument("--folder", type=Path)
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        folder = arguments.folder or Path(home)
-        make_model(folder, arguments.shape, arguments.layers)
-        measure(folder, arguments)
+        folder = asked.folder or Path(home)
+        make_tokenizer(folder)
+        tokenizer, vocabularies = load_tokenizer(str(folder)), {}
+        for threads in asked.threads or [1 if asked.device == "cpu" else 4]:
+            begin = time.perf_counter()
+            vocabularies[threads] = GrammarVocabulary(tokenizer, width=VOCAB, eos_ids=(151_645,), threads=threads)
+            read_s = time.perf_counter() - begin
+        for each in asked.shapes:
+            shape, _, layers = each.partition(":")
+            make_config(folder, shape, int(layers))
+            with LLM(
+                str(folder), load_format="dummy", dtype="bfloat16", max_total_tokens=ROWS * 512,
+                skip_tokenizer_init=True, device=asked.device, max_running_requests=ROWS, disable_overlap_schedule=True,
+            ) as llm:  # fmt: skip
+                about = {"shape": shape, "layers": int(layers), "read_vocabulary_s": round(read_s, 2)}
+                for threads, vocabulary in vocabularies.items():
+                    measure(llm, vocabulary, asked, threads=threads, **about)
 
 
-def measure(folder: Path, asked: argparse.Namespace) -> None:
+def measure(llm: LLM, vocabulary: GrammarVocabulary, asked: argparse.Namespace, **about: Any) -> None:
     """Runs of the same 16 requests, free and under a grammar in turns; prints the line."""
-    begin = time.perf_counter()
-    threads = 1 if asked.device == "cpu" else 4
-    vocabulary = GrammarVocabulary(load_tokenizer(str(folder)), width=VOCAB, eos_ids=(151_645,), threads=threads)
-    read_s = time.perf_counter() - begin
     grammar = Grammar.of("json_schema", SCHEMA)
     begin = time.perf_counter()
     vocabulary.begin(grammar)
     compile_s = time.perf_counter() - begin
-    llm = LLM(
-        str(folder), load_format="dummy", dtype="bfloat16", max_total_tokens=ROWS * 512, skip_tokenizer_init=True,
-        device=asked.device, max_running_requests=ROWS, disable_overlap_schedule=True,
-    )  # fmt: skip
     runner = llm._built.line.body._runner._runner  # type: ignore[attr-defined]
     runner._grammars = masks = TimedMasks(vocabulary)
     llm._check_grammar = lambda _: None  # type: ignore[method-assign]
     begins: list[float] = []
     """When each step began, of those in which all rows decode."""
-    run = runner.launch
+    run = type(runner).launch.__get__(runner)  # not the one of the vocabulary before
 
     def timed(plan: Any, *behind: Any) -> Any:
         if len(plan.work) == ROWS and all(len(each.tokens) == 1 for each in plan.work):
@@ -213,14 +221,14 @@ def measure(folder: Path, asked: argparse.Namespace) -> None:
         own["apply"] = _device_ms(lambda: kernels.mask_logits(logits, rows, words))
         own["wait"] = 0.0  # the device computes meanwhile; where it does not, the steps are longer
     emit(
-        "grammar", device=asked.device, shape=asked.shape, rows=ROWS, vocab=VOCAB, layers=asked.layers,
+        "grammar", device=asked.device, rows=ROWS, vocab=VOCAB, **about,
         step_ms=round(ms["free"], 3), guided_step_ms=round(ms["guided"], 3),
         longer_percent=round(100 * (ms["guided"] / ms["free"] - 1), 2),
         percent_of_step=round(100 * sum(own.values()) / ms["free"], 2), goal=2.0,
         **{f"{name}_ms": round(value, 3) for name, value in own.items()},
         host_wait_ms=round(statistics.median(masks.waits) * 1e3, 3), wait_max_ms=round(max(masks.waits) * 1e3, 2),
         masks_ms=round(statistics.median(masks.makes) * 1e3, 3), masks_max_ms=round(max(masks.makes) * 1e3, 2),
-        read_vocabulary_s=round(read_s, 2), compile_ms=round(compile_s * 1e3, 2),
+        compile_ms=round(compile_s * 1e3, 2),
     )  # fmt: skip
 
 

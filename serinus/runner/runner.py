@@ -233,7 +233,6 @@ class Runner:
     def _compute(self, plan: StepPlan, staged: StepBatch) -> Flight:
         work = plan.work
         sampling = [i for i, w in enumerate(work) if w.sample is not None]
-        masks = self._begin_masks(work, sampling)
         inflow = None
         if self._takes:
             inflow = self._comm.recv(*self._model.activation(sum(len(w.tokens) for w in work)))
@@ -241,8 +240,10 @@ class Runner:
             if inflow is not None and self._inflow is not None:
                 self._inflow[: len(work)].copy_(inflow)
             hidden_WE = self.graphs.replay(staged.host.room, staged.batch)[: len(work)]
+            masks = self._begin_masks(work, sampling)  # while the device computes: its thread competes for the GIL
             self._hook.replayed()
         else:
+            masks = self._begin_masks(work, sampling)
             hidden_WE = self._forward(staged.batch, inflow)
         if self._sends:  # of a replay a copy: the next one writes to the same place while this one is on its way
             self._comm.send(hidden_WE if staged.host.room is None else hidden_WE.clone())

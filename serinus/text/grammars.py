@@ -141,11 +141,11 @@ class GrammarVocabulary(GrammarCompiler):
     """
 
     def __init__(self, tokenizer: Tokenizer, *, width: int, eos_ids: Sequence[int] = (), threads: int = 1) -> None:
-        """`threads`: that masks of several rows are made in."""
+        """`threads`: that masks of several rows are made in; 1 = in the one that asks."""
         import llguidance
 
         super().__init__(tokenizer, width=width, eos_ids=eos_ids)
-        self._executor = llguidance.LLExecutor(threads)
+        self._executor = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def _read(self, tokenizer: Tokenizer) -> Any:
         import llguidance
@@ -163,16 +163,18 @@ class GrammarVocabulary(GrammarCompiler):
     def fill(self, states: Mapping[int, GrammarState], words_RW: NDArray[np.int32]) -> None:
         """Write the tokens that may come next in states[r] to row r; `GrammarState.may_end` says of each whether that
         went well, and must be called. Cost: about 30 us a state at 150,000 tokens, in all threads; up to some
-        milliseconds where a state of a grammar is reached for the first time. Without the GIL, as a whole: a thread
-        that gives it back for each row may wait 5 ms for it each time."""
-        matchers = [(state._matcher, row) for row, state in states.items()]
-        try:
-            self._executor.unsafe_compute_mask_ptr(
-                matchers, words_RW.ctypes.data, words_RW.shape[1] * words_RW.itemsize, len(words_RW)
-            )
-        except (ValueError, RuntimeError):  # of one of them: the others are to have their masks
-            for row, state in states.items():
-                state.fill(words_RW[row])
+        milliseconds where a state of a grammar is reached for the first time. Without the GIL; with several threads as
+        a whole: one that gives it back for each row may wait for it as often."""
+        if self._executor is not None:
+            matchers = [(state._matcher, row) for row, state in states.items()]
+            width = words_RW.shape[1] * words_RW.itemsize
+            try:
+                self._executor.unsafe_compute_mask_ptr(matchers, words_RW.ctypes.data, width, len(words_RW))
+                return
+            except (ValueError, RuntimeError):  # of one of them: the others are to have their masks
+                words_RW[:] = 0
+        for row, state in states.items():
+            state.fill(words_RW[row])
 
 
 class GrammarState:
