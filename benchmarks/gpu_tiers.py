@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_engine import HEADS, KV_HEADS, LAYERS, SIZE, config_in
+from benchmarks.gpu_engine import MODELS, config_in
 from benchmarks.report import emit
 from serinus import LLM, SamplingParams
 from serinus.core.clock import WallClock
@@ -32,6 +32,9 @@ from serinus.kernels import load
 from serinus.pool import DevicePool, HostPool, Mover, PoolSpec
 
 CLOCK = WallClock()
+MODEL = "qwen3-8b"
+LAYERS, KV_HEADS = (MODELS[MODEL][name] for name in ("num_hidden_layers", "num_key_value_heads"))
+SIZE = MODELS[MODEL]["head_dim"]
 BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 80
 OP_PAGES = 64
 """Pages of one copy: 151 MB."""
@@ -160,7 +163,6 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
     parser.add_argument("--no-engine", action="store_true", help="copies alone")
     arguments = parser.parse_args()
-    assert HEADS % KV_HEADS == 0
     said: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
     said |= {f"plain_{way}_gb_s": round(plain_gb_s(WAYS[way][0]), 1) for way in ("out", "in")}
     torch.cuda.empty_cache()
@@ -173,8 +175,9 @@ def main() -> None:
         if arguments.canary != "none":
             settings = {"kv_canary": "heal", "kv_canary_coverage": arguments.canary}
         with tempfile.TemporaryDirectory() as folder, LLM(
-            config_in(Path(folder)), load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
-            max_running_requests=BATCH, chunked_prefill_size=8192, max_total_tokens=100_000, **settings,
+            config_in(Path(folder), MODEL), load_format="dummy", skip_tokenizer_init=True, device="cuda",
+            dtype="bfloat16", max_running_requests=BATCH, chunked_prefill_size=8192, max_total_tokens=100_000,
+            **settings,
         ) as llm:  # fmt: skip
             for way in arguments.ways:
                 found = beside(llm, traffic, way, arguments.rounds)
