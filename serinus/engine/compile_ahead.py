@@ -47,7 +47,8 @@ class Compilers:
     def __init__(self, config: ServeConfig, clock: Clock, *, spared: int = 0) -> None:
         """Start them. `spared`: bytes of the GPU that others are about to take.
 
-        Raises ConfigError: the model cannot be had with few layers, or there are several ranks.
+        Raises ConfigError: the model cannot be had with few layers, there are several ranks, or memory of the GPU is
+        left for less than two processes.
         """
         if config.parallel.size > 1:
             raise ConfigError(f"engine: {config.parallel.size} ranks, expected 1: ranks compile at their first start")
@@ -55,8 +56,10 @@ class Compilers:
         self._config = config
         self.device = choose_device(config.model.device)
         few = few_layers(config).to_json()
-        room = (available_bytes(self.device) - spared) // _PROCESS_BYTES
-        count = max(2, min(_PROCESSES, cores() // 2, room))
+        left = available_bytes(self.device) - spared
+        if self.device != "cpu" and left < 2 * _PROCESS_BYTES:
+            raise ConfigError(f"engine: {left / 1e9:.1f} GB of {self.device} are left, expected 17 for two processes")
+        count = min(_PROCESSES, max(2, cores() // 2), max(2, left // _PROCESS_BYTES))
         sizes = () if config.kernels.disable_cuda_graph else graph_sizes(config)
         self.shares = [[], *_shares(sizes, count - 1)]
         """Sizes of decode steps of each process; of the first one none: it runs all else."""

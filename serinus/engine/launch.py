@@ -29,6 +29,8 @@ __all__ = ["launch", "ready_of"]
 _log = get_logger("engine")
 _LARGE_BYTES = 1 << 30
 """Weights of models that have kernels compiled ahead at start; for less it takes longer to start the processes."""
+_STEP_BYTES = 16 << 30
+"""Of a GPU, that the largest step may take while they run."""
 
 
 def launch(
@@ -59,7 +61,7 @@ def _compiling(config: ServeConfig, clock: Clock) -> Iterator[Callable[[], objec
     if choose_device(config.model.device) != "cpu" and config.parallel.size == 1 and not is_compiled(config):
         weights = weight_bytes(config)
         try:
-            ahead = Compilers(config, clock, spared=weights) if weights >= _LARGE_BYTES else None
+            ahead = Compilers(config, clock, spared=weights + _STEP_BYTES) if weights >= _LARGE_BYTES else None
         except ConfigError as error:
             _log.info("kernels are compiled at first use: %s", error)
     if ahead is None:
