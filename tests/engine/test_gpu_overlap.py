@@ -18,7 +18,8 @@ from serinus.ranks.steps_ahead import StepsAhead
 pytestmark = pytest.mark.gpu
 
 CANARIES: dict[str, dict[str, Any]] = {
-    "none": {"kv_canary": "none"}, "full": {"kv_canary": "heal"}, "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"}
+    "none": {"kv_canary": "none"}, "full": {"kv_canary": "heal", "kv_canary_coverage": "full"},
+    "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"},
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from serinus.engine.interrupt import Interrupt
 from serinus.engine.llm import RequestOutput
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
-from serinus.runner import Runner
+from serinus.ranks.steps_ahead import StepsAhead
 from serinus.testing.oracle import toy_continue
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -116,15 +116,15 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Ctrl-C, so many times, in the middle of the second step from now on."""
 
     def plant(times: int) -> None:
-        run, steps = Runner.run, iter(range(1, 100))
+        run, steps = StepsAhead.run, iter(range(1, 100))
 
-        def interrupted(self: Runner, plan: StepPlan) -> StepResult | None:
+        def interrupted(self: StepsAhead, plan: StepPlan) -> StepResult | None:
             if next(steps) == 2:
                 for _ in range(times):
                     signal.raise_signal(signal.SIGINT)
             return run(self, plan)
 
-        monkeypatch.setattr(Runner, "run", interrupted)
+        monkeypatch.setattr(StepsAhead, "run", interrupted)
 
     return plant
 

@@ -22,7 +22,8 @@ from serinus.wire.messages import Abort
 
 SHAPES: dict[str, dict[str, Any]] = {"full": {}, "sliding": {"window": 10, "layer_types": "SFS"}}
 CANARIES: dict[str, dict[str, Any]] = {
-    "none": {"kv_canary": "none"}, "full": {"kv_canary": "heal"}, "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"}
+    "none": {"kv_canary": "none"}, "full": {"kv_canary": "heal", "kv_canary_coverage": "full"},
+    "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"},
 }  # fmt: skip
 
 
