@@ -90,6 +90,7 @@ class CudaDriver:
 
     def warm(self, regions: Sequence[Region]) -> None:
         """Have the kernels compiled. Raises ConfigError: a page that is read twice has two sums."""
+        torch.cuda.current_stream(self._device).synchronize()  # what fills the pool, and steps that were tried
         padding = np.zeros(1, np.int32)
         for region in regions:
             expected = self.sums((region,), padding, 0)
