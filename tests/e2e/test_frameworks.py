@@ -28,7 +28,7 @@ class Kind(Enum):
     BOAT = "boat"
 
 
-class Room(BaseModel):
+class Room(BaseModel, extra="forbid"):  # so that an answer has an end, whatever the seed
     """What a room must have to be booked."""
 
     kind: Kind
