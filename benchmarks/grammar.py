@@ -6,8 +6,7 @@ The same 16 requests are run free and guided in turns; `longer_percent` is how m
 under a grammar, `percent_of_step` the sum of what the masks are seen to take of the step's own thread.
 The vocabulary is made here: 151,643 byte-level tokens, the words of Python's own library and their beginnings.
 
-    python benchmarks/grammar.py [--device cpu] [--shapes 0.6b:8] [--tokens 24] [--rounds 3] [--threads 1]
-        [--folder DIR]
+    python benchmarks/grammar.py [--device cpu] [--shapes 0.6b:8] [--tokens 24] [--rounds 3] [--folder DIR]
 
 A shape is that of Qwen3, with so many layers; one JSON line for each.
 """
@@ -152,17 +151,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["0.6b:8"])
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, nargs="+", help="that make masks; default: 1, beside a GPU 4")
     parser.add_argument("--folder", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         folder = asked.folder or Path(home)
         make_tokenizer(folder)
-        tokenizer, vocabularies = load_tokenizer(str(folder)), {}
-        for threads in asked.threads or [1 if asked.device == "cpu" else 4]:
-            begin = time.perf_counter()
-            vocabularies[threads] = GrammarVocabulary(tokenizer, width=VOCAB, eos_ids=(151_645,), threads=threads)
-            read_s = time.perf_counter() - begin
+        begin = time.perf_counter()
+        vocabulary = GrammarVocabulary(load_tokenizer(str(folder)), width=VOCAB, eos_ids=(151_645,))
+        read_s = time.perf_counter() - begin
         for each in asked.shapes:
             shape, _, layers = each.partition(":")
             make_config(folder, shape, int(layers))
@@ -170,9 +166,7 @@ def main() -> None:
                 str(folder), load_format="dummy", dtype="bfloat16", max_total_tokens=ROWS * 512,
                 skip_tokenizer_init=True, device=asked.device, max_running_requests=ROWS, disable_overlap_schedule=True,
             ) as llm:  # fmt: skip
-                about = {"shape": shape, "layers": int(layers), "read_vocabulary_s": round(read_s, 2)}
-                for threads, vocabulary in vocabularies.items():
-                    measure(llm, vocabulary, asked, threads=threads, **about)
+                measure(llm, vocabulary, asked, shape=shape, layers=int(layers), read_vocabulary_s=round(read_s, 2))
 
 
 def measure(llm: LLM, vocabulary: GrammarVocabulary, asked: argparse.Namespace, **about: Any) -> None:
@@ -186,7 +180,7 @@ def measure(llm: LLM, vocabulary: GrammarVocabulary, asked: argparse.Namespace, 
     llm._check_grammar = lambda _: None  # type: ignore[method-assign]
     begins: list[float] = []
     """When each step began, of those in which all rows decode."""
-    run = type(runner).launch.__get__(runner)  # not the one of the vocabulary before
+    run = runner.launch
 
     def timed(plan: Any, *behind: Any) -> Any:
         if len(plan.work) == ROWS and all(len(each.tokens) == 1 for each in plan.work):

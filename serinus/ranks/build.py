@@ -62,8 +62,6 @@ __all__ = [
 ]
 
 _log = get_logger("engine")
-_MASK_THREADS = 4
-"""That make the masks of a step beside a GPU."""
 
 
 class Phases:
@@ -230,7 +228,7 @@ def assemble(
     has_grammars = not config.model.skip_tokenizer_init and config.model.grammar_backend != "none"
     if rank == mesh.result_rank and not oracle and has_grammars:
         grammars = GrammarMasks(
-            partial(_grammar_vocabulary, config, spec, full.device), phases.clock, width=spec.vocab_size,
+            partial(_grammar_vocabulary, config, spec), phases.clock, width=spec.vocab_size,
             kept=rows_of(config),
         )  # fmt: skip
     runner = Runner(
@@ -317,15 +315,14 @@ def _why_eager(parts: RankParts) -> str | None:
     return None
 
 
-def _grammar_vocabulary(config: ServeConfig, spec: ModelSpec, device: str) -> GrammarVocabulary:
+def _grammar_vocabulary(config: ServeConfig, spec: ModelSpec) -> GrammarVocabulary:
     """Raises BadRequest, for the first request that has a grammar: the tokenizer cannot be read, or not for that."""
-    threads = 1 if device == "cpu" else _MASK_THREADS  # the cores of a CPU compute the step meanwhile
     path = config.model.tokenizer_path or spec.path
     try:
         tokenizer = load_tokenizer(path, revision=config.model.revision)
     except ConfigError as error:
         raise BadRequest("grammar", path, f"a tokenizer that can be read ({error})") from error
-    return GrammarVocabulary(tokenizer, width=spec.vocab_size, eos_ids=spec.eos_ids, threads=threads)
+    return GrammarVocabulary(tokenizer, width=spec.vocab_size, eos_ids=spec.eos_ids)
 
 
 def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:

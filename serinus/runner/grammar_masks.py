@@ -116,23 +116,14 @@ class GrammarMasks:
     def _made(self, rows: Sequence[int], rids: Sequence[str], specs: Sequence[SampleSpec]) -> StepMasks:
         words_RW = np.zeros((len(rows), self._words), np.int32)
         failures: dict[int, str] = {}
-        states: dict[int, GrammarState] = {}
         last: set[int] = set()
-        for at, (rid, spec) in enumerate(zip(rids, specs, strict=True)):
+        for row, rid, spec, words_W in zip(rows, rids, specs, words_RW, strict=True):
             try:
-                states[at] = self._state(rid, spec)
+                if self._mask(rid, spec, words_W):
+                    last.add(row)
             except RequestError as error:
                 self._states.pop(rid, None)
-                failures[rows[at]] = str(error)
-        if states:
-            self._vocabulary.result().fill(states, words_RW)
-        for at, state in states.items():
-            try:
-                if _ends_only(state, specs[at], words_RW[at]):
-                    last.add(rows[at])
-            except RequestError as error:
-                self._states.pop(rids[at], None)
-                failures[rows[at]] = str(error)
+                failures[row] = str(error)
         while len(self._states) > self._kept:
             self._states.popitem(last=False)
         if not failures:
@@ -140,6 +131,21 @@ class GrammarMasks:
         good = [index for index, row in enumerate(rows) if row not in failures]
         rows = [rows[index] for index in good]
         return StepMasks(rows=rows, words_RW=words_RW[good], last=frozenset(last), failures=failures)
+
+    def _mask(self, rid: str, spec: SampleSpec, words_W: NDArray[np.int32]) -> bool:
+        """Write the mask of a row; whether only an end-of-sequence token is left. Raises RequestError."""
+        state = self._state(rid, spec)
+        may_end = state.allow(words_W)
+        goes_on = bool(words_W.any())
+        if may_end:
+            bits = words_W.view(np.uint32)
+            for token in spec.stop_ids:
+                if token >> 5 < len(bits):
+                    bits[token >> 5] |= np.uint32(1 << (token & 31))
+        if not goes_on and not words_W.any():
+            what = "it is complete, and the model has no end-of-sequence token" if may_end else "no token can follow"
+            raise GrammarFailed(f"{what} after {len(state.tokens)} tokens")
+        return not goes_on
 
     def _state(self, rid: str, spec: SampleSpec) -> GrammarState:
         """The state after the tokens of the answer so far. Cost: one look at them, and 3 us for each that is new."""
@@ -153,18 +159,3 @@ class GrammarMasks:
         self._states[rid] = (grammar, state)
         state.follow(tokens[len(state.tokens) :])
         return state
-
-
-def _ends_only(state: GrammarState, spec: SampleSpec, words_W: NDArray[np.int32]) -> bool:
-    """Add end-of-sequence to a mask where the answer may end; whether nothing else is left. Raises RequestError."""
-    may_end = state.may_end(words_W)
-    goes_on = bool(words_W.any())
-    if may_end:
-        bits = words_W.view(np.uint32)
-        for token in spec.stop_ids:
-            if token >> 5 < len(bits):
-                bits[token >> 5] |= np.uint32(1 << (token & 31))
-    if not goes_on and not words_W.any():
-        what = "it is complete, and the model has no end-of-sequence token" if may_end else "no token can follow"
-        raise GrammarFailed(f"{what} after {len(state.tokens)} tokens")
-    return not goes_on

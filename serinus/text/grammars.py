@@ -140,13 +140,6 @@ class GrammarVocabulary(GrammarCompiler):
     Cost: about 0.6 s for 150,000 tokens, most of it with the GIL; 180 MB.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, width: int, eos_ids: Sequence[int] = (), threads: int = 1) -> None:
-        """`threads`: that masks of several rows are made in; 1 = in the one that asks."""
-        import llguidance
-
-        super().__init__(tokenizer, width=width, eos_ids=eos_ids)
-        self._executor = llguidance.LLExecutor(threads) if threads > 1 else None
-
     def _read(self, tokenizer: Tokenizer) -> Any:
         import llguidance
 
@@ -160,33 +153,15 @@ class GrammarVocabulary(GrammarCompiler):
         """The state before the first token. Raises what `compile` does. Cost: some 10 us where the grammar is known."""
         return GrammarState(self, self.compile(grammar).deep_copy())
 
-    def fill(self, states: Mapping[int, GrammarState], words_RW: NDArray[np.int32]) -> None:
-        """Write the tokens that may come next in states[r] to row r; `GrammarState.may_end` says of each whether that
-        went well, and must be called. Cost: about 30 us a state at 150,000 tokens, in all threads; up to some
-        milliseconds where a state of a grammar is reached for the first time. Without the GIL; with several threads as
-        a whole: one that gives it back for each row may wait for it as often."""
-        if self._executor is not None:
-            matchers = [(state._matcher, row) for row, state in states.items()]
-            width = words_RW.shape[1] * words_RW.itemsize
-            try:
-                self._executor.unsafe_compute_mask_ptr(matchers, words_RW.ctypes.data, width, len(words_RW))
-                return
-            except (ValueError, RuntimeError):  # of one of them: the others are to have their masks
-                words_RW[:] = 0
-        for row, state in states.items():
-            state.fill(words_RW[row])
-
 
 class GrammarState:
     """Where an answer stands in its grammar. Used by one thread at a time."""
 
-    __slots__ = ("_broken", "_matcher", "_vocabulary", "tokens")
+    __slots__ = ("_matcher", "_vocabulary", "tokens")
 
     def __init__(self, vocabulary: GrammarVocabulary, matcher: Any) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._broken = ""
-        """Why the last mask could not be made."""
         self.tokens: list[int] = []
         """The tokens that led here."""
 
@@ -207,28 +182,20 @@ class GrammarState:
         them. Returns whether the answer may end here.
 
         Args: words_W: a row of (width + 31) // 32 words.
-        Raises GrammarFailed: the library gave up. Cost: as `GrammarVocabulary.fill`.
+        Raises GrammarFailed: the library gave up. Cost: about 30 us at 150,000 tokens; up to some milliseconds where a
+        state of the grammar is reached for the first time. Without the GIL.
         """
-        self.fill(words_W)
-        return self.may_end(words_W)
-
-    def fill(self, words_W: NDArray[np.int32]) -> None:
-        """As `GrammarVocabulary.fill`, of this state alone."""
-        try:
-            self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
-        except (ValueError, RuntimeError) as error:
-            self._broken = str(error)[:_REASON_CHARS]
-
-    def may_end(self, words_W: NDArray[np.int32]) -> bool:
-        """After `fill`: whether the answer may end here; end-of-sequence is taken out of the words. Raises
-        GrammarFailed: the library gave up. Cost: 1 us."""
         matcher, end_id = self._matcher, self._vocabulary.end_id
-        if self._broken:
-            raise GrammarFailed(self._broken)
-        if matcher.is_error():
+        try:
+            matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+            failed = matcher.is_error()
+            accepting = not failed and bool(matcher.is_accepting())
+        except Exception as error:  # as above
+            raise GrammarFailed(str(error)[:_REASON_CHARS]) from error
+        if failed:
             raise self._failed("the library gave it up")
         words_W.view(np.uint32)[end_id >> 5] &= np.uint32(~(1 << (end_id & 31)) & 0xFFFFFFFF)
-        return bool(matcher.is_accepting())
+        return accepting
 
     @property
     def complete(self) -> bool:
