@@ -121,20 +121,21 @@ class Ring:
         self._counts, self._index = counts, index
         counts.rings[index] = self
         self._read = 0
-        self._seen_due = 0
+        self.told = 0
+        """Those of them that the latest reading told of: later passes may be queued."""
 
     def take(self, marked: MarkedCounts | None = None) -> RingNews | None:
         """What is new; None where nothing was found since the last reading, and all that was due was checked. Of an
         accelerator the rows are copied where there are new ones. `marked`: what was new then; what was queued behind it
         may be under way."""
         due = self.due if marked is None else marked.due[self._index]
-        if due <= self._seen_due:
+        if due <= self.told:
             return None
         counts = self._counts if marked is None else marked
         count, *by_lane = counts.of(self._index)
         checked = [by_lane[lane] for lane in self.lanes]
         if count == self._read and checked.count(due) == len(checked):
-            self._seen_due = due
+            self.told = due
             return None
         size, first, rows = len(self.rows_QF), self._read, list[list[int]]()
         if count > first:
@@ -142,7 +143,7 @@ class Ring:
             first = max(first, int(self.count_1) - size) if marked is not None else max(first, count - size)
             first = min(first, count)
         lost = first - self._read
-        self._read, self._seen_due = count, due
+        self._read, self.told = count, due
         return RingNews(
             rows=[rows[number % size] for number in range(first, count)], lost=lost, checked=checked, due=due
         )

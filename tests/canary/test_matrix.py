@@ -69,6 +69,18 @@ def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, shape: str) -> None
         assert run_cell(cell, model, faults=2, seed=5).perfect, cell
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_more_violations_than_a_ring_holds_are_all_counted_also_with_a_step_queued_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    monkeypatch.setattr("serinus.engine.build.overlaps", lambda parts: ahead)
+    model = subject(tmp_path, "full", kv_canary_real_data="partial")
+    (cell,) = [cell for cell in plan_matrix(model) if cell.mode == OVERFLOW]
+    found = run_cell(cell, model, faults=1, seed=5)
+    assert found.perfect, found
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(("shape", "tp", "pp"), [("full", 2, 1), ("both", 1, 2)])
 def test_every_rank_of_an_engine_finds_the_faults_that_are_planted_in_it(
