@@ -74,11 +74,11 @@ def hunt(item: Mutant, seeds: range = range(SEEDS_MAX)) -> Kill | None:
 
     Raises AssertionError: the mutant itself does not work any more.
     """
-    with item.apply():
-        for seed in seeds:
-            scenario = draw(seed, backend=item.backend) if item.world is None else item.world(seed)
+    for seed in seeds:
+        scenario = draw(seed, backend=item.backend) if item.world is None else item.world(seed)
+        with item.apply():  # anew: a mutant that acts once does so in each world
             finding = run(scenario).finding
-            assert finding is None or finding.kind not in _OWN_FAULTS, f"{item.name} is broken itself: {finding}"
-            if finding is not None and item.says in finding.text:
-                return Kill(seed=seed, finding=f"{finding.kind}: {finding.text}")
+        assert finding is None or finding.kind not in _OWN_FAULTS, f"{item.name} is broken itself: {finding}"
+        if finding is not None and item.says in finding.text:
+            return Kill(seed=seed, finding=f"{finding.kind}: {finding.text}")
     return None
