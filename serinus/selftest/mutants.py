@@ -144,8 +144,8 @@ def _taken(change: Callable[[list[list[int]], int], tuple[list[list[int]], int]]
     """`change` makes of (rows, lost) of a ring what the canary is told."""
     original = Ring.take
 
-    def take(self: Ring) -> Any:
-        news = original(self)
+    def take(self: Ring, *marked: Any) -> Any:
+        news = original(self, *marked)
         if news is None:
             return None
         rows, lost = change(news.rows, news.lost)
