@@ -121,9 +121,9 @@ def test_a_stream_ends_when_its_server_drains(byte_folder: Path, new_endpoint: C
         running.http.stream("GET", "/dashboard/events") as answer,
     ):
         lines = answer.iter_lines()
-        next(lines)
+        next(line for line in lines if line.startswith("data: "))
         running.client.drain()
-        assert any(line.startswith("data: ") for line in lines)  # and the iterator ends
+        list(lines)  # the iterator ends
 
 
 def test_a_router_shows_all_its_engines_and_one_that_is_gone(
