@@ -99,7 +99,8 @@ def stamped(shape: Shape, tp: int, pp: int) -> LayoutSignature:
     """The same on some ranks, with stamps of all bytes."""
     return LayoutSignature(
         model="bench", kv_dtype="bfloat16", page_size=shape.page_size, layer_count=shape.layers,
-        kv_head_count=shape.heads, head_size=shape.head_size, tp=tp, pp=pp, stamp_bytes=STAMP_BYTES, stamp_data="all",
+        kv_head_count=shape.heads, head_size=shape.head_size, tp=tp, pp=pp, stamp_bytes=2 * STAMP_BYTES,
+        stamp_data="all",
     )  # fmt: skip
 
 

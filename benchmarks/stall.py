@@ -42,7 +42,7 @@ def run(path: Path, threads: int, max_step_ms: float | None) -> dict[str, float]
     driver.add("learn", tokens(1, 2500), 2)  # the rate is known, as in an engine that has served for a while
     driver.run()
     for i in range(STREAMS):
-        driver.add(f"s{i}", tokens(10 + i, 64), 2000)
+        driver.add(f"s{i}", tokens(10 + i, 64), 2000, stream=True)
     while not all(driver.tokens(f"s{i}") for i in range(STREAMS)):
         driver.turn()
     driver.add("long", tokens(2, LONG), 1)
