@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
@@ -203,7 +204,7 @@ def test_engines_that_cannot_be_reached_or_have_no_room_never_had_the_request(ro
             second.until(lambda: all(member.why != "not looked at yet" for member in members))
             for member in members:
                 member.alive = True  # as where they went since the last look
-            with second.http:
+            with closing(second.http):
                 answer = second.http.post("/generate", json=GREEDY)
         assert answer.json()["output_ids"] == EXPECTED
         assert [member.alive for member in members] == [False, False, False, True, True]
