@@ -12,6 +12,7 @@ from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
 from serinus.models.mixture import choose_experts
+from serinus.selftest import EnginePair
 from serinus.testing.direct import DirectEngine, DirectSeq
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -112,3 +113,29 @@ def run_in_uneven_chunks(direct: DirectEngine, prompt: list[int], *, forget: boo
         if forget:
             direct.forget(seq)
     return seq
+
+
+def check_handed_over_with_a_prefix(path: Path) -> None:
+    """Two prompts of 600 tokens, of which the second finds 400 in the cache, prefilled by one engine in chunks and
+    decoded by another under a canary: 100 tokens and their log-probabilities are those of transformers."""
+    both = EnginePair(
+        path, max_total_tokens=4096, kv_canary="raise", kv_canary_real_data="all", dtype="float32", page_size=16,
+        chunked_prefill_size=96, skip_tokenizer_init=True,
+    )  # fmt: skip
+    for turn in range(2):
+        rid, prompt = str(turn), [*random_ids(1, 400), *random_ids(2 + turn, 200 + turn)]
+        both.add(rid, prompt, 100, logprobs=1)
+        both.run_until_idle()
+        deltas, tokens = both.deltas[rid], both.tokens(rid)
+        sequence = prompt + tokens[:-1]
+        expected = reference(path, sequence, torch.float32)[len(prompt) - 1 :].log_softmax(-1)
+        found = torch.tensor([each.logprob for delta in deltas for each in delta.logprobs])
+        chosen = expected[torch.arange(100), torch.tensor(tokens)]
+        assert float((found - chosen).abs().max()) < 1e-4
+        assert tokens == expected.argmax(-1).tolist()
+        assert not [token for token in tied_tokens(path, sequence) if token >= len(prompt) - 1]
+        usage = deltas[-1].usage
+        assert usage is not None
+        assert usage.prefill_engine == "prefill-0"
+        assert sum(usage.cached_tokens.values()) == 400 * turn
+    both.check()

@@ -16,10 +16,15 @@ from serinus.models import load_model, load_spec
 from serinus.models.mxfp4 import dequantized
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.parallel import Mesh
-from serinus.selftest import EnginePair
 from serinus.testing.direct import DirectEngine
 from serinus.testing.ranked import ranked_engine
-from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks, tied_tokens
+from tests.models.parity import (
+    GREEDY,
+    check_handed_over_with_a_prefix,
+    engine,
+    random_ids,
+    run_in_uneven_chunks,
+)
 
 pytestmark = pytest.mark.slow
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -147,24 +152,4 @@ def test_prefill_here_and_decode_there_give_the_log_probabilities_of_transformer
 ) -> None:
     """In chunks, with 400 tokens of a prefix that is cached, past the window and YaRN's first context, watched."""
     path = make_checkpoint(tmp_path, "gpt_oss", layers=4, head_size=32, intermediate=96, tokenizer=False, seed=3)
-    both = EnginePair(
-        path, max_total_tokens=4096, kv_canary="raise", kv_canary_real_data="all", dtype="float32", page_size=16,
-        chunked_prefill_size=96, skip_tokenizer_init=True,
-    )  # fmt: skip
-    for turn in range(2):
-        rid, prompt = str(turn), [*random_ids(1, 400), *random_ids(2 + turn, 200 + turn)]
-        both.add(rid, prompt, 100, logprobs=1)
-        both.run_until_idle()
-        deltas, tokens = both.deltas[rid], both.tokens(rid)
-        sequence = prompt + tokens[:-1]
-        expected = reference(path, sequence, torch.float32)[len(prompt) - 1 :].log_softmax(-1)
-        found = torch.tensor([each.logprob for delta in deltas for each in delta.logprobs])
-        chosen = expected[torch.arange(100), torch.tensor(tokens)]
-        assert float((found - chosen).abs().max()) < 1e-4
-        assert tokens == expected.argmax(-1).tolist()
-        assert not [token for token in tied_tokens(path, sequence) if token >= len(prompt) - 1]
-        usage = deltas[-1].usage
-        assert usage is not None
-        assert usage.prefill_engine == "prefill-0"
-        assert sum(usage.cached_tokens.values()) == 400 * turn
-    both.check()
+    check_handed_over_with_a_prefix(path)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from serinus.core.errors import ConfigError
@@ -14,8 +13,7 @@ from serinus.core.parts import Part
 from serinus.engine.step_floor import weight_bytes
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_checkpoint
-from serinus.selftest import EnginePair
-from tests.models.parity import random_ids, reference, tied_tokens
+from tests.models.parity import check_handed_over_with_a_prefix
 
 pytestmark = pytest.mark.slow
 
@@ -27,26 +25,7 @@ def test_prefill_here_and_decode_there_give_the_log_probabilities_of_transformer
 ) -> None:
     """In chunks, with 400 tokens of a prefix that is cached, past YaRN's first context, watched."""
     path = make_checkpoint(tmp_path, family, layers=3, tokenizer=False, seed=3)
-    both = EnginePair(
-        path, max_total_tokens=4096, kv_canary="raise", kv_canary_real_data="all", dtype="float32", page_size=16,
-        chunked_prefill_size=96, skip_tokenizer_init=True,
-    )  # fmt: skip
-    for turn in range(2):
-        rid, prompt = str(turn), [*random_ids(1, 400), *random_ids(2 + turn, 200 + turn)]
-        both.add(rid, prompt, 100, logprobs=1)
-        both.run_until_idle()
-        deltas, tokens = both.deltas[rid], both.tokens(rid)
-        sequence = prompt + tokens[:-1]
-        expected = reference(path, sequence, torch.float32)[len(prompt) - 1 :].log_softmax(-1)
-        found = torch.tensor([each.logprob for delta in deltas for each in delta.logprobs])
-        assert not [token for token in tied_tokens(path, sequence) if token >= len(prompt) - 1]
-        assert float((found - expected[torch.arange(100), torch.tensor(tokens)]).abs().max()) < 1e-4
-        assert tokens == expected.argmax(-1).tolist()
-        usage = deltas[-1].usage
-        assert usage is not None
-        assert usage.prefill_engine == "prefill-0"
-        assert sum(usage.cached_tokens.values()) == 400 * turn
-    both.check()
+    check_handed_over_with_a_prefix(path)
 
 
 def test_a_row_of_kv_is_one_head_of_part_latent_and_scores_have_the_temperature_of_yarn(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.pd import Landed, Recompute
 from serinus.pd.backends import CudaDriver, CudaIpcBackend, Region
+from tests.children import Spawn, children
 from tests.pd.peer import DecodePeer, DeviceStore
 
 pytestmark = pytest.mark.gpu
@@ -28,29 +29,15 @@ SILENT_S = 3.0
 """After which a stopped owner is given up here."""
 LONG = 1 << 30
 """Cycles of the device that a read is held up for: half a second."""
-Spawn = Callable[..., tuple[subprocess.Popen[str], str]]
 
 
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
     """Start a prefill engine in a process of its own; returns it and its address."""
-    children: list[subprocess.Popen[str]] = []
-
-    def start(how: str = "all", address: str = "tcp://127.0.0.1:0", **more: str) -> tuple[subprocess.Popen[str], str]:
-        child = subprocess.Popen(
-            [sys.executable, PROGRAM, "prefill", "cuda_ipc", address, how], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **more},
-        )  # fmt: skip
-        children.append(child)
-        assert child.stdout is not None
-        return child, child.stdout.readline().strip()
-
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+    with children() as start:
+        yield lambda how="all", address="tcp://127.0.0.1:0", **more: start(
+            PROGRAM, "prefill", "cuda_ipc", address, how, **more
+        )
 
 
 @pytest.fixture

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serinus.pd import AbortPrefill, Landed, PrefillDrained, Recompute
+from tests.children import Spawn, children
 from tests.pd.peer import DecodePeer, PrefillPeer
 
 PROGRAM = str(Path(__file__).with_name("peer.py"))
-Spawn = Callable[..., tuple[subprocess.Popen[str], str]]
 
 pytestmark = pytest.mark.slow
 
@@ -23,20 +21,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
     """Start the other process; returns it and the first line it prints."""
-    children: list[subprocess.Popen[str]] = []
-
-    def start(*args: str) -> tuple[subprocess.Popen[str], str]:
-        child = subprocess.Popen([sys.executable, PROGRAM, *args], stdout=subprocess.PIPE, text=True)
-        children.append(child)
-        assert child.stdout is not None
-        return child, child.stdout.readline().strip()
-
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+    with children() as start:
+        yield lambda *words: start(PROGRAM, *words)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import zmq
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 from serinus.wire import Arrived, ChannelEvent, Gone, ZmqChannel, wait_any
+from tests.children import children
 
 CLOCK = WallClock()
 
@@ -50,20 +50,8 @@ def channels() -> Iterator[Callable[..., ZmqChannel]]:
 @pytest.fixture
 def echo() -> Iterator[Callable[[str, str], tuple[subprocess.Popen[str], str]]]:
     """Start a process that sends everything back; returns it and its address."""
-    children: list[subprocess.Popen[str]] = []
-
-    def start(how: str, address: str) -> tuple[subprocess.Popen[str], str]:
-        child = subprocess.Popen([sys.executable, "-c", ECHO, how, address], stdout=subprocess.PIPE, text=True)
-        children.append(child)
-        assert child.stdout is not None
-        return child, child.stdout.readline().strip()
-
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+    with children() as start:
+        yield lambda how, address: start("-c", ECHO, how, address)
 
 
 def until(channel: ZmqChannel, count: int = 1, seconds: float = 60.0) -> list[ChannelEvent]:
