@@ -79,7 +79,7 @@ def calls_of(choice: Any) -> list[tuple[str, Any]]:
 
 
 def ask(client: Client, seed: int, messages: list[Any] = MESSAGES, **about: Any) -> tuple[Any, list[tuple[str, Any]]]:
-    """The answer and its calls; streamed it is the same."""
+    """The answer and its calls. Streamed it is the same, but for a call that was cut: its beginning has left."""
     about = {"model": "toy", "messages": messages, "seed": seed, "max_tokens": 600, "temperature": 2, **about}
     choice: Any = client[0].chat.completions.create(**about).choices[0]
     calls = calls_of(choice)
@@ -88,6 +88,10 @@ def ask(client: Client, seed: int, messages: list[Any] = MESSAGES, **about: Any)
             streamed: Any = stream.get_final_completion().choices[0]
     except openai.LengthFinishReasonError as error:  # what it raises for an answer that was cut
         streamed = error.completion.choices[0]
+    begun = streamed.message.tool_calls or []
+    if choice.finish_reason == "length" and len(begun) > len(calls):
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(begun.pop().function.arguments)
     assert (calls_of(streamed), streamed.finish_reason) == (calls, choice.finish_reason)
     return choice, calls
 
@@ -124,6 +128,11 @@ def test_calls_stand_side_by_side(client: Client, names: tuple[str, ...]) -> Non
     again, more = ask(client, 7, [*MESSAGES, said, *results], tools=tools(*names), tool_choice="required")
     assert more
     assert again.finish_reason in ("tool_calls", "length")
+
+
+def test_a_call_that_is_cut_is_no_call(client: Client) -> None:
+    for tokens in (8, 20, 40, 80):
+        assert ask(client, 3, tools=tools("area", "news"), tool_choice="required", max_tokens=tokens)[0].finish_reason
 
 
 def test_none_is_called_where_none_fits(client: Client) -> None:
