@@ -40,25 +40,37 @@ class SimMailbox(Mailbox):
             if isinstance(item, PeerMessage):
                 if isinstance(item.message, Data) and self._loses(item.peer, item.message):
                     continue
-                if isinstance(item.message, Keepalive):
-                    out.extend(self._ends_before(item.peer))
                 if late and self._waits(item, late):
                     at = now + engine.rng.random() * max(engine.options.late_s, 0.3)
                     self._held.append((at, item))
                     engine.process.at(at, engine.process.wake)
                     continue
+                out.extend(self._ends_below(item))
             out.append(item)
         due = [item for at, item in self._held if at <= now or not late]
         if due:
             self._held = [(at, item) for at, item in self._held if at > now and late]
-            out.extend(due)
+            for item in due:
+                out.extend(self._ends_below(item))
+                out.append(item)
         return out
 
-    def _ends_before(self, peer: str) -> list[PeerMessage]:
-        """Ends that wait: the floor of a KEEPALIVE says that they have come, so the real link too brings them first."""
-        ends = [item for _, item in self._held if item.peer == peer and isinstance(item.message, Fail)]
-        self._held = [(at, item) for at, item in self._held if item.peer != peer or not isinstance(item.message, Fail)]
-        return ends
+    def _ends_below(self, letter: PeerMessage) -> list[PeerMessage]:
+        """Ends that wait here and must come before a message with a floor: it says that no grant below is open, and
+        was sent behind their FAIL, over a link that keeps the order."""
+        message = letter.message
+        if isinstance(message, Keepalive):
+            floor = message.grant_floor
+        elif isinstance(message, AbortGrant):
+            floor = message.floor
+        else:
+            return []
+        ends = [
+            entry for entry in self._held
+            if entry[1].peer == letter.peer and isinstance(entry[1].message, Fail) and entry[1].message.grant < floor
+        ]  # fmt: skip
+        self._held = [entry for entry in self._held if entry not in ends]
+        return [item for _, item in ends]
 
     def _waits(self, letter: PeerMessage, chance: float) -> bool:
         """Whether a message is overtaken; the GRANT often together with its PREPARE."""

@@ -11,6 +11,7 @@ from serinus.sim import draw, run
     ("seed", "canary", "what"),
     [
         (3473, None, "a read was lost, all peers were given up, and reads from one of them went on into free pages"),
+        (5034, "sound", "the floor of an ABORT overtook a FAIL, which a link in order never lets it"),
         (20022, "damaged", "a page was loaded after the last step, and what the idle sweep found of it was dropped"),
     ],
 )
