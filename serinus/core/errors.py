@@ -84,6 +84,11 @@ class BadRequest(RequestError):
         self.value = value
         self.expected = expected
 
+    def rename(self, field: str) -> None:
+        """Say it of `field`, the name that the client has for what this error is about."""
+        self.field = field
+        self.args = (f"{field}: got {shown(self.value)}, expected {self.expected}",)
+
 
 class BadSampling(BadRequest):
     """A sampling parameter is out of its range or of the wrong type."""
@@ -108,6 +113,7 @@ class UnknownModel(RequestError):
 
     status = 404
     kind = "not_found_error"
+    code = "model_not_found"
 
 
 class Unauthorized(RequestError):

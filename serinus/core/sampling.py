@@ -196,8 +196,9 @@ class SamplingParams:
             _whole_in("max_new_tokens", self.max_new_tokens, "at least 1")
         _whole_in("min_new_tokens", self.min_new_tokens, "at least 0")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise BadSampling("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
-        _number_in("temperature", self.temperature, "0 (greedy) or more")
+            expected = f"at most {self.max_new_tokens}, the most there may be"
+            raise BadSampling("min_new_tokens", self.min_new_tokens, expected)
+        _number_in("temperature", self.temperature, "0 (greedy) to 10,000")
         _number_in("top_p", self.top_p, "above 0, at most 1")
         _whole_in("top_k", self.top_k, "-1 or 0 (all) or at least 1, a 64-bit integer")
         if self.top_k == 0:

@@ -227,7 +227,7 @@ class Engine:
         if self._verify_retracted(now) and plan is None:
             plan = self.scheduler.plan(now)
         for rid in self.scheduler.take_late():
-            self._time_out(rid, now, "its turn came too late for")
+            self._time_out(rid, now, "the turn of the request came too late for")
         if plan is None:
             return False
         if self.canary is not None:
@@ -357,7 +357,7 @@ class Engine:
             return
         self._deadlines.add(request.rid, self.scheduler.deadline_of(request), self.scheduler)
 
-    def _time_out(self, rid: str, now: float, how: str = "reached") -> None:
+    def _time_out(self, rid: str, now: float, how: str = "the request reached") -> None:
         """Its deadline has come, or comes before it can end: end it, where it has not ended."""
         if rid not in self.scheduler:
             return
@@ -368,7 +368,7 @@ class Engine:
         self.metrics.metrics.add("num_timed_out_requests")
         count = delta.usage.completion_tokens if delta.usage is not None else 0
         reason = (
-            f"engine: the request {how} its deadline with {count} tokens generated, expected it to end within its"
+            f"engine: {how} its deadline with {count} tokens generated, expected it to end within its"
             f" timeout (or --request-timeout)"
         )
         self._answer(replace(delta, error=reason, error_status=504))

@@ -5,8 +5,10 @@ A renderer says what the beginning, the growth and the end of a block look like 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +23,7 @@ from serinus.front.schemas import ChatBody, OpenAiBody, refuse_unsupported
 from serinus.front.state import Front
 from serinus.text import AnswerDelta, DeltaKind, Tokenizer, WholeAnswer
 
-__all__ = ["Block", "BlockRenderer", "chat_body", "fresh_id", "named_event"]
+__all__ = ["Block", "BlockRenderer", "chat_body", "fields_as", "fresh_id", "named_event"]
 
 _KINDS = {DeltaKind.CALL: DeltaKind.CALL, DeltaKind.ARGUMENTS: DeltaKind.CALL}
 
@@ -190,6 +192,19 @@ def chat_body(body: OpenAiBody, **fields: Any) -> ChatBody:
     chat = ChatBody(**{**shared, **fields})
     refuse_unsupported(chat)
     return chat
+
+
+@contextmanager
+def fields_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the chat that is made within name fields as the client does: `names` has patterns of a chat's fields,
+    and what stands there in his body; the first that fits counts."""
+    try:
+        yield
+    except BadRequest as error:
+        renamed = (re.sub(pattern, name, error.field) for pattern, name in names.items())
+        if field := next((each for each in renamed if each != error.field), ""):
+            error.rename(field)
+        raise
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:

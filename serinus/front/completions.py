@@ -28,7 +28,7 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     if body.echo and front.settings.skip_tokenizer_init:
         raise BadRequest("echo", True, "nothing: this server runs without a tokenizer")
     prompts = prompts_of("prompt", body.prompt)
-    front.check_count(len(prompts) * params.n)
+    front.check_count("prompt" if params.n == 1 else "n", len(prompts) * params.n)
     special = body.add_special_tokens is not False
     asks = await front.asks(
         "prompt",

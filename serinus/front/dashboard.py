@@ -18,7 +18,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from serinus.core.errors import BadRequest, CapacityError, PeerError
+from serinus.core.errors import BadRequest, CapacityError, PeerError, RequestError
 from serinus.core.version import package_version
 from serinus.front.exchange import HttpExchange
 from serinus.front.frames import FrameEncoder
@@ -36,6 +36,8 @@ _ANSWER_S_MAX: Final = 600.0
 _RETRY_S: Final = 1.0
 _LOOK_S: Final = 1.0
 """A stream without news looks so often whether this server ends..."""
+_TEXTS, _NUMBERS = ("what", "tier", "part"), ("page", "node")
+"""What a look may name."""
 _NOTHING: Final = b": \n\n"
 """...and sends this, so that what is between does not take it for dead."""
 _WAITING_MAX: Final = 8
@@ -139,13 +141,12 @@ class DashboardFeed:
             await stream(exchange, one, lambda: self._front.client.draining)
 
     async def look(self, exchange: HttpExchange) -> None:
-        """One page of KV, or one node of the tree with its text. Raises BadRequest, EngineDown."""
+        """One page of KV, or one node of the tree with its text. Raises RequestError, EngineDown."""
         front = self._front
-        asked = {name: values[0] for name, values in parse_qs(exchange.query).items() if name != "engine"}
-        order = {name: int(text) if text.isdecimal() and len(text) < 10 else text for name, text in asked.items()}
-        reply = await front.client.call("look", s_max=front.settings.call_s_max, body=msgspec.json.encode(order))
+        order = msgspec.json.encode(_looked_at(exchange.query))
+        reply = await front.client.call("look", s_max=front.settings.call_s_max, body=order)
         if not reply.ok:
-            raise BadRequest("look", exchange.query[:200], reply.body.decode(errors="replace"))
+            raise RequestError(reply.body.decode(errors="replace"))
         found = msgspec.json.decode(reply.body)
         tokenizer = await front.tokenizer_or_none()
         if "tokens" in found and tokenizer is not None:
@@ -217,6 +218,23 @@ async def answer_page(exchange: HttpExchange) -> None:
         (b"x-content-type-options", b"nosniff"),
     ]  # fmt: skip
     await exchange.reply(200, html, b"text/html; charset=utf-8")
+
+
+def _looked_at(query: str) -> dict[str, str | int]:
+    """What a query asks to look at, as the engine takes it. Raises BadRequest."""
+    order: dict[str, str | int] = {}
+    for name, (text, *_) in parse_qs(query).items():
+        if name in _NUMBERS:
+            if not (text.isdecimal() and len(text) < 10):
+                raise BadRequest(name, text, "a number from 0 to 999999999")
+            order[name] = int(text)
+        elif name in _TEXTS:
+            order[name] = text
+        elif name != "engine":  # of a router
+            raise BadRequest(name, text, f"no field but {', '.join((*_TEXTS, *_NUMBERS))}")
+    if "what" not in order:
+        raise BadRequest("what", None, "page or node")
+    return order
 
 
 def _shown_text(tokenizer: Tokenizer, ids: list[int]) -> str:

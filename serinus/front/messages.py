@@ -9,8 +9,8 @@ import msgspec
 from serinus.core.errors import BadRequest
 from serinus.front.agent_answers import TokenCount
 from serinus.front.agent_schemas import MessagesBody
-from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
-from serinus.front.conversation import prepare
+from serinus.front.blocks import Block, BlockRenderer, chat_body, fields_as, fresh_id, named_event
+from serinus.front.conversation import Conversation, prepare
 from serinus.front.exchange import HttpExchange
 from serinus.front.render import encode
 from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
@@ -21,6 +21,14 @@ __all__ = ["count_tokens", "messages"]
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_FIELDS = {
+    r"^response_format(\.json_schema)?": "output_config.format",
+    r"^thinking_token_budget": "thinking.budget_tokens",
+    r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"^(tools\[\d+\]|tool_choice)\.function\b": r"\1",
+    r"^stop\b": "stop_sequences",
+}
+"""Fields of chats that have other names here."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -30,7 +38,7 @@ async def messages(front: Front, exchange: HttpExchange) -> None:
     body = await front.read(exchange, MessagesBody)
     if body.max_tokens is None:
         raise BadRequest("max_tokens", None, "a number of tokens: Anthropic's messages must have it")
-    chat = await prepare(front, _chat(body), limit_field="max_tokens")
+    chat = await _prepared(front, body)
     request_id = body.rid or fresh_id("msg")
     async with front.calling(exchange, chat.asks, chat.body, request_id=request_id, start=start) as call:
         renderer = _MessageRenderer(front, call, chat, await front.tokenizer("messages"))
@@ -39,8 +47,14 @@ async def messages(front: Front, exchange: HttpExchange) -> None:
 
 async def count_tokens(front: Front, exchange: HttpExchange) -> None:
     """Answer how many tokens the prompt of a request has. Raises what `messages` does."""
-    chat = await prepare(front, _chat(await front.read(exchange, MessagesBody)), limit_field="max_tokens")
+    chat = await _prepared(front, await front.read(exchange, MessagesBody))
     await exchange.json(TokenCount(input_tokens=len(chat.asks[0].prompt)))
+
+
+async def _prepared(front: Front, body: MessagesBody) -> Conversation:
+    """Raises what `prepare` does, by the names of this endpoint."""
+    with fields_as(_FIELDS):
+        return await prepare(front, _chat(body), limit_field="max_tokens")
 
 
 def _chat(body: MessagesBody) -> ChatBody:

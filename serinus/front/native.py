@@ -47,7 +47,7 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
     front.check_model(body.model)
     field, prompts, single = _prompts(body)
     count = len(prompts)
-    front.check_count(count)
+    front.check_count(field, count)
     samplings = _spread("sampling_params", body.sampling_params, count, NativeSampling())
     rids = _spread("rid", body.rid, count, "") if isinstance(body.rid, list) or count == 1 else [""] * count
     request_id = body.rid if isinstance(body.rid, str) and count > 1 else rids[0] if single and rids[0] else new_rid()
@@ -109,7 +109,8 @@ def _spread(field: str, value: _T | list[_T] | None, count: int, default: _T) ->
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise BadRequest(field, value, f"one value, or a list of {count}, as many as there are prompts")
+        expected = f"one value, or a list of {count}, as many as there are prompts"
+        raise BadRequest(field, f"a list of {len(value)}", expected)
     return value
 
 

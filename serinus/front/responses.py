@@ -9,7 +9,7 @@ import msgspec
 
 from serinus.core.errors import BadRequest
 from serinus.front.agent_schemas import EmbeddingsBody, ResponsesBody
-from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
+from serinus.front.blocks import Block, BlockRenderer, chat_body, fields_as, fresh_id, named_event
 from serinus.front.calls import Call
 from serinus.front.conversation import Conversation, prepare
 from serinus.front.exchange import HttpExchange
@@ -19,6 +19,13 @@ from serinus.front.state import Front
 from serinus.text import DeltaKind, Tokenizer
 
 __all__ = ["embeddings", "responses"]
+
+_FIELDS = {
+    r"^response_format(\.json_schema)?": "text.format",
+    r"^max_completion_tokens": "max_output_tokens",
+    r"^(tools\[\d+\]|tool_choice)\.function\b": r"\1",
+}
+"""Fields of chats that have other names here."""
 
 
 async def embeddings(front: Front, exchange: HttpExchange) -> None:
@@ -33,7 +40,8 @@ async def responses(front: Front, exchange: HttpExchange) -> None:
     start = front.clock.now()
     body = await front.read(exchange, ResponsesBody)
     _refuse_memory(body)
-    chat = await prepare(front, _chat(body), limit_field="max_output_tokens", field="input")
+    with fields_as(_FIELDS):
+        chat = await prepare(front, _chat(body), limit_field="max_output_tokens", field="input")
     request_id = body.rid or fresh_id("resp")
     async with front.calling(exchange, chat.asks, chat.body, request_id=request_id, start=start) as call:
         renderer = _ResponseRenderer(front, call, chat, await front.tokenizer("input"), body)

@@ -75,29 +75,33 @@ def _common(
     defaults: Defaults,
     *,
     max_new_tokens: int | None,
-    min_new_tokens: int | None,
+    least_field: str,
     include_stop: bool,
 ) -> SamplingParams:
-    """`max_new_tokens`: as asked for, or the endpoint's own default; that of `defaults` is a bound, as in vLLM."""
+    """`max_new_tokens`: as asked for, or the endpoint's own default; that of `defaults` is a bound, as in vLLM.
+    `least_field`: the field of the body that has min_new_tokens."""
     named = {name: getattr(body, name) for name in _AS_THEY_ARE}
     given = {**defaults, **{name: value for name, value in named.items() if value is not None}}
     asked = asked_grammar(body)
     bound = given.pop("max_new_tokens", None)
-    return SamplingParams(
-        max_new_tokens=min((each for each in (max_new_tokens, bound) if each is not None), default=None),
-        min_new_tokens=_or(min_new_tokens, 0),
-        logit_bias=_logit_bias(body.logit_bias),
-        include_stop=include_stop,
-        grammar=None if asked is None else asked.grammar,
-        **given,
-    )
+    try:
+        return SamplingParams(
+            max_new_tokens=min((each for each in (max_new_tokens, bound) if each is not None), default=None),
+            min_new_tokens=_or(getattr(body, least_field), 0),
+            logit_bias=_logit_bias(body.logit_bias),
+            include_stop=include_stop,
+            grammar=None if asked is None else asked.grammar,
+            **given,
+        )
+    except BadSampling as error:
+        if error.field == "min_new_tokens":
+            error.rename(least_field)
+        raise
 
 
 def _openai(body: OpenAiBody, defaults: Defaults, max_new_tokens: int | None) -> SamplingParams:
     include_stop = bool(body.include_stop_str_in_output or body.no_stop_trim)
-    return _common(
-        body, defaults, max_new_tokens=max_new_tokens, min_new_tokens=body.min_tokens, include_stop=include_stop
-    )
+    return _common(body, defaults, max_new_tokens=max_new_tokens, least_field="min_tokens", include_stop=include_stop)
 
 
 def from_completion(body: CompletionBody, defaults: Defaults) -> SamplingParams:
@@ -145,10 +149,10 @@ def from_native(
     """Parameters of /generate; `defaults` for those that it does not name. Raises BadSampling."""
     none = asks_for_none(body)
     limit = 1 if none else _positive("max_new_tokens", body.max_new_tokens) or _positive("max_tokens", body.max_tokens)
-    least = body.min_new_tokens if body.min_new_tokens is not None else body.min_tokens
+    least = "min_tokens" if body.min_new_tokens is None else "min_new_tokens"
     if limit is None and "max_new_tokens" not in defaults:
-        limit = max(_NATIVE_TOKENS, least or 0)
-    params = _common(body, defaults, max_new_tokens=limit, min_new_tokens=least, include_stop=bool(body.no_stop_trim))
+        limit = max(_NATIVE_TOKENS, getattr(body, least) or 0)
+    params = _common(body, defaults, max_new_tokens=limit, least_field=least, include_stop=bool(body.no_stop_trim))
     params = _prompt_only(params) if none else params
     if body.sampling_seed is not None:
         params = replace(params, seed=body.sampling_seed)

@@ -202,10 +202,11 @@ class Front:
         if model is not None and model != name:
             raise UnknownModel(f"model: got {model[:200]!r}, expected {name!r}")
 
-    def check_count(self, count: int) -> None:
-        """Raise BadRequest where one request asks for so many sequences. Called before its prompts are tokenized."""
+    def check_count(self, field: str, count: int) -> None:
+        """Raise BadRequest where one request asks for so many sequences, by `field`. Called before its prompts are
+        tokenized."""
         if count > self.settings.n_max:
-            raise BadRequest("n", count, f"at most {self.settings.n_max} sequences (n times prompts)")
+            raise BadRequest(field, count, f"at most {self.settings.n_max} sequences (n times prompts)")
 
     def seed(self, params: SamplingParams) -> int:
         """The client's seed, or one drawn for it."""
@@ -270,7 +271,7 @@ class Front:
         """
         exchange.rid = request_id
         count = sum(ask.sampling.n for ask in asks)
-        self.check_count(count)
+        self.check_count("n", count)
         call = Call(
             asks,
             request_id=request_id,

@@ -156,8 +156,11 @@ def test_a_response_that_the_limit_ends_is_incomplete(
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"conversation": "c"}, "conversation", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice.function.name",
-         "get_weather"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice.name", "get_weather"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "got 'a b'"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "got 'yaml'"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "num"}}}}, "text.format.schema",
+         "#/type"),
         ({"input": []}, "input", "at least one item"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "text only"),
@@ -289,10 +292,16 @@ def test_a_message_is_held_to_the_schema_of_its_output_config(scripted: tuple[Ru
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": "2000"}}, "thinking.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        ({"tools": [{**ANTHROPIC_WEATHER, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{**ANTHROPIC_WEATHER, "input_schema": 5}]}, "tools[0].input_schema"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "num"}}}},
+         "output_config.format.schema"),
         ({"output_config": {"effort": 3}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_message_is_refused_by_field(
     scripted: tuple[RunningFront, Script], change: dict[str, Any], field: str
 ) -> None:

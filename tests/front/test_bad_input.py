@@ -119,7 +119,9 @@ def test_a_body_that_cannot_be_read_is_explained(front: RunningFront, raw: bytes
         ({"stop_token_ids": [300]}, "stop_token_ids", "0 to 266"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "got 1025, expected at most 1024 ids"),
         ({"logit_bias": {str(i): 1 for i in range(65537)}}, "logit_bias", "got 65537, expected at most 65536 tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_new_tokens", "max_new_tokens = 8"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "got 9, expected at most 8, the most there may be"),
+        ({"temperature": 1e308}, "temperature", "0 (greedy) to 10,000"),
+        ({"prompt": ["x"] * 200}, "prompt", "got 200, expected at most 128 sequences"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "required"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
         ({"guided_json": "{"}, "guided_json", "valid JSON (Expecting property name"),
@@ -184,6 +186,7 @@ def test_an_unknown_model_is_not_found(front: RunningFront) -> None:
         response = front.post(path, {"model": "gpt-9", "prompt": "x", "messages": [{}], "text": "x"})
         assert response.status_code == 404
         assert "expected 'canary'" in response.json()["error"]["message"]
+        assert response.json()["error"]["code"] == "model_not_found"
     assert front.http.get("/v1/models/gpt-9").status_code == 404
 
 

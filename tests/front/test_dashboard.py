@@ -66,6 +66,20 @@ def test_a_look_is_passed_on_and_tokens_are_shown_as_text(front: RunningFront) -
     assert "expected less" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({}, "what: got None, expected page or node"),
+        ({"what": "page", "page": "x"}, "page: got 'x', expected a number from 0 to 999999999"),
+        ({"what": "node", "node": "-1"}, "node: got '-1', expected a number from 0 to 999999999"),
+        ({"what": "page", "rank": 1}, "rank: got '1', expected no field but what, tier, part, page, node"),
+    ],
+)
+def test_a_look_that_is_wrong_is_refused_by_its_field(front: RunningFront, query: dict[str, Any], said: str) -> None:
+    refused = front.http.get("/dashboard/look", params=query)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, said)
+
+
 def test_the_page_is_one_text_that_needs_no_other_and_holds_no_data(front: RunningFront) -> None:
     answer = front.http.get("/dashboard")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"

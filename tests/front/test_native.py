@@ -62,10 +62,16 @@ def test_a_batch_is_answered_in_order(front: RunningFront) -> None:
 
 
 def test_more_sequences_than_one_request_may_have_are_refused(front: RunningFront) -> None:
-    for body in ({"text": ["x"] * 129}, {"text": ["x"] * 3, "sampling_params": [{"n": 60}, {"n": 60}, {"n": 60}]}):
+    three: dict[str, Any] = {"text": ["x"] * 3, "sampling_params": [{"n": 60}, {"n": 60}, {"n": 60}]}
+    for field, body in {"text": {"text": ["x"] * 129}, "n": three}.items():
         response = front.post("/generate", body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert "expected at most 128 sequences" in response.json()["error"]["message"]
+
+
+def test_a_list_of_another_length_than_the_prompts_is_refused(front: RunningFront) -> None:
+    error = front.post("/generate", {"text": ["x", "y"], "sampling_params": [{}]}).json()["error"]
+    assert error["message"].startswith("sampling_params: got 'a list of 1', expected one value, or a list of 2"), error
 
 
 def test_several_answers_of_one_prompt_are_a_list(front: RunningFront) -> None:
