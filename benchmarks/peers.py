@@ -38,6 +38,7 @@ from report import emit
 
 from serinus.core.clock import WallClock
 from serinus.core.rng import Rng
+from serinus.testing.small_gguf import write_gguf
 
 CLOCK = WallClock()
 BATCH, UBATCH = 2048, 512
@@ -171,45 +172,6 @@ def llama_engine(path: Path, threads: int) -> Run:
     return run
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str) -> None:
-    """The checkpoint as a GGUF file of `kind` BF16 or F16 (norms in F32, as llama.cpp's own conversion has them)."""
-    gguf = _installed("gguf")
-    from safetensors import safe_open
-
-    config = json.loads((checkpoint / "config.json").read_text())
-    assert config["model_type"] == "qwen3", f"peers: {config['model_type']}, expected qwen3"
-    kinds = gguf.GGMLQuantizationType
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.QWEN3])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    writer.add_rope_freq_base(theta)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
-    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind}"))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in sorted(tensors.keys()):
-                values = tensors.get_tensor(name).float().numpy()
-                stored = kinds.F32 if values.ndim == 1 else kinds[kind]
-                found = names.get_name(name, try_suffixes=(".weight",))
-                assert found, f"peers: no name in GGUF for {name}"
-                data = gguf.quantize(values, stored)
-                writer.add_tensor(found, data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 ENGINES: dict[str, Callable[[Path, int], Run]] = {
     "serinus": serinus_engine, "transformers": transformers_engine, "llama.cpp bf16": llama_engine,
     "llama.cpp f16": llama_engine,
@@ -302,7 +264,7 @@ def main() -> None:
         paths = dict.fromkeys(ENGINES, checkpoint)
         for kind in ("BF16", "F16"):
             paths[f"llama.cpp {kind.lower()}"] = file = Path(folder) / f"{kind}.gguf"
-            write_gguf(checkpoint, file, kind)
+            write_gguf(checkpoint, file, lambda _, kind=kind: kind)
         peers = {name: Peer(name, path, args.threads) for name, path in paths.items()}
         for index in range(args.rounds):
             for word, count in WORDS.items():

@@ -246,6 +246,8 @@ def _weight_bytes(folder: str) -> int:
     """Bytes of the weight files. Raises ConfigError where one is cut short."""
     from safetensors import SafetensorError, safe_open
 
+    from serinus.models import file_bytes
+
     files = sorted(Path(folder).glob("*.safetensors"))
     for file in files:
         try:
@@ -253,7 +255,7 @@ def _weight_bytes(folder: str) -> int:
                 pass  # opening reads the header and compares it with the length of the file
         except SafetensorError as error:
             raise ConfigError(f"models: {file.name} is not whole ({error}), expected it as it was published") from None
-    return sum(file.stat().st_size for file in files)
+    return file_bytes(Path(folder))
 
 
 def checkpoint(config: ServeConfig) -> list[MachineCheck]:

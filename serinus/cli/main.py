@@ -226,7 +226,7 @@ def help_text() -> str:
         "  $ serinus serve ./model --port 30000               one engine",
         "  $ serinus up ./model --prefill 1 --decode 1        prefill and decode apart, one command",
         "",
-        "`./model` is a directory with config.json and safetensors, or a Hugging Face hub id.",
+        "`./model` is a directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.",
         "Every setting, its variable and its default: docs/settings.md.",
     ]
     return "\n".join(lines)

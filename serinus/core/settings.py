@@ -36,7 +36,10 @@ class ModelSettings:
     """Which model, and how it is read."""
 
     model_path: str = setting(
-        "", "directory with config.json and safetensors, or a Hugging Face hub id", "--model", metavar="MODEL"
+        "",
+        "directory with config.json and safetensors, a file *.gguf, or a Hugging Face hub id",
+        "--model",
+        metavar="MODEL",
     )
     tokenizer_path: str = setting("", "tokenizer's directory or hub id; default: the model's", "--tokenizer")
     served_model_name: str = setting("", "name that requests use; default: the model path")
@@ -48,7 +51,7 @@ class ModelSettings:
     )
     load_format: str = setting(
         "auto",
-        "auto = safetensors; dummy = random weights, only config.json is read",
+        "auto = safetensors or GGUF; dummy = random weights, only config.json is read",
         choices=("auto", "safetensors", "dummy"),
     )
     quantization: str = setting(

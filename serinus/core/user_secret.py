@@ -10,7 +10,7 @@ from pathlib import Path
 
 from serinus.core.ids import new_token
 
-__all__ = ["user_secret"]
+__all__ = ["user_folders", "user_secret"]
 
 _SECRET_CHARS = 32
 
@@ -20,14 +20,16 @@ def user_secret(places: tuple[Path, ...] = ()) -> str:
 
     `places`: folders, best first; () = the user's cache folder, then the system's for temporary files.
     """
-    for folder in places or _folders():
+    for folder in places or user_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             return _kept_in(folder / f"serinus-{os.getuid()}.secret")
     return ""
 
 
-def _folders() -> tuple[Path, ...]:
+def user_folders() -> tuple[Path, ...]:
+    """Where files of this user may be kept, best first: the user's cache, then the system's folder for temporary ones,
+    in which others have theirs too."""
     temporary = Path(tempfile.gettempdir())
     try:
         return Path.home() / ".cache" / "serinus", temporary

@@ -26,7 +26,7 @@ from serinus.core.cores import cores, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.version import package_version
-from serinus.models import ModelSpec, load_spec, resolve
+from serinus.models import ModelSpec, file_bytes, load_spec, resolve
 from serinus.ranks.build import choose_device, graph_sizes, overrides_of
 from serinus.ranks.memory import available_bytes
 
@@ -117,8 +117,7 @@ def is_compiled(config: ServeConfig) -> bool:
 
 def weight_bytes(config: ServeConfig) -> int:
     """Of the weight files of a model; 0 where it has none."""
-    folder = Path(resolve(config.model.model_path, config.model.revision))
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return file_bytes(Path(resolve(config.model.model_path, config.model.revision)))
 
 
 def few_layers(config: ServeConfig) -> ServeConfig:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
     from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, RopeSpec, load_spec
     from serinus.models.weight_digests import TensorDigests
+    from serinus.models.weight_files import file_bytes
 
 __all__ = [
     "KNOWN_ARCHITECTURES",
@@ -31,6 +32,7 @@ __all__ = [
     "TensorDigests",
     "choose_dtype",
     "compose_hooks",
+    "file_bytes",
     "load_model",
     "load_spec",
     "make_checkpoint",
@@ -47,6 +49,7 @@ _FILE_OF = {
     "compose_hooks": "hooks",
     "resolve": "hub",
     "TensorDigests": "weight_digests",
+    "file_bytes": "weight_files",
     "Model": "loader",
     "choose_dtype": "loader",
     "load_model": "loader",

@@ -1,4 +1,5 @@
-"""From what the user typed to a local directory: a path stays, a hub id is downloaded. Never pickle, never code."""
+"""From what the user typed to a local directory: a path stays, a GGUF file gets one, a hub id is downloaded. No
+pickle, no code."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import re
 from pathlib import Path
 
 from serinus.core.errors import ConfigError
+from serinus.core.gguf_file import is_gguf
+from serinus.models.gguf_config import unpacked
 from serinus.models.weight_files import INDEX, OTHER_FORMAT, SINGLE_FILE, indexed_files
 
 __all__ = ["resolve"]
@@ -15,17 +18,22 @@ _TEXTS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 
 
 def resolve(model_path: str, revision: str | None = None) -> str:
-    """The local directory of `model_path`, downloading a hub id where it is not cached yet.
+    """The local directory of `model_path`, downloading a hub id where it is not cached yet; of a GGUF file the one
+    that is kept for it.
 
     Only texts (configs, tokenizer) and the safetensors files that are loaded are fetched: a repository may hold the
     same weights once more in another form.
-    Raises: ConfigError where there is neither such a directory nor such a model.
+    Raises: ConfigError where there is neither such a directory nor such a model, and for a GGUF file that is not read.
     Cost: nothing for a directory; a hub id asks the network and may download the weights.
     """
     if model_path and Path(model_path).is_dir():
         return model_path
+    if is_gguf(model_path):
+        return unpacked(Path(model_path))
     if model_path and Path(model_path).exists():
-        raise ConfigError(f"models: {model_path!r} is a file, expected a directory or a hub id such as org/name")
+        raise ConfigError(
+            f"models: {model_path!r} is a file, expected a directory, a file *.gguf or a hub id such as org/name"
+        )
     if not _HUB_ID.fullmatch(model_path) or model_path.startswith((".", "/")):
         raise ConfigError(f"models: no directory {model_path!r}, expected one, or a hub id such as org/name")
     try:

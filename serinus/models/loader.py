@@ -9,11 +9,13 @@ from typing import Protocol
 import torch
 
 from serinus.core.errors import ConfigError
+from serinus.core.gguf_file import GGUF_LINK
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.kernels import Kernels, LayersKv
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
+from serinus.models.gguf_files import GgufSource
 from serinus.models.hooks import ForwardHook
 from serinus.models.quantization import AT_LOAD
 from serinus.models.quantized import QuantizingSource
@@ -111,7 +113,8 @@ def load_model(
         path: directory of the checkpoint.
         dtype: from `choose_dtype`.
         kernels: ops of the device.
-        load_format: `auto` or `safetensors` read *.safetensors; `dummy` makes random weights from `seed`.
+        load_format: `auto` reads *.safetensors or a GGUF file, `safetensors` the first alone; `dummy` makes random
+            weights from `seed`.
         positions: longest sequence that will run; None = spec.context_length.
         device: where the weights go; that of `kernels`.
         shard: what this rank holds, from `spec.shards(mesh)`; None = everything. Nothing else is read of the files.
@@ -132,19 +135,19 @@ def load_model(
         made = seed if dummy else None
         return TransformersModel(spec, Path(path), dtype, kernels, device=device, dummy_seed=made, digests=digests)
     whole = shard is None or (shard.tp == 1 and shard.is_first and shard.is_last)
-    files = (
-        None if dummy else SafetensorsSource(Path(path), dtype, device, digests, spec.prefix, ahead=whole, tell=tell)
-    )
-    source = _source(spec, files or _dummy(spec, seed, dtype, device), kernels, dtype)
+    files: SafetensorsSource | RandomSource | GgufSource
+    if dummy:
+        files = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
+    elif load_format == "auto" and (Path(path) / GGUF_LINK).exists():
+        files = GgufSource(Path(path), spec, dtype, device, digests, tell)
+    else:
+        files = SafetensorsSource(Path(path), dtype, device, digests, spec.prefix, ahead=whole, tell=tell)
+    source = _source(spec, files, kernels, dtype)
     return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
 
 
-def _dummy(spec: ModelSpec, seed: int, dtype: torch.dtype, device: str) -> RandomSource:
-    return RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
-
-
 def _source(
-    spec: ModelSpec, source: SafetensorsSource | RandomSource, kernels: Kernels, dtype: torch.dtype
+    spec: ModelSpec, source: SafetensorsSource | RandomSource | GgufSource, kernels: Kernels, dtype: torch.dtype
 ) -> WeightSource:
     """Where the weights come from, on their way quantized, unpacked or dequantized."""
     quantized = spec.quantization
@@ -160,6 +163,8 @@ def _source(
         _log.info("weights are quantized, %s%s", quantized.text, experts)
     if isinstance(source, RandomSource):
         return source if quantized.bits == 16 else QuantizingSource(source, quantized)
+    if isinstance(source, GgufSource):
+        return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else source
     if quantized.bits == 16:
         _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
     return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else QuantizedFiles(source, quantized)

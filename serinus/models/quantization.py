@@ -25,7 +25,7 @@ class QuantSpec:
     """The linears of attention and MLP, and the output head; embedding, norms, router and experts are as they were."""
 
     method: str
-    """int8 or int4: made when it is loaded; else the name that config.json gives."""
+    """int8 or int4: made when it is loaded; else the name that config.json gives (that of a GGUF file is ours)."""
     bits: int
     """Of the linears, in memory; 16 = they are dequantized as they are loaded, to the dtype of the model."""
     group: int
@@ -65,6 +65,8 @@ def quant_spec(config: ConfigFields, asked: str, architecture: str, known: tuple
     if stored is None:
         return None if asked == "auto" else _AT_LOAD[asked]
     if asked != "auto":
+        if isinstance(stored, dict) and stored.get("quant_method") == "gguf":
+            return _AT_LOAD[asked]
         raise ConfigError(f"models: quantization is {asked!r}, expected auto: {config.source} is quantized already")
     method = stored.get("quant_method") if isinstance(stored, dict) else None
     if method in (known or ()):
@@ -144,11 +146,17 @@ def _compressed(fields: _Fields) -> QuantSpec:
     return QuantSpec(method="compressed-tensors", bits=bits, group=group, head_bits=16)
 
 
+def _gguf(fields: _Fields) -> QuantSpec:
+    bits = fields.want("bits", fields.values.get("bits"), 4, 8, 16)
+    return QuantSpec(method="gguf", bits=bits, group=32 if bits < 16 else 0, head_bits=16)
+
+
 _READERS: Final[Mapping[str, Callable[[_Fields], QuantSpec]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "gguf": _gguf,
 }
 _AT_LOAD: Final = {
     "int8": QuantSpec(method="int8", bits=8, group=0, head_bits=8),

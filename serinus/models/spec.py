@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from serinus.core.errors import ConfigError
+from serinus.core.gguf_file import GGUF_LINK
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields, read_json
 from serinus.models.experts import ExpertSpec
@@ -248,6 +249,8 @@ def _by_transformers(folder: Path, architecture: str, overrides: Mapping[str, An
     # Imported here: it takes a second or two, which families of this package need not pay.
     from serinus.models.transformers_spec import transformers_fields
 
+    if (folder / GGUF_LINK).exists():
+        raise ConfigError(f"models: model_impl is transformers for {folder / GGUF_LINK}, expected a family's own code")
     if overrides:
         raise ConfigError(
             f"models: json_model_override_args names {', '.join(overrides)} for {architecture}, which runs through"

@@ -1,4 +1,4 @@
-"""Which safetensors files of a checkpoint's directory hold its weights, as transformers finds them."""
+"""Which files of a checkpoint's directory hold its weights, as transformers finds them, and how large they are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Final
 from safetensors import SafetensorError, safe_open
 
 from serinus.core.errors import ConfigError
+from serinus.core.gguf_file import GGUF_LINK, GgufFile
+from serinus.models.gguf_config import INTEGER_BITS
 
-__all__ = ["INDEX", "OTHER_FORMAT", "SINGLE_FILE", "file_of_each", "indexed_files"]
+__all__ = ["INDEX", "OTHER_FORMAT", "SINGLE_FILE", "file_bytes", "file_of_each", "indexed_files"]
 
 INDEX: Final = "model.safetensors.index.json"
 """Names the file of each tensor; files that it does not name are no part of the checkpoint."""
@@ -61,3 +63,11 @@ def indexed_files(folder: Path, *, check: bool = False) -> Mapping[str, str]:
         if check and not (folder / file).exists():
             raise ConfigError(f"models: {folder / file} is missing, expected it as {INDEX} names it")
     return pairs
+
+
+def file_bytes(folder: Path) -> int:
+    """Of the weights in their files; of a GGUF file with two bytes for what is dequantized. 0 where there are none."""
+    if (folder / GGUF_LINK).exists():
+        tensors = GgufFile(folder / GGUF_LINK).tensors.values()
+        return sum(int(t.n_bytes if t.tensor_type.name in INTEGER_BITS else 2 * t.n_elements) for t in tensors)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

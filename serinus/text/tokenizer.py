@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import BadRequest, ConfigError
+from serinus.core.gguf_file import GGUF_LINK, GgufFile, gguf_folder, is_gguf, write_once
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_of_char
 
@@ -30,6 +31,8 @@ _FILES = [
     "*.tiktoken",
     "config.json",
 ]
+_PRE = "tokenizer.ggml.pre"
+_BOS_FIRST = ("llama3", "llama-v3", "llama-bpe")
 _COUNTED_CHARS = 1 << 18
 """Tokens of a longer text are counted before it is encoded as a whole."""
 _PIECE_CHARS = 1 << 16
@@ -210,11 +213,15 @@ def load_tokenizer(
 
 def tokenizer_folder(path: str, revision: str | None) -> Path:
     """The directory of a tokenizer; a hub id is downloaded where it is not cached. Raises ConfigError."""
-    folder = Path(path)
+    folder = gguf_folder(Path(path)) if is_gguf(path) else Path(path)
     if folder.is_dir():
+        if (folder / GGUF_LINK).exists() and not (folder / "tokenizer.json").exists():
+            _unpack(folder)
         return folder
     if folder.is_absolute() or path.startswith("."):
-        raise ConfigError(f"text: tokenizer path {path!r} is no directory, expected one with a tokenizer.json")
+        raise ConfigError(
+            f"text: tokenizer path {path!r} is no directory, expected one with a tokenizer.json, or a file *.gguf"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -246,12 +253,33 @@ def _read_backend(file: Path) -> _Backend:
         raise ConfigError(f"text: {file} cannot be read ({err}), expected a tokenizers file") from err
 
 
-def _convert_backend(folder: Path) -> _Backend:
-    """A checkpoint with a SentencePiece or tiktoken file only."""
+def _unpack(folder: Path) -> None:
+    """Write the tokenizer of a GGUF file as its folder's tokenizer.json and tokenizer_config.json, the last one first:
+    the other says that both are there. Raises ConfigError: the file has none that transformers knows."""
+    file = GgufFile(folder / GGUF_LINK)
+    kind, tokens = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        raise ConfigError(f"text: {file.path.resolve()} has no tokenizer.ggml.tokens, expected a tokenizer in it")
+    config: dict[str, Any] = {
+        # SentencePiece's vocabularies, and Llama 3's, begin with it where the file does not say.
+        "add_bos_token": file.get("tokenizer.ggml.add_bos_token", kind == "llama" or file.get(_PRE) in _BOS_FIRST),
+        "chat_template": file.get("tokenizer.chat_template"),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = file.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(token_id, int) and token_id < len(tokens):
+            config[f"{name}_token"] = tokens[token_id]
+    backend = _convert_backend(folder, gguf_file=GGUF_LINK)
+    write_once(folder / "tokenizer_config.json", json.dumps(config))
+    write_once(folder / "tokenizer.json", backend.to_str())
+
+
+def _convert_backend(folder: Path, **given: str) -> _Backend:
+    """A checkpoint with a SentencePiece, tiktoken or GGUF file only."""
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **given)
     except (OSError, ValueError, ImportError, KeyError) as err:
         raise ConfigError(f"text: no tokenizer in {folder} ({err}), expected a tokenizer.json") from err
     backend = getattr(loaded, "backend_tokenizer", None)
