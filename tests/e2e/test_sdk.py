@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.scripted_front import TOOL_TEMPLATE
@@ -39,15 +39,17 @@ class Kind(Enum):
 
 
 class Room(BaseModel):
+    """It has an end, and so have answers of this form, whatever is sampled."""
+
     kind: Kind
-    seats: int
-    tags: list[Kind]
+    seats: int = Field(ge=1, le=9)
+    tags: list[Kind] = Field(max_length=3)
 
 
 @pytest.fixture(scope="module", params=CLUSTERS)
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     folder = tmp_path_factory.mktemp("sdk")
-    checkpoint = make_toy(folder / "toy", vocab=640, context=1024, layers=2, kv_heads=2)
+    checkpoint = make_toy(folder / "toy", vocab=640, context=2048, layers=2, kv_heads=2)
     Path(folder / "tools.jinja").write_text(TOOL_TEMPLATE)
     first, *rest = CLUSTERS[request.param]
     words = (
@@ -64,22 +66,22 @@ ABOUT: dict[str, Any] = {"model": "toy", "seed": 3}
 
 
 def test_parsed_answers_are_objects(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.parse(messages=MESSAGES, response_format=Room, max_tokens=600, **ABOUT)
+    chat = client.chat.completions.parse(messages=MESSAGES, response_format=Room, max_tokens=900, **ABOUT)
     assert isinstance(chat.choices[0].message.parsed, Room)
     more: dict[str, Any] = {"extra_body": {"seed": 3}}
-    answer = client.responses.parse(model="toy", input="hello", text_format=Room, max_output_tokens=600, **more)
+    answer = client.responses.parse(model="toy", input="hello", text_format=Room, max_output_tokens=900, **more)
     assert isinstance(answer.output_parsed, Room)
 
 
 def test_streams_end_with_the_same_objects(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(messages=MESSAGES, response_format=Room, max_tokens=600, **ABOUT) as stream:
+    with client.chat.completions.stream(messages=MESSAGES, response_format=Room, max_tokens=900, **ABOUT) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         chat = stream.get_final_completion()
     assert isinstance(chat.choices[0].message.parsed, Room)
     assert "".join(pieces) == chat.choices[0].message.content
     more: dict[str, Any] = {"extra_body": {"seed": 3}}
     with client.responses.stream(
-        model="toy", input="hello", text_format=Room, max_output_tokens=600, **more
+        model="toy", input="hello", text_format=Room, max_output_tokens=900, **more
     ) as responses:
         texts = [event.delta for event in responses if event.type == "response.output_text.delta"]
         answer = responses.get_final_response()
@@ -90,12 +92,12 @@ def test_streams_end_with_the_same_objects(client: openai.OpenAI) -> None:
 def test_calls_are_parsed_in_the_form_of_the_family(client: openai.OpenAI) -> None:
     tools: list[Any] = [openai.pydantic_function_tool(Room, name="book")]
     about: dict[str, Any] = {**ABOUT, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    chat = client.chat.completions.parse(messages=MESSAGES, max_tokens=600, **about).choices[0]
+    chat = client.chat.completions.parse(messages=MESSAGES, max_tokens=900, **about).choices[0]
     assert chat.finish_reason == "tool_calls"
     assert chat.message.tool_calls is not None
     call = chat.message.tool_calls[0]
     assert isinstance(call.function.parsed_arguments, Room)
-    with client.chat.completions.stream(messages=MESSAGES, max_tokens=600, **about) as stream:
+    with client.chat.completions.stream(messages=MESSAGES, max_tokens=900, **about) as stream:
         streamed = stream.get_final_completion().choices[0].message.tool_calls
     assert streamed is not None
     assert json.loads(streamed[0].function.arguments) == json.loads(call.function.arguments)

@@ -71,8 +71,9 @@ def test_one_trace_goes_through_router_decode_and_prefill(traced: Server, receiv
     handoff = spans["serinus-decode", "handoff"]
     for name in ("grant", "pieces", "verify"):
         assert spans["serinus-decode", f"handoff.{name}"]["parent"] == handoff["id"]
-    for span in receiver.of(TRACE):
-        assert router["start"] - 0.01 <= span["start"] <= span["end"] <= router["end"] + 0.1, (span, router)
+    for span in receiver.of(TRACE):  # what prefill and the front have to tidy up may end after the answer
+        assert router["start"] - 0.01 <= span["start"] <= min(span["end"], router["end"] + 0.01), (span, router)
+    assert spans["serinus-decode", "decode"]["end"] <= router["end"] + 0.01
     chunks = [span for span in receiver.of(TRACE) if span["name"] == "prefill"]
     assert sum(span["values"]["serinus.tokens"] for span in chunks) == len(PROMPT)
     assert len(chunks) >= 4, "chunks of 64 tokens"

@@ -12,6 +12,7 @@ import pytest
 from serinus.pd import AbortPrefill, Landed, PrefillDrained, Recompute
 from tests.children import Spawn, children
 from tests.pd.peer import DecodePeer, PrefillPeer
+from tests.pd.tiny import segment_count
 
 PROGRAM = str(Path(__file__).with_name("peer.py"))
 
@@ -27,13 +28,13 @@ def spawn() -> Iterator[Spawn]:
 
 @pytest.fixture(autouse=True)
 def peers() -> Iterator[Peers]:
-    """Engines of this process, closed at the end; then no segment in /dev/shm, no descriptor of one here."""
-    before, segments = set(os.listdir("/dev/shm")), _segment_count()
+    """Engines of this process, closed at the end; then no descriptor of a segment is left here. Segments have no names
+    (tests/pd/test_backends.py)."""
+    segments = segment_count()
     made = Peers()
     yield made
     made.close()
-    assert set(os.listdir("/dev/shm")) <= before
-    assert _segment_count() == segments
+    assert segment_count() == segments
 
 
 class Peers:
@@ -57,16 +58,6 @@ class Peers:
             peer.close()
 
 
-def _segment_count() -> int:
-    count = 0
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            count += "serinus-kv" in str(fd.readlink())
-        except FileNotFoundError:
-            continue
-    return count
-
-
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_prompts_land_from_another_process(peers: Peers, spawn: Spawn, backend: str) -> None:
     _, address = spawn("prefill", backend, "tcp://127.0.0.1:0", "all")
@@ -80,7 +71,7 @@ def test_prompts_land_from_another_process(peers: Peers, spawn: Spawn, backend: 
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_killed_prefill_engine_is_a_recompute_within_a_second_and_welcome_again(
+def test_a_killed_prefill_engine_is_a_recompute_as_soon_as_its_connection_ends_and_welcome_again(
     peers: Peers, spawn: Spawn, backend: str
 ) -> None:
     child, address = spawn("prefill", backend, "tcp://127.0.0.1:0", "some")
@@ -88,11 +79,10 @@ def test_a_killed_prefill_engine_is_a_recompute_within_a_second_and_welcome_agai
     decode.ask("r", address, 400)
     decode.until(lambda: decode.port.machine.landed_pages("r") >= 80)
     os.kill(child.pid, signal.SIGKILL)
-    seconds = decode.until(lambda: not decode.asked)
-    assert seconds < 1.0
+    decode.until(lambda: not decode.asked)
     (result,) = decode.results
     assert isinstance(result, Recompute)
-    assert result.code == "peer_gone"
+    assert (result.code, "silent" in result.reason) == ("peer_gone", False), result.reason
     decode.ask("s", address, 400)
     assert not decode.asked, "at once, without asking a dead peer"
     assert decode.port.machine.refusal(address)[0] == "peer_gone"
@@ -109,11 +99,10 @@ def test_a_killed_decode_engine_frees_everything_on_prefill(peers: Peers, spawn:
     child, _ = spawn("decode", backend, prefill.address)
     prefill.until(lambda: bool(prefill.held))
     os.kill(child.pid, signal.SIGKILL)
-    seconds = prefill.until(lambda: not prefill.held)
-    assert seconds < 1.0
+    prefill.until(lambda: not prefill.held)
     (end,) = prefill.ended
     assert isinstance(end, AbortPrefill)
-    assert end.code == "peer_gone"
+    assert (end.code, "silent" in end.reason) == ("peer_gone", False), end.reason
     assert prefill.port.machine.staged_count == 0
     assert not prefill.port.machine.clients
     prefill.everything = True

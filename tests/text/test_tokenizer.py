@@ -156,22 +156,24 @@ def test_a_template_knows_the_date_and_the_json_of_things() -> None:
 
 def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
     clock, text = WallClock(), "hello the abc " * 40_000
-    done, times = threading.Event(), [0.0]
+    shares: list[float] = []
+    while not shares or (shares[-1] >= 0.5 and len(shares) < 10):  # a busy machine may keep the thread waiting too
+        done, times = threading.Event(), [0.0]
 
-    def look() -> None:
-        while not done.wait(0.001):
-            times.append(clock.now())
+        def look(done: threading.Event = done, times: list[float] = times) -> None:
+            while not done.wait(0.001):
+                times.append(clock.now())
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    begin = clock.now()
-    ids = tokenizer.encode(text)
-    end = clock.now()
-    done.set()
-    thread.join()
-    times = [begin, *(time for time in times if begin < time < end), end]
-    longest = max(after - before for before, after in pairwise(times))
-    assert longest < 0.5 * (end - begin)  # 0.03 here; 0.95 with the call that keeps the GIL
+        thread = threading.Thread(target=look)
+        thread.start()
+        begin = clock.now()
+        ids = tokenizer.encode(text)
+        end = clock.now()
+        done.set()
+        thread.join()
+        times = [begin, *(time for time in times if begin < time < end), end]
+        shares.append(max(after - before for before, after in pairwise(times)) / (end - begin))
+    assert shares[-1] < 0.5, shares  # 0.03 here; always 0.95 with the call that keeps the GIL
     assert tokenizer.decode_many([ids, ids[:1]]) == [text, tokenizer.decode(ids[:1])]
 
 
