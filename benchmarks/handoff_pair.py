@@ -36,7 +36,6 @@ from serinus.pd import (
     PrefillSide,
     RankLayout,
     StartHandoff,
-    frame_backends,
     host_identity,
     make_backends,
 )
@@ -164,10 +163,10 @@ def make_port(
 ) -> tuple[HandoffPort[Any], AnsweringLine]:  # fmt: skip
     """The port of an engine of one rank, and its line: to be pumped before each turn."""
     worker = PageWorker(
-        0, layout=RankLayout(settings.layout), stores={Part.FULL: pool}, backends=frame_backends(backends), clock=CLOCK
+        0, layout=RankLayout(settings.layout), stores={Part.FULL: pool}, backends=backends, clock=CLOCK
     )  # fmt: skip
     line = AnsweringLine([worker])
-    return HandoffPort(machine, settings, line=line, backends=backends, stores=pool), line
+    return HandoffPort(machine, settings, line=line, backends=backends), line
 
 
 class CountingChannel(ZmqChannel):

@@ -132,11 +132,10 @@ class ServeConfig(EngineConfig):
     """`serinus serve`: one engine and its front."""
 
     def __post_init__(self) -> None:
-        if self.parallel.size > 1 and self.pd.is_one_sided:
+        if self.parallel.size > 1 and self.pd.transfer_backend == "cuda_ipc":
             raise ConfigError(
-                f"config: --disaggregation-transfer-backend is {self.pd.transfer_backend!r} with"
-                f" {self.parallel.size} ranks, whose pages peers would write past the leader's commands; expected shm"
-                f" or tcp"
+                f"config: --disaggregation-transfer-backend is 'cuda_ipc' with {self.parallel.size} ranks, expected one"
+                f" rank, or shm, tcp, nixl or mooncake"
             )
 
     @property

@@ -45,6 +45,7 @@ from serinus.pd import AnyBackend
 from serinus.pool import DevicePool, PoolSpec
 from serinus.ranks import LeaderLine, LeaderLinks, make_body
 from serinus.ranks.build import RankParts, build_rank, choose_device, context_of, overrides_of, record_steps, rows_of
+from serinus.ranks.layouts import data_backends
 from serinus.ranks.rank_metrics import RankMetrics
 from serinus.ranks.rank_processes import RankProcesses, mesh_of
 from serinus.ranks.sizes import chunk_of, part_specs
@@ -245,6 +246,7 @@ def build_engine(
     mesh = mesh_of(config)
     if mesh.size == 1:
         parts = build_rank(config, mesh, 0, SoloComm(), clock, before_pool=before_pool)
+        backends = backends or data_backends(config, 0, parts.device)
         line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
         _first_steps(parts, line, clock)
         record_steps(parts, counted)
@@ -255,6 +257,7 @@ def build_engine(
             parts = build_rank(config, mesh, 0, starter.join(), clock)
             undo.callback(parts.close)
             record_steps(parts, counted)
+            backends = backends or data_backends(config, 0, parts.device)
             line = LeaderLine(
                 make_body(parts, clock, backends), mesh, clock, starter.links,
                 whole=parts.canary is not None, dismiss=starter.dismiss, ends=(starter.close,),
@@ -276,7 +279,8 @@ def lead(
     parts: RankParts, line: LeaderLine, clock: Clock, handoffs_of: HandoffsOf, *, starter: RankStarter | None = None,
     backends: Sequence[AnyBackend] = (), kinds: LeadKinds = LeadKinds(),
 ) -> Built:  # fmt: skip
-    """The leader's engine on top of its rank, from the settings. `starter`: where other ranks were started by one."""
+    """The leader's engine on top of its rank, from the settings. `starter`: where other ranks were started by one;
+    `backends`: those of its page worker."""
     config, spec = parts.config, parts.spec
     generation = _generation(config, spec)
     settings = _sched_settings(parts, line.depth, generation.eos_ids)
@@ -295,9 +299,9 @@ def lead(
     made = handoffs_of(
         HandoffParts(
             config=config, spec=spec, pools=parts.pools, scheduler=scheduler, line=line, metrics=metrics,
-            outgoing=parts.outgoing, arrived=None if canary is None else canary.arrived,
+            backends=backends, arrived=None if canary is None else canary.arrived,
             heard=None if canary is None else canary.heard, trace=cache.trace,
-            incarnation=incarnation, backends=backends, spans=spans,
+            incarnation=incarnation, spans=spans,
         ),
         clock,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.line import CommandLine
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
-from serinus.core.parts import OwnPages, PageStore, Part
+from serinus.core.parts import OwnPages, Part
 from serinus.engine.decode_role import DecodeRole
 from serinus.engine.peers import Peers
 from serinus.engine.prefill_role import PrefillRole
@@ -26,11 +26,10 @@ from serinus.pd import (
     HandoffPort,
     HandoffSettings,
     PrefillSide,
-    frame_backends,
     host_identity,
 )
 from serinus.pool import DevicePool
-from serinus.ranks.layouts import data_backends, layout_of
+from serinus.ranks.layouts import layout_of
 from serinus.ranks.page_workers import STAGING_PIECES
 from serinus.sched import Scheduler
 from serinus.wire import Mailbox, ZmqChannel
@@ -50,11 +49,11 @@ class HandoffParts:
     spec: ModelSpec
     pools: Mapping[Part, DevicePool]
     """Of the leader's rank."""
+    backends: Sequence[AnyBackend]
+    """How pages travel, of the leader's rank."""
     scheduler: Scheduler
     line: CommandLine
     metrics: Metrics
-    outgoing: Mapping[Part, PageStore]
-    """The pools of the leader's rank as a handoff reads them."""
     arrived: Callable[[str, OwnPages | None], str] | None
     """The canary's check of pages that came; None = there is no canary."""
     heard: Callable[[HandoffFinding], None] | None
@@ -64,8 +63,6 @@ class HandoffParts:
     incarnation: int
     spans: SpanLog = NO_SPANS
     """Records what is traced."""
-    backends: Sequence[AnyBackend] = ()
-    """How pages travel; none = as the settings say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,32 +85,25 @@ def make_handoffs(parts: HandoffParts, clock: Clock) -> MadeHandoffs:
     if config.role == "unified":
         return MadeHandoffs(role=NoHandoffs(parts.scheduler))
     host = config.pd.bootstrap_host
-    backends = parts.backends or data_backends(
-        config, f"{config.engine_name}-{incarnation}", parts.pools[min(parts.pools)].spec.device
-    )
     if not is_loopback(host) and not config.pd.cluster_secret:
         _log.warning("engines are greeted at %s without --cluster-secret: any process that reaches it may join", host)
     bind = tcp_url(host, config.pd.bootstrap_port) if config.role == "prefill" else ""
     channel = ZmqChannel(bind, clock=clock, message_bytes_max=_MESSAGE_BYTES_MAX)
     peers = Peers(Mailbox(channel, incarnation=incarnation, clock=clock), (channel,))
-    role = make_role(parts, backends, clock.now())
+    role = make_role(parts, clock.now())
     return MadeHandoffs(role=role, peers=peers, address=channel.address if config.role == "prefill" else "")
 
 
 def make_role(
-    parts: HandoffParts, backends: Sequence[AnyBackend], now: float, addresses: Sequence[str] | None = None,
+    parts: HandoffParts, now: float, addresses: Sequence[str] | None = None,
     *, port: Callable[..., HandoffPort[Any]] = HandoffPort,
 ) -> DecodeRole | PrefillRole:  # fmt: skip
     """The role of a decode or prefill engine over its port. `addresses`: of prefill engines, None = as configured;
     `port`: makes the port."""
     config = parts.config
-    is_prefill = config.role == "prefill"
-    stores = None
-    if len(frame_backends(backends)) < len(backends):  # a one-sided one reaches into the pools of the only rank
-        stores = parts.outgoing if is_prefill else parts.pools
-    settings = handoff_settings(parts, backends)
-    common: dict[str, Any] = {"line": parts.line, "backends": backends, "stores": stores}
-    if is_prefill:
+    settings = handoff_settings(parts)
+    common: dict[str, Any] = {"line": parts.line, "backends": parts.backends}
+    if config.role == "prefill":
         prefill = port(PrefillSide, settings, **common)
         return PrefillRole(
             scheduler=parts.scheduler,
@@ -138,7 +128,7 @@ def make_role(
     )
 
 
-def handoff_settings(parts: HandoffParts, backends: Sequence[AnyBackend]) -> HandoffSettings:
+def handoff_settings(parts: HandoffParts) -> HandoffSettings:
     """The settings of the handoff machine of this engine."""
     config = parts.config
     return HandoffSettings(
@@ -146,8 +136,8 @@ def handoff_settings(parts: HandoffParts, backends: Sequence[AnyBackend]) -> Han
         incarnation=parts.incarnation,
         layout=layout_of(parts),
         vocab_size=parts.spec.vocab_size,
-        backends=tuple(backend.name for backend in backends),
-        capabilities={backend.name: backend.capabilities for backend in backends},
+        backends=tuple(backend.name for backend in parts.backends),
+        capabilities={backend.name: backend.capabilities for backend in parts.backends},
         cluster_secret=config.pd.cluster_secret,
         park_tokens=config.pd.park_tokens,
         host=host_identity(),

@@ -82,6 +82,7 @@ from serinus.pd.actions import (
     StopPrefill,
 )
 from serinus.pd.backends import (
+    AnyBackend,
     Backend,
     Fenced,
     LocalBackend,
@@ -139,6 +140,7 @@ from serinus.pd.page_worker import (
     PageAnswer,
     PageCommand,
     PageWorker,
+    frame_backends,
 )
 from serinus.pd.pages import (
     HandoffOver,
@@ -152,11 +154,9 @@ from serinus.pd.pages import (
 from serinus.pd.port import (
     MOVING_S,
     TICK_S,
-    AnyBackend,
     DecodeResult,
     HandoffPort,
     PrefillResult,
-    frame_backends,
 )
 from serinus.pd.prefill import PrefillSide
 from serinus.pd.registry import (
@@ -164,11 +164,7 @@ from serinus.pd.registry import (
     PeerState,
 )
 from serinus.pd.settings import HandoffSettings
-from serinus.pd.stores import (
-    Intake,
-    Stores,
-    StoresOf,
-)
+from serinus.pd.stores import Intake
 from serinus.pd.trail import HandoffTrail
 
 __all__ = [
@@ -240,8 +236,6 @@ __all__ = [
     "Shutdown",
     "StartHandoff",
     "StopPrefill",
-    "Stores",
-    "StoresOf",
     "TakeIn",
     "TakenIn",
     "TcpBackend",

@@ -69,8 +69,8 @@ class OpenPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachPeer:
-    """A peer was greeted: join its data backend, on every rank (no answer). Comes before anything moves; undone by
-    ClosePeer and Gone."""
+    """A peer was greeted: join its data backend, on every rank; answered by PeerUnreachable where that fails. Comes
+    before anything moves; undone by ClosePeer and Gone."""
 
     peer: str
     backend: str
@@ -106,7 +106,7 @@ class PeerChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelReads:
-    """A hint: the reads of this handoff are of no use any more. Each TakeIn is still answered."""
+    """A hint to every rank: the reads of this handoff are of no use any more. Each TakeIn is still answered."""
 
     peer: str
     xid: str
@@ -114,8 +114,8 @@ class CancelReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencePeer:
-    """Push: cut this peer off from our memory, then report PeerFenced. Until then its grants stay in quarantine, and
-    no connection to it is opened."""
+    """Push: cut this peer off from the memory of every rank (RankFenced), then report PeerFenced. Until then its grants
+    stay in quarantine, and no connection to it is opened."""
 
     peer: str
     backend: str

@@ -203,6 +203,8 @@ def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: boo
         _check(theirs)
     except LayoutMismatch as error:
         return str(error)
+    if not can_recut and RankLayout(ours).is_replicated:
+        return f"tp is {ours.tp} with latent rows, which one rank sends to all; the data backend goes from rank to rank"
     small, large = sorted((ours.page_size, theirs.page_size))
     if large % small:
         return (

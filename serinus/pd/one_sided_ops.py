@@ -1,100 +1,94 @@
-"""The one-sided backends of all ranks together: endpoints, connections, operations that are polled, fences.
+"""The one-sided operations of one rank: its libraries, the ranks of peers that they reach, and what is under way.
 
 An operation carries a token of its caller, which is given back when the operation is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from serinus.core.errors import ConfigError
+from serinus.core.errors import ConfigError, TransferFailed
+from serinus.core.parts import PageStore, Part
+from serinus.pd.actions import AttachPeer, FencePeer
 from serinus.pd.backends import OneSided, OpResult, OpState, Region
-from serinus.pd.stores import Stores
+from serinus.pd.pages import MovePiece, RankFenced, TakeIn
 
-__all__ = ["Ended", "OneSidedOps"]
+__all__ = ["OneSidedOps"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(Generic[T]):
-    """An operation that is over, or lost."""
-
-    peer: str
-    token: T
-    result: OpResult
-
-
-@dataclass(slots=True, kw_only=True)
 class _Op(Generic[T]):
     backend: OneSided
     number: int
-    peer: str
     token: T
 
 
-@dataclass(slots=True)
 class OneSidedOps(Generic[T]):
-    """The one-sided backends of one engine: `by_rank[rank][name]`."""
+    """The one-sided backends of one rank."""
 
-    by_rank: Sequence[dict[str, OneSided]]
-    endpoints: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
-    """Ours, by backend, one per rank."""
-    _ops: list[_Op[T]] = field(default_factory=list)
-    _joined: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Backend and ranks of each peer that we are connected to."""
+    def __init__(self, backends: Sequence[OneSided]) -> None:
+        self._backends = {backend.name: backend for backend in backends}
+        self._joined: dict[str, tuple[OneSided, tuple[int, ...]]] = {}
+        """Of each peer: its backend, and the ranks of it that we are connected to."""
+        self._ops: list[_Op[T]] = []
 
-    def register(self, stores: Stores) -> None:
-        """Make all pages reachable. Raises ConfigError where a store cannot say where it lies."""
-        names = list(self.by_rank[0]) if self.by_rank else []
-        for name in names:
-            texts = []
-            for rank, backends in enumerate(self.by_rank):
-                texts.append(backends[name].register(_regions(stores, rank, name)))
-            self.endpoints[name] = tuple(texts)
+    def register(self, stores: Mapping[Part, PageStore]) -> dict[str, bytes]:
+        """Make own pages reachable, once; endpoints by backend. Raises ConfigError: a store says not where it lies."""
+        regions = {name: _regions(stores, name) for name in self._backends}
+        return {name: backend.register(regions[name]) for name, backend in self._backends.items()}
 
-    @property
-    def refusals(self) -> dict[str, Callable[[Sequence[bytes]], str]]:
-        """What each backend says to a peer's endpoints; that of the leader's rank."""
-        return {name: backend.refusal for name, backend in (self.by_rank[0] if self.by_rank else {}).items()}
-
-    def has(self, backend: str) -> bool:
-        """Whether it is one of these."""
-        return bool(self.by_rank) and backend in self.by_rank[0]
-
-    def join(self, peer: str, backend: str, endpoints: Sequence[bytes]) -> None:
-        """Connect every rank of ours to every rank of a peer. Raises TransferFailed."""
-        self._joined[peer] = backend, len(endpoints)
-        for backends in self.by_rank:
-            for rank, endpoint in enumerate(endpoints):
-                backends[backend].connect(f"{peer}/{rank}", endpoint)
+    def join(self, peer: AttachPeer, ranks: Sequence[int]) -> None:
+        """Connect to these ranks of a peer. Raises TransferFailed."""
+        backend = self._backends[peer.backend]
+        self._joined[peer.peer] = backend, tuple(ranks)
+        for rank in ranks:
+            if rank >= len(peer.endpoints):
+                raise TransferFailed(f"pd: {peer.peer} names {len(peer.endpoints)} endpoints, expected one of {rank=}")
+            backend.connect(f"{peer.peer}/{rank}", peer.endpoints[rank])
 
     def leave(self, peer: str) -> None:
         """Undo it. Operations under way are still polled to their end."""
-        backend, count = self._joined.pop(peer, ("", 0))
-        for backends in self.by_rank:
-            for rank in range(count):
-                backends[backend].disconnect(f"{peer}/{rank}")
+        if peer in self._joined:
+            backend, ranks = self._joined.pop(peer)
+            for rank in ranks:
+                backend.disconnect(f"{peer}/{rank}")
 
-    def at(self, rank: int, backend: str) -> OneSided:
-        """The backend of one of our ranks."""
-        return self.by_rank[rank][backend]
+    def has(self, backend: str) -> bool:
+        """Whether it is one of these."""
+        return backend in self._backends
 
-    def watch(self, backend: OneSided, number: int, peer: str, token: T) -> None:
-        """Poll this operation until it is over."""
-        self._ops.append(_Op(backend=backend, number=number, peer=peer, token=token))
+    def digests(self, command: MovePiece) -> bytes | None:
+        """Of own pages that a peer is to read, where the backend makes them itself."""
+        joined = self._joined.get(command.peer)
+        return None if joined is None else joined[0].digests(command.part, command.pages, command.digest_seed)
+
+    def write(self, command: MovePiece, token: T) -> None:
+        """Begin to write a piece into the pages of the same rank of the peer. Raises TransferFailed: nothing began."""
+        backend = self._of(command.peer)
+        name = f"{command.peer}/{command.rank}"
+        number = backend.write(name, command.part, command.pages, command.targets)
+        self._ops.append(_Op(backend=backend, number=number, token=token))
+
+    def read(self, command: TakeIn, token: T) -> None:
+        """Begin to fill own pages from those of a source rank. Raises TransferFailed: nothing began."""
+        backend = self._of(command.peer)
+        name = f"{command.peer}/{command.source}"
+        number = backend.read(name, command.part, command.pages, command.sources, command.digest_seed)
+        self._ops.append(_Op(backend=backend, number=number, token=token))
+
+    def _of(self, peer: str) -> OneSided:
+        if peer not in self._joined:
+            raise TransferFailed(f"pd: {peer} is not connected")
+        return self._joined[peer][0]
 
     @property
     def is_busy(self) -> bool:
         """Whether an operation is under way."""
         return bool(self._ops)
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether one is that takes less than a millisecond."""
-        return any(op.backend.capabilities.whole_chunks for op in self._ops)
 
     def cancel(self, is_unwanted: Callable[[T], bool]) -> None:
         """Hint that these operations are of no use any more; each is still polled to its end."""
@@ -102,46 +96,40 @@ class OneSidedOps(Generic[T]):
             if is_unwanted(op.token):
                 op.backend.cancel(op.number)
 
-    def poll(self) -> list[Ended[T]]:
+    def poll(self) -> list[tuple[T, OpResult]]:
         """Operations that have ended since the last poll, in any way."""
-        ended: list[Ended[T]] = []
+        ended: list[tuple[T, OpResult]] = []
         left: list[_Op[T]] = []
         for op in self._ops:
             result = op.backend.poll(op.number)
             if result.state is OpState.PENDING:
                 left.append(op)
             else:
-                ended.append(Ended(peer=op.peer, token=op.token, result=result))
+                ended.append((op.token, result))
         self._ops = left
         return ended
 
-    def fence(self, peer: str, backend: str, ranks: int) -> tuple[bool, tuple[bytes, ...] | None]:
-        """Cut all ranks of a peer off from all of ours: (all_peers was, our new endpoints or None = the old ones)."""
-        all_peers = False
-        for index, backends in enumerate(self.by_rank):
-            for rank in range(ranks):
-                result = backends[backend].fence(f"{peer}/{rank}")
-                if result.all_peers:
-                    all_peers = True
-                    texts = list(self.endpoints[backend])
-                    texts[index] = result.endpoint
-                    self.endpoints[backend] = tuple(texts)
-                    break
-        return all_peers, self.endpoints[backend] if all_peers else None
+    def fence(self, command: FencePeer) -> RankFenced:
+        """Cut all ranks of a peer off from this rank's memory."""
+        backend, all_peers, endpoint = self._backends[command.backend], False, b""
+        for rank in range(command.ranks):
+            result = backend.fence(f"{command.peer}/{rank}")
+            if result.all_peers:
+                all_peers, endpoint = True, result.endpoint
+                break
+        return RankFenced(peer=command.peer, backend=command.backend, all_peers=all_peers, endpoint=endpoint)
 
     def close(self) -> None:
         """End all connections and unregister all memory."""
-        for backends in self.by_rank:
-            for backend in backends.values():
-                backend.close()
+        for backend in self._backends.values():
+            backend.close()
 
 
-def _regions(stores: Stores, rank: int, name: str) -> list[Region]:
+def _regions(stores: Mapping[Part, PageStore], name: str) -> list[Region]:
     found: list[Region] = []
-    for part in stores.layout.parts:
-        if not stores.layout.page_bytes(rank, part):
+    for part, store in stores.items():
+        if not store.page_bytes:
             continue
-        store = stores.at(rank, part)
         regions = getattr(store, "regions", None) or [getattr(store, "region", None)]
         for region in regions:
             if region is None:

@@ -1,33 +1,62 @@
 """The page worker of a rank: obeys the commands of handoffs (pages.py) with the rank's own pages, and answers.
 
-One stands at every rank, the leader's included. It decides nothing and knows neither machines nor messages.
+One stands at every rank, the leader's included. It decides nothing and knows neither machines nor messages. Where bytes
+are staged it answers at once; what a one-sided backend does goes on beside the line from the command on, and is
+answered when it is over (`answers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError, DigestMismatch, InvariantError, TransferFailed
 from serinus.core.parts import PageStore, Part
-from serinus.pd.actions import AttachPeer, ClosePeer
-from serinus.pd.backends import Backend, Receiver, Sender
+from serinus.pd.actions import AttachPeer, CancelReads, ClosePeer, FencePeer
+from serinus.pd.backends import AnyBackend, Backend, OneSided, OpResult, OpState, Receiver, Sender
 from serinus.pd.integrity import check_digests, copy_in, copy_out, digest_stored, take
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.pages import HandoffOver, MovePiece, PieceMoved, PieceStatus, TakeIn, TakenIn, Unstage, no_bytes
+from serinus.pd.one_sided_ops import OneSidedOps
+from serinus.pd.pages import (
+    HandoffOver,
+    MemoryShared,
+    MovePiece,
+    PeerUnreachable,
+    PieceMoved,
+    PieceStatus,
+    RankFenced,
+    ShareMemory,
+    TakeIn,
+    TakenIn,
+    Unstage,
+    no_bytes,
+)
 from serinus.pd.stores import Intake, check_stores
 
-__all__ = ["PAGE_ANSWERS", "PAGE_COMMANDS", "PageAnswer", "PageCommand", "PageWorker"]
+__all__ = [
+    "PAGE_ANSWERS",
+    "PAGE_COMMANDS",
+    "PageAnswer",
+    "PageCommand",
+    "PageWorker",
+    "frame_backends",
+    "one_sided_backends",
+]
 
-PageCommand: TypeAlias = AttachPeer | ClosePeer | MovePiece | Unstage | TakeIn | HandoffOver
-PageAnswer: TypeAlias = PieceMoved | TakenIn
-PAGE_COMMANDS = (AttachPeer, ClosePeer, MovePiece, Unstage, TakeIn, HandoffOver)
+PageCommand: TypeAlias = (
+    AttachPeer | ClosePeer | MovePiece | Unstage | TakeIn | HandoffOver | ShareMemory | CancelReads
+    | FencePeer
+)  # fmt: skip
+PageAnswer: TypeAlias = PieceMoved | TakenIn | MemoryShared | PeerUnreachable | RankFenced
+PAGE_COMMANDS = (
+    AttachPeer, ClosePeer, MovePiece, Unstage, TakeIn, HandoffOver, ShareMemory, CancelReads, FencePeer,
+)  # fmt: skip
 """Types that a page worker obeys."""
-PAGE_ANSWERS = (PieceMoved, TakenIn)
-"""The first answers MovePiece, the second TakeIn; the others have no answer."""
+PAGE_ANSWERS = (PieceMoved, TakenIn, MemoryShared, PeerUnreachable, RankFenced)
+"""What it answers; which to what is in pages.py."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,10 +75,10 @@ class PageWorker:
     """One rank's stores, and the bytes it stages or maps for peers. Single-threaded; `obey` never waits."""
 
     def __init__(
-        self, rank: int, *, layout: RankLayout, stores: Mapping[Part, PageStore], backends: Sequence[Backend],
+        self, rank: int, *, layout: RankLayout, stores: Mapping[Part, PageStore], backends: Sequence[AnyBackend],
         clock: Clock,
     ) -> None:  # fmt: skip
-        """`layout`: of the whole engine; `stores`: of this rank; `backends`: those that move frames, as the leader's.
+        """`layout`: of the whole engine; `stores`: of this rank; `backends`: this rank's own.
 
         Raises ConfigError: the stores are not those of the layout.
         """
@@ -57,7 +86,8 @@ class PageWorker:
         self.rank = rank
         self._layout = layout
         self._stores = stores
-        self._backends = {backend.name: backend for backend in backends}
+        self._backends = {backend.name: backend for backend in frame_backends(backends)}
+        self._ops: OneSidedOps[PieceMoved | TakeIn] = OneSidedOps(one_sided_backends(backends))
         self._clock = clock
         self._peers: dict[str, _Attached] = {}
 
@@ -84,19 +114,35 @@ class PageWorker:
             case Unstage():
                 self._unstage(command)
             case AttachPeer():
-                self._peers[command.peer] = _Attached(peer=command)
+                return self._attach(command)
             case ClosePeer():
                 self._detach(command.peer)
+            case ShareMemory():
+                return MemoryShared(endpoints=self._ops.register(self._stores))
+            case CancelReads():
+                self._ops.cancel(lambda token: isinstance(token, TakeIn) and token.xid == command.xid)
+            case FencePeer():
+                return self._ops.fence(command)
             case HandoffOver():
                 attached = self._peers.get(command.peer)
                 if attached is not None and attached.intake is not None:
                     attached.intake.forget(command.xid)
         return None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a one-sided operation is under way: its end is an answer."""
+        return self._ops.is_busy
+
+    def answers(self) -> list[PageAnswer]:
+        """Of operations that have ended since the last call. Never waits."""
+        return [self._ended(token, result) for token, result in self._ops.poll()] if self._ops.is_busy else []
+
     def close(self) -> None:
-        """Give back what is staged and mapped for all peers."""
+        """Give back what is staged and mapped for all peers; then none reaches this rank's memory."""
         for peer in list(self._peers):
             self._detach(peer)
+        self._ops.close()
 
     def _backend(self, name: str) -> Backend:
         backend = self._backends.get(name)
@@ -104,7 +150,18 @@ class PageWorker:
             raise ConfigError(f"pd: rank {self.rank} has no backend {name!r}, expected one of {list(self._backends)}")
         return backend
 
+    def _attach(self, command: AttachPeer) -> PeerUnreachable | None:
+        self._peers[command.peer] = _Attached(peer=command)
+        if not self._ops.has(command.backend):
+            return None
+        try:
+            self._ops.join(command, (self.rank,))
+        except TransferFailed as error:
+            return PeerUnreachable(peer=command.peer, reason=str(error))
+        return None
+
     def _detach(self, peer: str) -> None:
+        self._ops.leave(peer)
         attached = self._peers.pop(peer, None)
         if attached is not None and attached.sender is not None:
             attached.sender.close()
@@ -113,13 +170,14 @@ class PageWorker:
 
     # ---- pages on their way out -------------------------------------------------------------------------------------
 
-    def _move(self, command: MovePiece) -> PieceMoved:
+    def _move(self, command: MovePiece) -> PieceMoved | None:
         moved: dict[str, Any] = {"peer": command.peer, "xid": command.xid, "piece": command.piece, "rank": self.rank}
         attached, store = self._peers.get(command.peer), self._stores[command.part]
         size = store.page_bytes
-        if command.mode is Mode.PULL:
-            digests = digest_stored(store, command.pages, command.digest_seed)
-            return PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size)
+        if command.mode is not Mode.RECEIVER_CHECKED:
+            digests = self._ops.digests(command) or digest_stored(store, command.pages, command.digest_seed)
+            there = PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size)
+            return there if command.mode is Mode.PULL else self._write(command, there)
         if attached is None:
             reason = f"pd: {command.peer} is not attached to rank {self.rank}"
             return PieceMoved(**moved, status=PieceStatus.FAILED, reason=reason)
@@ -143,6 +201,14 @@ class PageWorker:
             shm_offset=staged.shm_offset,
         )
 
+    def _write(self, command: MovePiece, written: PieceMoved) -> PieceMoved | None:
+        """Begin to write a piece into the pages of the peer; `written`: the answer if that ends well."""
+        try:
+            self._ops.write(command, written)
+        except TransferFailed as error:
+            return replace(written, status=PieceStatus.FAILED, reason=str(error))
+        return None
+
     def _unstage(self, command: Unstage) -> None:
         attached = self._peers.get(command.peer)
         if attached is None:
@@ -156,15 +222,36 @@ class PageWorker:
 
     # ---- pages on their way in --------------------------------------------------------------------------------------
 
-    def _take_in(self, command: TakeIn) -> TakenIn:
+    def _take_in(self, command: TakeIn) -> TakenIn | None:
+        if command.mode is not Mode.PULL:
+            return self._taken(command, OpResult(state=OpState.DONE))
+        try:
+            self._ops.read(command, command)
+        except TransferFailed as error:
+            return self._taken(command, OpResult(state=OpState.FAILED, error=str(error)))
+        return None
+
+    def _ended(self, token: PieceMoved | TakeIn, result: OpResult) -> PieceMoved | TakenIn:
+        """The answer for an operation that is over."""
+        if isinstance(token, TakeIn):
+            return self._taken(token, result)
+        if result.state is OpState.DONE:
+            return token
+        status = PieceStatus.LOST if result.state is OpState.LOST else PieceStatus.FAILED
+        return replace(token, status=status, reason=result.error)
+
+    def _taken(self, command: TakeIn, result: OpResult) -> TakenIn:
+        """Check what is in own pages, or is to be copied there; `result`: of the read, where there was one."""
         start = self._clock.now()
         error, code = "", ""
         try:
+            if result.state is not OpState.DONE:
+                raise TransferFailed(result.error or "the read failed")
             if command.mode is Mode.RECEIVER_CHECKED:
                 self._fill(command)
             else:
                 stored = self._stores[command.part]
-                found = command.found or digest_stored(stored, command.pages, command.digest_seed)
+                found = result.digests or digest_stored(stored, command.pages, command.digest_seed)
                 check_digests(found, command.digests, command.first)
         except DigestMismatch as mismatch:
             error, code = str(mismatch), "digest"
@@ -172,7 +259,7 @@ class PageWorker:
             error, code = str(failed), "transfer"
         return TakenIn(
             xid=command.xid, piece=command.piece, source=command.source, rank=self.rank, error=error, code=code,
-            seconds=command.read_seconds + self._clock.now() - start,
+            seconds=result.seconds + self._clock.now() - start,
         )  # fmt: skip
 
     def _fill(self, command: TakeIn) -> None:
@@ -196,3 +283,13 @@ class PageWorker:
             kept, found = take(rows, command.digest_seed)
             check_digests(found, command.digests, command.first)
             intake.fill(command, kept)
+
+
+def frame_backends(backends: Sequence[AnyBackend]) -> list[Backend]:
+    """Those whose bytes a page worker stages and takes in."""
+    return [each for each in backends if each.capabilities.mode is Mode.RECEIVER_CHECKED]  # type: ignore[misc]
+
+
+def one_sided_backends(backends: Sequence[AnyBackend]) -> list[OneSided]:
+    """The others: they reach from pool to pool."""
+    return [each for each in backends if each.capabilities.mode is not Mode.RECEIVER_CHECKED]  # type: ignore[misc]

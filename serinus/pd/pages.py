@@ -9,6 +9,7 @@ later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,7 +19,20 @@ from numpy.typing import NDArray
 from serinus.core.parts import Part
 from serinus.pd.modes import Mode
 
-__all__ = ["HandoffOver", "MovePiece", "PieceMoved", "PieceStatus", "TakeIn", "TakenIn", "Unstage", "no_bytes"]
+__all__ = [
+    "HandoffOver",
+    "MemoryShared",
+    "MovePiece",
+    "PeerUnreachable",
+    "PieceMoved",
+    "PieceStatus",
+    "RankFenced",
+    "ShareMemory",
+    "TakeIn",
+    "TakenIn",
+    "Unstage",
+    "no_bytes",
+]
 
 
 def no_bytes() -> NDArray[np.uint8]:
@@ -58,6 +72,8 @@ class PieceStatus(Enum):
     """RECEIVER_CHECKED: there was no room; to be asked for again when the peer has taken something."""
     FAILED = "failed"
     """It cannot be done, now or later, and nothing of it is under way any more."""
+    LOST = "lost"
+    """PUSH: it failed and may still write: the peer is given up, and cuts us off before it uses those pages again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +142,6 @@ class TakeIn:
     """The bytes, where no segment has them."""
     sources: NDArray[np.int32] = field(default_factory=_no_pages)
     """PULL: pages of the source rank."""
-    found: bytes = b""
-    """Digests of what was written into `pages`, where a backend made them; else the rank does."""
-    read_seconds: float = 0.0
-    """Of the backend, for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +168,39 @@ class HandoffOver:
 
     peer: str
     xid: str
+
+
+# ---- one-sided backends: each rank reaches into pools, and lets its own be reached, by itself ----------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareMemory:
+    """Make own pages reachable for peers, once, before any is greeted. Answered by MemoryShared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShared:
+    """The answer to ShareMemory."""
+
+    endpoints: Mapping[str, bytes]
+    """How this rank's memory is reached, by backend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerUnreachable:
+    """The answer to an AttachPeer that failed: this rank cannot reach the memory of the peer."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFenced:
+    """The answer to FencePeer: nothing that the peer began reaches this rank's memory any more."""
+
+    peer: str
+    backend: str
+    all_peers: bool
+    """All peers were cut off, not this one alone."""
+    endpoint: bytes
+    """Ours from now on, where they were."""

@@ -2,23 +2,20 @@
 
 Messages and lost connections of peers come in as data; what is to be told to peers is collected until the caller takes
 it (`take_outgoing`). Commands about pages go down the leader's line to the ranks, their answers come back to the
-machine; everything else that the machine asks for is for the engine, and is returned. One-sided backends move bytes
-without the ranks: the port starts their operations and looks when they end. One per engine, on the leader.
+machine; everything else that the machine asks for is for the engine, and is returned. One per engine, on the leader.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
-from serinus.core.errors import ConfigError, TransferFailed
+from serinus.core.errors import ConfigError
 from serinus.core.handoff import HandoffFinding
 from serinus.core.ids import new_xid
 from serinus.core.line import CommandLine
-from serinus.core.parts import PageStore
 from serinus.pd.actions import (
     AbortPrefill,
     AddPrefill,
@@ -39,34 +36,41 @@ from serinus.pd.actions import (
     Send,
     StopPrefill,
 )
-from serinus.pd.backends import Backend, OneSided, OpState
+from serinus.pd.backends import AnyBackend
 from serinus.pd.events import PeerFenced, Tick
-from serinus.pd.integrity import digest_stored
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.one_sided_ops import Ended, OneSidedOps
-from serinus.pd.page_worker import PageAnswer
-from serinus.pd.pages import HandoffOver, MovePiece, PieceMoved, PieceStatus, TakeIn, TakenIn, Unstage
+from serinus.pd.page_worker import PAGE_ANSWERS, PageAnswer, one_sided_backends
+from serinus.pd.pages import (
+    HandoffOver,
+    MemoryShared,
+    MovePiece,
+    PeerUnreachable,
+    PieceMoved,
+    PieceStatus,
+    RankFenced,
+    ShareMemory,
+    TakeIn,
+    TakenIn,
+    Unstage,
+)
 from serinus.pd.pulse import Pace
 from serinus.pd.settings import HandoffSettings
-from serinus.pd.stores import Stores, StoresOf
 from serinus.wire import Gone, PeerMessage
 
 __all__ = [
     "MOVING_S",
     "TICK_S",
-    "AnyBackend",
     "DecodeResult",
     "HandoffPort",
     "Machine",
     "PrefillResult",
-    "frame_backends",
 ]
 
 TICK_S = 0.25
 """An idle loop takes a turn at least this often."""
 MOVING_S = 0.001
-"""...and this often while operations of a one-sided backend are under way: no message tells when they end."""
+"""...and this often while the own rank's one-sided operations are under way: no message tells when they end."""
 GATHER_S = 0.0002
 """...and this often where they take less than that (Capabilities.whole_chunks)."""
 
@@ -74,8 +78,6 @@ OFFENCES = frozenset({"bad_data", "repeated_grant", "repeated_xid", "second_hell
 """Reasons for which a machine drops a message that a peer which keeps to the protocol never sends, however late."""
 OFFENCES_MAX = 8
 """A peer that sends so many over one connection is given up."""
-
-AnyBackend: TypeAlias = Backend | OneSided
 
 DecodeResult: TypeAlias = Landed | Recompute | Quarantine | QuarantineOver | PeerChanged | HandoffFinding
 """What a decode engine must act on."""
@@ -105,51 +107,26 @@ class Machine(Protocol):
 M = TypeVar("M", bound=Machine)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Write:
-    """A write under way."""
-
-    command: MovePiece
-    moved: PieceMoved
-    """What to report if it ends well."""
-
-
 class HandoffPort(Generic[M]):
     """The port of one engine; `machine` is its DecodeSide or PrefillSide."""
 
     def __init__(
         self, machine: Callable[..., M], settings: HandoffSettings, *, line: CommandLine,
-        backends: Sequence[AnyBackend], stores: StoresOf | None = None,
-        follower_backends: Sequence[Sequence[OneSided]] = (), mint: Callable[[], str] = new_xid,
+        backends: Sequence[AnyBackend], mint: Callable[[], str] = new_xid,
     ) -> None:  # fmt: skip
         """
         Args:
             machine: DecodeSide or PrefillSide.
-            line: to the page workers of all ranks (page_worker.py); it subscribes to their answers.
-            stores: the pages of all ranks; only one-sided backends need them.
-            follower_backends: one-sided backends of ranks 1, 2..., where one thread stands for all ranks.
+            line: to the page workers of all ranks (page_worker.py); it subscribes to their answers. Where a backend is
+                one-sided, it waits here until all ranks have said how their memory is reached.
+            backends: those of the leader's own page worker.
             mint: names and nonces, never the same twice.
-        Raises ConfigError: settings, backends, stores and line disagree.
+        Raises ConfigError: settings, backends and line disagree; and what the line's `pump` raises.
         """
         _check(settings, backends)
         layout = RankLayout(settings.layout)
         if line.size != len(layout.shards):
             raise ConfigError(f"pd: a line of {line.size} ranks, the layout has {len(layout.shards)}")
-        own = [{b.name: b for b in backends if not _moves_frames(b)}]
-        own.extend({b.name: b for b in others} for others in follower_backends)
-        if own[0] and stores is None:
-            raise ConfigError(
-                f"pd: backend {backends[0].name!r} reaches into pools from outside, which an engine of several ranks"
-                " cannot allow; expected shm or tcp there"
-            )
-        self._ops: OneSidedOps[_Write | TakeIn] = OneSidedOps(own if own[0] else [])  # type: ignore[arg-type]
-        self._stores = Stores(layout, stores) if own[0] and stores is not None else None
-        if self._stores is not None:
-            self._ops.register(self._stores)
-        self.settings = replace(
-            settings, endpoints={**settings.endpoints, **self._ops.endpoints}, refusals=self._ops.refusals
-        )
-        self.machine = machine(self.settings, mint=mint)
         self._line = line
         self._answers: list[tuple[int, PageAnswer]] = []
         """Of ranks, not yet reported to the machine."""
@@ -157,8 +134,20 @@ class HandoffPort(Generic[M]):
         """Commands were given since the last pump."""
         self._own_pieces = 0
         """Pieces that the leader's own rank is to stage and that were not reported: it obeys in this thread."""
-        for answer_type in (PieceMoved, TakenIn):
+        self._own_moves: set[tuple[str, int, int]] = set()
+        """One-sided operations of the leader's own rank that were asked for and not reported."""
+        self._fences: dict[str, dict[int, RankFenced]] = {}
+        """By peer: what ranks have answered to its FencePeer."""
+        for answer_type in PAGE_ANSWERS:
             line.subscribe(answer_type, self._take)
+        one_sided = one_sided_backends(backends)
+        self._endpoints = self._share() if one_sided else {}
+        self._moving_s = min((GATHER_S if b.capabilities.whole_chunks else MOVING_S for b in one_sided), default=TICK_S)
+        self.settings = replace(
+            settings, endpoints={**settings.endpoints, **{name: tuple(own) for name, own in self._endpoints.items()}},
+            refusals={backend.name: backend.refusal for backend in one_sided},
+        )  # fmt: skip
+        self.machine = machine(self.settings, mint=mint)
         self._outgoing: list[PeerAction] = []
         self._pace = Pace()
         self._ticked_at: float | None = None
@@ -189,8 +178,6 @@ class HandoffPort(Generic[M]):
             if self.machine.rejects.total() > rejected:
                 self._blame(message.peer, now, out)
         self._report(now, out)
-        if self._ops.is_busy:
-            self._reap(now, out)
         if self._ticked_at is None or now - self._ticked_at >= TICK_S / 2:
             self._ticked_at = now
             step_s = self._pace.longest_s
@@ -231,18 +218,30 @@ class HandoffPort(Generic[M]):
         """Take the next turn within this: TICK_S, or less where something is under way whose end wakes no one."""
         if self._unsent or self._own_pieces or self._answers:
             return 0.0
-        return (GATHER_S if self._ops.is_fast else MOVING_S) if self._ops.is_busy else TICK_S
+        return self._moving_s if self._own_moves else TICK_S
 
     def close(self) -> None:
         """Give everything back; hand in Shutdown before, so that the peers hear of it."""
         for peer in list(self._peers):
             self._detach(peer)
-        self._ops.close()
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
+    def _share(self) -> dict[str, list[bytes]]:
+        """How the memory of all ranks is reached, by backend. Raises what the line's `pump` raises."""
+        self._line.command(ShareMemory())
+        shared: dict[int, MemoryShared] = {}
+        while len(shared) < self._line.size:
+            self._line.pump(TICK_S)
+            shared |= {rank: answer for rank, answer in self._answers if isinstance(answer, MemoryShared)}
+            self._answers.clear()
+        return {name: [shared[rank].endpoints[name] for rank in sorted(shared)] for name in shared[0].endpoints}
+
     def _command(self, command: object, rank: int | None) -> None:
-        self._own_pieces += not rank and isinstance(command, MovePiece)
+        if rank == 0 and isinstance(command, (MovePiece, TakeIn)) and (move := _beside_the_line(command)):
+            self._own_moves.add(move)
+        else:
+            self._own_pieces += rank == 0 and isinstance(command, MovePiece)
         self._unsent = True
         self._line.command(command, rank)
 
@@ -258,71 +257,65 @@ class HandoffPort(Generic[M]):
     def _report(self, now: float, out: list[Any]) -> None:
         answers, self._answers = self._answers, []
         for rank, answer in answers:
-            self._own_pieces -= not rank and isinstance(answer, PieceMoved)
-            self._run(answer, now, out)
+            match answer:
+                case PeerUnreachable():
+                    self._give_up(answer.peer, answer.reason, now, out)
+                case RankFenced():
+                    self._fenced(rank, answer, now, out)
+                case PieceMoved() | TakenIn():
+                    source = answer.source if isinstance(answer, TakenIn) else _OUT
+                    if not rank and (move := (answer.xid, answer.piece, source)) in self._own_moves:
+                        self._own_moves.remove(move)
+                    else:
+                        self._own_pieces -= not rank and isinstance(answer, PieceMoved)
+                    if isinstance(answer, PieceMoved) and answer.status is PieceStatus.LOST:
+                        # Given up first: decode fences then, and holds its pages until that is done, so whatever of it
+                        # still lands harms no other request.
+                        self._give_up(answer.peer, answer.reason, now, out)
+                    self._run(answer, now, out)
+                case _:
+                    self._run(answer, now, out)
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def _run(self, event: object, now: float, out: list[Any]) -> None:
-        """Give one event to the machine, perform what it asks, and so on with what happens at once."""
-        events = deque((event,))
-        while events:
-            actions = self.machine.handle(next_event := events.popleft(), now)
-            if self.tap is not None:
-                self.tap(next_event, actions, now)
-            for action in actions:
-                self._perform(action, events, out)
+        """Give one event to the machine, perform what it asks."""
+        actions = self.machine.handle(event, now)
+        if self.tap is not None:
+            self.tap(event, actions, now)
+        for action in actions:
+            self._perform(action, out)
 
-    def _perform(self, action: Any, events: deque[object], out: list[Any]) -> None:
+    def _perform(self, action: Any, out: list[Any]) -> None:
         match action:
             case Send() | OpenPeer():
                 self._outgoing.append(action)
             case ClosePeer():
                 self._detach(action.peer)
                 self._outgoing.append(action)
-            case MovePiece(mode=Mode.PUSH):
-                self._write(action, events)
-            case TakeIn(mode=Mode.PULL):
-                self._read(action, events)
-            case MovePiece(mode=Mode.PULL):
-                self._offer(action, events)
             case MovePiece() | TakeIn() | Unstage():
                 self._command(action, action.rank)
+            case CancelReads() | FencePeer():
+                self._command(action, None)
             case HandoffOver():
                 if action.peer in self._peers:
                     self._command(action, None)
             case AttachPeer():
-                self._attach(action, events)
-            case CancelReads():
-                self._ops.cancel(partial(_is_of, action.xid))
-            case FencePeer():
-                all_peers, endpoints = self._ops.fence(action.peer, action.backend, action.ranks)
-                events.append(PeerFenced(peer=action.peer, all_peers=all_peers, endpoints=endpoints))
+                self._peers[action.peer] = action
+                self._outgoing.append(action)
+                self._command(action, None)
             case _:
                 out.append(action)
-
-    def _attach(self, action: AttachPeer, events: deque[object]) -> None:
-        """Join the data backend of a peer; where that fails the peer is given up, and reported as lost."""
-        self._peers[action.peer] = action
-        self._outgoing.append(action)
-        self._command(action, None)
-        if not self._ops.has(action.backend):
-            return
-        try:
-            self._ops.join(action.peer, action.backend, action.endpoints)
-        except TransferFailed as error:
-            self._detach(action.peer)
-            self._outgoing.append(ClosePeer(peer=action.peer))
-            events.append(Gone(peer=action.peer, reason=str(error)))
 
     def _detach(self, peer: str) -> None:
         """Every rank gives back what it has for the peer, once it has done what it was told before."""
         self._blamed.pop(peer, None)
         if self._peers.pop(peer, None) is not None:
-            self._ops.leave(peer)
             self._command(ClosePeer(peer=peer), None)
 
     def _give_up(self, peer: str, reason: str, now: float, out: list[Any]) -> None:
+        if peer not in self._peers:
+            return
         self._detach(peer)
         self._outgoing.append(ClosePeer(peer=peer))
         self._run(Gone(peer=peer, reason=reason), now, out)
@@ -335,109 +328,32 @@ class HandoffPort(Generic[M]):
             return
         self._offences = offences
         self._blamed[peer] += 1
-        if self._blamed[peer] >= OFFENCES_MAX and peer in self._peers:
+        if self._blamed[peer] >= OFFENCES_MAX:
             self._give_up(peer, f"pd: {OFFENCES_MAX} messages that make no sense", now, out)
 
-    # ---- one-sided backends -----------------------------------------------------------------------------------------
-
-    def _store(self, command: MovePiece) -> PageStore:
-        assert self._stores is not None, "pd: a one-sided backend without stores, expected a ConfigError at birth"
-        return self._stores.at(command.rank, command.part)
-
-    def _offer(self, command: MovePiece, events: deque[object]) -> None:
-        """Digest a piece that the peer is to read: by the backend, or by the rank."""
-        backend = self._ops.at(command.rank, self._peers[command.peer].backend)
-        digests = backend.digests(command.part, command.pages, command.digest_seed)
-        if digests is None:
-            self._command(command, command.rank)
-        else:
-            events.append(_moved(command, self._store(command), digests))
-
-    def _write(self, command: MovePiece, events: deque[object]) -> None:
-        """Begin to write a piece into the pages of the peer."""
-        store = self._store(command)
-        moved = _moved(command, store, digest_stored(store, command.pages, command.digest_seed))
-        write = _Write(command=command, moved=moved)
-        backend = self._ops.at(command.rank, self._peers[command.peer].backend)
-        try:
-            number = backend.write(f"{command.peer}/{command.rank}", command.part, command.pages, command.targets)
-        except TransferFailed as error:
-            events.append(_failed(write, str(error)))
-        else:
-            self._ops.watch(backend, number, command.peer, write)
-
-    def _read(self, command: TakeIn, events: deque[object]) -> None:
-        """Begin to read the pages of a source rank; the own rank checks them when they are there."""
-        backend = self._ops.at(command.source, self._peers[command.peer].backend)
-        try:
-            number = backend.read(
-                f"{command.peer}/{command.source}", command.part, command.pages, command.sources, command.digest_seed
-            )
-        except TransferFailed as error:
-            events.append(_failed(command, str(error)))
-        else:
-            self._ops.watch(backend, number, command.peer, command)
-
-    def _reap(self, now: float, out: list[Any]) -> None:
-        """Operations that are over are reported. Where one was lost its peer is given up first: decode fences then, and
-        holds its pages until that is done, so whatever still moves harms no other request."""
-        for item in self._ops.poll():
-            if item.result.state is OpState.LOST:
-                self._lost(item, now, out)
-            if item.result.state is not OpState.DONE:
-                self._run(_failed(item.token, item.result.error or "it failed"), now, out)
-            elif isinstance(item.token, _Write):
-                self._run(item.token.moved, now, out)
-            else:
-                read = replace(item.token, found=item.result.digests, read_seconds=item.result.seconds)
-                self._command(read, read.rank)
-
-    def _lost(self, item: Ended[_Write | TakeIn], now: float, out: list[Any]) -> None:
-        """An operation may still move bytes. A write is a matter of its peer, which fences us; a read fills our own
-        pages: everything that any peer began on them must end, then all are greeted anew."""
-        attached = self._peers.get(item.peer)
-        if attached is None:
+    def _fenced(self, rank: int, answer: RankFenced, now: float, out: list[Any]) -> None:
+        """The machine hears of it when all ranks have cut the peer off."""
+        ranks = self._fences.setdefault(answer.peer, {})
+        ranks[rank] = answer
+        if len(ranks) < self._line.size:
             return
-        lost = [item.peer]
-        if isinstance(item.token, TakeIn):
-            lost = [peer for peer, other in self._peers.items() if other.backend == attached.backend]
-            for peer in lost:  # some backends cut off one peer alone
-                other = self._peers[peer]
-                all_peers, _ = self._ops.fence(peer, other.backend, len(RankLayout(other.layout).shards))
-                if all_peers:
-                    break
-        for peer in lost:
-            self._give_up(peer, item.result.error, now, out)
+        del self._fences[answer.peer]
+        own, all_peers = self._endpoints[answer.backend], any(each.all_peers for each in ranks.values())
+        for number, each in ranks.items():
+            own[number] = each.endpoint or own[number]
+        endpoints = tuple(own) if all_peers else None
+        self._run(PeerFenced(peer=answer.peer, all_peers=all_peers, endpoints=endpoints), now, out)
 
 
-def frame_backends(backends: Sequence[AnyBackend]) -> list[Backend]:
-    """Those whose bytes a page worker stages and takes in."""
-    return [backend for backend in backends if _moves_frames(backend)]  # type: ignore[misc]
+_OUT: Final = -1
+"""In place of a source rank: a write of our own."""
 
 
-def _moved(command: MovePiece, store: PageStore, digests: bytes) -> PieceMoved:
-    """The answer for a piece that can be read, or will have been written."""
-    return PieceMoved(
-        peer=command.peer, xid=command.xid, piece=command.piece, rank=command.rank, digests=digests,
-        byte_count=len(command.pages) * store.page_bytes,
-    )  # fmt: skip
-
-
-def _failed(token: _Write | TakeIn, error: str) -> PageAnswer:
-    """The answer for an operation that did not end well."""
-    if isinstance(token, _Write):
-        return replace(token.moved, status=PieceStatus.FAILED, reason=error)
-    return TakenIn(
-        xid=token.xid, piece=token.piece, source=token.source, rank=token.rank, error=error, code="transfer"
-    )  # fmt: skip
-
-
-def _is_of(xid: str, token: _Write | TakeIn) -> bool:
-    return isinstance(token, TakeIn) and token.xid == xid
-
-
-def _moves_frames(backend: AnyBackend) -> bool:
-    return backend.capabilities.mode is Mode.RECEIVER_CHECKED
+def _beside_the_line(command: MovePiece | TakeIn) -> tuple[str, int, int] | None:
+    """Names what a rank begins with this command and answers when it is over; None = it answers at once."""
+    if isinstance(command, TakeIn):
+        return (command.xid, command.piece, command.source) if command.mode is Mode.PULL else None
+    return (command.xid, command.piece, _OUT) if command.mode is Mode.PUSH else None
 
 
 def _check(settings: HandoffSettings, backends: Sequence[AnyBackend]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,7 @@ from serinus.pd.layout import Cut, RankLayout, covers_pages, cut, is_same, recut
 from serinus.pd.pages import TakeIn
 from serinus.pd.stamps import StampIntake
 
-__all__ = ["Intake", "Stores", "StoresOf", "check_stores", "read_pages"]
-
-
-StoresOf = PageStore | Mapping[Part, PageStore] | Sequence[Mapping[Part, PageStore]]
-"""One store (a model of one part on one rank), one per part, or these for each rank."""
+__all__ = ["Intake", "check_stores", "read_pages"]
 
 
 def check_stores(layout: RankLayout, rank: int, stores: Mapping[Part, PageStore]) -> None:
@@ -36,28 +32,6 @@ def read_pages(store: PageStore, pages: NDArray[np.int32]) -> NDArray[np.uint8]:
     rows = np.empty((len(pages), store.page_bytes), dtype=np.uint8)
     store.read_pages(pages, rows)
     return rows
-
-
-class Stores:
-    """The stores of all ranks, where one thread reaches them. Raises ConfigError where they are not the layout's."""
-
-    def __init__(self, layout: RankLayout, stores: StoresOf) -> None:
-        self.layout = layout
-        if isinstance(stores, Sequence):
-            by_rank: Sequence[Mapping[Part, PageStore]] = stores
-        elif isinstance(stores, Mapping):
-            by_rank = (stores,)
-        else:
-            by_rank = ({layout.parts[0]: stores},)
-        if len(by_rank) != len(layout.shards):
-            raise ConfigError(f"pd: stores of {len(by_rank)} ranks, the layout has {len(layout.shards)}")
-        self.by_rank = tuple(by_rank)
-        for rank in range(len(layout.shards)):
-            check_stores(layout, rank, self.by_rank[rank])
-
-    def at(self, rank: int, part: Part) -> PageStore:
-        """The pages of one part on one rank; only where it has bytes of that part."""
-        return self.by_rank[rank][part]
 
 
 class Intake:

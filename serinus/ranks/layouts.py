@@ -8,6 +8,7 @@ from typing import Protocol
 from serinus.canary.perturb import parse_perturb
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
+from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.models import ModelSpec
@@ -17,7 +18,7 @@ from serinus.pd.backends import CudaDriver, CudaIpcBackend
 from serinus.pool import DevicePool
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["HasPools", "data_backends", "layout_of", "staged_backends"]
+__all__ = ["HasPools", "data_backends", "layout_of"]
 
 
 _log = get_logger("ranks")
@@ -61,19 +62,22 @@ def layout_of(rank: HasPools) -> LayoutSignature:
     )
 
 
-def data_backends(config: ServeConfig, tag: str, device: str) -> tuple[AnyBackend, ...]:
-    """How KV of this engine, with its pools on `device`, may travel, best first; `tag` differs between any two
-    processes.
+def data_backends(config: ServeConfig, rank: int, device: str) -> tuple[AnyBackend, ...]:
+    """How KV of a rank of this engine, with its pools on `device`, may travel, best first; none where the engine hands
+    nothing over.
 
     Raises ConfigError: a backend that is not known or not installed, or that does not reach the engine's other hosts.
     """
+    if config.role == "unified":
+        return ()
     choice, faults = config.pd.transfer_backend, parse_perturb(config.canary.kv_canary_perturb)
     if choice == "cuda_ipc":
         return (_cuda_ipc(config, device),)
+    tag = f"{config.engine_name}.{rank}-{new_incarnation()}"
     one_sided = make_one_sided(choice, tag=tag, host=config.pd.bootstrap_host)
     if one_sided is not None:
         return (one_sided,)
-    staged = staged_backends(config)
+    staged = _staged_backends(config)
     if choice != "auto" or device == "cpu" or config.parallel.size > 1 or faults.get("transfer_bytes"):
         return staged
     try:
@@ -87,9 +91,9 @@ def _cuda_ipc(config: ServeConfig, device: str) -> CudaIpcBackend:
     return CudaIpcBackend(CudaDriver(device), shares=config.role == "prefill")
 
 
-def staged_backends(config: ServeConfig) -> tuple[Backend, ...]:
-    """Those whose bytes page workers stage and take in, where the settings do not ask for a one-sided one. Raises
-    ConfigError: one that does not reach the engine's other hosts."""
+def _staged_backends(config: ServeConfig) -> tuple[Backend, ...]:
+    """Those whose bytes page workers stage and take in. Raises ConfigError: one that does not reach the engine's other
+    hosts."""
     choice, parallel = config.pd.transfer_backend, config.parallel
     if parallel.nnodes > 1 and choice in ("auto", "shm"):
         if choice == "shm":

@@ -12,6 +12,7 @@ from serinus.parallel.comm import Comm
 from serinus.pd import AnyBackend
 from serinus.ranks.body import RankBody, StepCanary, StepRunner
 from serinus.ranks.build import RankParts, build_rank, record_steps
+from serinus.ranks.layouts import data_backends
 from serinus.ranks.page_workers import attach_page_worker
 from serinus.ranks.rank_loop import LeaderLink, RankLoop
 from serinus.ranks.steps_ahead import StepsAhead
@@ -20,8 +21,8 @@ from serinus.ranks.tiers import attach_tiers
 __all__ = ["make_body", "make_rank_loop"]
 
 
-def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend] = ()) -> RankBody:
-    """A rank that obeys every command. `backends`: how pages travel between engines; none = as the settings say."""
+def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend]) -> RankBody:
+    """A rank that obeys every command. `backends`: how pages travel between engines, of this rank."""
     comm = parts.comm
     canary = parts.canary
     runner: StepRunner = parts.runner
@@ -49,4 +50,4 @@ def make_rank_loop(config: ServeConfig, *, rank: int, comm: Comm, link: LeaderLi
     """
     parts = build_rank(config, comm.mesh, rank, comm, clock)
     record_steps(parts, lambda title, total: nullcontext(lambda: None))
-    return RankLoop(make_body(parts, clock), link, ends=(parts.close,))
+    return RankLoop(make_body(parts, clock, data_backends(config, rank, parts.device)), link, ends=(parts.close,))

@@ -13,15 +13,13 @@ from serinus.core.parts import PageStore, Part
 from serinus.pd import (
     PAGE_COMMANDS,
     AnyBackend,
-    Backend,
     PageAnswer,
     PageCommand,
     PageWorker,
     RankLayout,
-    frame_backends,
 )
 from serinus.ranks.body import RankBody
-from serinus.ranks.layouts import HasPools, layout_of, staged_backends
+from serinus.ranks.layouts import HasPools, layout_of
 
 __all__ = ["STAGING_PIECES", "attach_page_worker"]
 
@@ -34,22 +32,18 @@ def attach_page_worker(
     body: RankBody,
     parts: HasPools,
     clock: Clock,
-    stores: Mapping[Part, PageStore] | None = None,
-    backends: Sequence[AnyBackend] = (),
+    stores: Mapping[Part, PageStore],
+    backends: Sequence[AnyBackend],
 ) -> None:
     """Give a rank its page worker; no effect where the engine hands nothing over.
 
-    `stores`: the pools as they are to be read and written by it; None = as they are. `backends`: how pages travel
-    between engines; none = as the settings say.
+    `stores`: the pools as they are to be read and written by it. `backends`: how pages travel between engines.
     """
-    config = parts.config
-    if config.role == "unified":
+    if parts.config.role == "unified":
         return
-    movers: Sequence[Backend] = ()
-    if not config.pd.is_one_sided:  # else no page is staged
-        movers = frame_backends(backends) if backends else staged_backends(config)
     layout = RankLayout(layout_of(parts))
-    worker = PageWorker(body.rank, layout=layout, stores=stores or parts.pools, backends=movers, clock=clock)
+    own = {part: store for part, store in stores.items() if store.page_bytes}
+    worker = PageWorker(body.rank, layout=layout, stores=own, backends=backends, clock=clock)
 
     def obey(command: PageCommand) -> tuple[PageAnswer, ...]:
         answer = worker.obey(command)
@@ -57,21 +51,23 @@ def attach_page_worker(
 
     for kind in PAGE_COMMANDS:
         body.on(kind, obey)
-    body.attend(_Staged(worker))
+    body.attend(_Source(worker))
     body.at_end(worker.close)
 
 
-class _Staged:
-    """What a page worker holds, for the gauges of its rank; its answers come at once."""
-
-    busy = False
+class _Source:
+    """What a page worker holds, for the gauges of its rank, and the answers that come later than their command."""
 
     def __init__(self, worker: PageWorker) -> None:
         self._worker = worker
+
+    @property
+    def busy(self) -> bool:
+        return self._worker.busy
 
     @property
     def holdings(self) -> Mapping[str, int]:
         return {"rank_staged_pieces": self._worker.staged_count}
 
     def answers(self) -> Sequence[object]:
-        return ()
+        return self._worker.answers()

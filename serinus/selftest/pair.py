@@ -67,7 +67,7 @@ class EnginePair:
         is_prefill = parts.config.role == "prefill"
         channel = self._hub.channel(_ADDRESS) if is_prefill else self._hub.channel()
         peers = Peers(Mailbox(channel, incarnation=parts.incarnation, clock=clock))
-        role = make_role(parts, parts.backends, clock.now(), addresses=(_ADDRESS,))
+        role = make_role(parts, clock.now(), addresses=(_ADDRESS,))
         return MadeHandoffs(role=role, peers=peers, address=_ADDRESS if is_prefill else "")
 
     def send(self, request: Request) -> None:

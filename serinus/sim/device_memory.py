@@ -42,7 +42,7 @@ class SimPull:
 
     def sums(self) -> bytes:
         """Of what is in the own pages."""
-        return self._memory.sums_of(self._part, self._pages, self._seed, is_read=False)
+        return self._memory.sums_of(self._part, self._pages, self._seed)
 
 
 class SimIpc:
@@ -109,12 +109,10 @@ class SimIpc:
         return pull
 
     def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
-        """Of own pages, which must be held."""
-        return self.sums_of(regions[0].part, pages, seed, is_read=True)
+        """Of own pages, as they are now."""
+        return self.sums_of(regions[0].part, pages, seed)
 
-    def sums_of(self, part: Part, pages: NDArray[np.int32], seed: int, *, is_read: bool) -> bytes:
-        """Of own pages; `is_read`: on behalf of a peer."""
+    def sums_of(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages, as they are now."""
         store = self._engine.stores[self._rank][part]
-        if is_read:
-            store.check_read(pages)
         return page_sums(store.pool.read_pages(pages), seed).astype("<u8").tobytes()

@@ -44,7 +44,6 @@ from serinus.sim.mailbox import SimMailbox
 from serinus.sim.model import sim_spec
 from serinus.sim.moments import Note
 from serinus.sim.network import Network, SimChannel
-from serinus.sim.one_sided import ONE_SIDED
 from serinus.sim.options import EngineShape, Options, Shape
 from serinus.sim.pools import PoolFaults, SimPool
 from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of
@@ -183,7 +182,7 @@ class SimEngine:
         return self.scheduler
 
     def _make_handoffs(self, parts: HandoffParts, clock: Clock) -> MadeHandoffs:
-        role = make_role(parts, parts.backends, clock.now(), port=partial(WatchedPort, self))
+        role = make_role(parts, clock.now(), port=partial(WatchedPort, self))
         self.port: HandoffPort[Any] = role.port
         return MadeHandoffs(role=role, peers=Peers(self.mailbox))
 
@@ -273,9 +272,7 @@ class SimEngine:
         self.network.damaged[kind] += 1
 
     def _rank_delay(self) -> float:
-        """One-sided transports reach into pools beside the line; the product refuses them where there are several
-        ranks, as a rank that is late would be read too early."""
-        slow = 0.0 if self.calm or self.world.backend in ONE_SIDED else self.options.rank_delay_s
+        slow = 0.0 if self.calm else self.options.rank_delay_s
         return self.rng.random() * slow if slow else 0.0
 
     def workers(self, rank: int, least_s: float, late: float) -> SimWorkers:

@@ -77,6 +77,14 @@ class Card:
                 return view
         raise AssertionError(f"sim: {self.session} has no memory at {address:#x}")
 
+    def look(self) -> None:
+        """Something that this rank had begun is over."""
+        rank, links = self.rank, self.engine.links
+        if rank:
+            self.process.at(self._fabric.timeline.now_s, lambda: links.look(rank))
+        else:
+            self.process.wake()
+
     def end(self) -> None:
         """Nothing reaches it any more."""
         self.alive = False
@@ -180,7 +188,7 @@ class Fabric:
         transfer.error = transfer.error or error
         if not transfer.left:
             transfer.over()
-            transfer.own.process.wake()
+            transfer.own.look()
 
     def _write(self, transfer: Transfer, index: int, group: Strips, captured: list[Bytes] | None) -> None:
         own, process, peer = transfer.own, transfer.own.process, self.cards.get(transfer.session)

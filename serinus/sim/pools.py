@@ -7,15 +7,17 @@ may flip, before a digest is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.kernels import Kernels
-from serinus.pool import DevicePool, PoolSpec
+from serinus.pool import DevicePool, PoolRegion, PoolSpec
 
 __all__ = ["PoolFaults", "SimPool"]
 
@@ -37,13 +39,19 @@ class PoolFaults:
 class SimPool(DevicePool):
     """A DevicePool whose copies may fail."""
 
-    def __init__(self, spec: PoolSpec, kernels: Kernels, faults: PoolFaults) -> None:
+    def __init__(self, spec: PoolSpec, kernels: Kernels, faults: PoolFaults, part: Part) -> None:
         super().__init__(spec, kernels)
-        self._faults = faults
+        self._faults, self._part = faults, part
         if spec.stamped:
             for pair in self.layers:
                 for lane in pair:
                     lane.view(-1).numpy().view(np.uint8)[spec.page_size * lane[0].nbytes :] = _USED
+
+    @property
+    def regions(self) -> tuple[PoolRegion, ...]:
+        """See DevicePool: at the same addresses in every run of its engine."""
+        found = enumerate(super().regions)
+        return tuple(replace(region, address=(2 * self._part + index + 1) << 40) for index, region in found)
 
     def copy_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """See DevicePool. Raises OSError: the copy failed midway."""

@@ -1,8 +1,6 @@
 """What a simulated engine's handoff port is built with: settings, backends, stores that check every access.
 
-Where bytes are staged, the page workers of the ranks move them, by commands of the line. One-sided backends go from
-pool to pool beside the line; engines of the simulation use them with several ranks all the same, for the sake of the
-protocol (the product refuses that).
+The page workers of the ranks move pages, by commands of the line; one-sided backends go on from pool to pool beside it.
 """
 
 from __future__ import annotations
@@ -195,12 +193,11 @@ class CheckedStore:
         """Bytes of one page."""
         self.regions = tuple(
             Region(
-                part=part, address=(2 * part + index + 1) << 40, lane_count=own.lane_count, lane_stride=own.lane_stride,
+                part=part, address=own.address, lane_count=own.lane_count, lane_stride=own.lane_stride,
                 strip_bytes=own.strip_bytes, page_count=own.page_count,
             )
-            for index, own in enumerate(pool.regions)
+            for own in pool.regions
         )  # fmt: skip
-        """Where it lies: at the same addresses in every run of its engine."""
         self._memory = [(pool.k[0]), *([] if pool.stamps_LS4 is None else [pool.stamps_LS4])]
 
     def find(self, address: int, byte_count: int) -> tuple[NDArray[np.uint8], NDArray[np.intp]] | None:
@@ -235,19 +232,15 @@ class WatchedPort(HandoffPort[Any]):
 
     def __init__(
         self, engine: SimEngine, machine: Callable[..., Any], settings: HandoffSettings, *, line: CommandLine,
-        backends: Sequence[AnyBackend], stores: object,
+        backends: Sequence[AnyBackend],
     ) -> None:  # fmt: skip
-        ranks, is_one_sided = engine.ranks, engine.world.backend in ONE_SIDED
+        ranks = engine.ranks
         page_bytes = max(pool.page_bytes for rank in ranks for pool in rank.pools.values())
         settings = replace(
             settings, host="here", piece_bytes_max=2 * page_bytes, lease_s=12.0, abort_s_max=9.0, retry_s_min=0.2,
             retry_s_max=1.0, staging_pieces=1 if len(ranks) == 1 else 3,
         )  # fmt: skip
-        super().__init__(
-            machine, settings, line=line, backends=backends, mint=engine.shared.mint,
-            stores=engine.stores if is_one_sided else None,  # type: ignore[arg-type]
-            follower_backends=engine.ends[1:] if is_one_sided else (),  # type: ignore[arg-type]
-        )  # fmt: skip
+        super().__init__(machine, settings, line=line, backends=backends, mint=engine.shared.mint)
         self._network = engine.network
 
     def turn(

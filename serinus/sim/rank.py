@@ -69,7 +69,7 @@ def build_sim_rank(engine: SimEngine, rank: int) -> SimRank:
                 page_size=config.memory.page_size, page_count=count, dtype=torch.float32,
                 halves=part.halves, stamped=config.canary.kv_canary != "none",
             ),
-            kernels, engine.faults,
+            kernels, engine.faults, part,
         )
         for part, count in engine.pages.items()
     }  # fmt: skip
@@ -81,7 +81,7 @@ def build_sim_rank(engine: SimEngine, rank: int) -> SimRank:
         phases=Phases(engine.timeline),
     )  # fmt: skip
     return SimRank(
-        model=model, pools=pools, parts=parts, body=make_body(parts, engine.timeline, engine.ends[0])
+        model=model, pools=pools, parts=parts, body=make_body(parts, engine.timeline, engine.ends[rank])
     )  # fmt: skip
 
 

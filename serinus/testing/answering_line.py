@@ -62,6 +62,8 @@ class AnsweringLine:
                 found = self.ranks[number].obey(self.waiting[number].popleft())
                 answers = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
                 self.answers += [(number, answer) for answer in answers]
+            later = getattr(self.ranks[number], "answers", tuple)
+            self.answers += [(number, answer) for answer in later()]
 
     def answer(self, rank: int, *answers: Any) -> None:
         """The leader hears this of a rank, now."""

@@ -134,7 +134,7 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         (["serve", "m", "--disaggregation-bootstrap-host", "[::1]:5000"], "without a port"),
         (["serve", "m", "--disaggregation-prefill-addresses", "tcp://::1:5000"], "as in [::1]:5000"),
         (["serve", "m", "--tp-size", "2", "--node-rank", "1"], "--node-rank is 1, expected less than --nnodes = 1"),
-        (["serve", "m", "--tp-size", "2", "--disaggregation-transfer-backend", "nixl"], "expected shm or tcp"),
+        (["serve", "m", "--tp-size", "2", "--disaggregation-transfer-backend", "cuda_ipc"], "with 2 ranks"),
         (["serve"], "no model is named"),
         (["up"], "no model is named"),
         (["up", "m", "--disaggregation-mode", "prefill"], "unknown flag --disaggregation-mode"),

@@ -42,7 +42,6 @@ from serinus.pd import (
     Recompute,
     ReleaseChunk,
     StartHandoff,
-    frame_backends,
     host_identity,
     make_backends,
 )
@@ -144,9 +143,7 @@ class Ends:
 
 
 def line_to(store: Store, backends: Sequence[AnyBackend]) -> AnsweringLine:
-    worker = PageWorker(
-        0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=frame_backends(backends), clock=CLOCK
-    )
+    worker = PageWorker(0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=backends, clock=CLOCK)
     return AnsweringLine([worker])
 
 
@@ -200,9 +197,7 @@ class PrefillPeer(Peer):
         self.ended: list[PrefillDrained | AbortPrefill] = []
         self.peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
         self.line = line_to(self.store, ends.backends)
-        self.port = HandoffPort(
-            PrefillSide, ends.settings("p", incarnation), line=self.line, backends=ends.backends, stores=self.store
-        )
+        self.port = HandoffPort(PrefillSide, ends.settings("p", incarnation), line=self.line, backends=ends.backends)
 
     def _act(self, results: Sequence[object]) -> None:
         for result in results:
@@ -255,8 +250,7 @@ class DecodePeer(Peer):
         self.line = line_to(self.store, ends.backends)
         self.backends = ends.backends
         self.port = HandoffPort(
-            DecodeSide, ends.settings("d", incarnation, **changes), line=self.line, backends=ends.backends,
-            stores=self.store,
+            DecodeSide, ends.settings("d", incarnation, **changes), line=self.line, backends=ends.backends
         )  # fmt: skip
 
     def ask(self, rid: str, address: str, length: int, *, held_pages: int = 0) -> None:

@@ -179,6 +179,13 @@ def test_a_different_layout_that_can_be_recut_is_refused_only_by_engines_that_ca
         assert next(iter(changes)) in difference(BASE, changed(**changes), can_recut=False)
 
 
+def test_latent_rows_on_several_slices_go_by_engines_that_can_recut() -> None:
+    """One slice sends them to all: a backend that goes from rank to rank would leave the others without."""
+    latent = changed(layer_parts=bytes([Part.LATENT] * 6), kv_head_count=1, lanes=("latent",), tp=2)
+    assert difference(latent, latent) == ""
+    assert "tp is 2 with latent rows" in difference(latent, latent, can_recut=False)
+
+
 def test_windows_are_cut_into_smaller_pages_and_never_put_together_from_them() -> None:
     """What lies before the window in its first page is gone at the sender."""
     small, large = (changed(layer_parts=bytes([0, 1] * 3), window=7, page_size=size) for size in (4, 8))

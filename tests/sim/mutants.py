@@ -22,7 +22,7 @@ import numpy as np
 
 from serinus.core.clock import WallClock
 from serinus.pd import ForgetPrefill, PrefillSide, decode_table
-from serinus.pd.actions import Quarantine, QuarantineOver, Send
+from serinus.pd.actions import FencePeer, Quarantine, QuarantineOver, Send
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.backends import OpState
 from serinus.pd.clients import Client
@@ -31,6 +31,7 @@ from serinus.pd.decode_table import DecodeTable
 from serinus.pd.events import CancelHandoff
 from serinus.pd.modes import Mode
 from serinus.pd.one_sided_ops import OneSidedOps
+from serinus.pd.pages import RankFenced
 from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.prefill_table import PrefillTable
 from serinus.sched import Scheduler
@@ -144,7 +145,10 @@ def no_incarnation() -> Iterator[None]:
 def fence_without_cutting() -> Iterator[None]:
     """A peer that does not answer is declared dead, and can still write."""
 
-    with replaced(OneSidedOps, "fence", lambda self, peer, backend, ranks: (False, None)):
+    def fence(self: Any, command: FencePeer) -> RankFenced:
+        return RankFenced(peer=command.peer, backend=command.backend, all_peers=False, endpoint=b"")
+
+    with replaced(OneSidedOps, "fence", fence):
         yield
 
 
@@ -341,10 +345,8 @@ def lost_is_failed() -> Iterator[None]:
 
     def poll(self: Any) -> list[Any]:
         return [
-            replace(item, result=replace(item.result, state=OpState.FAILED))
-            if item.result.state is OpState.LOST
-            else item
-            for item in original(self)
+            (token, replace(result, state=OpState.FAILED) if result.state is OpState.LOST else result)
+            for token, result in original(self)
         ]
 
     with replaced(OneSidedOps, "poll", poll):

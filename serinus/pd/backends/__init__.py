@@ -6,6 +6,8 @@ pool: `cuda_ipc` reads on a GPU (mode C); `nixl` reads (mode C), `mooncake` writ
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from serinus.core.errors import ConfigError
 from serinus.pd.backends.base import Backend, Receiver, Sender, Staged
 from serinus.pd.backends.cuda_driver import CudaDriver
@@ -30,6 +32,7 @@ from serinus.pd.backends.shm import ShmBackend, host_identity, shm_works
 from serinus.pd.backends.tcp import TcpBackend
 
 __all__ = [
+    "AnyBackend",
     "Backend",
     "CudaDriver",
     "CudaIpcBackend",
@@ -60,6 +63,9 @@ __all__ = [
     "strips_of_part",
     "unpack_endpoint",
 ]
+
+
+AnyBackend: TypeAlias = Backend | OneSided
 
 
 def make_backends(choice: str, staging_bytes: int = 256 << 20) -> tuple[Backend, ...]:

@@ -1,0 +1,125 @@
+"""A port over several ranks with a one-sided backend: what each is asked, what all must do, what one of them cannot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from serinus.core.parts import Part
+from serinus.pd import (
+    AttachPeer,
+    ClosePeer,
+    FencePeer,
+    HandoffPort,
+    Mode,
+    MovePiece,
+    PeerFenced,
+    PieceMoved,
+    PieceStatus,
+)
+from serinus.pd.backends import MooncakeBackend
+from serinus.pd.backends.mooncake import MooncakeLibrary
+from serinus.pd.modes import Capabilities, Fence
+from serinus.pd.pages import MemoryShared, PeerUnreachable, RankFenced, ShareMemory
+from serinus.testing.answering_line import AnsweringLine
+from serinus.wire import Gone
+from tests.pd.tiny import LAYOUT, make_settings
+
+PUSH = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
+LAYOUT_2 = msgspec.structs.replace(LAYOUT, kv_head_count=2, tp=2)
+
+
+class Machine:
+    """Asks for what it is given as an event; remembers the events."""
+
+    def __init__(self, settings: Any, *, mint: object) -> None:
+        self.settings, self.events = settings, []
+        self.rejects: Counter[str] = Counter()
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        self.events.append(event)
+        return [event] if isinstance(event, (AttachPeer, FencePeer, MovePiece)) else []
+
+
+class Rank:
+    """Says where its memory is; keeps what it is told."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.told = number, []
+
+    def obey(self, command: object) -> object | None:
+        self.told.append(command)
+        shared = MemoryShared(endpoints={"mooncake": b"rank %d" % self.number})
+        return shared if isinstance(command, ShareMemory) else None
+
+
+class Engine:
+    """Nothing of a library."""
+
+    def initialize(self, *settings: str) -> int:
+        return 0
+
+
+def make_port() -> tuple[HandoffPort[Machine], AnsweringLine]:
+    backend = MooncakeBackend("here", MooncakeLibrary(engine=Engine, writer=Any))
+    line = AnsweringLine([Rank(0), Rank(1)])
+    settings = make_settings("d", 1, backends=("mooncake",), capabilities={"mooncake": PUSH}, layout=LAYOUT_2)
+    port = HandoffPort(Machine, settings, line=line, backends=[backend])
+    port.handle(AttachPeer(peer="p", backend="mooncake", layout=LAYOUT_2, endpoints=(b"0", b"1")), 0.0)
+    port.turn(0.0)
+    port.take_outgoing()
+    return port, line
+
+
+def events(port: HandoffPort[Machine], kind: type) -> list[Any]:
+    return [event for event in port.machine.events if isinstance(event, kind)]
+
+
+def test_peers_hear_how_the_memory_of_every_rank_is_reached() -> None:
+    port, line = make_port()
+    assert port.machine.settings.endpoints == {"mooncake": (b"rank 0", b"rank 1")}
+    assert [type(rank.told[0]) for rank in line.ranks] == [ShareMemory, ShareMemory]
+
+
+def test_a_peer_is_fenced_when_every_rank_has_cut_it_off() -> None:
+    port, line = make_port()
+    port.handle(FencePeer(peer="p", backend="mooncake", ranks=2), 1.0)
+    line.answer(1, RankFenced(peer="p", backend="mooncake", all_peers=True, endpoint=b"new 1"))
+    port.turn(1.0)
+    assert not events(port, PeerFenced), "rank 0 can still be written to"
+    line.answer(0, RankFenced(peer="p", backend="mooncake", all_peers=False, endpoint=b""))
+    port.turn(1.0)
+    assert events(port, PeerFenced) == [PeerFenced(peer="p", all_peers=True, endpoints=(b"rank 0", b"new 1"))]
+
+
+def test_a_peer_that_one_rank_cannot_reach_is_given_up_by_all() -> None:
+    port, line = make_port()
+    line.answer(1, PeerUnreachable(peer="p", reason="nothing is there"))
+    port.turn(1.0)
+    assert events(port, Gone) == [Gone(peer="p", reason="nothing is there")]
+    assert port.take_outgoing() == [ClosePeer(peer="p")]
+    line.answer(0, PeerUnreachable(peer="p", reason="nothing is there"))
+    port.turn(1.0)
+    assert len(events(port, Gone)) == 1
+    assert all(ClosePeer(peer="p") in rank.told for rank in line.ranks)
+
+
+def test_a_write_that_was_lost_is_reported_behind_the_end_of_its_peer() -> None:
+    port, line = make_port()
+    pages = np.array([1], np.int32)
+    command = MovePiece(
+        peer="p", xid="x", piece=0, rank=0, mode=Mode.PUSH, part=Part.FULL, pages=pages, digest_seed=1, targets=pages
+    )
+    port.handle(command, 1.0)
+    port.turn(1.0)
+    assert 0 < port.wait_s < 0.01, "no message tells when the own rank's write is over"
+    lost = PieceMoved(peer="p", xid="x", piece=0, status=PieceStatus.LOST, reason="the peer is gone")
+    line.answer(0, lost)
+    port.turn(1.0)
+    assert [type(event) for event in port.machine.events if event == lost or isinstance(event, Gone)] == [
+        Gone, PieceMoved,
+    ]  # fmt: skip
+    assert port.wait_s > 0.1
