@@ -40,6 +40,9 @@ class TokenLogprobs:
     """The likeliest tokens, best first."""
     top_logprobs: TopLogprobs = ()
     """The log-probabilities of `top_ids`."""
+    hidden: Annotated[bytes, Meta(max_length=1 << 20)] = b""
+    """The last hidden state from which that token was chosen, behind the final norm: fp32, little-endian; where
+    SamplingParams.hidden_state asks for it."""
 
 
 Places = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=1 << 20)]

@@ -178,6 +178,8 @@ class SamplingParams:
     """None = no log-probabilities; k = those of the chosen tokens and of the k likeliest at each place."""
     prompt_logprobs: int | None = None
     """The same for the prompt's own tokens (from the second one on)."""
+    hidden_state: bool = False
+    """With the log-probabilities of each chosen token, the hidden state that it was chosen from (embeddings)."""
     grammar: Grammar | None = None
     """What the answer must look like: end-of-sequence is chosen only where it is complete (docs/STRUCTURED.md)."""
     max_tokens: int | None = None
@@ -207,6 +209,8 @@ class SamplingParams:
         _number_in("frequency_penalty", self.frequency_penalty, "between -2 and 2")
         _number_in("presence_penalty", self.presence_penalty, "between -2 and 2")
         _number_in("repetition_penalty", self.repetition_penalty, "above 0, at most 10")
+        if self.hidden_state and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.seed is not None:
             _whole_in("seed", self.seed, "a 64-bit integer")
         _check_bias(self.logit_bias)

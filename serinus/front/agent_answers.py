@@ -1,4 +1,4 @@
-"""What the endpoints for agents answer, as types: /v1/responses and /v1/messages."""
+"""What the endpoints for agents answer, as types: /v1/responses, /v1/messages, /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import msgspec
 from serinus.front.answer_schemas import HttpAnswer
 
 __all__ = [
+    "Embedding",
+    "EmbeddingList",
+    "EmbeddingUsage",
     "Message",
     "MessageEvent",
     "ResponseEvent",
@@ -174,3 +177,31 @@ class MessageEvent(msgspec.Struct, kw_only=True):
     """One event of its stream; what else it has, `type` says, as with Anthropic."""
 
     type: str
+
+
+# ---- /v1/embeddings --------------------------------------------------------------------------------------------------
+
+
+class Embedding(HttpAnswer, kw_only=True):
+    """The embedding of one text."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """fp32; with encoding_format base64 its bytes, little-endian."""
+
+
+class EmbeddingUsage(HttpAnswer, kw_only=True):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(HttpAnswer, kw_only=True):
+    """The answer, in the order of the texts."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

@@ -59,7 +59,16 @@ class MessagesBody(_AgentBody, kw_only=True):
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
-    """Body of /v1/embeddings: refused, as no embedding model is served."""
+    """Body of /v1/embeddings, as OpenAI has it."""
 
     input: str | list[str | int | list[int]]
+    """A text, texts, token ids, or lists of token ids."""
     model: str | None = None
+    encoding_format: str | None = None
+    """float (default) or base64."""
+    dimensions: int | None = None
+    """Of the model, or nothing."""
+    user: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None

@@ -21,11 +21,12 @@ from serinus.front.chat import chat_completions
 from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
 from serinus.front.dashboard import DashboardFeed
+from serinus.front.embeddings import embeddings
 from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
 from serinus.front.messages import count_tokens, messages
 from serinus.front.native import generate
 from serinus.front.perturb import perturb
-from serinus.front.responses import embeddings, responses
+from serinus.front.responses import responses
 from serinus.front.routes import DASHBOARD, Handler, routes_of
 from serinus.front.settings import FrontSettings
 from serinus.front.state import IGNORED_HEADER, Front

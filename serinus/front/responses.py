@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serinus.core.errors import BadRequest
-from serinus.front.agent_schemas import EmbeddingsBody, ResponsesBody
+from serinus.front.agent_schemas import ResponsesBody
 from serinus.front.blocks import Block, BlockRenderer, chat_body, fields_as, fresh_id, named_event
 from serinus.front.calls import Call
 from serinus.front.conversation import Conversation, prepare
@@ -18,7 +18,7 @@ from serinus.front.schemas import ChatBody, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind, Tokenizer
 
-__all__ = ["embeddings", "responses"]
+__all__ = ["responses"]
 
 _FIELDS = {
     r"^response_format(\.json_schema)?": "text.format",
@@ -26,13 +26,6 @@ _FIELDS = {
     r"^(tools\[\d+\]|tool_choice)\.function\b": r"\1",
 }
 """Fields of chats that have other names here."""
-
-
-async def embeddings(front: Front, exchange: HttpExchange) -> None:
-    """There is no embedding model: raises BadRequest."""
-    body = await front.read(exchange, EmbeddingsBody)
-    front.check_model(body.model)
-    raise BadRequest("model", front.settings.model_name, "an embedding model: this one generates text and embeds none")
 
 
 async def responses(front: Front, exchange: HttpExchange) -> None:

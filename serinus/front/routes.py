@@ -16,7 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from serinus.core.errors import SerinusError
 from serinus.core.log import fields, get_logger
-from serinus.front.agent_answers import Message, MessageEvent, ResponseEvent, ResponseObject, TokenCount
+from serinus.front.agent_answers import (
+    EmbeddingList,
+    Message,
+    MessageEvent,
+    ResponseEvent,
+    ResponseObject,
+    TokenCount,
+)
 from serinus.front.agent_schemas import EmbeddingsBody, MessagesBody, ResponsesBody
 from serinus.front.answer_schemas import (
     Chat,
@@ -135,8 +142,8 @@ ENDPOINTS = (
         answers=(TokenCount,),
     ),
     EndpointSpec(
-        path="/v1/embeddings", summary="Refused (400): no embedding model is served", methods=_POST,
-        body=EmbeddingsBody,
+        path="/v1/embeddings", summary="Embeddings of texts (OpenAI), by an embedding model; 400 by any other",
+        methods=_POST, body=EmbeddingsBody, answers=(EmbeddingList,),
     ),
     EndpointSpec(path="/v1/models", summary="The models served (OpenAI)", answers=(ModelList,)),
     EndpointSpec(path="/v1/models/{name:path}", summary="One model (OpenAI)", answers=(ModelCard,)),

@@ -31,7 +31,7 @@ from serinus.front.schemas import GenerateBody, OpenAiBody, refuse_unsupported
 from serinus.front.settings import FrontSettings
 from serinus.front.threads import TextThreads
 from serinus.front.tracing import call_attributes, make_tracing
-from serinus.text import Tokenizer, load_tokenizer
+from serinus.text import EmbeddingUse, Tokenizer, load_embedding_use, load_tokenizer
 from serinus.wire.messages import Ready
 
 __all__ = ["IGNORED_HEADER", "Front", "Prompt", "prompts_of"]
@@ -82,6 +82,7 @@ class Front:
         seed = settings.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
+        self._embedding_use: EmbeddingUse | None = None
         self.keys = Keys(
             user=settings.api_key, admin=settings.admin_api_key, file=settings.api_keys_file,
             secrets=settings.router_secrets,
@@ -154,6 +155,18 @@ class Front:
     async def tokenizer_or_none(self) -> Tokenizer | None:
         """The tokenizer, or None on a server without one."""
         return None if self.settings.skip_tokenizer_init else await self.tokenizer("text")
+
+    async def embedding_use(self) -> EmbeddingUse:
+        """How the checkpoint makes embeddings; read once, in a thread. Raises BadRequest: its files are wrong."""
+        if self._embedding_use is None:
+            settings = self.settings
+            try:
+                self._embedding_use = await asyncio.to_thread(
+                    load_embedding_use, settings.model_path, settings.revision
+                )
+            except ConfigError as error:
+                raise BadRequest("model", settings.model_name, f"an embedding model ({error})") from error
+        return self._embedding_use
 
     async def encode(
         self, field: str, texts: Sequence[str], *, tokens_max: int, add_special_tokens: bool = True

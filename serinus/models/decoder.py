@@ -150,6 +150,12 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits_BV if cap is None else logits_BV.float().div_(cap).tanh_().mul_(cap)
 
+    def final_hidden(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """[B, E] in the model's dtype. Raises InvariantError: this rank is not of the last stage."""
+        if self._norm_E is None:
+            raise InvariantError(f"models: final hidden states on {self.shard.name}, expected that of the last stage")
+        return self._kernels.rms_norm(hidden_BE, self._norm_E, self.spec.norm_eps)
+
     def _begin_steps(
         self, batch: ForwardBatch, kv: LayersKv, tables: Mapping[Part, torch.Tensor],
         residual_TE: torch.Tensor,

@@ -63,6 +63,10 @@ class Model(Protocol):
         """[B, V], fp32 or bf16, on slice 0 of the last stage; None on its other slices, which call it as well."""
         ...
 
+    def final_hidden(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """[B, E] behind the final norm, on the last stage; None = this model does not give it out."""
+        ...
+
 
 def choose_dtype(spec: ModelSpec, name: str = "auto", device: str = "cpu") -> torch.dtype:
     """The element type of weights and KV.

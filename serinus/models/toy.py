@@ -172,6 +172,10 @@ class ToyModel:
         noise_BV[:, : spec.reserved_ids] = 0.0
         return noise_BV
 
+    def final_hidden(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """None: hashes are no hidden states."""
+        return None
+
     def _reach(self, batch: ForwardBatch, table_RC: torch.Tensor, part: Part, pool_slots: int) -> _Reach:
         counts_B = batch.attention.q_starts_B1.diff()
         context_B = batch.attention.context_B

@@ -124,6 +124,10 @@ class TransformersModel:
         """Of rows that `forward` returned: those rows."""
         return hidden_BE
 
+    def final_hidden(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """None: `forward` returns logits."""
+        return None
+
 
 _REPORTED = ("missing_keys", "unexpected_keys", "mismatched_keys")
 

@@ -119,6 +119,8 @@ class SafetensorsSource(_PlainLinears):
         self._file_of = file_of_each(folder)
         self._prefix = prefix
         self._left = {name for name in self._file_of if name.startswith(prefix)}
+        whole = any(name.startswith(f"{prefix}model.") for name in self._left)
+        self._bare = "" if whole else "model."  # embedding models are stored without their head, and without that
         if len(self._left) < len(self._file_of):
             others = len(self._file_of) - len(self._left)
             _log.info("%d tensors of %s are left out: only %s... is the text model", others, folder, prefix)
@@ -142,10 +144,10 @@ class SafetensorsSource(_PlainLinears):
         else of the tensor is read, but by digests, and of columns that go to a device.
 
         Raises ConfigError: the tensor is missing, misshapen, no float or cannot be read."""
-        tensor = self._read(self._prefix + name, shape, span, dim)
+        tensor = self._read(self._stored_name(name), shape, span, dim)
         if tensor.dtype not in _FLOATS and tensor.dtype != dtype:
             raise ConfigError(
-                f"models: tensor {self._prefix + name!r} has dtype {tensor.dtype}, expected"
+                f"models: tensor {self._stored_name(name)!r} has dtype {tensor.dtype}, expected"
                 f" {dtype or 'float32, bfloat16 or float16'}"
             )
         return tensor.to(self.device, dtype or self.dtype).contiguous()
@@ -153,12 +155,20 @@ class SafetensorsSource(_PlainLinears):
     def stored(self, name: str) -> torch.Tensor:
         """All of a tensor as it lies in the file, of whatever shape and type, on the device. Raises ConfigError: it is
         missing or cannot be read."""
-        return self._read(self._prefix + name, None, None, 0)
+        return self._read(self._stored_name(name), None, None, 0)
 
     @property
     def names(self) -> list[str]:
         """Of all tensors of the model."""
-        return [name.removeprefix(self._prefix) for name in self._file_of if name.startswith(self._prefix)]
+        return [self._own_name(name) for name in self._file_of if name.startswith(self._prefix)]
+
+    def _stored_name(self, name: str) -> str:
+        """How the files call a tensor of the model."""
+        return self._prefix + name.removeprefix(self._bare)
+
+    def _own_name(self, stored: str) -> str:
+        """The name of a tensor of the model that the files call `stored`."""
+        return self._bare + stored.removeprefix(self._prefix)
 
     def _read(self, name: str, shape: tuple[int, ...] | None, span: range | None, dim: int) -> torch.Tensor:
         file = self._file_of.get(name)
@@ -198,14 +208,12 @@ class SafetensorsSource(_PlainLinears):
 
     def has(self, name: str) -> bool:
         """Whether a file holds it."""
-        return self._prefix + name in self._file_of
+        return self._stored_name(name) in self._file_of
 
     def finish(self, ignore: Callable[[str], bool]) -> None:
         """Raise ConfigError where the files hold tensors that were not taken: to ignore a bias, say, would give a wrong
         model without a sign of it."""
-        odd = sorted(
-            n for n in tuple(self._left) if not ignore(n.removeprefix(self._prefix)) and not n.endswith(_IGNORED_SUFFIX)
-        )
+        odd = sorted(n for n in tuple(self._left) if not ignore(self._own_name(n)) and not n.endswith(_IGNORED_SUFFIX))
         if odd:
             raise ConfigError(
                 f"models: {self._folder} holds {len(odd)} tensors that its config.json has no place for, "

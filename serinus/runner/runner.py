@@ -26,7 +26,7 @@ from serinus.runner.flight import Behind, ChosenRows, Flight
 from serinus.runner.grammar_masks import GrammarMasks, StepMasks
 from serinus.runner.graphs import StepGraphs
 from serinus.runner.inbox import Inbox
-from serinus.runner.sampler import Sampled, Sampler, token_logprobs
+from serinus.runner.sampler import Chosen, Sampled, Sampler, token_logprobs
 from serinus.runner.step_batch import StepBatch, put_batch
 from serinus.runner.token_oracle import OracleSampler
 
@@ -283,14 +283,27 @@ class Runner:
             if masks is None:
                 lacks_masks = self._grammars is None and any(spec.params.grammar is not None for spec in specs[rows])
                 finish = partial(_without_masks, specs=specs[rows]) if lacks_masks else None
-                found.append(ChosenRows(chosen=self._sampler.sample(logits_BV, specs[rows]), finish=finish))
+                chosen = self._sampler.sample(logits_BV, specs[rows])
+                self._add_hidden(chosen, specs[rows], hidden_WE[rows])
+                found.append(ChosenRows(chosen=chosen, finish=finish))
                 continue
             assert self._grammars is not None, "runner: masks without grammars"
             part = self._grammars.wait(masks).part(at, at + _LOGIT_ROWS_MAX)
             chosen = self._sampler.sample(logits_BV, specs[rows], part)
+            self._add_hidden(chosen, specs[rows], hidden_WE[rows])
             finish = partial(self._with_ends, rids=[work[i].rid for i in sampling[rows]], masks=part)
             found.append(ChosenRows(chosen=chosen, finish=finish))
         return found
+
+    def _add_hidden(self, chosen: Chosen, specs: Sequence[SampleSpec], hidden_BE: torch.Tensor) -> None:
+        """Give the rows that ask for it their hidden state, where the model gives it out. Waits for the device then."""
+        asked = [row for row, spec in enumerate(specs) if spec.params.hidden_state and row in chosen.logprobs]
+        states_BE = self._model.final_hidden(hidden_BE[asked]) if asked else None
+        if states_BE is None:
+            return
+        states = states_BE.float().cpu().numpy().astype("<f4", copy=False)
+        given = {row: replace(chosen.logprobs[row], hidden=states[at].tobytes()) for at, row in enumerate(asked)}
+        chosen.logprobs = {**chosen.logprobs, **given}
 
     def _with_ends(self, chosen: Sequence[Sampled], rids: Sequence[str], masks: StepMasks) -> list[Sampled]:
         """The same, with what the grammars say of it: which answers are complete, and which cannot go on."""

@@ -186,6 +186,10 @@ class SimModel:
             logits_BV[row, next_token(fold, self.spec.vocab_size)] = 1.0
         return logits_BV
 
+    def final_hidden(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
+        """None: folds are no hidden states."""
+        return None
+
     def _tell_stored(self, hook: ForwardHook, stored: Mapping[Part, NDArray[np.uint64]]) -> None:
         """Have digested what was stored, layer by layer."""
         seen = dict.fromkeys(stored, 0)

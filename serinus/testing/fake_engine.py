@@ -7,9 +7,10 @@ For tests and benchmarks of the front. The token at position p of a sequence dep
 from __future__ import annotations
 
 import json
+import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import zmq
@@ -312,7 +313,8 @@ class FakeEngine:
         finish = FinishReason.STOP if stopped else FinishReason.LENGTH if ends else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
-            logprobs = (self._lp(token_id, sampling.logprobs),)
+            hidden = struct.pack("<2f", 3.0, len(sequence.prompt)) if sampling.hidden_state else b""
+            logprobs = (replace(self._lp(token_id, sampling.logprobs), hidden=hidden),)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if first and sampling.prompt_logprobs is not None:
             rest = [self._lp(i, sampling.prompt_logprobs) for i in sequence.prompt[1:]]

@@ -13,6 +13,7 @@ from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswe
 from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
+from serinus.text.embedding import EmbeddingUse, load_embedding_use
 from serinus.text.forced_calls import forced_tag
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
 from serinus.text.grammar_source import tag_rules
@@ -29,6 +30,7 @@ __all__ = [
     "ChatTemplate",
     "DeltaKind",
     "Detokenizer",
+    "EmbeddingUse",
     "GenerationConfig",
     "GrammarCompiler",
     "GrammarFailed",
@@ -46,6 +48,7 @@ __all__ = [
     "byte_of_char",
     "checked_messages",
     "forced_tag",
+    "load_embedding_use",
     "load_generation_config",
     "load_tokenizer",
     "tag_rules",

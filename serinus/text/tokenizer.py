@@ -30,6 +30,8 @@ _FILES = [
     "merges.txt",
     "*.tiktoken",
     "config.json",
+    "modules.json",
+    "*_Pooling/config.json",
 ]
 _PRE = "tokenizer.ggml.pre"
 _BOS_FIRST = ("llama3", "llama-v3", "llama-bpe")
