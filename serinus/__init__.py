@@ -4,10 +4,9 @@ from serinus import LLM, SamplingParams
 LLM("path/or/hub-id").generate(["Hello!"], SamplingParams(temperature=0, max_tokens=16))
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from serinus.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from serinus.core.grammar import Grammar
@@ -18,14 +17,6 @@ __all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_FILE_OF = {
-    "Grammar": "serinus.core.grammar",
-    "LLM": "serinus.engine.llm",
-    "SamplingParams": "serinus.core.sampling",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FILE_OF[name]), name)
+__getattr__ = lazy_names(
+    __name__, **{"core.grammar": "Grammar", "core.sampling": "SamplingParams", "engine.llm": "LLM"}
+)

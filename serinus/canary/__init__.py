@@ -12,8 +12,6 @@ LeadFaults    faults on purpose, as the leader plans them: from the settings, or
 perturb/      faults on purpose: data with a seed, each with the detector that must find it
 """
 
-from __future__ import annotations
-
 from serinus.canary.commands import (
     CANARY_COMMANDS,
     CanaryAnswer,

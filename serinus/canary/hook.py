@@ -82,11 +82,9 @@ class Faults(Protocol):
 
     def before(self, checks: StepChecks, batch: ForwardBatch) -> None:
         """The rows are written; nothing of the step is verified or computed yet."""
-        ...
 
     def after(self, checks: StepChecks, batch: ForwardBatch) -> None:
         """Everything is computed, verified and stamped."""
-        ...
 
 
 class CanaryHook:

@@ -45,24 +45,19 @@ class Requests(Protocol):
 
     def users_of(self, part: Part, pages: int | NDArray[np.int32]) -> tuple[str, ...]:
         """The requests whose rows name a page, or one of some."""
-        ...
 
     def rows_of(self, rids: Iterable[str]) -> Mapping[Part, NDArray[np.int32]]:
         """The pages that rows of these requests name, by part."""
-        ...
 
     def client_of(self, rid: str) -> str:
         """What its client calls a request, where this engine calls it by the handoff."""
-        ...
 
     def computed_pages(self, rid: str) -> OwnPages | None:
         """Its tokens whose KV is computed, and its pages; None = unknown."""
-        ...
 
     def dropped(self) -> frozenset[str]:
         """Requests that began again since the oldest step under way was planned: what it found of them is of KV
         that is not used any more."""
-        ...
 
 
 class Judge:

@@ -3,8 +3,6 @@
 The only room that prints. Every subcommand loads what it needs when it runs, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 from serinus.cli.http_doc import http_markdown
 from serinus.cli.main import main
 from serinus.cli.metrics_doc import metrics_markdown

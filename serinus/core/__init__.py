@@ -2,5 +2,3 @@
 
 Knows nothing of devices, sockets or people. Imports nothing above itself.
 """
-
-from __future__ import annotations

@@ -13,11 +13,9 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds on a monotonic scale; only differences mean anything."""
-        ...
 
     def unix(self) -> float:
         """Seconds since 1970, for people and for OpenAI's `created`."""
-        ...
 
 
 class WallClock:

@@ -64,12 +64,9 @@ class PageStore(Protocol):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers of the part."""
-        ...
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> object:
         """Copy pages into out[G, page_bytes]."""
-        ...
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
         """Fill pages from data[G, page_bytes] (may be read only)."""
-        ...

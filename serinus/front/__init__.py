@@ -3,10 +3,9 @@
 Meets the engine only through `wire`. Torch-free, and cheap to import: names are loaded when first used.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from serinus.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from serinus.front.app import create_app
@@ -41,30 +40,16 @@ __all__ = [
     "server_tls",
 ]
 
-_HOMES = {
-    "create_app": "app",
-    "EngineClient": "client",
-    "EngineDown": "client",
-    "Fleet": "fleet",
-    "KeyFile": "key_file",
-    "create_router_app": "router",
-    "HttpServer": "server",
-    "bind": "server",
-    "router_limits": "server",
-    "FrontSettings": "settings",
-    "RouterSettings": "settings",
-    "ServerTls": "tls",
-    "client_tls": "tls",
-    "server_tls": "tls",
-    "check_endpoint": "tracing",
-    "Upstream": "upstream",
-    "UpstreamBroken": "upstream",
-    "fetch": "upstream",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'serinus.front' has no attribute {name!r}")
-    return getattr(import_module(f"serinus.front.{home}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    app="create_app",
+    client="EngineClient EngineDown",
+    fleet="Fleet",
+    key_file="KeyFile",
+    router="create_router_app",
+    server="HttpServer bind router_limits",
+    settings="FrontSettings RouterSettings",
+    tls="ServerTls client_tls server_tls",
+    tracing="check_endpoint",
+    upstream="Upstream UpstreamBroken fetch",
+)

@@ -310,12 +310,10 @@ class Watch(Protocol):
 
     def has_room(self, room: int, entry_count: int) -> bool:
         """Whether a recorded pass of so many sequences verifies so many slots."""
-        ...
 
     def stage(self, plan: WatchPlan, put: Callable[[NDArray[np.int64]], Tensor]) -> None:
         """What the next pass is to verify. A column whose kernels run on the host has no use for it: `expand` says all
         that it needs."""
-        ...
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries; and of each
@@ -323,26 +321,21 @@ class Watch(Protocol):
         hash of its tokens up to there (`canary_bind`). All entries of its row between these two must be those that the
         leader wrote, whatever is due: the first that is not is noted in place of the last slot. Those of the pass
         before are forgotten."""
-        ...
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         """Attention is about to read a layer, for these queries. What it gets it must hand to `watched_attention`: that
         digests what it reads, and no pass reads it a second time. What this batch does not read is digested by
         `verify`: it is not used in this layer. None: nothing is due."""
-        ...
 
     def look_again(self) -> None:
         """Look up again what rows name, and hold it against what the leader wrote: an entry that changed meanwhile led
         attention to another slot. All others name what was verified before the pass."""
-        ...
 
     def drop_digests(self) -> None:
         """Forget the digests of this pass: attention may have ended in the middle of one. All are made anew."""
-        ...
 
     def verify(self, lane: int) -> None:
         """Verify the stamps of HEAD_K or TAIL_K, and those of the lane of V beside it."""
-        ...
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
@@ -350,18 +343,15 @@ class Watch(Protocol):
     ) -> None:  # fmt: skip
         """Name the tokens that this pass computes; arguments as `canary_write` takes them. Sequences are called
         `first_name` and the numbers that follow."""
-        ...
 
     def writes(self, layer: int) -> WrittenRows | None:
         """A layer is about to store the rows of these tokens. What this returns it must hand to `qk_rope_store`, or to
         `digest_values`: the digests of TAIL are made of the values themselves. None: no KV is digested."""
-        ...
 
     def write(self, lane: int) -> None:
         """Stamp these tokens in HEAD_K or TAIL_K and in the lane of V beside it. TAIL gets the digests that were made
         as the rows were stored; then the rows are read back and held against them, and what differs goes to the ring
         `stored`."""
-        ...
 
 
 class MakeWatch(Protocol):

@@ -62,16 +62,13 @@ class LayerSteps(Protocol):
 
     def take(self, layer: int, written: WrittenRows | None, digest: LayerDigest | None) -> None:
         """What a layer digests of what it stores and reads. Said of each layer, in order, before it runs."""
-        ...
 
     def run(self, begin: int, end: int) -> None:
         """Run the layers from `begin` to `end` - 1, which are the next. Raises ValueError as `qk_rope_store` and
         `paged_attention` do."""
-        ...
 
     def finish(self) -> Tensor:
         """The residual stream behind the last layer, [T, E], a tensor of its own."""
-        ...
 
 
 class DecodeLayers(Protocol):
@@ -83,7 +80,6 @@ class DecodeLayers(Protocol):
     ) -> LayerSteps | None:  # fmt: skip
         """A step begins: arguments as the ops take them, pools of all layers, tables and slots of all parts. None: it
         is none of these steps (more than one token of a sequence, too many tokens, something wrong with the batch)."""
-        ...
 
 
 class MakeDecodeLayers(Protocol):

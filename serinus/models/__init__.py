@@ -3,10 +3,9 @@
 `load_spec` and `resolve` are light; what needs torch is imported when it is first named.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from serinus.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from serinus.models.batch import ForwardBatch, HostBatch
@@ -40,25 +39,14 @@ __all__ = [
     "resolve",
 ]
 
-_FILE_OF = {
-    "ForwardBatch": "batch",
-    "HostBatch": "batch",
-    "ForwardHook": "hooks",
-    "NullHook": "hooks",
-    "Put": "hooks",
-    "compose_hooks": "hooks",
-    "resolve": "hub",
-    "TensorDigests": "weight_digests",
-    "file_bytes": "weight_files",
-    "Model": "loader",
-    "choose_dtype": "loader",
-    "load_model": "loader",
-    "make_checkpoint": "small_checkpoints",
-    "make_toy": "small_checkpoints",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILE_OF.get(name, 'spec')}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    batch="ForwardBatch HostBatch",
+    hooks="ForwardHook NullHook Put compose_hooks",
+    hub="resolve",
+    loader="Model choose_dtype load_model",
+    small_checkpoints="make_checkpoint make_toy",
+    spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec RopeSpec load_spec",
+    weight_digests="TensorDigests",
+    weight_files="file_bytes",
+)

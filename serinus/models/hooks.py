@@ -32,37 +32,29 @@ class ForwardHook(Protocol):
     def can_replay(self, room: int) -> bool:
         """Whether a recorded pass of so many sequences, one token each, does what the next pass is to do. Not where the
         hook awaits or does something between layers."""
-        ...
 
     def stage(self, batch: HostBatch, put: Put) -> None:
         """The runner is about to run or to replay this batch: put what the device reads of it beside the batch."""
-        ...
 
     def replayed(self) -> None:
         """The pass that was staged has been queued as it was recorded; no model was called."""
-        ...
 
     def before(self, batch: ForwardBatch) -> None:
         """The batch is complete; no KV of it is written yet."""
-        ...
 
     def before_layer(self, layer_index: int) -> None:
         """No KV of this layer, old or new, is touched before this returns. Layers come in order, each once a pass."""
-        ...
 
     def writes(self, layer_index: int) -> WrittenRows | None:
         """Asked before a layer stores its rows, by every model: where the digests of the values go that it stores.
         None: nowhere. A model that asks must add them, by `qk_rope_store` or by `digest_values`."""
-        ...
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
         """Asked before attention reads a layer, by models whose attention can digest as it reads: what of it to digest,
         and where its sums go. None: nothing. A model that asks must have it done."""
-        ...
 
     def after(self, batch: ForwardBatch) -> None:
         """All layers ran: the KV of the batch is in the pool."""
-        ...
 
 
 class NullHook:

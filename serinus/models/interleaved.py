@@ -29,11 +29,9 @@ class Tensors(Protocol):
         dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
         """The tensor `name`, or a span of one dimension."""
-        ...
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
-        ...
 
 
 def take_interleaved(

@@ -44,7 +44,6 @@ class Model(Protocol):
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage for so many tokens."""
-        ...
 
     def forward(
         self,
@@ -57,11 +56,9 @@ class Model(Protocol):
         """Write the step's KV (kv[i] is that of layer i of this rank, whatever its part; tables by part,
         req_to_token). `inflow`: what the stage before returned. Returns what the next stage takes; on the last one
         hidden states [W, E] of the wanted rows (all T where batch.wanted_W is None)."""
-        ...
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
         """[B, V], fp32 or bf16, on slice 0 of the last stage; None on its other slices, which call it as well."""
-        ...
 
     def final_hidden(self, hidden_BE: torch.Tensor) -> torch.Tensor | None:
         """[B, E] behind the final norm, on the last stage; None = this model does not give it out."""

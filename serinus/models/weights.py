@@ -43,29 +43,23 @@ class WeightSource(Protocol):
 
         `shape` is that of the whole; raises ConfigError where the tensor is missing or of another shape.
         """
-        ...
 
     def linear(
         self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0
     ) -> torch.Tensor | QuantizedWeight:
         """The weight [O, I] of the linear `name`, as it is multiplied with; arguments and errors of `take`."""
-        ...
 
     def quantized(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """What `linear` would give of a linear with this weight."""
-        ...
 
     def names_of(self, name: str) -> Sequence[str]:
         """The tensors that `linear` takes."""
-        ...
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name; a seed has those of the oldest layout alone."""
-        ...
 
     def finish(self, ignore: Callable[[str], bool]) -> None:
         """All tensors were taken; raises ConfigError where the source has more, besides those to ignore."""
-        ...
 
 
 class _PlainLinears:

@@ -4,8 +4,6 @@
 (`parallel/comm.py`, which needs torch, as near.py and thread_comm.py do). Knows nothing of schedulers, KV or models.
 """
 
-from __future__ import annotations
-
 from serinus.parallel.mesh import Mesh, Shard, shards_of, share
 
 __all__ = ["Mesh", "Shard", "shards_of", "share"]

@@ -57,54 +57,43 @@ class Comm(Protocol):
     @property
     def waited_s(self) -> float:
         """Seconds its caller has spent waiting for other ranks; on a GPU, where the stream waits, next to none."""
-        ...
 
     @property
     def can_abandon(self) -> bool:
         """Whether ranks can leave a step together. NCCL, and gloo between slices on several machines, cannot."""
-        ...
 
     def begin(self, step: int) -> None:
         """The tensors of this step follow; numbers grow, from 1. After a step that this rank has abandoned it waits
         until all ranks of the stage have left that one."""
-        ...
 
     def abandon(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Leave the step that was begun: the others get StepAbandoned where they wait for this rank, and what was sent
         to this rank for the step is dropped. `shape`, `dtype`: of the activations of the step."""
-        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the stage, in place; the same bits on each. Returns x, contiguous."""
-        ...
 
     def gather_last(self, x: Tensor) -> Tensor | None:
         """The x of all ranks of the stage side by side along the last dimension, on slice 0; None on the others.
         Shapes are equal on all ranks."""
-        ...
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The x of slice 0 on all ranks of the stage, in place. Returns x, contiguous."""
-        ...
 
     def send(self, x: Tensor) -> None:
         """Send x to the same slice of the next stage. x is kept until it is out, and must not be written meanwhile.
         Returns at once as long as fewer than two tensors for each stage are on their way."""
-        ...
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The next tensor from the same slice of the stage before, in order. On the CPU it waits for it."""
-        ...
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
         """Of each value the smallest over all ranks. Slow; all ranks call it, at start-up. Without values it is a
         barrier."""
-        ...
 
     def close(self) -> None:
         """Release everything, once what was sent is out (two seconds at most, and not where a rank was lost). A rank
         that waits for more of this one gets PeerGone. Idempotent; no other call may follow."""
-        ...
 
 
 class SoloComm:

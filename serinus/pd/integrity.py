@@ -67,15 +67,12 @@ class Pages(Protocol):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        ...
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> object:
         """Copy pages into out[G, page_bytes]."""
-        ...
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
         """Fill pages from data[G, page_bytes]."""
-        ...
 
 
 class Digesting(Protocol):
@@ -85,7 +82,6 @@ class Digesting(Protocol):
         self, pages: NDArray[np.integer], rows: NDArray[np.uint8] | None, seed: int, inward: bool = False
     ) -> bytes:
         """`digest_pages` of the pages, copied into rows (from them where `inward`; nowhere where there are none)."""
-        ...
 
 
 def copy_out(store: Pages, pages: NDArray[np.integer], rows: NDArray[np.uint8], seed: int) -> bytes:

@@ -101,7 +101,6 @@ class Machine(Protocol):
 
     def handle(self, event: Any, now: float) -> Sequence[Any]:
         """Take one event; returns what must be done, in order."""
-        ...
 
 
 M = TypeVar("M", bound=Machine)

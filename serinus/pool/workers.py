@@ -26,35 +26,27 @@ class Workers(Protocol):
     ) -> None:
         """Begin. `take` gives the next task, None = there is none now; called with the lock held. Tasks run without
         it, inside of what `around` makes."""
-        ...
 
     def __enter__(self) -> object:
         """Take the lock of the owner's state."""
-        ...
 
     def __exit__(self, *raised: object) -> None:
         """Give the lock back."""
-        ...
 
     def tasks_added(self) -> None:
         """There is something to take. With the lock held."""
-        ...
 
     def notify(self) -> None:
         """What a waiting thread waits for may be so now. With the lock held."""
-        ...
 
     def wait_for(self, holds: Callable[[], object], timeout_s: float | None = None) -> None:
         """Return once this holds, a worker has broken, or so much time has passed. With the lock held."""
-        ...
 
     def check(self) -> None:
         """Raises InvariantError: a task raised, so no further one is carried out."""
-        ...
 
     def stop(self) -> None:
         """End: tasks that have not begun never will. Without the lock; may be called again."""
-        ...
 
 
 class ThreadWorkers:

@@ -9,10 +9,9 @@ of fronts, requests or roles. Names are imported when they are first used: the c
 without loading torch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from serinus.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from serinus.ranks.body import RankBody
@@ -39,25 +38,12 @@ __all__ = [
     "make_rank_loop",
 ]
 
-_FILE_OF = {
-    "FinishedStep": "line",
-    "LeaderLine": "line",
-    "LeaderLinks": "links",
-    "LineReader": "line",
-    "RankBody": "body",
-    "RankHoldings": "commands",
-    "RankLink": "links",
-    "RankLinks": "line",
-    "RankLoop": "rank_loop",
-    "RunStep": "commands",
-    "StepDone": "commands",
-    "Stop": "commands",
-    "make_body": "make",
-    "make_rank_loop": "make",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    body="RankBody",
+    commands="RankHoldings RunStep StepDone Stop",
+    line="FinishedStep LeaderLine LineReader RankLinks",
+    links="LeaderLinks RankLink",
+    make="make_body make_rank_loop",
+    rank_loop="RankLoop",
+)

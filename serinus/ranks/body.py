@@ -32,7 +32,6 @@ class StepRunner(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult | None:
         """Run the step; None on a rank that does not sample."""
-        ...
 
 
 class AnswerSource(Protocol):
@@ -41,16 +40,13 @@ class AnswerSource(Protocol):
     @property
     def busy(self) -> bool:
         """Whether an answer is still to come by itself."""
-        ...
 
     @property
     def holdings(self) -> Mapping[str, int]:
         """What it holds now, by gauge."""
-        ...
 
     def answers(self) -> Sequence[object]:
         """What ended since the last call. Never blocks."""
-        ...
 
 
 class StepCanary(Protocol):
@@ -58,19 +54,15 @@ class StepCanary(Protocol):
 
     def begin(self, plan: StepPlan) -> None:
         """The runner is about to run this plan."""
-        ...
 
     def returned(self, result: StepResult | None) -> StepResult | None:
         """The runner has run it; returns what the leader is to get."""
-        ...
 
     def abandoned(self) -> None:
         """The runner broke it off: its KV is given up."""
-        ...
 
     def found(self) -> tuple[object, ...]:
         """What was not sound, in types that the codec lists."""
-        ...
 
 
 def _no_wait() -> float:

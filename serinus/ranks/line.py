@@ -33,24 +33,19 @@ class RankLinks(Protocol):
 
     def send(self, rank: int, parts: Parts) -> None:
         """Send a header to one rank, behind all that was sent to it before."""
-        ...
 
     def answers(self, wait_s: float) -> Sequence[tuple[int, Frame | Parts]]:
         """What has come, with its rank, in order for each rank; waits up to `wait_s` for the first. Raises PeerGone: a
         rank is lost."""
-        ...
 
     def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
         """Sleep until there are answers or one of these channels has something, for `wait_s` seconds at most."""
-        ...
 
     def why(self) -> str:
         """Why a rank was lost, in words; empty = unknown."""
-        ...
 
     def close(self, wait_s: float | None = None) -> None:
         """Hang up once the other ranks have; waits for that up to `wait_s`, None = as long as is fit."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,9 @@ class LeaderLink(Protocol):
     def headers(self, wait_s: float) -> Sequence[Frame | Parts]:
         """What has come, in order; waits up to `wait_s` for the first. Raises PeerGone: the leader is gone, and all
         that came before its end was given out."""
-        ...
 
     def send(self, parts: Parts) -> None:
         """Send answers to the leader."""
-        ...
 
 
 class RankLoop:

@@ -9,8 +9,6 @@ The engines are whole, of one rank or of several (threads); only processes and t
 where an engine has one rank.
 """
 
-from __future__ import annotations
-
 from serinus.selftest.driver import EngineDriver
 from serinus.selftest.fixture import CANARY_SHAPES, SIDES, CanaryPDFixture, Planted, make_canary_toy
 from serinus.selftest.matrix import Cell, Subject, plan_matrix, run_cell

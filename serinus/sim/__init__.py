@@ -1,7 +1,5 @@
 """A cluster in one thread, with virtual time, one seed and an adversary: the product runs, the rest is simulated."""
 
-from __future__ import annotations
-
 from serinus.sim.cluster import Cluster, Finding, Run, run
 from serinus.sim.draw import draw
 from serinus.sim.moments import Moment

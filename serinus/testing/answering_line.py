@@ -18,7 +18,6 @@ class _Rank(Protocol):
 
     def obey(self, command: Any) -> Any:
         """An answer, a list of answers, or None."""
-        ...
 
 
 class AnsweringLine:

@@ -64,7 +64,6 @@ class Runs(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult | None:
         """Compute one step; None where this rank does not sample."""
-        ...
 
 
 class DirectEngine:

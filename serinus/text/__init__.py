@@ -7,8 +7,6 @@
 Used by the HTTP front and by the offline `LLM`. Torch-free; the libraries behind it are loaded when first needed.
 """
 
-from __future__ import annotations
-
 from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, ToolCall, WholeAnswer, answer_of
 from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate

@@ -56,11 +56,9 @@ class AnswerParser(Protocol):
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """What this piece of the text decides. Cost: linear in the piece."""
-        ...
 
     def end(self) -> list[AnswerDelta]:
         """What was kept back until it was known what follows."""
-        ...
 
 
 class PlainAnswer:

@@ -23,11 +23,9 @@ class Vocabulary(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token of a byte-level vocabulary; empty for ids that print nothing."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of these tokens."""
-        ...
 
 
 class Detokenizer(Protocol):
@@ -35,11 +33,9 @@ class Detokenizer(Protocol):
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Text that these tokens complete; an unfinished character is kept back."""
-        ...
 
     def finish(self) -> str:
         """What was kept back, as replacement characters."""
-        ...
 
 
 def byte_of_char() -> dict[str, int]:

@@ -5,8 +5,6 @@ lossless; `Mailbox` joins all three: messages to and from named peers. Message t
 those of `core` travel inside them as they are. Knows nothing of schedulers, caches or models; never pickles.
 """
 
-from __future__ import annotations
-
 from serinus.wire.channels import Arrived, Channel, ChannelEvent, Gone, LocalChannel, LocalHub
 from serinus.wire.codec import Buffer, Frame, Parts, decode, encode
 from serinus.wire.link import LinkFrame, ReliableLink

@@ -41,28 +41,22 @@ class Channel(Protocol):
 
     def connect(self, peer: str, address: str) -> None:
         """Start a connection to `address` under a new name. Failure arrives as Gone."""
-        ...
 
     def send(self, peer: str, parts: Parts) -> None:
         """Queue a frame. To a name that is gone: nothing happens."""
-        ...
 
     def poll(self, timeout_s: float) -> list[ChannelEvent]:
         """What happened; waits up to timeout_s seconds for the first event."""
-        ...
 
     def trust(self, peer: str) -> None:
         """A peer that connected to us is known from now on: what binds strangers does not bind it. Unknown names are
         ignored."""
-        ...
 
     def disconnect(self, peer: str) -> None:
         """End a connection from this side; no Gone follows. Unknown names are ignored."""
-        ...
 
     def close(self) -> None:
         """End everything; what is queued still leaves within a second at most."""
-        ...
 
 
 class LocalHub:

@@ -7,8 +7,6 @@ slot_picker    the one place that chooses victims (damage.py: the bit of them th
 Every mode has a module of its own with one `run`.
 """
 
-from __future__ import annotations
-
 from serinus.canary.perturb.config import check_faults, fault_plan, rank_fault_plan
 from serinus.canary.perturb.perturber import Perturber
 from serinus.canary.perturb.plan import MODES, Injection, PerturbPlan, Place, parse_perturb

@@ -4,8 +4,6 @@ Prompts are made beforehand, answers are parsed afterwards: while the clock runs
 bytes came, because it shares the machine with what it measures.
 """
 
-from __future__ import annotations
-
 from serinus.cli.bench.answer import BenchAnswer, read_answer
 from serinus.cli.bench.dataset import DatasetSpec, Prompt, make_prompts
 from serinus.cli.bench.dialect import DIALECTS, Dialect

@@ -5,8 +5,6 @@ group    `serinus up` as a child
 chats    the chats that the model knows; scripts/train_demo_model.py trains on them
 """
 
-from __future__ import annotations
-
 from serinus.cli.demo.run import run
 
 __all__ = ["run"]

@@ -23,11 +23,9 @@ class Gathered(Protocol):
 
     def low(self, b: int) -> int:
         """The first position of sequence b that it wants to see."""
-        ...
 
     def add(self, b: int, first: int, k_LHD: Tensor, v_LHD: Tensor) -> None:
         """These are the rows of sequence b from position `first` on."""
-        ...
 
 
 def paged_attention(

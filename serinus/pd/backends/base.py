@@ -39,15 +39,12 @@ class Sender(Protocol):
 
     def stage(self, byte_count: int) -> Staged | None:
         """Room for so many bytes; None = none now (nothing changed)."""
-        ...
 
     def release(self, key: int) -> None:
         """The receiver has taken (or dropped) them."""
-        ...
 
     def close(self) -> None:
         """The connection ended: give everything back. What the receiver still maps stays readable to it."""
-        ...
 
 
 class Located(Protocol):
@@ -72,11 +69,9 @@ class Receiver(Protocol):
         Raises:
             TransferFailed: they are not where the message says.
         """
-        ...
 
     def close(self) -> None:
         """The connection ended: unmap what was mapped for it."""
-        ...
 
 
 class Backend(Protocol):
@@ -88,11 +83,9 @@ class Backend(Protocol):
 
     def sender(self) -> Sender:
         """For a new connection. Raises TransferFailed: there is no memory for it."""
-        ...
 
     def receiver(self) -> Receiver:
         """For a new connection."""
-        ...
 
 
 @dataclass(slots=True)

@@ -54,16 +54,13 @@ class Pull(Protocol):
 
     def done(self) -> bool:
         """Whether nothing of it is read or written any more. Never waits."""
-        ...
 
     def sums(self) -> bytes:
         """Of the pages that were written (kernels pull_pages), a little-endian u64 each. Waits until it is done."""
-        ...
 
     @property
     def seconds(self) -> float:
         """From its begin to its end on the device; only when it is done."""
-        ...
 
 
 class IpcLibrary(Protocol):
@@ -78,30 +75,24 @@ class IpcLibrary(Protocol):
 
     def warm(self, regions: Sequence[Region]) -> None:
         """Make ready for own pages, which are all of these. Raises ConfigError: the device does not do it right."""
-        ...
 
     def share(self, address: int) -> SharedAllocation:
         """The allocation that an address lies in. Raises ConfigError: it cannot be shared."""
-        ...
 
     def open(self, memory: SharedAllocation) -> int:
         """Where memory of another process lies from now on, until `close`. Raises TransferFailed. Cost: below 5 ms."""
-        ...
 
     def close(self, address: int) -> None:
         """Let memory go that was opened; nothing may read it any more."""
-        ...
 
     def pull(
         self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
     ) -> Pull:
         """Queue: own pages are filled from those of opened memory. `pairs`: own region and source, in the order of a
         page's bytes. It begins when what was queued before on own pages is over, and gives way to the model."""
-        ...
 
     def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages where they lie. Waits for the device."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

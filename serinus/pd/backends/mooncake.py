@@ -43,19 +43,15 @@ class Write(Protocol):
 
     def done(self) -> bool:
         """Whether the call of the engine has returned, or will never be made."""
-        ...
 
     def cancel(self) -> bool:
         """Take it back, if it has not begun."""
-        ...
 
     def cancelled(self) -> bool:
         """Whether it was taken back."""
-        ...
 
     def result(self) -> int:
         """The code that the engine returned; 0 = all bytes are there."""
-        ...
 
 
 class Writer(Protocol):
@@ -64,11 +60,9 @@ class Writer(Protocol):
 
     def submit(self, engine: Any, session: str, strips: Strips) -> Write:
         """Write these as soon as those before them are written."""
-        ...
 
     def end(self, *, wait: bool) -> None:
         """Take no more; `wait` until those that were submitted are over."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

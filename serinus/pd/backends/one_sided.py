@@ -130,16 +130,13 @@ class OneSided(Protocol):
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Make memory reachable, once; returns our endpoint, for the peers. Raises ConfigError where it cannot be."""
-        ...
 
     def refusal(self, endpoints: Sequence[bytes]) -> str:
         """Why a peer with these endpoints (one of each rank) and we cannot reach each other, in words; empty = it may
         work. Asked for at HELLO, on the side that is read or writes."""
-        ...
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Of own pages, as OpResult.digests are; None = reads make none: XXH3, by the page workers of both sides."""
-        ...
 
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Be ready to reach one rank of a peer, by a name of our choice; known names are taken anew.
@@ -147,15 +144,12 @@ class OneSided(Protocol):
         Raises:
             TransferFailed: the endpoint makes no sense, or no process is there.
         """
-        ...
 
     def disconnect(self, peer: str) -> None:
         """No new operations with it; those under way come to their end in `poll`. Unknown names change nothing."""
-        ...
 
     def fence(self, peer: str) -> Fenced:
         """Cut a peer off from our memory. Cost: may take a second, and every other peer's connection."""
-        ...
 
     def write(self, peer: str, part: Part, pages: NDArray[np.int32], targets: NDArray[np.int32]) -> int:
         """Begin to write own pages into the peer's; the operation's number.
@@ -163,25 +157,20 @@ class OneSided(Protocol):
         Raises:
             TransferFailed: the peer is not connected, or the two sides' pages differ in shape. Nothing was begun.
         """
-        ...
 
     def read(
         self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
     ) -> int:
         """Begin to fill own pages from the peer's; as `write`. `digest_seed`: of OpResult.digests."""
-        ...
 
     def poll(self, op: int) -> OpResult:
         """How an operation is. Never waits. After anything but PENDING the number is forgotten."""
-        ...
 
     def cancel(self, op: int) -> None:
         """A hint that it is of no use any more. It still comes to its end in `poll`."""
-        ...
 
     def close(self) -> None:
         """Give everything back; when it returns no peer reaches our memory any more."""
-        ...
 
 
 def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:

@@ -57,53 +57,41 @@ class FileSystem(Protocol):
         Returns the folder's secret, SECRET_BYTES random bytes that its first writer made. Raises OSError: others than
         the owner may look into the folder, and that cannot or must not be changed.
         """
-        ...
 
     def close_folder(self, folder: str, writer: str) -> None:
         """Give this writer's lock back. May be called again."""
-        ...
 
     def is_writing(self, folder: str, writer: str) -> bool:
         """Whether a living process holds this writer's lock; where none does, the lock is removed."""
-        ...
 
     def writers(self, folder: str) -> Sequence[str]:
         """All writers whose locks are there, dead or alive."""
-        ...
 
     def entries(self, folder: str) -> Iterator[FileEntry]:
         """What lies in the folders `ab/` of a storage folder; nothing where the folder is not there."""
-        ...
 
     def byte_count(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError."""
-        ...
 
     def read(self, path: str, header: bytearray, into: NDArray[np.uint8]) -> str:
         """Fill both from a file of exactly their size; what is wrong with it, or an empty text. Raises
         FileNotFoundError."""
-        ...
 
     def head(self, path: str, header: bytearray) -> bool:
         """Fill a header from the first bytes of a file; False: there are not so many. Raises FileNotFoundError."""
-        ...
 
     def touch(self, path: str, used_ns: int) -> None:
         """It was used at this time."""
-        ...
 
     def write(self, path: str, header: bytes, data: NDArray[np.uint8], used_ns: int) -> None:
         """Make a new file, and its folder where that is missing, used at this time. Where it raises, part of the file
         may be there."""
-        ...
 
     def rename(self, path: str, target: str) -> None:
         """Put a file in the place of another one, or of none, at once."""
-        ...
 
     def remove(self, path: str) -> None:
         """Delete a file. Raises FileNotFoundError: it is not there."""
-        ...
 
 
 class Disk:

@@ -58,36 +58,29 @@ class PageShelf(Protocol):
 
     def has(self, part: Part, key: bytes) -> bool:
         """Whether it is (probably) there; `load` may still find it missing or bad."""
-        ...
 
     def load(self, part: Part, key: bytes, into: NDArray[np.uint8]) -> bool:
         """Fill `into` with the very bytes that were saved, or return False; then `into` may hold anything.
 
         Raises OSError where the medium fails: the page counts as missing.
         """
-        ...
 
     def save(self, part: Part, key: bytes, data: NDArray[np.uint8], before: bytes) -> None:
         """Store the bytes; cheap where they are stored already. `before`: key of the page that this one continues.
         Raises OSError: they are not stored."""
-        ...
 
     def remove(self, keys: Collection[bytes]) -> int:
         """Delete these pages, of every part, and all that continue them; how many there were. Other users of the
         medium learn it. Raises OSError: some may be there still."""
-        ...
 
     def recalled(self) -> Sequence[bytes]:
         """Keys of pages that other users of the medium removed since the last call. From one thread at a time."""
-        ...
 
     def counts(self) -> ShelfCounts:
         """What is there now."""
-        ...
 
     def close(self) -> None:
         """Nothing is asked any more."""
-        ...
 
 
 class PageCheck(Protocol):
@@ -97,7 +90,6 @@ class PageCheck(Protocol):
         self, part: Part, pages: NDArray[np.int32], origin: PageOrigin | None, first: int, /
     ) -> NDArray[np.bool_]:
         """Which of these host pages are sound. They are the pages `first`, `first` + 1, ... of what `origin` says."""
-        ...
 
 
 class RareWarning:
