@@ -208,9 +208,9 @@ def sweep(runs: int) -> dict[str, tuple[float, float, float]]:
             cursor = part.cursor
             if not cursor:
                 break
-        assert seen == cache.cached_pages * size, f"benchmark: the sweep saw {seen} slots"
+        assert seen == cache.tree.cached[Part.FULL] * size, f"benchmark: the sweep saw {seen} slots"
 
-    slots = cache.cached_pages * size
+    slots = cache.tree.cached[Part.FULL] * size
     out = np.empty(65_536, np.int64)
     floor = cost_us(lambda i: [out.fill(i) for _ in range(3 * slots // 65_536)], runs=5)
     every = cost_us(lambda i: work(i, False), runs=5)
@@ -237,7 +237,7 @@ def serve(cache: PrefixCache, i: int, ids: np.ndarray, times: dict[str, list[flo
             at = loaded.length
             spans = (joined(spans[0], loaded.pages), *loaded.spans[1:])
     count = -(-len(ids) // size) - len(spans[0].pages)
-    short = count - cache.free_pages
+    short = count - cache.free()
     if short > 0:
         t3 = now()
         cache.evict(short)

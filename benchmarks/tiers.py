@@ -90,8 +90,7 @@ def first_token_s(built: Built, prompt: list[int], rid: str) -> float:
 def leave(built: Built, tier: Tier) -> None:
     """Take everything from a tier."""
     for part in built.cache.geometry.parts:
-        found = built.cache.evict(1 << 30, tier, part)
-        assert found.freed, f"nothing to take from {tier.name}"
+        assert built.cache.evict(1 << 30, tier, part), f"nothing to take from {tier.name}"
 
 
 def first_tokens(built: Built, rounds: int) -> dict[str, float]:

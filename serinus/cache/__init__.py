@@ -6,8 +6,6 @@ PagePools          pages by tier and part: PageLedger (the owner of each page, c
 TierController   copies between device and host, write policies, storage (tiers.py and what it joins)
 """
 
-from __future__ import annotations
-
 from serinus.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from serinus.cache.kept_copies import CheckedCopies
 from serinus.cache.ledger import LEGAL_MOVES, PageCounts, PageLedger, Pages, PageState
@@ -20,7 +18,6 @@ from serinus.cache.results import (
     CacheNews,
     CacheStats,
     Condemned,
-    Eviction,
     HostCopy,
     Insertion,
     Loaded,
@@ -47,7 +44,6 @@ __all__ = [
     "CacheStats",
     "CheckedCopies",
     "Condemned",
-    "Eviction",
     "HostCopy",
     "Insertion",
     "KvEvent",

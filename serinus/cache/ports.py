@@ -27,15 +27,12 @@ class PageMover(Protocol):
         A BACKUP reads what the device has computed by now (later forward passes do not write its pinned sources).
         A LOAD fills its targets layer by layer: forward passes that begin after this call wait for each layer.
         """
-        ...
 
     def poll(self) -> list[MoveDone]:
         """The copies that ended since the last poll or wait, in the order in which they were submitted."""
-        ...
 
     def wait(self, ops: Collection[int]) -> list[MoveDone]:
         """Block until these copies have ended; returns everything that `poll` would return then."""
-        ...
 
 
 class PageStorage(Protocol):
@@ -49,35 +46,28 @@ class PageStorage(Protocol):
     def query(self, op: int, keys: Sequence[bytes], parts: Sequence[Part]) -> None:
         """Ask which keys are stored, for each part; those behind the first key that the first part lacks may count as
         missing."""
-        ...
 
     def read(
         self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
     ) -> None:
         """Fill host pages, in order, up to the first that is missing, torn, foreign, or not what its stamps vouch for
         (which is removed from the storage)."""
-        ...
 
     def write(
         self, op: int, part: Part, keys: Sequence[bytes], pages: NDArray[np.int32], origin: PageOrigin | None = None
     ) -> None:
         """Store host pages, in order, up to the first that is not what its stamps vouch for; what is stored already
         costs nothing."""
-        ...
 
     def remove(self, op: int, keys: Sequence[bytes]) -> None:
         """Delete these pages, of every part, and all stored pages that continue one of them; writes of them that were
         asked for earlier are undone too. Engines that share the storage learn it (`recalled`)."""
-        ...
 
     def recalled(self) -> Sequence[bytes]:
         """Keys of pages that another engine removed since the last call: what was read of them must not be used."""
-        ...
 
     def cancel(self, op: int) -> None:
         """The answer is not needed any more; its StorageDone still comes, sooner."""
-        ...
 
     def poll(self) -> list[StorageDone]:
         """The operations that ended since the last poll."""
-        ...

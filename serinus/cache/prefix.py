@@ -27,7 +27,6 @@ from serinus.cache.results import (
     CacheNews,
     CacheStats,
     Condemned,
-    Eviction,
     Insertion,
     Loaded,
     LoadPlan,
@@ -106,31 +105,6 @@ class PrefixCache:
             raise InvariantError(f"cache: {pending} was dropped, expected commit_row before anything else")
 
     # Counts
-
-    @property
-    def free_pages(self) -> int:
-        """Device FULL pages that can be handed out without evicting."""
-        return self.ledger.free_pages
-
-    @property
-    def evictable_pages(self) -> int:
-        """Cached device FULL pages that eviction can make free now."""
-        return self.tree.evictable[FULL]
-
-    @property
-    def available_pages(self) -> int:
-        """free + evictable device FULL pages."""
-        return self.ledger.free_pages + self.tree.evictable[FULL]
-
-    @property
-    def used_pages(self) -> int:
-        """Device FULL pages that `allocate` cannot give now: of requests, pinned, held, in copies, not to be used."""
-        return self.page_count - 1 - self.available_pages
-
-    @property
-    def cached_pages(self) -> int:
-        """Device FULL pages in the tree."""
-        return self.tree.cached[FULL]
 
     def free(self, part: Part = Part.FULL) -> int:
         """Device pages of a part that can be handed out without evicting; 0 for a part that is not there."""
@@ -343,15 +317,15 @@ class PrefixCache:
 
     # Eviction, tiers, flush
 
-    def evict(self, enough: int, tier: Tier = Tier.DEVICE, part: Part = Part.FULL) -> Eviction:
+    def evict(self, enough: int, tier: Tier = Tier.DEVICE, part: Part = Part.FULL) -> int:
         """Evict until `enough` more pages of a tier and part are free, or nothing more may go: the only entry.
 
-        What it reports as free is safe to overwrite: write-backs have ended. Never raises for lack of victims.
+        Returns how many became free; these are safe to overwrite: write-backs have ended. Never raises for lack of
+        victims.
         """
         self._check_committed()
         pool = self.pools.all[tier, part]
-        freed = self.tiers.host.evict(pool, enough) if tier else self._room.evict(pool, enough)
-        return Eviction(freed, max(0, enough - freed))
+        return self.tiers.host.evict(pool, enough) if tier else self._room.evict(pool, enough)
 
     def poll(self, *, settle: Collection[int] = ()) -> CacheNews:
         """Take the completions of copies and storage, then begin what waits: once per step, first thing.

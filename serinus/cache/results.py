@@ -21,7 +21,6 @@ __all__ = [
     "CacheNews",
     "CacheStats",
     "Condemned",
-    "Eviction",
     "HostCopy",
     "InsertedPart",
     "Insertion",
@@ -242,16 +241,6 @@ def join(arrays: list[Pages]) -> Pages:
     return np.concatenate(arrays) if arrays else NO_PAGES
 
 
-@dataclass(slots=True)
-class Eviction:
-    """What an eviction brought. Not frozen, and made by position, as PageSpan."""
-
-    freed: int
-    """Pages that became free: nothing reads or writes them any more."""
-    shortfall: int
-    """Pages that were asked for and that nothing evictable could give."""
-
-
 class PrefetchState(Enum):
     """How far the storage prefetch of a request is."""
 
@@ -418,7 +407,7 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node of a TreeView."""
+    """One node of a TreeView; its fields are those that `/cache` tells."""
 
     id: int
     """Its name in the ledgers; a split may give it to the other half."""
@@ -433,12 +422,12 @@ class NodeView:
     """Pages by tier and part: "device", "device_swa", "host", "host_swa" ...; only those that it has."""
     pins: int
     """Leases on it, and pinned children."""
-    window_pins: int
-    """Leases whose window reaches it, in any part."""
+    swa_pins: int
+    """Leases whose window reaches it, in any part with one."""
     hits: int
     """Matches that ended here, or in a descendant that is gone from the device."""
-    last_use: int
-    """The latest operation that ended here, by the operation counter."""
+    idle: int
+    """Operations of the cache since the latest one that ended here."""
     busy: int
     """Copies and load plans that need it as it is."""
 
@@ -450,5 +439,3 @@ class TreeView:
     nodes: tuple[NodeView, ...]
     total: int
     """Nodes there are; more than `nodes` shows where it was cut."""
-    now: int
-    """The operation counter, to compare `last_use` with."""

@@ -49,7 +49,8 @@ class DeviceRoom:
 
     def available(self, part: int) -> int:
         """free + evictable; 0 for a part that is not there."""
-        return self.free(part) + self._tree.evictable[part] if part in self._pools.device else 0
+        pool = self._pools.device.get(part)
+        return 0 if pool is None else pool.ledger.free_pages + self._tree.evictable[part]
 
     def make(self, counts: Sequence[int]) -> bool:
         """Evict until that many pages of each part are free (parts without a count need none). False: there is no room,

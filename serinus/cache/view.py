@@ -88,16 +88,16 @@ def tree_view(tree: RadixTree, limit: int) -> TreeView:
         pending = [(child, 0) for child in _recent_last(root)]
         while pending and len(shown) < limit:
             node, depth = pending.pop()
-            shown.append(_node_view(node, depth, name))
+            shown.append(_node_view(node, depth, name, tree.clock))
             pending.extend((child, depth + 1) for child in _recent_last(node))
-    return TreeView(nodes=tuple(shown), total=len(tree.arena), now=tree.clock)
+    return TreeView(nodes=tuple(shown), total=len(tree.arena))
 
 
 def _recent_last(node: Node) -> list[Node]:
     return sorted(node.children.values(), key=lambda child: (child.last_use, child.id))
 
 
-def _node_view(node: Node, depth: int, namespace: str) -> NodeView:
+def _node_view(node: Node, depth: int, namespace: str, now: int) -> NodeView:
     return NodeView(
         id=node.id,
         depth=depth,
@@ -107,9 +107,9 @@ def _node_view(node: Node, depth: int, namespace: str) -> NodeView:
         head=tuple(node.token_ids()[:HEAD_TOKENS].tolist()),
         pages=_page_counts(node),
         pins=node.pins,
-        window_pins=sum(node.window_pins),
+        swa_pins=sum(node.window_pins),
         hits=node.hit_count,
-        last_use=node.last_use,
+        idle=now - node.last_use,
         busy=node.busy,
     )
 

@@ -15,23 +15,20 @@ from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import OwnPages
 from serinus.core.request import FinishReason, Request, TokenDelta
-from serinus.engine.roles import HandoffEars
+from serinus.engine.roles import PortRole
 from serinus.engine.spans import NO_SPANS, SpanLog
-from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     CancelHandoff,
     DecodeResult,
     DecodeSide,
     HandoffPort,
     Landed,
-    PeerAction,
     PeerChanged,
     PeerState,
     PrepareHandoff,
     Quarantine,
     QuarantineOver,
     Recompute,
-    Shutdown,
     StartHandoff,
     WantPeer,
 )
@@ -43,7 +40,7 @@ __all__ = ["DecodeRole"]
 _log = get_logger("engine")
 
 
-class DecodeRole:
+class DecodeRole(PortRole):
     """Handoffs (roles.py) of a decode engine."""
 
     is_staging = False
@@ -67,8 +64,8 @@ class DecodeRole:
         `optimistic`: ask for a prompt before there are pages for it; `trace`: notes which pages came from where
         (PrefixCache.trace); `arrived`: the canary's check of pages that came
         (CanaryLead.arrived); `spans`: records what is traced."""
+        super().__init__(port)
         self._scheduler = scheduler
-        self.port = port
         self._metrics = metrics
         self._addresses = tuple(addresses)
         self._fails = on_failure == "error"
@@ -76,10 +73,8 @@ class DecodeRole:
         self._trace, self._arrived, self._heard = trace, arrived, heard
         self._spans = spans
         self._deltas: list[TokenDelta] = []
-        self._rejects = BadFrames()
-        self._rarely = Rarely()
         for address in self._addresses:
-            self._act(port.handle(WantPeer(address=address), now), now)
+            self._handle(WantPeer(address=address), now)
 
     def admit(self, request: Request, now: float) -> None:
         address = request.prefill_address or self._known_address()
@@ -97,7 +92,7 @@ class DecodeRole:
         elif self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
             event = PrepareHandoff(rid=request.rid, request=request, address=address)
             self._spans.asked(request.rid)
-            self._act(self.port.handle(event, now), now)
+            self._handle(event, now)
 
     def _known_address(self) -> str:
         """The least loaded of the configured prefill engines that is up."""
@@ -117,11 +112,11 @@ class DecodeRole:
                 spans=reservation.spans,
             )  # fmt: skip
             self._spans.asked(reservation.rid)
-            self._act(self.port.handle(start, now), now)
-        for rid, reason in self._scheduler.take_kept():  # the prefill engine hears of it, if it was asked
+            self._handle(start, now)
+        for rid, reason in self._scheduler.incoming.take_kept():  # the prefill engine hears of it, if it was asked
             self._metrics.add("num_local_prompts", 1, reason)
             event = CancelHandoff(rid=rid, reason=f"computed by decode itself: {reason}")
-            self._act(self.port.handle(event, now), now)
+            self._handle(event, now)
         load = self._scheduler.running_count + self._scheduler.waiting_count
         self._act(self.port.turn(now, messages, load=load, turn=turns), now)
         deltas, self._deltas = self._deltas, []
@@ -133,28 +128,19 @@ class DecodeRole:
         up = [] if self._optimistic else [p for p in self.port.machine.peers if p.state is PeerState.UP]
         return {peer.address: PrefillPace(queue_s=peer.queue_s, token_s=peer.token_s) for peer in up}
 
-    def take_outgoing(self) -> list[PeerAction]:
-        return self.port.take_outgoing()
-
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"
 
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         event = CancelHandoff(rid=rid, code=code, reason=reason or "aborted by the client")
-        self._act(self.port.handle(event, now), now)
+        self._handle(event, now)
 
     def can_ask_again(self, rid: str) -> bool:
         address = self._scheduler.heals.address_of(rid)
         return bool(address) and not self.port.machine.refusal(address)[0]
 
-    def tell(self, finding: HandoffFinding, now: float) -> None:
-        self._act(self.port.handle(finding, now), now)
-
     def asked_by_peers(self) -> list[str]:
         return []
-
-    def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, self.port.wait_s)
 
     def peers(self) -> list[dict[str, Any]]:
         return [
@@ -169,9 +155,6 @@ class DecodeRole:
             for peer in self.port.machine.peers
         ]
 
-    def tap(self, hear: HandoffEars | None) -> None:
-        self.port.tap = hear
-
     def refresh(self, metrics: Metrics) -> None:
         metrics.set("kv_transfer_late_frames", self.port.machine.rejects["closed_grant"])
         metrics.set("kv_transfer_quarantined_pages", self.port.machine.quarantined_pages)
@@ -179,15 +162,6 @@ class DecodeRole:
         for state in PeerState:  # one that was lost is down until it answers, also while it is tried again
             metrics.set("kv_transfer_peers", states.count(state), state.value)
         self._rejects.refresh(metrics, self.port.machine.rejects)
-
-    def drain(self, now: float) -> None:
-        """Peers ask nothing of a decode engine; its own handoffs go on."""
-
-    def shut_down(self, now: float) -> None:
-        self._act(self.port.handle(Shutdown(), now), now)
-
-    def close(self) -> None:
-        self.port.close()
 
     # ---- what the machines ask for ------------------------------------------------------------------------------
 
@@ -199,9 +173,9 @@ class DecodeRole:
                 case Recompute():
                     self._failed(result, now)
                 case Quarantine():
-                    self._scheduler.quarantine(result.spans)
+                    self._scheduler.incoming.quarantine(result.spans)
                 case QuarantineOver():
-                    self._scheduler.quarantine_over(result.spans)
+                    self._scheduler.incoming.quarantine_over(result.spans)
                     self._metrics.observe("kv_transfer_quarantine_seconds", result.seconds)
                 case HandoffFinding() if self._heard is not None:
                     self._heard(result)
@@ -241,7 +215,9 @@ class DecodeRole:
             self._deltas.append(delta)
         if delta is not None and delta.usage is not None:
             there_s = result.queue_seconds + result.compute_seconds
-            self._scheduler.choice.landed(delta.usage.handoff_tokens, result.wait_seconds + result.seconds - there_s)
+            self._scheduler.incoming.choice.landed(
+                delta.usage.handoff_tokens, result.wait_seconds + result.seconds - there_s
+            )
         metrics = self._metrics
         metrics.add("kv_transfer_pages", result.page_count, "received")
         metrics.add("kv_transfer_bytes", result.byte_count, "received")

@@ -13,9 +13,8 @@ from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.request import Request, TokenDelta
-from serinus.engine.roles import HandoffEars
+from serinus.engine.roles import PortRole
 from serinus.engine.spans import NO_SPANS, SpanLog
-from serinus.engine.wire_counts import BadFrames, Rarely
 from serinus.pd import (
     AbortPrefill,
     AddPrefill,
@@ -23,14 +22,12 @@ from serinus.pd import (
     EndPrefill,
     ForgetPrefill,
     HandoffPort,
-    PeerAction,
     PeerChanged,
     PrefillDrained,
     PrefillResult,
     PrefillSide,
     ReclaimParked,
     ReleaseChunk,
-    Shutdown,
     StopPrefill,
 )
 from serinus.sched import ChunkReady, HandoffSpec, Scheduler
@@ -41,7 +38,7 @@ __all__ = ["PrefillRole"]
 _log = get_logger("engine")
 
 
-class PrefillRole:
+class PrefillRole(PortRole):
     """Handoffs (roles.py) of a prefill engine."""
 
     def __init__(
@@ -52,13 +49,11 @@ class PrefillRole:
         """`trace`: notes which pages were sent where (PrefixCache.trace); `heard`: takes what canaries of decode
         engines found (CanaryLead.heard); `spans`: records what is traced."""
         self._trace, self._heard, self._spans = trace, heard, spans
+        super().__init__(port)
         self._scheduler = scheduler
-        self.port = port
         self._metrics = metrics
         self._asked: dict[str, AddPrefill] = {}
         """Prompts of decode engines under way here, by xid."""
-        self._rejects = BadFrames()
-        self._rarely = Rarely()
         self._stuck_turns = 0
 
     def admit(self, request: Request, now: float) -> None:
@@ -69,19 +64,16 @@ class PrefillRole:
         is_stuck = waiting and not running and not self.is_staging  # a turn that ends so has planned nothing
         self._stuck_turns = self._stuck_turns + 1 if is_stuck else 0
         if self._stuck_turns > 1:  # a request that came during the last turn has been tried by now
-            self._act(self.port.handle(ReclaimParked(), now), now)
+            self._handle(ReclaimParked(), now)
         pace, load = self._scheduler.prefill_pace(), running + waiting
         out = self.port.turn(now, messages, load=load, turn=turns, queue_s=pace.queue_s, token_s=pace.token_s)
         self._act(out, now)
         return []
 
-    def take_outgoing(self) -> list[PeerAction]:
-        return self.port.take_outgoing()
-
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         for chunk in chunks:
             self._trace(self._traces(chunk))
-            self._act(self.port.handle(chunk, now), now)
+            self._handle(chunk, now)
         self._act(self.port.settle(now), now)
 
     def _traces(self, chunk: ChunkReady) -> list[PageTrace]:
@@ -102,19 +94,13 @@ class PrefillRole:
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         if rid in self._asked:
             event = EndPrefill(xid=rid, code=code, reason=reason or "aborted by an operator")
-            self._act(self.port.handle(event, now), now)
+            self._handle(event, now)
 
     def can_ask_again(self, rid: str) -> bool:
         return False
 
-    def tell(self, finding: HandoffFinding, now: float) -> None:
-        self._act(self.port.handle(finding, now), now)
-
     def asked_by_peers(self) -> list[str]:
         return list(self._asked)
-
-    def wait_s(self, longest_s: float) -> float:
-        return min(longest_s, self.port.wait_s)
 
     def peers(self) -> list[dict[str, Any]]:
         return [
@@ -122,22 +108,13 @@ class PrefillRole:
             for client in self.port.machine.clients
         ]
 
-    def tap(self, hear: HandoffEars | None) -> None:
-        self.port.tap = hear
-
     def refresh(self, metrics: Metrics) -> None:
         metrics.set("num_prefill_bootstrap_queue_reqs", self.port.machine.ungranted_count)
         metrics.set("kv_transfer_parked_tokens", self.port.machine.parked_tokens)
         self._rejects.refresh(metrics, self.port.machine.rejects)
 
     def drain(self, now: float) -> None:
-        self._act(self.port.handle(Drain(), now), now)
-
-    def shut_down(self, now: float) -> None:
-        self._act(self.port.handle(Shutdown(), now), now)
-
-    def close(self) -> None:
-        self.port.close()
+        self._handle(Drain(), now)
 
     # ---- what the machines ask for ------------------------------------------------------------------------------
 
@@ -175,7 +152,7 @@ class PrefillRole:
         except (RequestError, CapacityError) as error:
             self._metrics.add("num_bootstrap_failed_reqs", 1, "rejected")
             event = EndPrefill(xid=result.xid, code="rejected", reason=str(error))
-            self._act(self.port.handle(event, now), now)
+            self._handle(event, now)
 
     def _drained(self, result: PrefillDrained) -> None:
         self._asked.pop(result.xid, None)

@@ -29,8 +29,8 @@ A decode engine:
             match result:
                 case Landed(): sched.landed(result.rid, result.token, result.logprobs, now, ...)
                 case Recompute(): sched.recompute(result.rid, result.code)     # or an error, by --...-on-failure
-                case Quarantine(): sched.quarantine(result.spans)              # comes before the Recompute
-                case QuarantineOver(): sched.quarantine_over(result.spans)
+                case Quarantine(): sched.incoming.quarantine(result.spans)     # comes before the Recompute
+                case QuarantineOver(): sched.incoming.quarantine_over(result.spans)
                 case PeerChanged(): log and count
 
 A prefill engine serves as many decode engines as come (requests are called by their xid there):
@@ -56,8 +56,6 @@ Before the end: `port.handle(Drain(), now)` on a prefill engine; what runs goes 
 `port.handle(Shutdown(), now)`, send what is outgoing, `port.close()`.
 Knows nothing of schedulers, caches, models or HTTP.
 """
-
-from __future__ import annotations
 
 from serinus.pd.actions import (
     AbortPrefill,

@@ -254,11 +254,6 @@ class _Folds:
         said = ((self._names[rank], fold.answers[rank].error) for rank in sorted(fold.answers))
         return "; ".join(f"{name}: {error}" for name, error in said if error)
 
-    def late(self, op: int) -> str:
-        """Which ranks have not answered, for words."""
-        fold = self.open[op]
-        return ", ".join(name for rank, name in enumerate(self._names) if rank not in fold.answers)
-
 
 class RankMover:
     """The PageMover of the leader's cache."""
@@ -308,11 +303,6 @@ class RankMover:
         while any(op in self._folds.open for op in missing):
             self._line.pump(_WAIT_S)
         return self.poll()
-
-    @property
-    def open_ops(self) -> Mapping[int, str]:
-        """Copies that have not ended everywhere: number, and the ranks that have not answered."""
-        return {op: self._folds.late(op) for op in self._folds.open}
 
 
 class RankStorage:
@@ -394,11 +384,6 @@ class RankStorage:
             self._line.pump()
         ended, self._ended = self._ended, []
         return ended
-
-    @property
-    def open_ops(self) -> Mapping[int, str]:
-        """Operations that have not ended everywhere: number, and the ranks that have not answered."""
-        return {op: self._folds.late(op) for op in self._folds.open}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

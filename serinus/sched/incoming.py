@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from serinus.core.handoff import Reservation
+from serinus.core.parts import PageSpan
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.handoff_choice import HandoffChoice, Paces
@@ -17,6 +18,8 @@ from serinus.sched.stats import Totals
 
 __all__ = ["Incoming"]
 
+_QUARANTINE = "quarantine"
+"""Name of the holds on pages that a peer may still write."""
 _LOOK_REQUESTS = 32
 """Of the oldest requests without pages, and of the others, as many are looked at in one turn."""
 
@@ -38,7 +41,7 @@ class Incoming:
         """`seq` of the last request beyond the oldest that was looked at; the next turn goes on behind it."""
         self._kept: list[tuple[str, str]] = []
         self.choice = HandoffChoice(settings.local_gain)
-        """Whether a prompt is handed over at all."""
+        """Whether a prompt is handed over at all: to be told how late handoffs come."""
 
     @property
     def blocked(self) -> ReqState | None:
@@ -112,7 +115,7 @@ class Incoming:
         return "sooner_here" if self.choice.stays(lacking, paces.here(), there, streams=streams) else ""
 
     def take_kept(self) -> list[tuple[str, str]]:
-        """Requests that went local since the last call, and why."""
+        """Requests that `reserve` decided to compute here since the last call, and why."""
         kept, self._kept = self._kept, []
         return kept
 
@@ -168,6 +171,15 @@ class Incoming:
         goes_on = state.known > state.prompt_len
         state.move(Phase.PREFILL if goes_on else Phase.DECODE)
         (self._batch.prefilling if goes_on else self._batch.decoding).append(state)
+
+    def quarantine(self, spans: Sequence[PageSpan]) -> None:
+        """A peer may still write these pages of a request that is about to end or to be computed here: they are not
+        allocated before `quarantine_over`, even if they are freed. Called before the request ends or goes local."""
+        self._allocator.hold(_QUARANTINE, spans)
+
+    def quarantine_over(self, spans: Sequence[PageSpan]) -> None:
+        """No peer writes these pages any more: they may be allocated."""
+        self._allocator.unhold(_QUARANTINE, spans)
 
     def withdraw(self, state: ReqState) -> None:
         """Take a request out of its queue and free its pages; the caller decides its next state."""

@@ -16,6 +16,9 @@ from serinus.sched.request_state import Phase, ReqState
 
 __all__ = ["Outgoing"]
 
+_TRANSFER = "transfer"
+"""Name of the holds on pages that a transfer reads."""
+
 
 class Outgoing:
     """Requests whose prompt is computed for a decode engine."""
@@ -52,7 +55,7 @@ class Outgoing:
         """One chunk was read: drop its hold. False = it is not held any more (a repeated event changes nothing)."""
         for index, held in enumerate(state.holds):
             if np.array_equal(held[0].pages, spans[0].pages):
-                self._allocator.unhold(held)
+                self._allocator.unhold(_TRANSFER, held)
                 del state.holds[index]
                 return True
         return False
@@ -60,7 +63,7 @@ class Outgoing:
     def drop_holds(self, state: ReqState) -> None:
         """No chunk of the request is read any more: drop all its holds."""
         for held in state.holds:
-            self._allocator.unhold(held)
+            self._allocator.unhold(_TRANSFER, held)
         state.holds.clear()
 
     def _snapshot(self, state: ReqState, page_end: int) -> tuple[PageSpan, ...] | None:
@@ -68,7 +71,7 @@ class Outgoing:
         if page_end <= start:
             return None
         spans = self._allocator.spans(state, start, page_end)
-        self._allocator.hold(spans)
+        self._allocator.hold(_TRANSFER, spans)
         state.holds.append(spans)
         state.sent_pages = page_end
         return spans

@@ -18,8 +18,6 @@ from serinus.sched.settings import SchedSettings
 
 __all__ = ["PageAllocator"]
 
-_TRANSFER = "transfer"
-_QUARANTINE = "quarantine"
 _NOTHING = Probe(device=0, total=0)
 
 
@@ -71,7 +69,7 @@ class PageAllocator:
 
     def room(self, part: Part = Part.FULL) -> int:
         """Pages that could be handed out now: free, or cached and not in use."""
-        return self.cache.available_pages if part is Part.FULL else self.cache.available(part)
+        return self.cache.available(part)
 
     # What is cached
 
@@ -277,26 +275,15 @@ class PageAllocator:
                 spans.append(PageSpan(part=row.part, first=low, pages=row.pages[low:end].copy()))
         return tuple(spans)
 
-    def hold(self, spans: Sequence[PageSpan]) -> None:
-        """A transfer reads these pages: they are not handed out until `unhold`, even if they are freed."""
+    def hold(self, name: str, spans: Sequence[PageSpan]) -> None:
+        """What `name` says is at these pages: they are not handed out until `unhold`, even if they are freed."""
         for span in spans:
-            self.cache.hold(_TRANSFER, span.pages, span.part)
+            self.cache.hold(name, span.pages, span.part)
 
-    def unhold(self, spans: Sequence[PageSpan]) -> None:
-        """That transfer reads them no more."""
+    def unhold(self, name: str, spans: Sequence[PageSpan]) -> None:
+        """It is at them no more."""
         for span in spans:
-            self.cache.unhold(_TRANSFER, span.pages, span.part)
-
-    def quarantine(self, spans: Sequence[PageSpan]) -> None:
-        """A peer may still write these pages: they are not handed out until `quarantine_over`, even if they are
-        freed."""
-        for span in spans:
-            self.cache.hold(_QUARANTINE, span.pages, span.part)
-
-    def quarantine_over(self, spans: Sequence[PageSpan]) -> None:
-        """No peer writes them any more."""
-        for span in spans:
-            self.cache.unhold(_QUARANTINE, span.pages, span.part)
+            self.cache.unhold(name, span.pages, span.part)
 
     # Tables
 

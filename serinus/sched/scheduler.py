@@ -11,7 +11,7 @@ request ends), incoming.py and outgoing.py (the two sides of a handoff), healing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
 from serinus.sched.endings import check_handoff, check_request, deadline_of, is_last, stop_ids_of, token_limit
-from serinus.sched.handoff_choice import HandoffChoice, Paces, PrefillPace
+from serinus.sched.handoff_choice import Paces, PrefillPace
 from serinus.sched.healing import Heals
 from serinus.sched.incoming import Incoming
 from serinus.sched.open_step import OpenStep
@@ -58,15 +58,16 @@ class Scheduler:
         self._batch = batch = Batch(allocator, settings.depth, verifies=settings.heals or settings.raises)
         admission = Admission(settings, allocator, batch)
         shares = FairShares()
-        self._incoming = Incoming(settings, allocator, batch, admission, shares)
+        self.incoming = Incoming(settings, allocator, batch, admission, shares)
+        """For prompts that prefill engines compute: what was decided of them, and pages that peers may write."""
         self._outgoing = Outgoing(allocator)
-        self._requests = RequestQueues(allocator, batch, self._incoming, self._outgoing, shares)
+        self._requests = RequestQueues(allocator, batch, self.incoming, self._outgoing, shares)
         self._totals = Totals()
         self._pace = StepPace(
             step_s_max=settings.step_s_max, tokens_max=settings.chunked_prefill_size, page_size=settings.page_size
         )
         self._planner = StepPlanner(
-            settings, allocator, batch, admission, self._incoming, self._requests, self._totals, self._pace
+            settings, allocator, batch, admission, self.incoming, self._requests, self._totals, self._pace
         )
         self._step_commit = StepCommit(
             settings.vocab_size, settings.verify_steps, allocator, batch, self._outgoing, self._requests, self._totals
@@ -77,7 +78,7 @@ class Scheduler:
         windows = allocator.windows.items()
         self._verify_windows = {part: window for part, window in windows if part in settings.verify_parts}
         self._open: deque[OpenStep] = deque()
-        self.heals = Heals(settings, allocator, self._incoming, self._requests, self._open)
+        self.heals = Heals(settings, allocator, self.incoming, self._requests, self._open)
         """For requests that read wrong KV."""
         self._committed_at = 0.0
         self._arrivals = 0
@@ -326,15 +327,6 @@ class Scheduler:
         state = self._states.get(rid)
         return state is not None and state.phase in (Phase.PREALLOC, Phase.TRANSFER)
 
-    def quarantine(self, spans: Sequence[PageSpan]) -> None:
-        """A peer may still write these pages of a request that is about to end or to be computed here: they are not
-        allocated before `quarantine_over`. Called before `abort` or `recompute`."""
-        self._allocator.quarantine(spans)
-
-    def quarantine_over(self, spans: Sequence[PageSpan]) -> None:
-        """No peer writes these pages any more: they may be allocated."""
-        self._allocator.quarantine_over(spans)
-
     def take_reservations(
         self, now: float, there: Mapping[str, PrefillPace] | None = None
     ) -> tuple[Reservation, ...]:  # fmt: skip
@@ -344,16 +336,7 @@ class Scheduler:
         remote one without room or without a row. `there`: paces of prefill engines, by address.
         """
         paces = Paces(here=self._planner.prefill_pace, there=dict(there or {}))
-        return tuple(self._incoming.reserve(now, self._planner.blocked, self._requests.go_local, paces))
-
-    def take_kept(self) -> list[tuple[str, str]]:
-        """Remote requests that `take_reservations` decided to compute here since the last call, and why."""
-        return self._incoming.take_kept()
-
-    @property
-    def choice(self) -> HandoffChoice:
-        """Whether a prompt is handed over at all: to be told how late handoffs come."""
-        return self._incoming.choice
+        return tuple(self.incoming.reserve(now, self._planner.blocked, self._requests.go_local, paces))
 
     def prefill_pace(self) -> PrefillPace:
         """How soon a prompt that comes now is computed here."""
@@ -379,7 +362,7 @@ class Scheduler:
         state.handoff_seconds = handoff_seconds
         for tier, count in (cached_tokens or {}).items():
             state.cached_tokens[tier] = state.cached_tokens.get(tier, 0) + count
-        self._incoming.take_over(state, self._totals)
+        self.incoming.take_over(state, self._totals)
         self._begin_again()
         if state.known > state.prompt_len:  # asked for again: this token is known to be right already
             return None
@@ -431,7 +414,7 @@ class Scheduler:
 
     def waiting_beyond(self, tokens: int) -> list[str]:
         """Requests without pages that cannot run in a pool of so many tokens."""
-        waiting = (*self._waiting, *self._incoming.prealloc)
+        waiting = (*self._waiting, *self.incoming.prealloc)
         return [state.rid for state in waiting if state.known >= tokens]
 
     # Statistics and checks
@@ -456,7 +439,7 @@ class Scheduler:
         return sched_stats(
             self._totals, self._allocator.cache, running=len(self._batch), queued=len(self._waiting),
             retracted=sum(state.retracted for state in self._waiting), inflight=len(self._outgoing.inflight),
-            prealloc=len(self._incoming.prealloc), transfer=len(self._batch.transfer), in_flight=self.in_flight,
+            prealloc=len(self.incoming.prealloc), transfer=len(self._batch.transfer), in_flight=self.in_flight,
         )  # fmt: skip
 
     def users_of(self, part: Part, pages: int | NDArray[np.int32]) -> tuple[str, ...]:
@@ -493,6 +476,6 @@ class Scheduler:
     def sanity_check(self) -> None:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""
         check_scheduler(
-            states=self._states, waiting=self._waiting, batch=self._batch, prealloc=self._incoming.prealloc,
+            states=self._states, waiting=self._waiting, batch=self._batch, prealloc=self.incoming.prealloc,
             inflight=self._outgoing.inflight, allocator=self._allocator, settings=self.settings, steps=self._open,
         )  # fmt: skip

@@ -93,8 +93,6 @@ class SchedStats:
     """Copies and storage operations that have not ended: a waiting request may be able to run as soon as one does."""
     totals: Totals
     """A copy of the counters."""
-    cached_tokens: Mapping[str, int]
-    """A copy of `totals.cached_tokens`."""
 
 
 def sched_stats(
@@ -104,13 +102,12 @@ def sched_stats(
     """How things stand, from the lengths of the queues and a look at the pools of the device."""
     size = cache.page_size
     total = (cache.page_count - 1) * size
-    free, evictable = cache.free_pages * size, cache.evictable_pages * size
+    free, evictable = cache.free() * size, cache.evictable() * size
     used = total - free - evictable
     usage = used / total
     for part, shape in cache.geometry.parts.items():
         if part is not Part.FULL:
             usage = max(usage, 1 - cache.available(part) / (shape.pages - 1))
-    totals = replace(totals, cached_tokens=dict(totals.cached_tokens))
     return SchedStats(
         num_running_reqs=running,
         num_queue_reqs=queued,
@@ -124,8 +121,7 @@ def sched_stats(
         used_tokens=used,
         token_usage=usage,
         in_flight=in_flight,
-        totals=totals,
-        cached_tokens=totals.cached_tokens,
+        totals=replace(totals, cached_tokens=dict(totals.cached_tokens)),
     )
 
 

@@ -190,12 +190,12 @@ class Movers:
     @property
     def pending(self) -> dict[int, Any]:
         """Those that some rank has not answered."""
-        return {op: Copy(self._line.copies[op]) for op in self._line.on_its_way(list(self._mover.open_ops))}
+        return {op: Copy(self._line.copies[op]) for op in self._line.on_its_way(list(self._mover._folds.open))}
 
     @property
     def unpolled(self) -> bool:
         """Whether the leader has answers that the cache has not polled."""
-        return any(not self._line.unanswered[op] for op in self._mover.open_ops) or bool(self._mover._ended)
+        return any(not self._line.unanswered[op] for op in self._mover._folds.open) or bool(self._mover._ended)
 
     def gate(self) -> None:
         """A forward pass on every rank: it comes after all that was ordered."""
@@ -234,11 +234,11 @@ class Storages:
 
     @property
     def pending(self) -> dict[int, None]:
-        return self._line.on_its_way(list(self._storage.open_ops))
+        return self._line.on_its_way(list(self._storage._folds.open))
 
     @property
     def unpolled(self) -> bool:
-        return len(self._storage.open_ops) > len(self.pending) or bool(self._storage._ended)
+        return len(self._storage._folds.open) > len(self.pending) or bool(self._storage._ended)
 
     def finish(self, op: int, good_max: int | None = None) -> None:
         """It goes on; on one rank alone no more than `good_max` pages are good."""

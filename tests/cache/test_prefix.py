@@ -96,14 +96,14 @@ def test_two_requests_over_one_prompt_end_on_one_set_of_pages(cache: PrefixCache
     insertion = insert(cache, lease_b, tokens, row_b)
     assert insertion.pages.tolist() == row_a[:2].tolist()
     assert insertion.duplicates[0].tolist() == row_b[:2].tolist()
-    free = cache.free_pages
+    free = cache.free()
     row_b[:2] = insertion.pages
     cache.commit_row(insertion)
-    assert cache.free_pages == free + 2
+    assert cache.free() == free + 2
     cache.sanity_check(rows(("a", lease_a, row_a), ("b", lease_b, row_b)))
     cache.finish("a", lease_a, tokens, full(0, row_a))
     cache.finish("b", lease_b, tokens, full(0, row_b))
-    assert (cache.cached_pages, cache.free_pages) == (2, 30)
+    assert (cache.tree.cached[Part.FULL], cache.free()) == (2, 30)
 
 
 def test_an_insertion_dropped_uncommitted_stops_the_next_operation(cache: PrefixCache) -> None:
@@ -183,13 +183,13 @@ def test_an_aborted_request_publishes_only_what_it_computed(cache: PrefixCache) 
     tokens = span(0, 30)
     lease, row = seat(cache, "a", tokens)
     cache.finish("a", lease, tokens[:9], full(0, row))
-    assert (cache.probe("", tokens).device, cache.cached_pages, cache.free_pages) == (8, 2, 30)
+    assert (cache.probe("", tokens).device, cache.tree.cached[Part.FULL], cache.free()) == (8, 2, 30)
 
 
 def test_allocation_evicts_the_unpinned_and_refuses_without_a_trace(cache: PrefixCache) -> None:
     serve(cache, "old", span(0, 40))
     lease, row = seat(cache, "live", span(100, 140))
-    assert (cache.free_pages, cache.evictable_pages, cache.used_pages) == (12, 10, 10)
+    assert (cache.free(), cache.evictable()) == (12, 10)
     before = cache.stats()
     assert cache.allocate("x", 23) is None
     assert cache.stats() == before
@@ -203,10 +203,9 @@ def test_allocation_evicts_the_unpinned_and_refuses_without_a_trace(cache: Prefi
 
 def test_eviction_takes_no_more_of_the_last_leaf_than_needed(cache: PrefixCache) -> None:
     serve(cache, "a", span(0, 40))
-    eviction = cache.evict(3)
-    assert (eviction.freed, eviction.shortfall) == (3, 0)
+    assert cache.evict(3) == 3
     assert cache.probe("", span(0, 40)).device == 28
-    assert cache.evict(99).shortfall == 92
+    assert cache.evict(99) == 7
     cache.sanity_check()
 
 
@@ -225,14 +224,14 @@ def test_a_held_page_survives_eviction_until_the_transfer_drained(cache: PrefixC
     lease, again = seat(cache, "b", np.concatenate((span(0, 12), ids(7))))
     cache.hold("transfer", again[:3])
     cache.finish("b", lease, span(0, 12), full(0, again))
-    assert (cache.evictable_pages, cache.free_pages) == (28, 1)
+    assert (cache.evictable(), cache.free()) == (28, 1)
     assert cache.allocate("c", 30) is None
     got = cache.allocate("c", 29)
     assert got is not None
     assert not np.isin(row[:3], got[0]).any()
-    assert cache.stats().pages.parked == 3 - cache.cached_pages
+    assert cache.stats().pages.parked == 3 - cache.tree.cached[Part.FULL]
     cache.unhold("transfer", row[:3])
-    assert cache.available_pages == 3
+    assert cache.available() == 3
     cache.sanity_check()
 
 
@@ -246,7 +245,7 @@ def test_flush_empties_an_idle_cache_and_refuses_a_busy_one(cache: PrefixCache) 
     cache.finish("r1", lease, tokens, full(0, row))
     cache.unhold("transfer", row[:1])
     assert cache.reset() == 2
-    assert (cache.free_pages, cache.cached_pages, cache.probe("", tokens).device) == (32, 0, 0)
+    assert (cache.free(), cache.tree.cached[Part.FULL], cache.probe("", tokens).device) == (32, 0, 0)
     cache.sanity_check([])
 
 
@@ -258,7 +257,7 @@ def test_without_prefixes_nothing_outlives_its_request() -> None:
     assert (len(insertion.pages), insertion.changed) == (0, False)
     cache.commit_row(insertion)
     cache.finish("a", lease, tokens, full(0, row))
-    assert (cache.cached_pages, cache.free_pages, cache.probe("", tokens).device) == (0, 32, 0)
+    assert (cache.tree.cached[Part.FULL], cache.free(), cache.probe("", tokens).device) == (0, 32, 0)
 
 
 def test_the_sweep_leaves_out_what_leases_pin_if_asked(cache: PrefixCache) -> None:

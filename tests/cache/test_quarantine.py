@@ -20,7 +20,7 @@ def test_a_quarantined_page_takes_all_behind_it_out_of_sight_and_nothing_before_
     shop.cache.release(row.lease)
     assert shop.cache.condemn(Part.FULL, row.pages[2:3]).tokens == 16
     assert shop.lengths(span(0, 24)) == (8, 8)
-    assert (shop.cache.ledger.counts().quarantined, shop.cache.free_pages) == (1, 29)
+    assert (shop.cache.ledger.counts().quarantined, shop.cache.free()) == (1, 29)
     shop.check()
     shop.cache.evict(99)
     got = shop.cache.allocate("c", 31)
@@ -120,7 +120,7 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
 def test_what_is_free_cannot_be_quarantined() -> None:
     shop = Shop()
     assert shop.cache.condemn(Part.FULL, span(1, 9)).tokens == 0
-    assert shop.cache.free_pages == 32
+    assert shop.cache.free() == 32
     assert shop.cache.allocate("a", 32) is not None
 
 

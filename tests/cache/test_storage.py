@@ -26,11 +26,11 @@ def test_what_the_host_has_got_is_stored_and_held_until_the_writer_is_done() -> 
     shop.serve("a", span(0, 16))
     shop.settle()
     assert shop.cache.poll().in_flight == 1
-    assert shop.cache.evict(99, Tier.HOST).freed == 0, "a write reads these pages"
+    assert shop.cache.evict(99, Tier.HOST) == 0, "a write reads these pages"
     shop.check()
     assert shop.storage.answer("write") == 1
     assert shop.cache.poll().in_flight == 0
-    assert shop.cache.evict(99, Tier.HOST).freed == 4
+    assert shop.cache.evict(99, Tier.HOST) == 4
     shop.check()
 
 

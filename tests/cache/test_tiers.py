@@ -42,8 +42,8 @@ def test_clean_leaves_leave_the_device_without_a_wait_and_stay_on_the_host() -> 
     shop = hosted()
     shop.serve("a", span(0, 16))
     shop.settle()
-    eviction = shop.cache.evict(4)
-    assert (eviction.freed, shop.mover.waited) == (4, [])
+    freed = shop.cache.evict(4)
+    assert (freed, shop.mover.waited) == (4, [])
     assert shop.lengths(span(0, 16)) == (0, 16)
     assert shop.cache.stats().demoted_pages == 4
     shop.check()
@@ -54,8 +54,8 @@ def test_a_dirty_leaf_is_copied_and_waited_for_before_its_pages_are_free() -> No
     shop.serve("a", span(0, 16))
     shop.cache.poll()
     assert not shop.mover.open, "write_back copies nothing early"
-    eviction = shop.cache.evict(4)
-    assert (eviction.freed, len(shop.mover.waited)) == (4, 1)
+    freed = shop.cache.evict(4)
+    assert (freed, len(shop.mover.waited)) == (4, 1)
     assert shop.lengths(span(0, 16)) == (0, 16)
     shop.check()
 
@@ -67,7 +67,7 @@ def test_dirty_leaves_are_copied_in_one_batch() -> None:
     batches: list[int] = []
     submit = shop.mover.submit
     shop.mover.submit = lambda moves: (batches.append(len(moves)), submit(moves))[1]  # type: ignore[method-assign]
-    assert shop.cache.evict(6).freed == 6
+    assert shop.cache.evict(6) == 6
     assert batches == [3]
 
 
@@ -76,7 +76,7 @@ def test_write_back_does_not_copy_the_parent_and_a_leased_parent_stays() -> None
     guest = shop.seat("parent", span(0, 8))
     shop.publish(guest, 8)
     shop.serve("child", span(0, 24))
-    assert shop.cache.evict(99).freed == 4
+    assert shop.cache.evict(99) == 4
     shop.check(guest)
     assert shop.lengths(span(0, 24)) == (8, 24)
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].cached == 4, "the parent has no copy, and needs none"
@@ -89,9 +89,9 @@ def test_clean_ones_among_the_coldest_go_before_dirty_ones() -> None:
     shop.serve("twice", span(100, 108))
     shop.serve("twice again", span(100, 108))
     shop.settle()
-    assert shop.cache.evict(2).freed == 2
+    assert shop.cache.evict(2) == 2
     assert shop.lengths(span(0, 8)) == (0, 0), "a leaf used once is not worth a copy"
-    assert shop.cache.evict(2).freed == 2
+    assert shop.cache.evict(2) == 2
     assert shop.lengths(span(100, 108)) == (0, 8)
     assert shop.mover.waited == []
 
@@ -116,7 +116,7 @@ def test_a_failed_backup_leaves_nothing_on_the_host_and_the_eviction_drops() -> 
     shop = hosted(write_policy="write_back")
     shop.mover.fails = {MoveKind.BACKUP}
     shop.serve("a", span(0, 16))
-    assert shop.cache.evict(4).freed == 4
+    assert shop.cache.evict(4) == 4
     assert shop.lengths(span(0, 16)) == (0, 0)
     stats = shop.cache.stats()
     assert (stats.failed_copies, stats.dropped_tokens) == (1, 16)
@@ -127,7 +127,7 @@ def test_a_failed_backup_leaves_nothing_on_the_host_and_the_eviction_drops() -> 
 def test_without_room_on_the_host_a_dirty_leaf_is_dropped_and_counted() -> None:
     shop = hosted(write_policy="write_back", host=3)
     shop.serve("a", span(0, 16))
-    assert shop.cache.evict(4).freed == 4
+    assert shop.cache.evict(4) == 4
     assert shop.cache.stats().dropped_tokens == 16
     shop.check()
 
@@ -136,10 +136,10 @@ def test_a_dropped_leaf_takes_what_hangs_below_it_on_the_host_along() -> None:
     shop = hosted(write_policy="write_back", host=9)
     shop.serve("head", span(0, 8))
     shop.serve("tail", span(0, 16))
-    assert shop.cache.evict(2).freed == 2
+    assert shop.cache.evict(2) == 2
     assert shop.lengths(span(0, 16)) == (8, 16)
     shop.mover.fails = {MoveKind.BACKUP}
-    assert shop.cache.evict(2).freed == 2
+    assert shop.cache.evict(2) == 2
     assert shop.lengths(span(0, 16)) == (0, 0)
     assert not shop.cache.tree.arena
     shop.check()
@@ -151,7 +151,7 @@ def test_the_host_gives_up_duplicates_before_what_is_nowhere_else() -> None:
     shop.serve("b", span(100, 116))
     shop.settle()
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.free == 0
-    assert shop.cache.evict(2, Tier.HOST).freed >= 2
+    assert shop.cache.evict(2, Tier.HOST) >= 2
     assert shop.lengths(span(0, 16)) == (0, 16)
     assert shop.lengths(span(100, 116)) == (16, 16)
     shop.check()
@@ -161,7 +161,7 @@ def test_the_host_gives_up_the_tail_of_its_coldest_leaf() -> None:
     shop = hosted()
     on_host(shop, span(0, 16))
     on_host(shop, span(100, 116))
-    assert shop.cache.evict(1, Tier.HOST).freed == 1
+    assert shop.cache.evict(1, Tier.HOST) == 1
     assert shop.lengths(span(0, 16)) == (0, 12)
     assert shop.lengths(span(100, 116)) == (0, 16)
     shop.check()
@@ -209,10 +209,10 @@ def test_the_host_keeps_what_a_plan_needs_until_the_lease_ends() -> None:
     shop = hosted()
     on_host(shop, span(0, 16))
     match = shop.cache.match_prefix("", span(0, 17), 16)
-    assert shop.cache.evict(99, Tier.HOST).freed == 0
+    assert shop.cache.evict(99, Tier.HOST) == 0
     shop.check()
     shop.cache.drop_load(match.lease)
-    assert shop.cache.evict(99, Tier.HOST).freed == 4
+    assert shop.cache.evict(99, Tier.HOST) == 4
     shop.cache.release(match.lease)
     shop.check()
 
@@ -260,8 +260,8 @@ def test_an_eviction_waits_for_a_load_whose_request_is_gone() -> None:
     shop = hosted()
     on_host(shop, span(0, 16))
     shop.leave(shop.seat("b", span(0, 20), load=True), computed=16)
-    assert shop.cache.evictable_pages == 4
-    assert shop.cache.evict(4).freed == 4
+    assert shop.cache.evictable() == 4
+    assert shop.cache.evict(4) == 4
     assert len(shop.mover.waited) == 1
     assert shop.lengths(span(0, 16)) == (0, 16)
     shop.check()
@@ -318,9 +318,9 @@ def test_a_hold_on_pages_that_a_load_fills_counts() -> None:
     shop.mover.end()
     shop.cache.poll()
     shop.leave(guest)
-    assert shop.cache.evictable_pages == 3
+    assert shop.cache.evictable() == 3
     shop.cache.unhold("transfer", pages)
-    assert shop.cache.evictable_pages == 5
+    assert shop.cache.evictable() == 5
     shop.check()
 
 
@@ -352,7 +352,7 @@ def test_a_tombstone_is_loaded_from_the_host_where_full_never_left() -> None:
     assert (match.length, match.load is not None) == (0, True)
     assert match.load is not None
     assert (match.load.pages, match.load.end) == ((0, 2), 16)
-    assert shop.cache.evict(99, Tier.HOST).freed == 2, "the plan needs the last window"
+    assert shop.cache.evict(99, Tier.HOST) == 2, "the plan needs the last window"
     loaded = shop.cache.load_back("b", match.lease, match.load)
     assert loaded is not None
     assert (len(loaded.pages), loaded.spans[1].first, len(loaded.spans[1].pages)) == (4, 2, 2)
@@ -386,7 +386,7 @@ def test_every_policy_empties_every_tier(policy: str) -> None:
     shop.settle()
     shop.cache.evict(99)
     shop.cache.evict(99, Tier.HOST)
-    assert (shop.cache.free_pages, len(shop.cache.tree.arena), len(shop.cache.tree.roots)) == (32, 0, 0)
+    assert (shop.cache.free(), len(shop.cache.tree.arena), len(shop.cache.tree.roots)) == (32, 0, 0)
     shop.check()
 
 
@@ -394,7 +394,7 @@ def test_the_lowest_priority_goes_first() -> None:
     shop = Shop(full=33, policy="priority")
     for rid, at, priority in (("low", 0, 0), ("high", 100, 5), ("later", 200, 0)):
         shop.leave(shop.seat(rid, span(at, at + 8), priority=priority))
-    assert shop.cache.evict(4).freed == 4
+    assert shop.cache.evict(4) == 4
     assert shop.lengths(span(100, 108)) == (8, 8)
 
 

@@ -66,11 +66,11 @@ def test_a_copy_has_ended_when_every_rank_said_so_and_failed_where_one_did() -> 
         wire.answer(rank, MoveDone(op=2, ok=rank != 1, error="no" * (rank == 1), seconds=float(rank), byte_count=8))
     for rank in (2, 0):
         wire.answer(rank, MoveDone(op=1, ok=True, seconds=1.0, byte_count=4))
-    assert dict(mover.open_ops) == {1: "TP1 PP0"}
+    assert list(mover._folds.open) == [1]
     assert mover.poll() == [MoveDone(op=2, ok=False, error="TP1 PP0: no", seconds=2.0, byte_count=24)]
     wire.answers += [(1, MoveDone(op=1, ok=True, seconds=1.0, byte_count=4))]
     assert mover.wait([1]) == [MoveDone(op=1, ok=True, seconds=1.0, byte_count=12)]
-    assert not mover.open_ops
+    assert not mover._folds.open
     assert mover.poll() == []
 
 
@@ -124,7 +124,7 @@ def test_a_page_is_stored_where_every_rank_has_it_and_good_as_far_as_the_poorest
     storage.cancel(3)
     storage.cancel(2)  # over: no rank is told
     assert wire.orders[3:] == [CancelPages(op=3)]
-    assert list(storage.open_ops) == [3]
+    assert list(storage._folds.open) == [3]
 
 
 def test_an_answer_to_no_operation_under_way_stops_the_engine() -> None:

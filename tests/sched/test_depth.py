@@ -133,7 +133,7 @@ def test_one_that_is_aborted_stays_until_the_last_of_its_plans() -> None:
     engine.commit()
     engine.scheduler.sanity_check()
     assert "a" in engine.scheduler
-    assert engine.cache.free_pages == 32 - 8
+    assert engine.cache.free() == 32 - 8
     engine.commit()
     assert engine.scheduler.idle
     assert engine.answers["a"].tokens == []
@@ -148,7 +148,7 @@ def test_a_request_that_lacks_a_page_waits_while_the_youngest_is_under_way_and_t
     engine.add("young", young, max_new_tokens=3)
     planned(engine)
     engine.commit()
-    assert engine.cache.free_pages == 0
+    assert engine.cache.free() == 0
     assert [rids(planned(engine)), rids(planned(engine))] == [["old"], ["young"]]
     engine.commit()
     assert engine.plan() is None  # old needs a page, only young could give one
@@ -186,9 +186,9 @@ def test_rows_are_rewritten_in_the_next_plan_where_two_computed_the_same_page_si
     assert rids(first) == ["a", "b"]  # too little is shared to wait for it
     engine.add("c", [3] * 6, max_new_tokens=6)
     assert rids(planned(engine)) == ["c"]
-    free = engine.cache.free_pages
+    free = engine.cache.free()
     engine.commit()
-    assert engine.cache.free_pages == free + 2  # the duplicates of b, at once
+    assert engine.cache.free() == free + 2  # the duplicates of b, at once
     rewritten = planned(engine).table_writes
     (row,) = {work.row for work in first.work if work.rid == "b"}
     assert any((write.row, write.start, len(write.slots)) == (row, 0, 28) for write in rewritten), rewritten
@@ -258,7 +258,7 @@ def host_hit(**settings: Any) -> TinyEngine:
     engine.end_copies()
     engine.run()
     engine.cache.evict(32)
-    assert engine.cache.free_pages == 32
+    assert engine.cache.free() == 32
     return engine
 
 

@@ -101,7 +101,7 @@ def _asked(pair: HandoffPair, there: PrefillPace) -> list[str]:
 def test_the_scheduler_computes_here_what_comes_sooner_and_says_so() -> None:
     pair = _measured(1.5)
     assert _asked(pair, SLOW) == []
-    assert pair.decode.scheduler.take_kept() == [("a", "sooner_here"), ("b", "sooner_here")]
+    assert pair.decode.scheduler.incoming.take_kept() == [("a", "sooner_here"), ("b", "sooner_here")]
     pair.calm()
     usage = pair.decode.answers["a"].last.usage
     assert usage is not None
@@ -113,4 +113,4 @@ def test_what_is_handed_over_is_ahead_of_what_follows() -> None:
     pair = _measured(1.0)
     here = pair.decode.scheduler
     assert _asked(pair, here.prefill_pace()) == ["a"]
-    assert here.take_kept() == [("b", "sooner_here")]
+    assert here.incoming.take_kept() == [("b", "sooner_here")]

@@ -318,7 +318,7 @@ def _opcodes_of_a_turn(queued: int, *, run_short: bool = False) -> int:
     sys.settrace(counted)
     try:
         reserved = engine.scheduler.take_reservations(0.0)
-        engine.scheduler.take_kept()
+        engine.scheduler.incoming.take_kept()
         engine.scheduler.plan(0.0)
     finally:
         sys.settrace(before)

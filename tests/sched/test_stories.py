@@ -236,7 +236,7 @@ def test_an_abort_during_a_step_takes_effect_at_its_commit() -> None:
     plan = engine.scheduler.plan(0.0)
     assert plan is not None
     assert engine.scheduler.abort("a", "client gone") is not None
-    assert engine.cache.used_pages > 0
+    assert engine.cache.available() < engine.cache.page_count - 1
     assert engine.scheduler.abort("a", "again") is None
     outcome = engine.scheduler.commit(plan, engine.runner.run(plan), 0.0)
     assert outcome.deltas == ()

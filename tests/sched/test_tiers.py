@@ -29,7 +29,7 @@ def host_hit(**settings: Any) -> TinyEngine:
     engine.end_copies()
     engine.run()
     engine.cache.evict(32)
-    assert engine.cache.free_pages == 32, engine.cache.stats()
+    assert engine.cache.free() == 32, engine.cache.stats()
     return engine
 
 

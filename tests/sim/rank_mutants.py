@@ -234,7 +234,7 @@ def storage_pages_freed() -> Iterator[None]:
                 cancel(self, op)
                 return
             for rank in count():
-                if op not in self.open_ops:
+                if op not in self._folds.open:
                     break
                 if (self, op, rank) not in told:
                     take(self, rank, StorageDone(op=op, good=0))

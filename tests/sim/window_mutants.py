@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from serinus.core.parts import Part
+from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import TableWrite
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sim import Scenario, draw
@@ -19,25 +20,32 @@ def sliding(seed: int) -> Scenario:
     return draw(seed, slides=True)
 
 
+@contextmanager
+def without_windows(name: str) -> Iterator[None]:
+    """Holds of this name are of pages of part FULL alone."""
+    hold, unhold = PageAllocator.hold, PageAllocator.unhold
+
+    def kept(of: str, spans: Sequence[PageSpan]) -> Sequence[PageSpan]:
+        return spans[:1] if of == name else spans
+
+    with (
+        replaced(PageAllocator, "hold", lambda self, of, spans: hold(self, of, kept(of, spans))),
+        replaced(PageAllocator, "unhold", lambda self, of, spans: unhold(self, of, kept(of, spans))),
+    ):
+        yield
+
+
 @mutant("windows are not held for a transfer", world=sliding)
 def windows_not_held() -> Iterator[None]:
     """Only pages of part FULL stay where they are while they are read."""
-    hold, unhold = PageAllocator.hold, PageAllocator.unhold
-    with (
-        replaced(PageAllocator, "hold", lambda self, spans: hold(self, spans[:1])),
-        replaced(PageAllocator, "unhold", lambda self, spans: unhold(self, spans[:1])),
-    ):
+    with without_windows("transfer"):
         yield
 
 
 @mutant("windows are not put into quarantine", world=sliding)
 def windows_not_quarantined() -> Iterator[None]:
     """Only pages of part FULL are kept from others while a peer may still write them."""
-    quarantine, over = PageAllocator.quarantine, PageAllocator.quarantine_over
-    with (
-        replaced(PageAllocator, "quarantine", lambda self, spans: quarantine(self, spans[:1])),
-        replaced(PageAllocator, "quarantine_over", lambda self, spans: over(self, spans[:1])),
-    ):
+    with without_windows("quarantine"):
         yield
 
 
