@@ -29,7 +29,7 @@ from benchmarks.report import emit
 from serinus import LLM, SamplingParams
 from serinus.core.clock import WallClock
 from serinus.core.parts import Part
-from serinus.engine.step_floor import weight_bytes
+from serinus.engine.step_floor import read_bytes
 from serinus.models import ModelSpec
 
 _SHARED = {
@@ -129,7 +129,7 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
     took = seconds(partial(run, prompts, 1))
     emit(
         "gpu_engine_prefill", **said, tokens=tokens, tok_s=round(tokens / took),
-        ceiling_tok_s=round(card["tflop_s"] * 1e12 / weight_bytes(spec, 2)), card=card,
+        ceiling_tok_s=round(card["tflop_s"] * 1e12 / read_bytes(spec, 2)), card=card,
     )  # fmt: skip
     for batch in batches:
         prompts = prompts_of(batch, CONTEXTS[batch])
@@ -137,7 +137,7 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
         short, long = (min(seconds(partial(run, prompts, n)) for _ in range(2)) for n in (SHORT, LONG))
         step_ms = (long - short) / (LONG - SHORT) * 1e3
         context = CONTEXTS[batch] + (SHORT + LONG) / 2
-        floor_ms = (weight_bytes(spec, 2, batch) + batch * kv_bytes(spec, context)) / card["read_tb_s"] / 1e9
+        floor_ms = (read_bytes(spec, 2, batch) + batch * kv_bytes(spec, context)) / card["read_tb_s"] / 1e9
         emit(
             "gpu_engine_decode", **said, batch=batch, context=context, step_ms=round(step_ms, 3),
             floor_ms=round(floor_ms, 3), share=round(floor_ms / step_ms, 3), tok_s=round(batch / step_ms * 1e3),

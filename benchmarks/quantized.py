@@ -19,7 +19,7 @@ from report import bandwidth, emit
 from serinus.core.clock import WallClock
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
-from serinus.engine.step_floor import weight_bytes
+from serinus.engine.step_floor import read_bytes
 from serinus.kernels import load
 from serinus.models import load_spec
 
@@ -64,7 +64,7 @@ def main() -> None:
             prefill[name] = min(prefill[name], seconds(llm, 1, PROMPT, 1, 7000 + turn))
     found = {}
     for name, method in METHODS.items():
-        floor = weight_bytes(load_spec(path, quantization=method), 2) / rate
+        floor = read_bytes(load_spec(path, quantization=method), 2) / rate
         found[name] = {
             "floor_ms": round(floor * 1e3, 2),
             **{f"step_ms_{n}": round(steps[name, n] * 1e3, 2) for n in STREAMS},

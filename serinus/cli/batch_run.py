@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import IO, Final
 
 import httpx
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from serinus.cli.batch_file import BadLine, BatchLine, answer_line, bad_line, lines_of
 from serinus.cli.own_server import OwnServer, own_server
-from serinus.cli.show import console
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
+from serinus.engine.progress import counted
 from serinus.front import client_tls
 
 __all__ = ["answer_all"]
@@ -44,16 +43,12 @@ async def answer_all(
 
     Raises ConfigError: there is no server, or the engine does not come up.
     """
-    terminal = console(stderr=True)
-    columns = (TextColumn("batch"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    hidden = arguments.disable_tqdm or not terminal.is_terminal
     async with _server(config, arguments) as (client, own):
         with (
             Path(arguments.output_file).open("ab") as out,
-            Progress(*columns, console=terminal, disable=hidden) as progress,
+            counted("batch", total, show=not arguments.disable_tqdm) as advance,
         ):
-            bar = progress.add_task("batch", total=total)
-            batch = _Batch(client, own, out, lambda: progress.advance(bar), answered, bad)
+            batch = _Batch(client, own, out, advance, answered, bad)
             await batch.answer(lines_of(arguments.input_file), arguments.max_concurrency)
     return batch.tell(arguments.output_file)
 

@@ -242,20 +242,16 @@ def shared_memory() -> Iterator[MachineCheck]:
     )
 
 
-def _weight_bytes(folder: str) -> int:
-    """Bytes of the weight files. Raises ConfigError where one is cut short."""
+def _check_weights(folder: str) -> None:
+    """Raises ConfigError where a file of weights is cut short."""
     from safetensors import SafetensorError, safe_open
 
-    from serinus.models import file_bytes
-
-    files = sorted(Path(folder).glob("*.safetensors"))
-    for file in files:
+    for file in sorted(Path(folder).glob("*.safetensors")):
         try:
             with safe_open(file, framework="numpy"):
                 pass  # opening reads the header and compares it with the length of the file
         except SafetensorError as error:
             raise ConfigError(f"models: {file.name} is not whole ({error}), expected it as it was published") from None
-    return file_bytes(Path(folder))
 
 
 def checkpoint(config: ServeConfig) -> list[MachineCheck]:
@@ -270,7 +266,7 @@ def checkpoint(config: ServeConfig) -> list[MachineCheck]:
 
 
 def _model(config: ServeConfig) -> Iterator[MachineCheck]:
-    from serinus.models import load_spec, resolve
+    from serinus.models import file_bytes, load_spec, resolve
     from serinus.ranks.build import choose_device
     from serinus.ranks.memory import available_bytes
     from serinus.ranks.rank_processes import mesh_of
@@ -295,7 +291,8 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     tokenizer = load_tokenizer(folder)
     chat = "with" if tokenizer.template is not None else "without"
     yield MachineCheck(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
-    weights, device = _weight_bytes(folder), choose_device(config.model.device)
+    _check_weights(folder)
+    weights, device = file_bytes(Path(folder)), choose_device(config.model.device)
     free = available_bytes(device)
     fits = weights < free
     yield MachineCheck(

@@ -3,13 +3,13 @@
 Names are imported when they are first used: the command line looks at this room without loading torch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from serinus.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from serinus.engine.build import Built, KvSizes, build_engine, kv_sizes
+    from serinus.engine.build import KvSizes, build_engine, kv_sizes
+    from serinus.engine.built import Built
     from serinus.engine.engine import Engine
     from serinus.engine.launch import launch
     from serinus.engine.llm import LLM, CompletionOutput, RequestOutput
@@ -28,21 +28,12 @@ __all__ = [
     "launch",
 ]
 
-_FILE_OF = {
-    "Built": "build",
-    "KvSizes": "build",
-    "build_engine": "build",
-    "kv_sizes": "build",
-    "Engine": "engine",
-    "EngineLoop": "loop",
-    "launch": "launch",
-    "LLM": "llm",
-    "CompletionOutput": "llm",
-    "RequestOutput": "llm",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    build="KvSizes build_engine kv_sizes",
+    built="Built",
+    engine="Engine",
+    launch="launch",
+    llm="LLM CompletionOutput RequestOutput",
+    loop="EngineLoop",
+)

@@ -26,11 +26,11 @@ from serinus.core.cores import cores, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.version import package_version
-from serinus.models import ModelSpec, file_bytes, load_spec, resolve
+from serinus.models import ModelSpec, load_spec, resolve
 from serinus.ranks.build import choose_device, graph_sizes, overrides_of
 from serinus.ranks.memory import available_bytes
 
-__all__ = ["Compilers", "few_layers", "is_compiled", "weight_bytes"]
+__all__ = ["Compilers", "few_layers", "is_compiled"]
 
 _log = get_logger("engine")
 _PROCESSES: Final = 8
@@ -113,11 +113,6 @@ class Compilers:
 def is_compiled(config: ServeConfig) -> bool:
     """Whether kernels of these settings and shapes were compiled ahead before, by these versions."""
     return _mark(config).exists()
-
-
-def weight_bytes(config: ServeConfig) -> int:
-    """Of the weight files of a model; 0 where it has none."""
-    return file_bytes(Path(resolve(config.model.model_path, config.model.revision)))
 
 
 def few_layers(config: ServeConfig) -> ServeConfig:

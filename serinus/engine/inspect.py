@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from serinus.cache import PrefixCache
@@ -45,7 +45,7 @@ class EngineFacts:
     """Reads the stamps of a page of the leader's rank; None = there are none."""
 
 
-def engine_info(stats: SchedStats, own: dict[str, Any], facts: EngineFacts | None) -> dict[str, Any]:
+def engine_info(stats: SchedStats, own: dict[str, Any], facts: EngineFacts) -> dict[str, Any]:
     """JSON-ready. `own`: what the engine adds (turns, peers)."""
     return {
         "num_running_reqs": stats.num_running_reqs,
@@ -57,16 +57,15 @@ def engine_info(stats: SchedStats, own: dict[str, Any], facts: EngineFacts | Non
         "free_tokens": stats.free_tokens,
         "evictable_tokens": stats.evictable_tokens,
         **own,
-        "ranks": [] if facts is None else facts.ranks(),
+        "ranks": facts.ranks(),
     }
 
 
-def cache_view(cache: PrefixCache, limit: int, facts: EngineFacts | None = None) -> dict[str, Any]:
+def cache_view(cache: PrefixCache, limit: int, facts: EngineFacts) -> dict[str, Any]:
     """JSON-ready. `limit`: nodes at most.
 
     Cost: proportional to `limit`, whatever the size of the tree.
     """
-    facts = facts or EngineFacts()
     stats, tree = cache.stats(), cache.tree_view(limit)
     pools = [
         {
@@ -83,29 +82,12 @@ def cache_view(cache: PrefixCache, limit: int, facts: EngineFacts | None = None)
         }
         for (tier, part), pool in sorted(stats.pools.items())
     ]
-    nodes = [
-        {
-            "id": node.id,
-            "depth": node.depth,
-            "namespace": node.namespace,
-            "start": node.start,
-            "end": node.end,
-            "head": node.head,
-            "pages": dict(node.pages),
-            "pins": node.pins,
-            "swa_pins": node.window_pins,
-            "hits": node.hits,
-            "idle": tree.now - node.last_use,
-            "busy": node.busy,
-        }
-        for node in tree.nodes
-    ]
     view: dict[str, Any] = {
         "engine": facts.engine,
         "role": facts.role,
         "page_size": stats.page_size,
         "pools": pools,
-        "tree": {"total": tree.total, "nodes": nodes},
+        "tree": asdict(tree),
     }
     if facts.shelf is not None:
         held = facts.shelf.counts()

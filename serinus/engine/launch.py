@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,10 +15,12 @@ from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
-from serinus.engine.build import Built, build_engine
-from serinus.engine.compile_ahead import Compilers, is_compiled, weight_bytes
+from serinus.engine.build import build_engine
+from serinus.engine.built import Built
+from serinus.engine.compile_ahead import Compilers, is_compiled
 from serinus.engine.loop import EngineLoop
 from serinus.engine.progress import counted
+from serinus.models import file_bytes, resolve
 from serinus.pool import PoolSpec
 from serinus.ranks.build import choose_device
 from serinus.ranks.rank_processes import RankProcesses
@@ -59,7 +62,7 @@ def _compiling(config: ServeConfig, clock: Clock) -> Iterator[Callable[[], objec
     them."""
     ahead: Compilers | None = None
     if choose_device(config.model.device) != "cpu" and config.parallel.size == 1 and not is_compiled(config):
-        weights = weight_bytes(config)
+        weights = file_bytes(Path(resolve(config.model.model_path, config.model.revision)))
         try:
             ahead = Compilers(config, clock, spared=weights + _STEP_BYTES) if weights >= _LARGE_BYTES else None
         except ConfigError as error:

@@ -11,7 +11,7 @@ from serinus.core.clock import Clock
 from serinus.core.errors import FrameError
 from serinus.core.log import get_logger
 from serinus.core.request import TokenDelta
-from serinus.engine.build import Built
+from serinus.engine.built import Built
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, FrontMessage, TurnOutput, failed_delta
 from serinus.wire import Arrived, ZmqChannel, decode, encode
 from serinus.wire.messages import Abort, EngineCall, Generate, Message, Ready, Spans, StopEngine, Tokens

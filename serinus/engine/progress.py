@@ -1,11 +1,10 @@
-"""A progress bar for offline work: prompts done, tokens per second. Silent where there is no terminal."""
+"""A progress bar for long work: steps or prompts done, tokens per second. Silent where there is no terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,6 +28,7 @@ class Progress:
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
+                refresh_per_second=2,  # the bar shares the cores with the work
             )
             self._task = self._bar.add_task(title, total=total, rate="")
 
@@ -37,9 +37,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -54,7 +52,7 @@ class Progress:
 
 
 @contextmanager
-def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
+def counted(title: str, total: int, *, show: bool = True) -> Iterator[Callable[[], None]]:
     """A bar over so many equal steps; calling what it gives says that one is done."""
-    with Progress(title, total=total, show=True) as bar:
+    with Progress(title, total=total, show=show) as bar:
         yield lambda: bar.advance(done=1, tokens=0)

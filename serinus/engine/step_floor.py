@@ -17,7 +17,7 @@ from serinus.core.parts import Part
 from serinus.models import ModelSpec
 from serinus.pool import DevicePool
 
-__all__ = ["step_floor", "weight_bytes"]
+__all__ = ["read_bytes", "step_floor"]
 
 _PROBE_BYTES: Final = 64 << 20
 _PROBES: Final = 3
@@ -27,13 +27,13 @@ def step_floor(
     spec: ModelSpec, pools: Mapping[Part, DevicePool], dtype: torch.dtype, device: str, clock: Clock
 ) -> Callable[[int], float]:
     """Seconds that a decode step takes at least, by the tokens of its requests. `spec`, `pools`: of this rank."""
-    weights = weight_bytes(spec, dtype.itemsize)
+    weights = read_bytes(spec, dtype.itemsize)
     slot = sum(pool.spec.page_bytes for pool in pools.values()) / next(iter(pools.values())).spec.page_size
     bandwidth = cache(lambda: _bandwidth(device, clock))
     return lambda tokens: (weights + tokens * slot) / bandwidth()
 
 
-def weight_bytes(spec: ModelSpec, item_bytes: int, tokens: int = 1) -> int:
+def read_bytes(spec: ModelSpec, item_bytes: int, tokens: int = 1) -> int:
     """Of the matrices that a decode step reads: attention, MLP and head. `item_bytes`: of a weight not quantized;
     `tokens`: of the step: they choose experts, at random."""
     width, heads, kv_heads = spec.hidden_size, spec.head_count * spec.head_size, spec.kv_head_count * spec.head_size

@@ -49,11 +49,9 @@ class StepListener(Protocol):
 
     def stepped(self, outcome: Outcome, seconds: float, now: float) -> None:
         """One step ended at `now`, after `seconds`."""
-        ...
 
     def answered(self, delta: TokenDelta) -> None:
         """A delta left for its client that says what the request cost."""
-        ...
 
 
 class StepMetrics:

@@ -10,7 +10,7 @@ import numpy as np
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.sampling import SamplingParams
 from serinus.core.trace import SpanRecord
-from serinus.engine.build import Built
+from serinus.engine.built import Built
 from serinus.engine.messages import FrontMessage
 from serinus.ranks.tier_parts import pause
 from serinus.wire.messages import Abort, Generate

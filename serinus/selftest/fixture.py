@@ -34,7 +34,7 @@ from serinus.core.parts import Part
 from serinus.core.private_folder import PrivateFolder
 from serinus.core.request import FinishReason
 from serinus.core.rng import Rng
-from serinus.engine.build import Built
+from serinus.engine.built import Built
 from serinus.models import make_toy
 from serinus.parallel import Mesh
 from serinus.ranks.thread_ranks import ThreadRanks

@@ -185,7 +185,7 @@ class TinyEngine:
         """No request, no row taken, and no page that is neither free nor evictable."""
         self.scheduler.sanity_check()
         assert self.scheduler.idle, f"testing: not idle: {self.scheduler.stats()}"
-        used = self.cache.used_pages
+        used = self.cache.page_count - 1 - self.cache.available()
         assert used == 0, f"testing: {used} pages are still used: {self.cache.ledger.counts()}"
         for part, shape in self.cache.geometry.parts.items():
             left = shape.pages - 1 - self.cache.available(part)

@@ -82,11 +82,6 @@ class ReliableLink(Generic[S, R]):
         self.resent_count = 0
 
     @property
-    def unacked_count(self) -> int:
-        """Frames sent that the other side has not acknowledged."""
-        return len(self._waiting)
-
-    @property
     def received(self) -> int:
         """All of the other side's stream up to here has arrived."""
         return self._received

@@ -70,11 +70,6 @@ class Mailbox:
         self.resent_count = 0
         """Frames that were sent again because no acknowledgement came."""
 
-    @property
-    def channel(self) -> Channel:
-        """For waiting on it together with others (wait_any)."""
-        return self._channel
-
     def connect(self, peer: str, address: str) -> None:
         """Start a connection under a new name; failure arrives as Gone."""
         self._lines[peer] = self._line(_AHEAD_BYTES_CHOSEN)

@@ -20,7 +20,7 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.private_folder import PrivateFolder
 from serinus.core.request import FinishReason, Usage
 from serinus.engine import build_engine
-from serinus.engine.build import Built
+from serinus.engine.built import Built
 from serinus.models import ModelSpec
 from serinus.pd import ShmBackend
 from serinus.pool import DevicePool, HostPool, RequestTable

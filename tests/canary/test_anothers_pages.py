@@ -15,7 +15,7 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason
 from serinus.engine import build_engine
-from serinus.engine.build import Built
+from serinus.engine.built import Built
 from serinus.kernels import Reason
 from serinus.selftest import EngineDriver, make_canary_toy
 from serinus.testing.oracle import toy_continue

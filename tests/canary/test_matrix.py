@@ -74,7 +74,7 @@ def test_a_sound_canary_has_a_perfect_matrix(tmp_path: Path, shape: str) -> None
 def test_more_violations_than_a_ring_holds_are_all_counted_also_with_a_step_queued_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
 ) -> None:
-    monkeypatch.setattr("serinus.engine.build.overlaps", lambda parts: ahead)
+    monkeypatch.setattr("serinus.engine.planning.overlaps", lambda parts: ahead)
     model = subject(tmp_path, "full", kv_canary_real_data="partial")
     (cell,) = [cell for cell in plan_matrix(model) if cell.mode == OVERFLOW]
     found = run_cell(cell, model, faults=1, seed=5)

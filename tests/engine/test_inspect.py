@@ -60,5 +60,5 @@ def test_pages_in_quarantine_are_counted_apart() -> None:
     match = cache.match_prefix("", np.arange(16, dtype=np.int32), 16)
     cache.release(match.lease)
     cache.condemn(Part.FULL, match.pages[2:3])
-    (pool,) = cache_view(cache, 10)["pools"]
+    (pool,) = cache_view(cache, 10, EngineFacts())["pools"]
     assert pool["quarantined"] == 1

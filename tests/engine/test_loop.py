@@ -16,7 +16,8 @@ from serinus.core.handoff import HandoffFinding
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serinus.core.sampling import SamplingParams
-from serinus.engine.build import Built, build_engine
+from serinus.engine.build import build_engine
+from serinus.engine.built import Built
 from serinus.engine.handoffs import HandoffParts, MadeHandoffs
 from serinus.engine.loop import EngineLoop
 from serinus.engine.roles import NoHandoffs

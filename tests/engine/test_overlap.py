@@ -47,7 +47,7 @@ def serve(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[LLM] = []
 
     def begin(*, overlaps: bool, **settings: Any) -> LLM:
-        monkeypatch.setattr("serinus.engine.build.overlaps", lambda parts: overlaps)
+        monkeypatch.setattr("serinus.engine.planning.overlaps", lambda parts: overlaps)
         given = {"max_total_tokens": 104, "page_size": 4, "max_running_requests": 6, **settings}
         made.append(LLM(str(toy), skip_tokenizer_init=True, enable_sanity_check=True, **given))
         return made[-1]

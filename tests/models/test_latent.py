@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.engine.step_floor import weight_bytes
+from serinus.engine.step_floor import read_bytes
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from tests.models.parity import check_handed_over_with_a_prefix
@@ -42,7 +42,7 @@ def test_a_decode_step_reads_the_weights_that_the_checkpoint_has(tmp_path: Path,
     with safe_open(path / "model.safetensors", framework="pt") as opened:
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name]
-    assert weight_bytes(load_spec(path), 1) == sum(rows * columns for rows, columns in matrices)
+    assert read_bytes(load_spec(path), 1) == sum(rows * columns for rows, columns in matrices)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.settings import MemorySettings, ModelSettings
 from serinus.engine.build import build_engine
 from serinus.engine.launch import ready_of
-from serinus.engine.step_floor import weight_bytes
+from serinus.engine.step_floor import read_bytes
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
 from serinus.models.quantized import quantize
@@ -153,7 +153,7 @@ def test_signature_log_floor_and_answers_tell_how_weights_are_quantized(
         assert str(info["quantization"]).startswith(expected)
     assert len(signatures) == 3
     assert sum("weights are quantized, int" in record.getMessage() for record in caplog.records) == 2
-    plain, int8, int4 = (weight_bytes(load_spec(path, quantization=each), 2) for each in ("auto", "int8", "int4"))
+    plain, int8, int4 = (read_bytes(load_spec(path, quantization=each), 2) for each in ("auto", "int8", "int4"))
     assert int8 * 2 == plain
     assert 0.25 < int4 / plain < 0.45
 

@@ -11,7 +11,7 @@ from typing import Any
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.engine import build_engine
-from serinus.engine.build import Built
+from serinus.engine.built import Built
 from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.selftest import EngineDriver
 

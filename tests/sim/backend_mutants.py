@@ -142,10 +142,10 @@ def staged_given_up() -> Iterator[None]:
 @mutant("an engine is made without the end of an answer")
 def no_end() -> Iterator[None]:
     """What the model says of its last token does not reach the scheduler."""
-    import serinus.engine.build as build
+    import serinus.engine.planning as planning
 
-    settings = build.SchedSettings
-    with replaced(build, "SchedSettings", lambda **more: settings(**{**more, "eos_ids": ()})):
+    settings = planning.SchedSettings
+    with replaced(planning, "SchedSettings", lambda **more: settings(**{**more, "eos_ids": ()})):
         yield
 
 

@@ -11,9 +11,6 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from serinus.cli.bench.answer import BenchAnswer, read_answer
 from serinus.cli.bench.dataset import DATASETS, DatasetSpec, Prompt, TextMaker, make_prompts
 from serinus.cli.bench.dialect import DIALECTS, Asking, Dialect
@@ -26,6 +23,7 @@ from serinus.cli.show import check_folder, write_text
 from serinus.core.addresses import http_url
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
+from serinus.engine.progress import counted
 
 __all__ = ["run"]
 
@@ -231,13 +229,8 @@ async def _warm_up(
 
 
 async def _run(arguments: argparse.Namespace, target: Target, path: str, bodies: list[bytes], load: Load) -> BenchRun:
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    hidden = arguments.disable_tqdm or not console.is_terminal
-    # Two redraws a second: the bar shares the cores with what is measured.
-    with Progress(*columns, console=console, refresh_per_second=2, disable=hidden) as bar:
-        task = bar.add_task("requests", total=len(bodies))
-        return await drive(target, path, bodies, load, WallClock(), lambda _: bar.advance(task))
+    with counted("requests", len(bodies), show=not arguments.disable_tqdm) as advance:
+        return await drive(target, path, bodies, load, WallClock(), lambda _: advance())
 
 
 def _about(arguments: argparse.Namespace, url: str, server: _Server) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
+
 from serinus.cli.bench.answer import BenchAnswer
 from serinus.core.errors import ConfigError
 
@@ -18,14 +20,8 @@ _WIDTH = 50
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default; 0 for no values."""
-    if not values:
-        return 0.0
-    ranked = sorted(values)
-    place = (len(ranked) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+    """Linear between the two nearest ranks; 0 for no values."""
+    return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
