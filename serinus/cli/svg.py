@@ -126,9 +126,9 @@ class Axes:
             svg.text(self.x(value), bottom + 17, number(value), size=11, anchor="middle")
 
 
-def ticks(most: float, count: int = 5) -> list[float]:
-    """Round values from 0 to `most`, about `count` of them."""
-    rough = most / count
+def ticks(most: float) -> list[float]:
+    """Round values from 0 to `most`, about five of them."""
+    rough = most / 5
     unit = 10.0 ** floor(log10(rough))
     step = next(unit * each for each in (1, 2, 5, 10) if rough <= unit * each * 1.0001)
     return [step * index for index in range(ceil(most / step + 1e-9)) if step * index <= most * 1.0001]

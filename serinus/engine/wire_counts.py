@@ -11,6 +11,9 @@ __all__ = ["BadFrames", "Rarely"]
 
 _ELSEWHERE = "closed_grant"
 """Late data is no bad frame, and has a series of its own (kv_transfer_late_frames)."""
+_LINES_MAX = 10
+"""Lines of each kind per _EVERY_S seconds."""
+_EVERY_S = 10.0
 
 
 class BadFrames:
@@ -31,16 +34,13 @@ class BadFrames:
 class Rarely:
     """Keeps a bad peer from filling the log: so many lines of a kind per stretch of time, the rest is only counted."""
 
-    def __init__(self, lines_max: int = 10, every_s: float = 10.0) -> None:
-        """At most `lines_max` lines of each kind per `every_s` seconds."""
-        self._lines_max = lines_max
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._said: dict[str, tuple[float, int]] = {}
 
     def says(self, kind: str, now: float) -> bool:
         """Whether a line of this kind may be written now. Kinds are few: codes, never words of a peer."""
         since, count = self._said.get(kind, (now, 0))
-        if now - since >= self._every_s:
+        if now - since >= _EVERY_S:
             since, count = now, 0
         self._said[kind] = since, count + 1
-        return count < self._lines_max
+        return count < _LINES_MAX

@@ -165,10 +165,10 @@ def pack_commands(commands: Sequence[object]) -> PackedCommands:
     return PackedCommands(items, payload, _content(items, payload))
 
 
-def encode_header(number: int, digest: int, packed: PackedCommands, incarnation: int = 0) -> Parts:
+def encode_header(number: int, digest: int, packed: PackedCommands) -> Parts:
     """A header as one rank gets it; `digest`: folded for that rank, this header included."""
     message = RankHeader(number=number, digest=digest, commands=packed.items)
-    return encode(message, incarnation, number, packed.payload)
+    return encode(message, 0, number, packed.payload)
 
 
 def decode_header(came: Frame | Parts, reader: ObjectReader | None = None) -> Header:
@@ -187,11 +187,11 @@ def decode_header(came: Frame | Parts, reader: ObjectReader | None = None) -> He
     )
 
 
-def encode_answers(answers: Sequence[object], failure: str = "", incarnation: int = 0) -> Parts:
+def encode_answers(answers: Sequence[object], failure: str = "") -> Parts:
     """Answers of one rank; the leader knows the rank by its connection. Raises FrameError: one cannot travel."""
     writer = ObjectWriter(_FORMS)
     message = RankAnswers(answers=tuple(writer.item(answer) for answer in answers), failure=failure[:16_000])
-    return encode(message, incarnation, 0, writer.payload.joined())
+    return encode(message, 0, 0, writer.payload.joined())
 
 
 def decode_answers(came: Frame | Parts, reader: ObjectReader | None = None) -> Answers:

@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from serinus.sim.cluster import Run, run
+from serinus.sim.cluster import run
 from serinus.sim.options import Cancel, Scenario
 
 __all__ = ["shrink"]
 
 
 def shrink(
-    scenario: Scenario, *, runs_max: int = 400, attempt: Callable[[Scenario], Run] = run,
+    scenario: Scenario, *, runs_max: int = 400,
     progress: Callable[[int, Scenario], None] = lambda runs, scenario: None,
 ) -> Scenario:  # fmt: skip
     """The smallest scenario found that still has a finding (any: what is left may show another face of one bug).
@@ -32,7 +32,7 @@ def shrink(
             if smaller == best:
                 continue
             runs += 1
-            if attempt(smaller).finding is not None:
+            if run(smaller).finding is not None:
                 best = smaller
                 progress(runs, best)
                 break

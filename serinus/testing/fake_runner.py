@@ -88,10 +88,8 @@ class FakeRunner:
         page_size: int,
         parts: Mapping[Part, PartGeometry],
         vocab_size: int,
-        gate: Callable[[], None] | None = None,
     ) -> None:
-        """`parts`: as the cache's, FULL first. `gate` is called as a forward pass begins: it lets loads land, as the
-        layers of a real one do."""
+        """`parts`: as the cache's, FULL first."""
         self.tables = {part: np.zeros((rows, context), np.int64) for part in parts}
         self.content = {part: np.zeros(shape.pages * page_size, np.uint64) for part, shape in parts.items()}
         """What each slot of a part holds."""
@@ -100,7 +98,8 @@ class FakeRunner:
             part: shape.window for part, shape in parts.items() if part is not Part.FULL
         }
         """The parts beside FULL, with their windows; None = the part covers the whole sequence."""
-        self.gate = gate
+        self.gate: Callable[[], None] | None = None
+        """Called as a forward pass begins: lets loads land, as the layers of a real one do."""
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.token_count = 0

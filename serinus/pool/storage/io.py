@@ -95,8 +95,8 @@ class PageCheck(Protocol):
 class RareWarning:
     """A warning that can come a thousand times a second, said twice a minute with how often it came."""
 
-    def __init__(self, clock: Clock, every_s: float = _WARN_EVERY_S) -> None:
-        self._clock, self._every_s = clock, every_s
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._last: float | None = None
         self._silent = 0
@@ -105,7 +105,7 @@ class RareWarning:
         """Log it, unless one was logged a moment ago."""
         with self._lock:
             now = self._clock.now()
-            if self._last is not None and now - self._last < self._every_s:
+            if self._last is not None and now - self._last < _WARN_EVERY_S:
                 self._silent += 1
                 return
             more = f" ({self._silent} more since the last such line)" if self._silent else ""
