@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from serinus.cache.effects import Descent
 from serinus.cache.node import FULL, WHOLE, Node
-from serinus.cache.tree import Descent
 
 __all__ = ["Coverage", "Rule", "cover", "lacking", "window_start"]
 

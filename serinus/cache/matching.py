@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from serinus.cache.coverage import cover
+from serinus.cache.effects import Descent
 from serinus.cache.node import Lease, Node
 from serinus.cache.page_pools import PagePools
 from serinus.cache.results import LoadPlan, Match
 from serinus.cache.tiers import TierController
-from serinus.cache.tree import Descent
 from serinus.cache.window import Windows
 
 __all__ = ["Matcher"]

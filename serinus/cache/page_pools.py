@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from serinus.cache.coverage import window_start
+from serinus.cache.effects import Split, Victims
 from serinus.cache.events import EventLog
 from serinus.cache.keys import PageKeys
 from serinus.cache.ledger import FREE_OWNER, STATE_BITS, STATE_MASK, Owner, PageLedger, Pages, PageState, tree_owner
 from serinus.cache.node import FULL, NO_PAGES, WHOLE, Node, Tier
 from serinus.cache.results import CacheGeometry
 from serinus.cache.sweep import SweepIndex
-from serinus.cache.tree import RadixTree, Split, Victims
+from serinus.cache.tree import RadixTree
 from serinus.core.parts import PageSpan, Part
 
 __all__ = ["PagePool", "PagePools"]

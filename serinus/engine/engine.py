@@ -11,11 +11,9 @@ agreed (`pd`, through roles.py).
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from serinus.cache import PrefixCache
 from serinus.canary import CanaryLead, Verdict
@@ -24,10 +22,10 @@ from serinus.core.log import get_logger
 from serinus.core.parts import OwnPages
 from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta
+from serinus.engine.calls import EngineCalls
 from serinus.engine.deadlines import Deadlines
 from serinus.engine.healing import Healer
-from serinus.engine.inspect import EngineFacts, cache_view, engine_info
-from serinus.engine.look import flush_answer, look_answer, perturb_answer
+from serinus.engine.inspect import EngineFacts
 from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, TurnOutput, failed_delta
 from serinus.engine.outbox import Outbox
 from serinus.engine.roles import Handoffs
@@ -90,10 +88,14 @@ class Engine:
         self.turns = 0
         """Turns so far; peers see by it that the engine goes on."""
         self._cache = cache
-        self._facts = facts = facts or EngineFacts()
-        self.watcher = Watcher(
+        facts = facts or EngineFacts()
+        self.watcher = watcher = Watcher(
             scheduler=scheduler, cache=cache, handoffs=handoffs, metrics=metrics, canary=canary, facts=facts
         )
+        self.calls = EngineCalls(
+            scheduler=scheduler, cache=cache, handoffs=handoffs, metrics=metrics, canary=canary, healer=healer,
+            watcher=watcher, facts=facts,
+        )  # fmt: skip
         self._outbox = Outbox(stream_interval=stream_interval)
         self._deadlines = Deadlines()
         self._replies: list[tuple[str, EngineReply]] = []
@@ -329,7 +331,7 @@ class Engine:
             case Abort():
                 self._abort(message, now)
             case EngineCall():
-                self._call(event.front, message, now)
+                self._replies.append((event.front, self.calls.answer(message, now, self.turns)))
             case FailRequest():
                 self._outbox.forget(message.rid)
                 self._end(message.rid, message.reason, now, FinishReason.ERROR)
@@ -429,53 +431,3 @@ class Engine:
             deltas=self._outbox.take(), replies=replies, peers=self.handoffs.take_outgoing(), cache_events=events,
             spans=self.spans.take() if front else (), spans_to=front,
         )  # fmt: skip
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
-
-    def _call(self, front: str, message: EngineCall, now: float) -> None:
-        ok, body = True, b""
-        if message.what == "metrics":
-            body = self._render_metrics(now)
-        elif message.what in ("info", "load"):
-            body = json.dumps(self._info()).encode()
-        elif message.what == "flush_cache":
-            ok, body = flush_answer(self._cache)
-        elif message.what == "canary":
-            body = json.dumps(self._canary_view()).encode()
-        elif message.what == "perturb":
-            ok, body = perturb_answer(self.canary, message.body)
-        elif message.what == "watch":
-            body = self.watcher.frame(now)
-        elif message.what == "look":
-            ok, body = look_answer(message.body, self._cache, self.scheduler, self._facts)
-        elif message.what == "cache":
-            body = json.dumps(cache_view(self._cache, message.limit, self._facts)).encode()
-        else:
-            expected = "metrics, info, load, cache, canary, perturb, watch, look or flush_cache"
-            ok, body = False, f"engine: call {message.what!r}, expected {expected}".encode()
-        self._replies.append((front, EngineReply(call=message.call, ok=ok, body=body)))
-
-    def _render_metrics(self, now: float) -> bytes:
-        metrics = self.metrics.metrics
-        self.metrics.refresh(self.scheduler, self._cache, self.turns, now)
-        self.handoffs.refresh(metrics)
-        if self.canary is not None:
-            self.canary.refresh(metrics)
-        if self.healer is not None:
-            self.healer.refresh(metrics)
-        return metrics.render()
-
-    def _canary_view(self) -> dict[str, Any]:
-        facts = self._facts
-        view = {"mode": "none"} if self.canary is None else self.canary.view()
-        return {"engine": facts.engine, "role": facts.role, **view}
-
-    def _info(self) -> dict[str, Any]:
-        degraded = "" if self.canary is None else self.canary.health.degraded
-        own = {
-            "turns": self.turns,
-            "busy_seconds": self.metrics.busy_seconds,
-            "peers": self.handoffs.peers(),
-            "degraded": degraded,
-        }
-        return engine_info(self.scheduler.stats(), own, self._facts)

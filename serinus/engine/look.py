@@ -1,21 +1,18 @@
-"""What an engine answers to calls for one thing: a page with its owner, users, history and stamps; a node of the tree
-with its tokens; faults on purpose; an empty cache. Whether it was done, and JSON or the reason."""
+"""One thing of the cache looked at: a page with its owner, users, history and stamps; a node of the tree with its
+tokens."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from serinus.cache import PageState, PrefixCache, Tier
-from serinus.canary import CanaryLead, perturb
-from serinus.core.errors import BadRequest, InvariantError, SerinusError
-from serinus.engine.inspect import EngineFacts, StampsOf
+from serinus.core.errors import BadRequest
+from serinus.engine.inspect import StampsOf
 from serinus.sched import Scheduler
 
-__all__ = ["Look", "flush_answer", "look_answer", "look_at", "perturb_answer"]
+__all__ = ["Look", "look_at"]
 
 _TOKENS_SHOWN: Final = 2048
 _STATE_MASK: Final = 7
@@ -84,37 +81,3 @@ def _node(node_id: int, cache: PrefixCache) -> dict[str, Any]:
         "device": [len(pages) for pages in node.device], "host": [len(pages) for pages in node.host],
         "pages": node.device[0].tolist()[:256],
     }  # fmt: skip
-
-
-def look_answer(order: bytes, cache: PrefixCache, scheduler: Scheduler, facts: EngineFacts) -> tuple[bool, bytes]:
-    """A page or a node of the tree, or why it cannot be shown."""
-    try:
-        look = msgspec.json.decode(order, type=Look)
-        return True, json.dumps(look_at(look, cache, scheduler, facts.stamps_of)).encode()
-    except (BadRequest, msgspec.DecodeError) as error:
-        return False, str(error).encode()
-
-
-def perturb_answer(canary: CanaryLead | None, order: bytes) -> tuple[bool, bytes]:
-    """Plant the faults of an order, where there is one; what is planted now, or why it is refused."""
-    return _answered(lambda: json.dumps(perturb(canary, order)).encode())
-
-
-def flush_answer(cache: PrefixCache) -> tuple[bool, bytes]:
-    """Empty the cache, or say why it cannot be emptied now."""
-
-    def flush() -> bytes:
-        cache.reset()
-        return b"cache flushed"
-
-    return _answered(flush)
-
-
-def _answered(call: Callable[[], bytes]) -> tuple[bool, bytes]:
-    """What a call gives, or why it is refused. Raises InvariantError: the engine is broken."""
-    try:
-        return True, call()
-    except InvariantError:
-        raise
-    except SerinusError as error:
-        return False, str(error).encode()

@@ -20,6 +20,7 @@ import serinus.cache
 from serinus.cache import PageLedger, PrefetchState, PrefixCache, Tier, coverage, loading, matching, prefix
 from serinus.cache.backup import Backups
 from serinus.cache.copies import CopyTable
+from serinus.cache.effects import Split
 from serinus.cache.eviction import Queues
 from serinus.cache.host import HostTier
 from serinus.cache.keys import HASH_BYTES, PageKeys
@@ -32,7 +33,7 @@ from serinus.cache.quarantine import PageQuarantine
 from serinus.cache.room import DeviceRoom
 from serinus.cache.sweep import SweepIndex
 from serinus.cache.tiers import TierController
-from serinus.cache.tree import RadixTree, Split
+from serinus.cache.tree import RadixTree
 from serinus.cache.window import PartWindow, Windows
 from serinus.core.errors import SerinusError
 from serinus.core.moves import MoveKind

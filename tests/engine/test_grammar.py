@@ -21,6 +21,7 @@ from serinus.engine import build_engine
 from serinus.models.small_checkpoints import make_toy
 from serinus.selftest import EngineDriver, EnginePair
 from serinus.text import load_tokenizer
+from serinus.wire.messages import EngineCall
 from tests.ranks.crew import crew
 
 SMALL = {"page_size": 4, "max_total_tokens": 1024, "max_running_requests": 4, "chunked_prefill_size": 16,
@@ -138,7 +139,7 @@ def test_a_scrape_tells_what_masks_and_canary_took_and_how_much_each_leg_verifie
     engine.run()
     engine.add("again", PROMPT, 4)
     engine.run()
-    scraped = engine.engine._render_metrics(0.0).decode()
+    scraped = engine.engine.calls.answer(EngineCall(call=1, what="metrics"), 0.0, 0).body.decode()
     lines = [line.rpartition(" ") for line in scraped.splitlines() if not line.startswith("#")]
     found = {name: float(value) for name, _, value in lines}
 

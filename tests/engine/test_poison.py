@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from serinus.core.request import FinishReason
 from serinus.kernels import StampLane
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.oracle import toy_continue
+from serinus.wire.messages import EngineCall
 from tests.engine.test_canary import SHARED, TIERED, Watched
 
 RAISE = {"kv_canary": "raise", "kv_canary_sweep_interval": 0}
@@ -171,7 +173,8 @@ def test_pages_that_fail_twice_are_retired_listed_and_too_many_of_them_degrade_t
     assert view["retired"] == 3
     assert view["scope"] == "everywhere"
     assert "expected at most 1 (--kv-canary-retire-max)" in view["degraded"]
-    assert engine.engine._info()["degraded"] == view["degraded"]
+    info = json.loads(engine.engine.calls.answer(EngineCall(call=1, what="info"), 0.0, 0).body)
+    assert info["degraded"] == view["degraded"]
     assert sum("kv_canary degraded" in record.message for record in caplog.records) == 1
     assert sum("kv_canary retired: part=FULL" in record.message for record in caplog.records) == 3
     assert answers(engine, ["after"]) == [True]

@@ -29,7 +29,8 @@ REASONS: dict[str, str] = {
     "core/grammar.py": "grammars, which its requests do not have",
     "core/shown.py": "refusals, of requests that HTTP has not checked",
     "engine/kv_events.py": "events for subscribers of a socket",
-    "engine/look.py": "answers to calls of HTTP",
+    "engine/calls.py": "calls of HTTP",
+    "engine/look.py": "calls of HTTP",
     "engine/roles.py": "the role of an engine that hands nothing over",
     # processes, sockets, threads, real time
     "__init__.py": "versions and names that are imported late",
