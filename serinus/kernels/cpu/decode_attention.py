@@ -5,11 +5,13 @@ Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = h
 A work item is one query token and a range of KV heads. It walks what it sees (its context, or its window's end of it)
 in blocks of 64 positions: scores, running maximum and sum (online softmax, Milakov and Gimelshein, 2018), weighted
 values. Within a block 16 positions go together: 16 scores share the shuffles of their horizontal sums, and the sums of
-16 weighted rows stay in registers. Meanwhile the next 16 rows are prefetched into the second-level cache: the
-hardware's prefetchers stop at the end of a page, and one head's rows lie H * D elements apart.
+16 weighted rows stay in registers. Meanwhile the rows of heads that come next are prefetched: the hardware's
+prefetchers stop at the end of a page, and one head's rows lie H * D elements apart. They go to the first-level cache, a
+few heads ahead, so that a line waits once in the core's few slots for lines on their way: prefetched to the second
+level, 16 rows of all heads ahead, it takes a slot twice.
 
-Measured on 2 Zen 4 cores, 12 layers of 16 x 290 tokens, 16/8 heads of 128: 6.8 ms = 33 GB/s of KV, where reading the
-same rows and nothing else, prefetched in whole, takes 5.1 ms. Arithmetic alone (rows in the cache) is 3 ms.
+Measured on 2 Zen 5 cores, 12 layers of 16 x 288 tokens, 16/8 heads of 128, 226 MB: 5.2 ms, from the second level 6.0,
+without any prefetch 7.5; arithmetic alone (rows in the cache) 1.8 ms.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ _BLOCK = 64
 """Positions of which the scores are kept at once."""
 _GROUP = 16
 """Positions that are computed together."""
+_AHEAD_BYTES = 8192
+"""Of keys or values that are prefetched before they are used: of the first cache, which others use as well, a quarter
+or less."""
 UNIT_FIELDS = 9
 """Of a work item: row, context, token, first KV head, end of KV heads, first position that it sees, sequence in the
 batch, which of that sequence's queries it is, how many there are."""
@@ -64,6 +69,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
     from the cache. The arguments of WATCH_INTEGERS follow then. The last integer is the address of sinks, or 0.
     """
     half, blocks = size // 2, size // BLOCK
+    ahead_max = max(1, _AHEAD_BYTES // (_GROUP * size * 2))
     field_count = _WATCHED_FIELDS if watched else _FIELDS
 
     def attend(args: Any) -> None:
@@ -95,6 +101,8 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
             if u >= unit_count:
                 break
             row, context, token, head, head_end = units[u, 0], units[u, 1], units[u, 2], units[u, 3], units[u, 4]
+            held = head_end - head
+            ahead = min(held, ahead_max)
             table = carray(at(a[4] + row * context_max * 4), context, np.int32)
             query = a[1] + token * heads * size * 2
             total[head * group * size : head_end * group * size] = np.float32(0)
@@ -121,10 +129,13 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                     is_due = watched and any_due(entries, p)
                     pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
                     for h in range(head, head_end):
+                        place, then_at, then = p, a[2], h + ahead
+                        if then >= head_end:
+                            place, then_at, then = first, pool, then - held
                         dots_16(
                             query + h * (group * size * 2), a[2] + h * (size * 2), rows.ctypes.data + p * 8, scale,
-                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK, pool + h * (size * 2),
-                            rows.ctypes.data + first * 8, size, group,
+                            score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
+                            then_at + then * (size * 2), rows.ctypes.data + place * 8, size, group,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
                             absorb_16_rows(
@@ -157,11 +168,14 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                     is_due = watched and any_due(entries, p)
                     pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
                     for h in range(head, head_end):
+                        place, then_at, then = p, a[3], h + ahead
+                        if then >= head_end:
+                            place, then_at, then = first, pool, then - held
                         add_rows(
                             a[3] + h * (size * 2), rows.ctypes.data + p * 8, min(_GROUP, count - p),
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
                             total.ctypes.data + h * (group * size * 4), shrink.ctypes.data + h * (group * 4),
-                            pool + h * (size * 2), rows.ctypes.data + first * 8, size, group,
+                            then_at + then * (size * 2), rows.ctypes.data + place * 8, size, group,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
                             absorb_16_rows(

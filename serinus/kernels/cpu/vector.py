@@ -199,12 +199,9 @@ def multiply_tile(
 
 
 def _prefetch(builder: Any, address: Any, byte_count: int) -> None:
-    """Ask for the lines of a row that is needed soon.
-
-    Into the second level: what 16 rows of all heads ask for is as large as the first, and would push out its users.
-    """
+    """Ask for the lines of a row that is needed soon, into the first cache."""
     for first in range(0, byte_count, 64):
-        prefetch(builder, shifted(builder, address, first), 1)
+        prefetch(builder, shifted(builder, address, first), 3)
 
 
 def _barrier(builder: Any) -> None:
