@@ -34,23 +34,23 @@ LOCALITY = 2
 
 @intrinsic
 def add_products(
-    typingctx: Any, x: Any, x_stride: Any, weight: Any, sums: Any, words: Any, fetch: Any, fetch_step: Any, ROWS: Any,
-    PAIRED: Any,
+    typingctx: Any, x: Any, x_stride: Any, weight: Any, before: Any, sums: Any, words: Any, fetch: Any,
+    fetch_step: Any, ROWS: Any, PAIRED: Any,
 ) -> Any:  # fmt: skip
-    """sums += x weight for ROWS rows and one block of outputs, word after word: pairs of bf16, or fp32.
+    """sums = before + x weight for ROWS rows and one block of outputs, word after word: pairs of bf16, or fp32.
 
-    x: rows of `words` words, `x_stride` bytes apart. weight: [words, 64] likewise. sums: fp32 [ROWS, 64].
+    x: rows of `words` words, `x_stride` bytes apart. weight: [words, 64] likewise. before, sums: fp32 [ROWS, 64].
     With word w the cache lines from `fetch` + w * `fetch_step` are called for, up to those of the next, at most 4.
     """
     count, paired = ROWS.literal_value, bool(PAIRED.literal_value)
     columns = range(BLOCK // LANES)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_at, x_step, weight_at, sums_at, word_count, fetch_at, fetch_by = args[:7]
-        cells = [(i, j, shifted(builder, sums_at, i * BLOCK * 4 + j * 64)) for i in range(count) for j in columns]
+        x_at, x_step, weight_at, before_at, sums_at, word_count, fetch_at, fetch_by = args[:8]
+        cells = [(i, j, i * BLOCK * 4 + j * 64) for i in range(count) for j in columns]
         held = {(i, j): cgutils.alloca_once(builder, FLOATS) for i, j, _ in cells}
-        for i, j, spot in cells:
-            builder.store(load(builder, spot, FLOATS), held[i, j])
+        for i, j, place in cells:
+            builder.store(load(builder, shifted(builder, before_at, place), FLOATS), held[i, j])
         rows = [builder.add(x_at, builder.mul(x_step, I64(i))) for i in range(count)]
         with cgutils.for_range(builder, word_count, intp=I64) as loop:
             ahead = builder.add(fetch_at, builder.mul(fetch_by, loop.index))
@@ -66,11 +66,11 @@ def add_products(
             for i in range(count):
                 word = load(builder, builder.add(rows[i], builder.mul(loop.index, I64(4))), I32)
                 add_word(builder, word, weights, [held[i, j] for j in columns])
-        for i, j, spot in cells:
-            store(builder, builder.load(held[i, j]), spot)
+        for i, j, place in cells:
+            store(builder, builder.load(held[i, j]), shifted(builder, sums_at, place))
         return context.get_dummy_value()
 
-    return types.void(x, x_stride, weight, sums, words, fetch, fetch_step, ROWS, PAIRED), codegen
+    return types.void(x, x_stride, weight, before, sums, words, fetch, fetch_step, ROWS, PAIRED), codegen
 
 
 def add_word(builder: Any, word: Any, weights: Sequence[Any], held: Sequence[Any]) -> None:
