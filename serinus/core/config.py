@@ -103,6 +103,10 @@ def _router_server() -> ServerSettings:
     return ServerSettings(port=_ROUTER_PORT)
 
 
+def _paired() -> PdSettings:
+    return PdSettings(local_gain=1.5)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(ConfigTree):
     """The groups of settings that engines have, whichever command starts them."""
@@ -159,6 +163,8 @@ class UpConfig(EngineConfig):
     """Whether they are on a Ray cluster."""
     server: ServerSettings = field(default_factory=_router_server)
     """The router's HTTP server; its keys and log level hold for the engines too."""
+    pd: PdSettings = field(default_factory=_paired)
+    """How KV travels; and that a prompt stays where its first token comes sooner."""
 
     prefill: Mapping[str, Any] = field(default_factory=dict)
     """By field, the settings (see role_settings) that were given for prefill engines only."""

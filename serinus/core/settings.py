@@ -292,7 +292,7 @@ class PdSettings:
     local_gain: float = setting(
         0.0,
         "longer ones too where that brings the first token so many times sooner (1.5, say), by what both engines"
-        " measured; 0 = never for that",
+        " measured; 0 = never for that (`up`: 1.5 where it is not given)",
         flag="--disaggregation-local-gain",
         low=0,
     )

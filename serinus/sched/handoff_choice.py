@@ -39,7 +39,8 @@ class Paces:
 
 
 _LOCAL_MAX: Final = 15
-"""Prompts that stay one after the other: the next is handed over, or a way that is fast again would never be known."""
+"""Prompts that stay for the sake of the way alone, one after the other: the next is handed over, or a way that is fast
+again would never be known."""
 
 
 class HandoffChoice:
@@ -50,7 +51,7 @@ class HandoffChoice:
         self._gain = gain
         self._late = PaceLine()
         self._stayed = 0
-        """Prompts since one was handed over."""
+        """Prompts that stayed for the sake of the way, since one was handed over."""
 
     def landed(self, tokens: int, late_s: float) -> None:
         """A handoff of so many tokens ended so long after the prefill engine had done its work: what was sent and not
@@ -69,9 +70,11 @@ class HandoffChoice:
 
     def stays(self, tokens: int, here: PrefillPace, there: PrefillPace, *, streams: bool) -> bool:
         """Whether the prompt is computed here. Never before both engines have measured what a token takes them."""
-        if not (self._gain and here.token_s and there.token_s) or self._stayed == _LOCAL_MAX:
-            self._stayed = 0
+        if not (self._gain and here.token_s and there.token_s):
             return False
-        sooner = self._gain * self.seconds_here(tokens, here, streams=streams) < self.seconds_there(tokens, there)
+        here_s = self._gain * self.seconds_here(tokens, here, streams=streams)
+        if here_s < there.queue_s + tokens * there.token_s:  # whatever the way is like
+            return True
+        sooner = here_s < self.seconds_there(tokens, there) and self._stayed < _LOCAL_MAX
         self._stayed = self._stayed + 1 if sooner else 0
         return sooner

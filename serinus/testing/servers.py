@@ -30,7 +30,9 @@ class Server:
         self, *arguments: str, port: int = 0, host: str = "127.0.0.1", ready: str = READY, timeout_s: float = 120.0
     ) -> None:  # fmt: skip
         """Start `python -m serinus ARGUMENTS --host HOST --port PORT` (a free one by default); ready when a line
-        matches."""
+        matches. Of `up` prompts are handed over however small its model is, unless ARGUMENTS say otherwise."""
+        if arguments[:1] == ("up",) and "--disaggregation-local-gain" not in arguments:
+            arguments = (*arguments, "--disaggregation-local-gain", "0")
         self.port = port or free_ports(1)[0]
         self.url = http_url(host, self.port)
         self._ready = ready

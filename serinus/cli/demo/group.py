@@ -35,8 +35,12 @@ class Group:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the group
         words = ("-m", "serinus", "up", str(folder), "--prefill", "1", "--decode", "1")
         own = ("--port", str(free_ports(1)[0]), "--ready-fd", str(write_end), "--served-model-name", "demo")
+        always = ("--disaggregation-local-gain", "0")  # a model so small would stay where it was asked
         self._process = subprocess.Popen(
-            (sys.executable, *words, *own, *flags), stdout=self._log, stderr=subprocess.STDOUT, pass_fds=(write_end,)
+            (sys.executable, *words, *own, *always, *flags),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(write_end,),
         )
         os.close(write_end)
 
