@@ -5,8 +5,10 @@ In `make proof`, which installs them (extra `clients`). The model is random: wha
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -34,6 +36,19 @@ class Room(BaseModel, extra="forbid"):  # so that an answer has an end, whatever
     kind: Kind
     seats: int = Field(ge=1, le=9)
     tags: list[Kind] = Field(max_length=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """The packages keep connections for the life of a process: they end here, where what they warn of is ignored, and
+    not in some test behind these."""
+    yield
+    utils = sys.modules.get("langchain_openai.chat_models._client_utils")
+    for kept in () if utils is None else (utils._cached_sync_httpx_client, utils._cached_async_httpx_client):
+        kept.cache_clear()
+    if "litellm" in sys.modules:
+        sys.modules["litellm"].in_memory_llm_clients_cache.flush_cache()
+    gc.collect()
 
 
 @pytest.fixture(scope="module", params=CLUSTERS)
@@ -145,18 +160,18 @@ def test_litellm_knows_a_prompt_that_is_too_long(server: Server, litellm: Any) -
 def test_the_anthropic_client_goes_a_round(server: Server) -> None:
     import anthropic
 
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
     tool: Any = {"name": "book", "description": "Book a room", "input_schema": SCHEMA}
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     about: dict[str, Any] = {"model": "toy", "max_tokens": 900, "tools": [tool]}
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
-    with client.messages.stream(messages=messages, tool_choice=choice, **about) as stream:
-        first = stream.get_final_message()
-    assert first.stop_reason == "tool_use"
-    call = first.content[-1]
-    assert call.type == "tool_use"
-    Room.model_validate(call.input)
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "booked"}
-    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    last = client.messages.create(messages=messages, **{**about, "max_tokens": 8})
-    assert last.stop_reason in ("max_tokens", "end_turn")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+        with client.messages.stream(messages=messages, tool_choice=choice, **about) as stream:
+            first = stream.get_final_message()
+        assert first.stop_reason == "tool_use"
+        call = first.content[-1]
+        assert call.type == "tool_use"
+        Room.model_validate(call.input)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "booked"}
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        last = client.messages.create(messages=messages, **{**about, "max_tokens": 8})
+        assert last.stop_reason in ("max_tokens", "end_turn")
