@@ -35,20 +35,22 @@ class LayerWeights:
     """Sines of the rotation, likewise."""
     sinks_N: torch.Tensor | None
     """Scores that join each head's softmax, fp32, where the family has them."""
-    input_norm_E: torch.Tensor
-    """Weight of the norm before attention."""
+    input_norm_E: torch.Tensor | None
+    """Weight of the norm before attention, where the family has one."""
     qkv: PackedLinear
     """Query, key and value projections as one, [(N + 2H)D, E]."""
     q_norm_D: torch.Tensor | None
     """Norm of each query head, where the family has one."""
     k_norm_D: torch.Tensor | None
     """Norm of each key head."""
+    qk_norm_X: tuple[torch.Tensor, torch.Tensor] | None
+    """Norms over all query heads, and over all key heads, where the family has them in place of those."""
     output: PackedLinear
     """Attention's output projection, [E, ND]."""
     attention_norm_E: torch.Tensor | None
     """Norm of what attention adds, where the family has one."""
-    mlp_norm_E: torch.Tensor
-    """Norm before the MLP."""
+    mlp_norm_E: torch.Tensor | None
+    """Norm before the MLP, where the family has one."""
     output_norm_E: torch.Tensor | None
     """Norm of what the MLP adds, where the family has one."""
     gate_up: PackedLinear | None

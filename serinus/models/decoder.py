@@ -19,7 +19,7 @@ import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Gate, Kernels, LayerDigest, LayersKv, LayerSteps, WrittenRows
+from serinus.kernels import AttentionBatch, Gate, Kernels, LayerDigest, LayersKv, LayerSteps, PackedLinear, WrittenRows
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.layers import take_weights
@@ -73,7 +73,8 @@ class Decoder:
         total = None if self.shard.tp == 1 else self._comm.all_reduce
         wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
         make = kernels.decode_layers
-        self._decode_layers = None if make is None or spec.is_latent else make(self._layers, *wanted)
+        op_by_op = spec.is_latent or spec.norm_names[0] is None
+        self._decode_layers = None if make is None or op_by_op else make(self._layers, *wanted)
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage: the residual stream, [T, E]."""
@@ -109,7 +110,7 @@ class Decoder:
             return self._run_steps(steps, batch, hook)
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
-            qkv_TX = kernels.norm_linear(x_TE, residual_TE, layer.input_norm_E, eps, layer.qkv)
+            qkv_TX = self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv)
             q_TND = self._rotate(i, qkv_TX, batch, kv[i], hook.writes(i))
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
@@ -208,11 +209,25 @@ class Decoder:
         """What this rank's part of the MLP, or of the experts, adds; what attention added, x, joins the residual."""
         layer, mixture, kernels, eps = self._layers[index], self._mixtures[index], self._kernels, self.spec.norm_eps
         if mixture is not None:
+            assert layer.mlp_norm_E is not None, "models: experts without a norm before them"
             return mixture.add(kernels, kernels.add_rms_norm(x_TE, residual_TE, layer.mlp_norm_E, eps), self._gate)
         assert layer.gate_up is not None, "models: a layer with neither MLP nor experts"
         assert layer.down is not None, "models: an MLP without a down projection"
-        gated_TF = kernels.norm_linear(x_TE, residual_TE, layer.mlp_norm_E, eps, layer.gate_up, self._gate)
-        return kernels.linear(gated_TF, layer.down)
+        return kernels.linear(self._project(x_TE, residual_TE, layer.mlp_norm_E, layer.gate_up, self._gate), layer.down)
+
+    def _project(
+        self, x_TE: torch.Tensor | None, residual_TE: torch.Tensor, norm_E: torch.Tensor | None, packed: PackedLinear,
+        gate: Gate | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A linear of the stream, once x has joined it, behind a norm where there is one (`norm_linear`)."""
+        if norm_E is not None:
+            return self._kernels.norm_linear(x_TE, residual_TE, norm_E, self.spec.norm_eps, packed, gate)
+        if x_TE is not None:
+            residual_TE += x_TE
+        out_TX = self._kernels.linear(residual_TE, packed)
+        if gate is None:
+            return out_TX
+        return (self._kernels.silu_mul if gate == "silu" else self._kernels.gelu_mul)(out_TX)
 
     def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         if self._embedding_VE is None:
@@ -235,6 +250,11 @@ class Decoder:
         slots_T = batch.slots_of(layer.part)
         if latent is not None:
             return latent.queries(self._kernels, layer, qkv_TX, batch.positions_T, kv[0], slots_T, written)
+        if layer.qk_norm_X is not None:
+            q_size, kv_size = (count * spec.head_size for count in (spec.head_count, spec.kv_head_count))
+            parts = torch.split_with_sizes(qkv_TX, [q_size, kv_size, kv_size], 1)
+            for part_TX, norm_X in zip(parts[:2], layer.qk_norm_X, strict=True):
+                part_TX.copy_(self._kernels.rms_norm(part_TX.contiguous(), norm_X, spec.norm_eps))
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
         self._kernels.qk_rope_store(
             qkv_TX,

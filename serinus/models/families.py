@@ -55,8 +55,8 @@ class RopeSpec:
     """Which elements turn together: neighbours; else the first half with the second."""
 
 
-NormNames = tuple[str, str | None, str, str | None]
-"""Names of a layer's norms: before attention, of what it adds, before the MLP, of what it adds."""
+NormNames = tuple[str | None, str | None, str | None, str | None]
+"""Names of a layer's norms: before attention, of what it adds, before the MLP, of what it adds; None = none."""
 LLAMA_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
 """Those of most families."""
 _GEMMA_NORMS: NormNames = (
@@ -65,6 +65,7 @@ _GEMMA_NORMS: NormNames = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_OLMO_NORMS: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS: NormNames = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -85,6 +86,8 @@ class Family:
     """Bias of the MLP; None = `mlp_bias` of the config says."""
     qk_norm: bool = False
     """RMS norm of each q and k head."""
+    qk_norm_whole: bool = False
+    """RMS norm over all q heads, and over all k heads."""
     head_size: int | None = None
     """Head size where the config has none; None = hidden_size / num_attention_heads."""
     kv_head_count: int | None = None
@@ -199,6 +202,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GraniteMoeForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "GraniteMoeSharedForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
+    "Olmo2ForCausalLM": Family(qkv_bias=None, qk_norm_whole=True, norms=_OLMO_NORMS),
+    "Olmo3ForCausalLM": Family(
+        qkv_bias=None,
+        qk_norm_whole=True,
+        norms=_OLMO_NORMS,
+        sliding=Sliding.PATTERN,
+        window=4096,
+        pattern=4,
+        theta=500000.0,
+        local_rope=500000.0,
+    ),
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True, sliding=Sliding.ALL),
     "SmolLM3ForCausalLM": Family(mlp_bias=None, kv_head_count=4, sliding=Sliding.ABOVE, theta=2e6, plain_every=4),
     "Gemma2ForCausalLM": Family(
@@ -257,6 +271,7 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "mlp_bias": config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         "sinks": family.sinks,
         "qk_norm": family.qk_norm and config.flag("use_qk_norm", not family.qk_norm_said),
+        "qk_norm_whole": family.qk_norm_whole,
         "experts": None if family.experts is None else expert_fields(config, family.experts, layer_count),
         "extra_layers": config.whole("num_nextn_predict_layers", 0, low=0),
         "norm_names": family.norms,

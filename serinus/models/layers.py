@@ -128,7 +128,7 @@ class _Layer:
             cos_PF=rotation[0],
             sin_PF=rotation[1],
             sinks_N=self._take("self_attn.sinks", (spec.head_count,), shard.heads).float() if spec.sinks else None,
-            input_norm_E=self._norm(before),
+            input_norm_E=None if before is None else self._norm(before),
             qkv=self._latent_inputs() if spec.latent is not None else self._rows(
                 (("self_attn.q_proj", q_size, queries), ("self_attn.k_proj", kv_size, keys),
                  ("self_attn.v_proj", kv_size, keys)),
@@ -136,9 +136,12 @@ class _Layer:
             ),
             q_norm_D=self._head_norm("self_attn.q_norm") if spec.qk_norm else None,
             k_norm_D=self._head_norm("self_attn.k_norm") if spec.qk_norm else None,
+            qk_norm_X=(
+                self._head_norm("self_attn.q_norm", q_size), self._head_norm("self_attn.k_norm", kv_size)
+            ) if spec.qk_norm_whole else None,
             output=self._columns("self_attn.o_proj", spec.head_count * width, outputs, spec.output_bias),
             attention_norm_E=None if added is None else self._norm(added),
-            mlp_norm_E=self._norm(before_mlp),
+            mlp_norm_E=None if before_mlp is None else self._norm(before_mlp),
             output_norm_E=None if added_by_mlp is None else self._norm(added_by_mlp),
             gate_up=self._rows(
                 (("mlp.gate_proj", inner, shard.mlp), ("mlp.up_proj", inner, shard.mlp)),
@@ -311,8 +314,8 @@ class _Layer:
     def _norm(self, name: str, size: int | None = None) -> torch.Tensor:
         return _norm(self._spec, self._take(f"{name}.weight", (size or self._spec.hidden_size,)))
 
-    def _head_norm(self, name: str) -> torch.Tensor:
-        return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (self._spec.head_size,))))
+    def _head_norm(self, name: str, size: int | None = None) -> torch.Tensor:
+        return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (size or self._spec.head_size,))))
 
     def _linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
         return self._source.linear(self._base + name, shape, span, dim)

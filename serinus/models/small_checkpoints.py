@@ -24,13 +24,17 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+_OLMO3_ROPE = {
+    "full_attention": {**_YARN, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.08,
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 _GPT_OSS_ROPE = {**_YARN, "rope_theta": 150000.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -99,6 +103,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeSharedForCausalLM",
         {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
     ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 24, "rope_parameters": _OLMO3_ROPE}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
     "gemma3_text": (
@@ -115,8 +121,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Family -> config class, architecture, fields unless the caller says otherwise."""
 
 FAMILIES = tuple(_KINDS)
-"""`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn and deepseek_v2_lite YaRN;
-mistral_swa, gemma2, gemma3_text and gpt_oss slide over 24 positions."""
+"""`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn, olmo3 and deepseek_v2_lite YaRN;
+mistral_swa, gemma2, gemma3_text, olmo3 and gpt_oss slide over 24 positions."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 4."""

@@ -82,12 +82,14 @@ class ModelSpec:
     """Bias of the MLP's projections."""
     qk_norm: bool = False
     """RMS norm of each q and k head before the rotation."""
+    qk_norm_whole: bool = False
+    """RMS norm over all q heads, and over all k heads, likewise."""
     sinks: bool = False
     """Each query head has a score that joins its softmax and weighs no value."""
     gelu: bool = False
     """Gate of the MLP: GELU in its tanh form; else SiLU."""
     norm_names: NormNames = LLAMA_NORMS
-    """Names of a layer's norms: before attention, of what it adds (None: as it is), before the MLP, of what it adds."""
+    """Names of a layer's norms: before attention, of what it adds, before the MLP, of what it adds; None = none."""
     fused_qkv: bool = False
     """Query, key and value projections are one tensor, `qkv_proj`."""
     fused_mlp: bool = False
@@ -156,6 +158,11 @@ class ModelSpec:
             raise ConfigError(
                 f"models: tp_size is {mesh.tp} and pp_size {mesh.pp} for {self.architecture}, which runs through"
                 " transformers, expected 1 of both"
+            )
+        if self.qk_norm_whole and mesh.tp > 1:
+            raise ConfigError(
+                f"models: tp_size is {mesh.tp} for {self.architecture}, expected 1: a norm over all heads would have to"
+                " be computed by all ranks of a stage (pp_size divides its layers)"
             )
         if self.experts is not None and mesh.tp > self.experts.narrowest:
             raise ConfigError(

@@ -20,9 +20,10 @@ def rows() -> dict[str, list[str]]:
 
 def norms_of(family: Family) -> str:
     said = ["q, k, v biases"] if family.qkv_bias else []
-    said += ["norms after blocks"] if family.norms[1] else []
+    said += ["norms after blocks" if family.norms[0] else "norms after blocks, none before"] if family.norms[1] else []
     said += ["q and k norms"] if family.qk_norm else []
-    return ", ".join(said) or "-"
+    whole = "; q and k norms over all heads" if family.qk_norm_whole else ""
+    return (", ".join(said) or "-") + whole
 
 
 def rest_of(family: Family) -> list[str]:

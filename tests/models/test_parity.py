@@ -16,6 +16,7 @@ from serinus.models.small_checkpoints import FAMILIES
 from serinus.testing.direct import DirectEngine, DirectSeq
 from tests.models.parity import (
     GREEDY,
+    check_handed_over_with_a_prefix,
     engine,
     equals_transformers,
     random_ids,
@@ -26,6 +27,8 @@ from tests.models.parity import (
 
 LOADED = ("gemma", "glm", "glm4", "granite", "phi3", "qwen2_yarn", "smollm3")
 """They differ from others as they are loaded, not as they are computed."""
+UNNORMED = ("olmo2", "olmo3")
+"""Norms stand behind attention and MLP alone, and over all heads: always op by op."""
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 MIXTURES = (
     "mixtral",
@@ -38,11 +41,11 @@ MIXTURES = (
     "gpt_oss",
     *LATENT,
 )
-OWN = [pytest.param(name, marks=pytest.mark.proof if name in LOADED + MIXTURES else ()) for name in FAMILIES]
+OWN = [pytest.param(name, marks=pytest.mark.proof if name in LOADED + MIXTURES + UNNORMED else ()) for name in FAMILIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LOADED)
+@pytest.mark.parametrize("family", LOADED + UNNORMED)
 def test_what_differs_as_it_is_loaded_gives_the_logits_and_tokens_of_transformers(
     checkpoints: dict[str, Path], family: str
 ) -> None:
@@ -83,6 +86,15 @@ def test_bf16_logits_stay_as_close_to_fp32_as_those_of_transformers(checkpoints:
         assert odd <= odd_theirs + 0.1 * len(ours)
     else:
         assert float(ours.mean()) < 1.25 * float(theirs.mean())
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.parametrize("family", UNNORMED)
+def test_prompts_of_layers_without_norms_before_them_are_handed_over_behind_a_prefix(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    check_handed_over_with_a_prefix(checkpoints[family])
 
 
 @pytest.mark.slow

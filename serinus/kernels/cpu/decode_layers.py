@@ -241,6 +241,8 @@ class _Steps:
         normed_TE, scaled_TE = rows.normed_RE[:count], rows.scaled_RE[:count]
         qkv_TX, q_TND, mixed_TND = rows.qkv_RX[:count], rows.q_RND[:count], rows.mixed_RND[:count]
         gated_TF = rows.gated_RF[:count]
+        assert weights.input_norm_E is not None, "kernels: a whole layer without a norm before attention"
+        assert weights.mlp_norm_E is not None, "kernels: a whole layer without a norm before its MLP"
         before = None if not layer else x_TE if model.layers[layer - 1].output_norm_E is None else scaled_TE
         assert self._batch is not None, "kernels: a layer of a step that has not begun"
         window, sinks_N = weights.window, weights.sinks_N
