@@ -5,7 +5,7 @@ It carries out what CanaryRank armed it with; it decides nothing and does not wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +19,16 @@ from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
 from serinus.core.clock import Clock
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, StampLane, WatchPlan, WrittenRows, slots_in
+from serinus.kernels import (
+    AttentionBatch,
+    Kernels,
+    LayerDigest,
+    LayerDigests,
+    StampLane,
+    WatchPlan,
+    WrittenRows,
+    slots_in,
+)
 from serinus.models import ForwardBatch, HostBatch, Put
 
 __all__ = ["CanaryHook", "Entries", "Faults", "Spent", "StepChecks", "WriteCheck"]
@@ -196,6 +205,15 @@ class CanaryHook:
             return None
         lanes, at = self._of_layer[layer_index]
         return lanes.watch.reads(at, attention)
+
+    def layer_digests(self, attention: AttentionBatch) -> Sequence[LayerDigests]:
+        """Both of all layers at once."""
+        if not self._is_watching:
+            return ()
+        if len(self._parts) == 1:
+            return self._of_layer[0][0].watch.layer_digests(attention)
+        told = {part: lanes.watch.layer_digests(attention) for part, lanes in self._parts.items()}
+        return [told[lanes.part][at] if told[lanes.part] else (None, None) for lanes, at in self._of_layer]
 
     def after(self, batch: ForwardBatch) -> None:
         """After the last layer: TAIL is verified, with the KV itself where that is digested, then written with the

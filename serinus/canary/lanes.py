@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -58,11 +58,11 @@ class PartLanes:
     """Those of all rings."""
     watch: Watch
     """Verifies and writes around the forward pass, into `running` and `stored`."""
+    rings: tuple[Ring, ...] = field(init=False)
+    """Those of the part that steps and sweeps write to; the others are read with the check that they serve."""
 
-    @property
-    def rings(self) -> tuple[Ring, ...]:
-        """Those of the part that steps and sweeps write to; the others are read with the check that they serve."""
-        return self.running, self.sweeping, self.writing, self.stored
+    def __post_init__(self) -> None:
+        self.rings = self.running, self.sweeping, self.writing, self.stored
 
     @property
     def of_requests(self) -> tuple[Ring, ...]:

@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.canary.check_counts import check_counts
 from serinus.canary.commands import (
     CachedPages,
     CanaryAnswer,
     CanaryCommand,
-    CheckCount,
     CheckHost,
     CheckRows,
     Finding,
@@ -39,7 +40,7 @@ from serinus.canary.hook import CanaryHook, Entries, Spent, StepChecks, WriteChe
 from serinus.canary.host_check import HostCheck
 from serinus.canary.lanes import PartLanes, lanes_of, sent
 from serinus.canary.perturb import Injection, Perturber
-from serinus.canary.ring import CanaryMark, Ring
+from serinus.canary.ring import CanaryMark, Ring, RingNews
 from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import Violation, launch_tag
 from serinus.core.clock import Clock, WallClock
@@ -61,6 +62,8 @@ _ROWS: Final = -2
 """The first row of a command; the others follow downwards."""
 _SEQUENCES_PER_PASS: Final = 1 << 16
 _PASSES_KEPT: Final = 4
+_READ: Final = attrgetter("rid", "row", "start", "whole", "chain")
+"""What a step verifies of the work of a sequence follows from these."""
 _log = get_logger("canary")
 
 
@@ -171,12 +174,10 @@ class CanaryRank:
 
     def _begin(self, work: Sequence[SeqWork]) -> None:
         base = self._passes[-1][0] + _SEQUENCES_PER_PASS
-        rids = tuple([each.rid for each in work])
+        settings = self.settings
+        rids, rows, starts, wholes, chains = zip(*map(_READ, self._reading(work)), strict=True) if work else ((),) * 5
         self._passes.append((base, rids))
-        settings, reading = self.settings, self._reading(work)
         checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
-        rows, starts = [each.row for each in reading], [each.start for each in reading]
-        wholes, chains = [each.whole for each in reading], [each.chain for each in reading]
         for part, lanes in self.parts.items():
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
@@ -270,23 +271,30 @@ class CanaryRank:
 
     def _take(self, mark: CanaryMark | None = None) -> list[Violation | RingOverflow]:
         """Read what is new in the rings of steps and sweeps."""
-        self._expire()
-        found = [
-            each for lanes in self.parts.values() for ring in lanes.rings for each in self._read(lanes, ring, mark)
-        ]
-        for part, swept in self._swept.items():
-            del swept[: len(swept) if mark is None else mark.swept[part]]
+        found: list[Violation | RingOverflow] = []
+        for part, lanes in self.parts.items():
+            found += self._read(lanes, lanes.rings, mark)
+            if swept := self._swept[part]:
+                del swept[: len(swept) if mark is None else mark.swept[part]]
         return found
 
-    def _expire(self) -> None:
-        for lanes in self.parts.values():
-            lanes.counts.expire()
+    def _read(
+        self, lanes: PartLanes, rings: Sequence[Ring], mark: CanaryMark | None = None
+    ) -> list[Violation | RingOverflow]:
+        """What is new in some rings of a part."""
+        lanes.counts.expire()
+        marked = None if mark is None else mark.counts[lanes.part]
+        found: list[Violation | RingOverflow] = []
+        for ring in rings:
+            news = ring.take(marked)
+            if news is not None:
+                found += self._told(lanes, ring, news, mark)
+        return found
 
-    def _read(self, lanes: PartLanes, ring: Ring, mark: CanaryMark | None) -> list[Violation | RingOverflow]:
-        """What is new in a ring. Slots due = slots checked, or the canary itself is broken."""
-        news = ring.take(None if mark is None else mark.counts[lanes.part])
-        if news is None:
-            return []
+    def _told(
+        self, lanes: PartLanes, ring: Ring, news: RingNews, mark: CanaryMark | None
+    ) -> list[Violation | RingOverflow]:
+        """Slots due = slots checked, or the canary itself is broken."""
         if not news.is_whole:
             raise InvariantError(
                 f"canary: part {lanes.part.name} had {news.due} slots to verify {lanes.check_of(ring)},"
@@ -336,13 +344,8 @@ class CanaryRank:
                 if lanes is not None and len(span.pages):
                     ring = lanes.arriving if command.is_arrival else lanes.ending
                     self._check_span(lanes, span, row, chains, _ROWS - index, ring)
-        self._expire()
-        return [
-            found
-            for lanes in self.parts.values()
-            for ring in (lanes.arriving, lanes.ending)
-            for found in self._read(lanes, ring, None)
-        ]
+        parts = self.parts.values()
+        return [found for lanes in parts for found in self._read(lanes, (lanes.arriving, lanes.ending))]
 
     def _check_host(self, command: CheckHost) -> tuple[int, ...]:
         """Cost: one read of these pages."""
@@ -382,30 +385,9 @@ class CanaryRank:
             slots_due=sum(self.due_slots.values()),
             slots_checked=self.checked_slots(),
             seconds=self.spent.seconds,
-            checks=self._check_counts(),
+            checks=check_counts(self.parts.values(), None if self.host_check is None else self.host_check.slots),
             total=self.violation_count,
         )
-
-    def _check_counts(self) -> tuple[CheckCount, ...]:
-        """Waits for the device."""
-        parts, head, tail = self.parts.values(), tuple(StampLane)[:2], tuple(StampLane)[2:]
-        kinds = {
-            "head": [(lanes.running, head) for lanes in parts],
-            "tail": [(lanes.running, tail) for lanes in parts],
-            "arrival": [(lanes.arriving, head + tail) for lanes in parts],
-            "end": [(lanes.ending, head + tail) for lanes in parts],
-            "sweep": [(lanes.sweeping, tail) for lanes in parts],
-            "stored": [(lanes.stored, tail) for lanes in parts],
-        }
-        host = self.host_check
-        counts = () if host is None else (CheckCount(check="host", due=host.slots, checked=host.slots),)
-        return counts + tuple(
-            CheckCount(
-                check=check, due=sum(ring.due for ring, _ in rings),
-                checked=sum(int(ring.checked_L[list(set(ring.lanes) & set(some))].min()) for ring, some in rings),
-            )
-            for check, rings in kinds.items()
-        )  # fmt: skip
 
     def _new_injections(self) -> tuple[Injection, ...]:
         """Those that the leader has not been told."""

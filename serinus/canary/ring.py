@@ -79,7 +79,7 @@ class RingCounts:
     def __init__(self, device: str, rings: int) -> None:
         self.counts_RC: Tensor = torch.zeros((rings, 1 + len(StampLane)), dtype=torch.int64, device=device)
         """Of each ring its violations, then what was checked, by lane."""
-        self._here: NDArray[np.int64] | None = self.counts_RC.numpy() if device == "cpu" else None
+        self._source: NDArray[np.int64] | Tensor = self.counts_RC.numpy() if device == "cpu" else self.counts_RC
         self._copied: list[list[int]] | None = None
         self.rings: dict[int, Ring] = {}
         """The rings themselves, by number."""
@@ -89,16 +89,13 @@ class RingCounts:
         return MarkedCounts(self.counts_RC, [self.rings[i].due for i in range(len(self.counts_RC))])
 
     def expire(self) -> None:
-        """More was queued: the next reading copies anew."""
+        """More was queued, or done: the next reading copies anew."""
         self._copied = None
 
     def of(self, ring: int) -> list[int]:
-        """The counts of a ring. On an accelerator those of the last copy; where that expired it waits for a new one."""
-        if self._here is not None:
-            row: list[int] = self._here[ring].tolist()
-            return row
+        """The counts of a ring, of the last copy; where that expired it waits for a new one."""
         if self._copied is None:
-            self._copied = self.counts_RC.tolist()
+            self._copied = self._source.tolist()
         return self._copied[ring]
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "HashedPages",
     "LatentAttention",
     "LayerDigest",
+    "LayerDigests",
     "LayersKv",
     "MakeWatch",
     "MovePages",
@@ -150,6 +151,10 @@ class WrittenRows:
     first layer, each adds its own."""
     kept: Kept = field(default_factory=dict, compare=False)
     """As that of `LayerDigest`."""
+
+
+LayerDigests = tuple[WrittenRows | None, LayerDigest | None]
+"""What one layer digests of what it stores, and of what it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +300,7 @@ class Watch(Protocol):
         watch.writes(layer)                layer by layer, in order, before it stores their rows
         watch.reads(layer, batch)          layer by layer, in order, before attention reads those bytes, by models whose
                                            attention digests what it reads
+        watch.layer_digests(batch)         in place of both, for all layers before any of them runs
         watch.look_again()                 rows may name other slots than at the beginning
         watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
         watch.write(StampLane.TAIL_K)      with the digests of what the layers stored; the rows are read back
@@ -326,6 +332,11 @@ class Watch(Protocol):
         """Attention is about to read a layer, for these queries. What it gets it must hand to `watched_attention`: that
         digests what it reads, and no pass reads it a second time. What this batch does not read is digested by
         `verify`: it is not used in this layer. None: nothing is due."""
+
+    def layer_digests(self, batch: AttentionBatch) -> Sequence[LayerDigests]:
+        """What `writes` and `reads` return for all layers, in one call: for a decode step whose layers run at once.
+        The same object as in the last pass where all of it is the same. Empty: no KV is digested."""
+        ...
 
     def look_again(self) -> None:
         """Look up again what rows name, and hold it against what the leader wrote: an entry that changed meanwhile led

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serinus.core.parts import Part
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.contracts import Gate, LayerDigest, LayersKv, WrittenRows
+from serinus.kernels.contracts import Gate, LayerDigest, LayerDigests, LayersKv, WrittenRows
 from serinus.kernels.packed import PackedLinear
 
 __all__ = ["DecodeLayers", "LayerSteps", "LayerWeights", "MakeDecodeLayers"]
@@ -64,6 +64,10 @@ class LayerSteps(Protocol):
 
     def take(self, layer: int, written: WrittenRows | None, digest: LayerDigest | None) -> None:
         """What a layer digests of what it stores and reads. Said of each layer, in order, before it runs."""
+
+    def take_all(self, digests: Sequence[LayerDigests]) -> None:
+        """The same of all layers at once; empty: nothing. Cheap where it is the same object as in the step before."""
+        ...
 
     def run(self, begin: int, end: int) -> None:
         """Run the layers from `begin` to `end` - 1, which are the next. Raises ValueError as `qk_rope_store` and

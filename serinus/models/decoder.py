@@ -169,14 +169,15 @@ class Decoder:
 
     def _run_steps(self, steps: LayerSteps, batch: ForwardBatch, hook: ForwardHook) -> torch.Tensor:
         """All layers of a decode step by one call, where nothing is awaited or done between them; else one by one."""
-        count = len(self._layers)
-        at_once = hook.can_replay(batch.attention.sequence_count)
+        count, attention = len(self._layers), batch.attention
+        at_once = hook.can_replay(attention.sequence_count)
         for i in range(count):
             hook.before_layer(i)
-            steps.take(i, hook.writes(i), hook.reads(i, batch.attention))
             if not at_once:
+                steps.take(i, hook.writes(i), hook.reads(i, attention))
                 steps.run(i, i + 1)
         if at_once:
+            steps.take_all(hook.layer_digests(attention))
             steps.run(0, count)
         hook.after(batch)
         return steps.finish()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels import AttentionBatch, LayerDigest, WrittenRows
+from serinus.kernels import AttentionBatch, LayerDigest, LayerDigests, WrittenRows
 from serinus.models.batch import ForwardBatch, HostBatch
 
 __all__ = ["ForwardHook", "NullHook", "Put", "compose_hooks"]
@@ -53,6 +53,11 @@ class ForwardHook(Protocol):
         """Asked before attention reads a layer, by models whose attention can digest as it reads: what of it to digest,
         and where its sums go. None: nothing. A model that asks must have it done."""
 
+    def layer_digests(self, attention: AttentionBatch) -> Sequence[LayerDigests]:
+        """What `writes` and `reads` say of all layers, asked at once in a pass that `can_replay`. Empty: nothing is
+        digested. The same object as in the last pass where all of it is the same."""
+        ...
+
     def after(self, batch: ForwardBatch) -> None:
         """All layers ran: the KV of the batch is in the pool."""
 
@@ -80,6 +85,9 @@ class NullHook:
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
         return None
+
+    def layer_digests(self, attention: AttentionBatch) -> Sequence[LayerDigests]:
+        return ()
 
     def after(self, batch: ForwardBatch) -> None:
         pass
@@ -115,6 +123,9 @@ class _Hooks:
 
     def writes(self, layer_index: int) -> WrittenRows | None:
         return _only([hook.writes(layer_index) for hook in self._hooks])
+
+    def layer_digests(self, attention: AttentionBatch) -> Sequence[LayerDigests]:
+        return _only([hook.layer_digests(attention) or None for hook in self._hooks]) or ()
 
     def after(self, batch: ForwardBatch) -> None:
         for hook in reversed(self._hooks):

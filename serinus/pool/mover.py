@@ -300,6 +300,10 @@ class LayerGate:
     def reads(self, layer_index: int, attention: object) -> None:
         """Nothing of it is digested for the gate."""
 
+    def layer_digests(self, attention: object) -> tuple[()]:
+        """No layer of it is digested for the gate."""
+        return ()
+
     def after(self, batch: object) -> None:
         """Nothing is waited for any more."""
         self._loads = ()

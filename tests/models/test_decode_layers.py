@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from serinus.canary import CanaryRank, CheckSettings
+from serinus.canary.hook import CanaryHook
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.kernels import AttentionBatch, load
@@ -20,6 +21,7 @@ from serinus.kernels.cpu.decode_attention import UNIT_FIELDS
 from serinus.kernels.cpu.decode_units import Lay, run_lay
 from serinus.kernels.cpu.rms_norm import norm_call
 from serinus.kernels.cpu.scalar import host_has
+from serinus.kernels.ref.canary_watch import canary_watch
 from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import FAMILIES, make_checkpoint
 from serinus.parallel import Mesh
@@ -62,8 +64,11 @@ class Layers:
         return steps
 
 
-def engine_of(path: Path, *, whole: bool, **canary: Any) -> tuple[DirectEngine, Recorder, Layers]:
+def engine_of(path: Path, *, whole: bool, ops: bool = False, **canary: Any) -> tuple[DirectEngine, Recorder, Layers]:
+    """`ops`: under a watch that is made of the canary's ops."""
     kernels = load("cpu")
+    if ops:
+        kernels = replace(kernels, canary_watch=canary_watch)
     layers = Layers(kernels.decode_layers)
     spec = load_spec(path)
     model = Recorder(load_model(spec, path, torch.bfloat16, replace(kernels, decode_layers=layers if whole else None)))
@@ -130,6 +135,45 @@ def test_under_a_canary_they_stamp_and_find_the_same(
         found.append((direct.violations, stamps))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_layers_are_told_at_once_what_they_are_told_one_by_one(
+    checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by the same object where nothing differs: of layers that see all, decode steps then ask no layer."""
+    direct, model, _ = engine_of(checkpoints[family], whole=True, real_data="all")
+    at_once, told = CanaryHook.layer_digests, []
+
+    def both(hook: CanaryHook, attention: AttentionBatch) -> Any:
+        digests = at_once(hook, attention)
+        for layer, (written, digest) in enumerate(digests):
+            assert written is hook.writes(layer) is not None
+            assert digest is hook.reads(layer, attention) is not None
+        assert len(digests) == model.spec.layer_count
+        told.append(digests)
+        return digests
+
+    monkeypatch.setattr(CanaryHook, "layer_digests", both)
+    decoded(direct, steps=6)
+    assert not direct.violations
+    assert len(told) == (8 if HAS else 0)
+    if HAS and family == "qwen3":
+        assert told[1] is told[2]
+        assert told[-1] is told[-2] is not told[2], "of one sequence alone"
+
+
+@pytest.mark.slow
+def test_a_watch_of_ops_tells_whole_layers_the_same(checkpoints: dict[str, Path]) -> None:
+    found = []
+    for ops in (True, False):
+        direct, model, layers = engine_of(checkpoints["qwen3"], whole=True, ops=ops, real_data="all")
+        decoded(direct, steps=3)
+        assert layers.steps == (5 if HAS else 0)
+        assert not direct.violations
+        found.append([*model.seen, *bytes_of(direct), direct.pool.stamps_LS4])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, Reason, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv
-from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
+from serinus.kernels.cpu.body import VERSION, Body, address_of, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
@@ -92,7 +92,7 @@ def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
     reads_5B = np.ascontiguousarray(reads_5B, np.int64)
     count = reads_5B.shape[1]
     words = np.empty(7 * count, np.int64)
-    arguments = Due(0, reads_5B.ctypes.data, words.ctypes.data, count, page_size, 0, 0, 0)
+    arguments = Due(0, address_of(reads_5B), address_of(words), count, page_size, 0, 0, 0)
     _due_body(VERSION)(arguments, 1)
     live = arguments.live
     return words[: 7 * live].reshape(7, live), arguments.entry_count, arguments.slot_count

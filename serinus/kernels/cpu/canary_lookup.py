@@ -25,10 +25,13 @@ slots, positions, hashes and names as `canary_bind` takes them."""
 Find = fields("ticket table columns slot_count rows starts positions slots count first_name names found placed")
 """`names`, `found`, `placed`: [T] each, the sequence of each token that is stored, the slot that its row names, and its
 position; -1 for padding, which has no slot to be stored in."""
-Match = fields("ticket due count rows starts contexts sequences row_count places out left sets queries longest sum")
+Match = fields(
+    "ticket due count rows starts contexts sequences row_count places out left sets queries longest sum left_count"
+)
 """`due`: [7, count], the columns of a plan. `places`: [2, row_count], -1 everywhere, and so again afterwards. `out`:
 room for [7, 2 * sequences], the columns in the order of the batch, in `sets` sets. `left`: [count], 1 where a column
-is of none of its sequences. The last three are answers, too: tokens of the batch, its longest context, their sum."""
+is of none of its sequences. The last four are answers, too: tokens of the batch, its longest context, their sum, and
+how many columns are of none of its sequences."""
 
 _LINE = 16
 """Entries of a line of the caches..."""
@@ -122,7 +125,7 @@ def _match_body(version: int) -> Body:
     def match(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 15, np.int64)
+        a = carray(args, 16, np.int64)
         count, sequences, row_count = a[2], a[6], a[7]
         due = carray(at(a[1]), 7 * count, np.int64)
         rows = carray(at(a[3]), sequences, np.int64)
@@ -149,9 +152,11 @@ def _match_body(version: int) -> Body:
                     out[i * width + turn * sequences + b] = due[i * count + c] if c >= 0 else 0
                 if c >= 0:
                     left[c] = 0
+        a[15] = 0
         for c in range(count):
             row = due[count + c]
             places[row], places[row_count + row] = -1, -1
+            a[15] += left[c]
         a[11], a[12] = sets, carray(at(a[4]), sequences + 1, np.int64)[sequences]
 
     return compile_body(match)

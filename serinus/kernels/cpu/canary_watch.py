@@ -8,7 +8,7 @@ of the last one), by a pass of its own after the layers. Both kinds of sums meet
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import UNKNOWN, StampLane
 from serinus.kernels.checks import check_digest
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WrittenRows
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayerDigests, LayersKv, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
 from serinus.kernels.cpu import canary_bind, canary_lookup
-from serinus.kernels.cpu.body import thread_count
+from serinus.kernels.cpu.body import address_of, thread_count
 from serinus.kernels.cpu.calls import Calls
 from serinus.kernels.cpu.paged_attention import cuts_of
 from serinus.kernels.cpu.watched_attention import pack_factors
@@ -93,6 +93,11 @@ class _CpuWatch:
         self._bound, self._words, self._stored, self._unknown = _Words(), _Words(), _Words(), _Words(UNKNOWN)
         self._written: tuple[WrittenRows, ...] = ()
         """By layer; the sums are zeros at the beginning of a pass."""
+        self._stored_sums: NDArray[np.int64] = np.empty(0, np.int64)
+        """The same sums, as an array."""
+        self._stored_at = 0
+        self._told: tuple[tuple[WrittenRows, ...], tuple[LayerDigest, ...], Sequence[LayerDigests]] = (), (), ()
+        """What `layer_digests` returned, and what it is made of."""
         self._batch: list[Tensor] = []
         self._reads = None if self._pools is None else _Reads(self._pools, len(table_RC), page_size)
         self.entry_count, self.is_staged = 0, False
@@ -115,41 +120,52 @@ class _CpuWatch:
 
     def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """The pieces are put together again: what they would save is kept from pass to pass anyway."""
-        columns, count = [], 0
-        for piece, entries in due:
-            columns.append(piece if not count else piece + np.array([[0]] * 6 + [[count]]))
-            count += entries
-        due_7C = columns[0] if len(columns) == 1 else np.concatenate(columns or [_NO_COLUMNS], axis=1)
-        due_7C, bound_5B = np.ascontiguousarray(due_7C), np.ascontiguousarray(bound_5B)
+        due_7C, count = _joined(list(due))
         self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
         look, bind, plan, bound = self._look, self._bind, self._plan, bound_5B.shape[1]
-        look.bound = bound_5B.ctypes.data
+        look.bound = address_of(bound_5B)
         if bound != look.count or not look.out:
             look.count, bind.count, look.out = bound, bound, self._bound.room(4 * bound)
             bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
         # Slots, positions, previous slots, names, then two sums each.
         base, verify = self._words.room(6 * count), self._verify
-        plan.due, plan.out, plan.sequence_count, plan.entry_count = due_7C.ctypes.data, base, due_7C.shape[1], count
-        verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
-        verify.count = count
-        self._calls.set_threads(_PLAN, kernels.plan_threads(count))
-        self._calls.set_threads(_VERIFY, kernels.verify_threads(count))
+        plan.due, plan.sequence_count = address_of(due_7C), due_7C.shape[1]
+        if base != plan.out or count != verify.count:
+            plan.out, plan.entry_count, verify.count = base, count, count
+            verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
+            self._calls.set_threads(_PLAN, kernels.plan_threads(count))
+            self._calls.set_threads(_VERIFY, kernels.verify_threads(count))
         self._calls.run(_PLAN, _BIND)
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
-        reads = self._reads
-        if reads is None or not self.entry_count:
-            return None
-        if reads.batch is not batch:
-            rest = reads.take(batch, self._given[0], self.entry_count)
-            self._rest = self._all if rest is None else rest
+        digests = self._of_batch(batch)
         if self._taken == layer and not self._rest:
             self._taken = layer + 1
         else:
             self._leave(layer, self._all)
             self._leave(layer + 1, self._rest)
-        return reads.digests[layer] if reads.digests else None
+        return digests[layer] if digests else None
+
+    def layer_digests(self, batch: AttentionBatch) -> Sequence[LayerDigests]:
+        if self._pools is None:
+            return ()
+        told, digests = self._told, self._of_batch(batch)
+        self._leave(self._pools.layer_count, self._rest)
+        if told[0] is not self._written or told[1] is not digests:
+            pairs = tuple(zip(self._written, digests or [None] * self._pools.layer_count, strict=True))
+            told = self._told = self._written, digests, pairs
+        return told[2]
+
+    def _of_batch(self, batch: AttentionBatch) -> tuple[LayerDigest, ...]:
+        """By layer, what attention digests as it reads for this batch; empty where that is nothing."""
+        reads = self._reads
+        if reads is None or not self.entry_count:
+            return ()
+        if reads.batch is not batch:
+            rest = reads.take(batch, self._given[0], self.entry_count)
+            self._rest = self._all if rest is None else rest
+        return reads.digests
 
     def drop_digests(self) -> None:
         self._rest, self._left, self._taken, self._has_digests = (), [], 0, False
@@ -189,7 +205,7 @@ class _CpuWatch:
         if pools is not None:
             find.slots, find.positions, find.starts, find.rows = slots, positions, starts, rows
             find.first_name, self._read_back.tokens = first_name, tokens
-            self._written[0].sums_T2.zero_()
+            self._stored_sums.fill(0)
 
     def _make_room(self, pools: _Pools | None) -> None:
         """For so many tokens as there are now, of so many sequences."""
@@ -208,6 +224,7 @@ class _CpuWatch:
         self._calls.set_threads(_DIGEST, kernels.cut_digest(digest))
         self._calls.set_threads(_READ_BACK, threads)
         sums_T2 = torch.zeros((count, 2), dtype=torch.int64)
+        self._stored_sums, self._stored_at = sums_T2.numpy(), sums_T2.data_ptr()
         self._written = tuple([WrittenRows(coefficients_22W=each, sums_T2=sums_T2) for each in pools.coefficients_L22W])
 
     def writes(self, layer: int) -> WrittenRows | None:
@@ -215,7 +232,7 @@ class _CpuWatch:
 
     def write(self, lane: int) -> None:
         is_tail = lane >= StampLane.TAIL_K and self._pools is not None
-        self._write.lane, self._write.digests = lane, self._written[0].sums_T2.data_ptr() if is_tail else 0
+        self._write.lane, self._write.digests = lane, self._stored_at if is_tail else 0
         self._calls.run(_WRITE, _READ_BACK + 1 if is_tail else _FIND)
 
     # ---- what is digested by a pass of its own --------------------------------------------------------------------
@@ -249,6 +266,17 @@ class _CpuWatch:
         return self._words.address + 4 * _WORD * self.entry_count
 
 
+def _joined(due: list[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], int]:
+    """The columns of all pieces with entries that count through, and how many these are."""
+    if len(due) == 1:
+        return due[0]
+    columns, count = [_NO_COLUMNS], 0
+    for piece, entries in due:
+        columns.append(piece + np.array([[0]] * 6 + [[count]]))
+        count += entries
+    return np.concatenate(columns, axis=1), count
+
+
 def _addresses(ring: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int, int]:
     """Of a ring, as `Verify` has them."""
     rows_QF, count_1, checked_L = ring
@@ -279,11 +307,12 @@ class _Reads:
     def __init__(self, pools: _Pools, row_count: int, page_size: int) -> None:
         self._pools, self._page_size = pools, page_size
         self._places = np.full(2 * row_count, -1, np.int64)
-        self._match = canary_lookup.Match(0, 0, 0, 0, 0, 0, 0, row_count, self._places.ctypes.data, 0, 0, 0, 0, 0, 0)
+        self._match = canary_lookup.Match(0, 0, 0, 0, 0, 0, 0, row_count, self._places.ctypes.data, *[0] * 7)
         self._due, self._left = _Words(), _Words()
         self._made: dict[int, tuple[LayerDigest, ...]] = {}
         """By columns of what is due; of these sums and that memory."""
         self._sums_P22E = torch.zeros((1, 2, 2, 0), dtype=torch.int32)
+        self._sums = self._sums_P22E.numpy()
         self.sums_at = (0, 0, 0)
         """Their address, P and E."""
         self.has_sums = False
@@ -301,7 +330,7 @@ class _Reads:
         """Attention is about to read for these queries. Returns the entries that it does not; None = all."""
         match, sequences, columns = self._match, batch.sequence_count, due_7C.shape[1]
         inputs = [t.contiguous() for t in (batch.rows_B, batch.q_starts_B1, batch.context_B)]
-        match.due, match.count, match.sequences = due_7C.ctypes.data, columns, sequences
+        match.due, match.count, match.sequences = address_of(due_7C), columns, sequences
         match.rows, match.starts, match.contexts = (tensor.data_ptr() for tensor in inputs)
         at = self._due.address
         match.out, match.left = self._due.room(14 * sequences), self._left.room(columns)
@@ -309,15 +338,14 @@ class _Reads:
             self._made.clear()
         canary_lookup.run_match(match)
         self.batch, self.digests = batch, ()
-        left_C = self._left.array[:columns]
-        if left_C.all():
+        if match.left_count == columns:
             return None
         if not self.has_sums:
             self._begin(batch, entry_count)
         self.digests = self._digests_of(match.sets * sequences)
-        if not left_C.any():
+        if not match.left_count:
             return ()
-        ends = np.append(due_7C[6, 1:], entry_count)
+        left_C, ends = self._left.array[:columns], np.append(due_7C[6, 1:], entry_count)
         left = np.stack((due_7C[6], ends), 1)[left_C != 0]
         return tuple([(begin, end - begin) for begin, end in left.tolist()])
 
@@ -330,10 +358,11 @@ class _Reads:
         cuts, (_, made, room) = threads if is_shared else 1, self.sums_at
         self.has_sums = True
         if made == cuts and entry_count <= room <= 4 * entry_count + _ROOM:
-            self._sums_P22E.zero_()
+            self._sums.fill(0)
             return
         room = entry_count + entry_count // 4 + _ROOM
         self._sums_P22E = torch.zeros((cuts, 2, 2, room), dtype=torch.int32)
+        self._sums = self._sums_P22E.numpy()
         self.sums_at = self._sums_P22E.data_ptr(), cuts, room
         self._made.clear()
 

@@ -21,13 +21,20 @@ from torch import Tensor
 from serinus.core.parts import Part
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_layer_digest, check_paged_attention
-from serinus.kernels.contracts import Gate, LayerDigest, LayersKv, WrittenRows
+from serinus.kernels.contracts import Gate, LayerDigest, LayerDigests, LayersKv, WrittenRows
 from serinus.kernels.cpu.body import thread_count
 from serinus.kernels.cpu.calls import Calls, KernelCall
 from serinus.kernels.cpu.decode_attention import UNIT_FIELDS
 from serinus.kernels.cpu.decode_attention import serves as decodes
 from serinus.kernels.cpu.decode_units import Lay, run_lay
-from serinus.kernels.cpu.paged_attention import UNEVEN, decode_call, digest_unseen, refuse_row, threads_of
+from serinus.kernels.cpu.paged_attention import (
+    ALONE_BELOW,
+    UNEVEN,
+    decode_call,
+    digest_unseen,
+    refuse_row,
+    threads_of,
+)
 from serinus.kernels.cpu.qk_rope_store import refuse_token, store_call
 from serinus.kernels.cpu.rms_norm import norm_call
 from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, fused_rows, normed_call, rows_call
@@ -158,6 +165,9 @@ class _Steps:
         self._slots = {part: slots_R[:count] for part, slots_R in rows.slots.items()}
         self._batch: AttentionBatch | None = None
         self._taken: list[_Taken | None] = [None] * len(model.layers)
+        self._told: tuple[Sequence[LayerDigests], list[tuple[int, bool]]] | None = None
+        """What all layers were told at once, and what their threads follow from beside it."""
+        self._sees_all = all(layer.window is None for layer in model.layers)
         sizes = [_size_of(layer) for layer in model.layers]
         self._begins = [0, *accumulate(sizes)]
         """Where the calls of each layer begin."""
@@ -188,7 +198,17 @@ class _Steps:
         self._residual_TE.copy_(residual_TE)
         return True
 
+    def take_all(self, digests: Sequence[LayerDigests]) -> None:
+        told = digests, [(lay.unit_count, lay.work * lay.kv_heads >= ALONE_BELOW) for lay in self._lays.values()]
+        if self._told is not None and self._told[0] is digests and self._told[1] == told[1]:
+            return
+        for layer, each in enumerate(digests or [(None, None)] * len(self._taken)):
+            self.take(layer, *each)
+        if not digests or self._sees_all:  # else each step digests what lies before the windows
+            self._told = told
+
     def take(self, layer: int, written: WrittenRows | None, digest: LayerDigest | None) -> None:
+        self._told = None
         taken = self._taken[layer]
         if taken is None or taken.written is not written or taken.digest is not digest:
             taken = self._taken[layer] = self._make(layer, written, digest)

@@ -48,6 +48,7 @@ from serinus.kernels.cpu.watching import (
 from serinus.kernels.ref.watched_attention import GatheredRows
 
 __all__ = [
+    "ALONE_BELOW",
     "UNEVEN",
     "LaidAttention",
     "cuts_of",
@@ -62,6 +63,8 @@ __all__ = [
 
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
+ALONE_BELOW = 256
+"""Positions times heads, for which a second thread is not worth its start."""
 UNEVEN = 1.25
 """Sequences are split where the busiest thread would have more than this times its even part. Measured on 2 threads:
 5 sequences of 290 tokens (1.2) take 2.57 ms whole and 2.80 ms in halves, 4 of them 1.79 and 2.17 ms."""
@@ -265,7 +268,7 @@ def _decode(
 def threads_of(unit_count: int, work: int, cuts: int) -> int:
     """How many threads share the items. `work`: positions times heads; `cuts`: slices of the sums that threads of one
     sequence add to; 0 = there is no such sequence."""
-    threads = 1 if unit_count == 1 or work < 256 else thread_count()
+    threads = 1 if unit_count == 1 or work < ALONE_BELOW else thread_count()
     return min(threads, cuts) if cuts else threads
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.canary import UNKNOWN, StampLane, packed_sums
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WatchPlan, WrittenRows
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayerDigests, LayersKv, Watch, WatchPlan, WrittenRows
 from serinus.kernels.due import match_columns
 from serinus.kernels.packed import PackedFactors
 
@@ -138,6 +138,11 @@ class OpsWatch:
         _, due, left_E = self._reading
         self._digest_entries(layer, left_E)
         return self._digest_of(layer, due)
+
+    def layer_digests(self, batch: AttentionBatch) -> Sequence[LayerDigests]:
+        if self._coefficients_L22W is None:
+            return ()
+        return [(self.writes(layer), self.reads(layer, batch)) for layer in range(len(self._layers_kv))]
 
     def _digest_of(self, layer: int, due_7D: Tensor) -> LayerDigest:
         """What attention is told of a layer, which is digested then."""
