@@ -285,6 +285,13 @@ def _request_body(**changes: object) -> bytes:
     return msgspec.msgpack.encode(body)
 
 
+def _shown(value: object) -> str:
+    """A value in the name of a test, which is the same in every process."""
+    if isinstance(value, msgspec.msgpack.Ext):
+        return f"Ext({value.code}, {value.data!r})"[:60]
+    return str(value)[:60]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -311,7 +318,7 @@ def _request_body(**changes: object) -> bytes:
         {"prompt": msgspec.msgpack.Ext(34, struct.pack("<II", 1 << 31, 1 << 31) + bytes(8))},
         {"prompt": msgspec.msgpack.Ext(34, b"\1")},
     ],
-    ids=lambda wrong: str(wrong)[:60],
+    ids=lambda wrong: ", ".join(f"{name} {_shown(value)}" for name, value in wrong.items()),
 )
 def test_a_request_beyond_its_limits_is_a_reject(wrong: dict[str, Any]) -> None:
     kind = TYPES.index(Generate)
@@ -331,7 +338,7 @@ def test_a_request_beyond_its_limits_is_a_reject(wrong: dict[str, Any]) -> None:
         ("pages", msgspec.msgpack.Ext(3, bytes(8))),
         ("pages", msgspec.msgpack.Ext(2, b"\0\0\0")),
     ],
-    ids=str,
+    ids=_shown,
 )
 def test_a_span_beyond_its_limits_is_a_reject(field: str, wrong: object) -> None:
     body = msgspec.msgpack.decode(_body_of(Grant(xid="x", grant=1, spans=(SPAN,))))
