@@ -68,9 +68,9 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
         exit_record = ExitRecord(tmp_path / "words")
         mesh = Mesh(tp=2, pp=2)
         links = LeaderLinks(
-            f"ipc://{tmp_path}/c", mesh=mesh, clock=CLOCK, settings=SETTINGS, secret=secret, silence_s=2.0
+            f"ipc://{tmp_path}/c", mesh=mesh, clock=CLOCK, settings=SETTINGS, secret=secret, silence_s=20.0
         )
-        supervisor = LeaderSupervisor(links, silence_s=2.0, clock=CLOCK, exit_record=exit_record, ends_process=False)
+        supervisor = LeaderSupervisor(links, silence_s=20.0, clock=CLOCK, exit_record=exit_record, ends_process=False)
         made.append(Watched(supervisor, links, exit_record))
         supervisor.start(lambda: {int(name[1:]): process for name, process in processes.items()})
         links.welcome(WELCOME)
