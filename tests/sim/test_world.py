@@ -4,11 +4,12 @@ is left anywhere."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from serinus.core.rng import Rng
-from serinus.sim import Scenario, draw, run
+from serinus.sim import Run, Scenario, draw, run
 from serinus.sim.options import Cancel
 
 SEEDS = 200
@@ -17,10 +18,16 @@ PROOF_SEEDS = 2000
 SHARE = 100
 
 
+@cache
+def _run(seed: int, canary: str | None = None) -> Run:
+    """The run of a seed, once for all tests of this file: another one is the same, as one of them shows."""
+    return run(draw(seed, canary=canary))
+
+
 def _failures(seeds: range) -> str:
     found = []
     for seed in seeds:
-        finding = run(draw(seed)).finding
+        finding = _run(seed).finding
         if finding is not None:
             found.append(f"serinus sim --seed {seed}    {finding.kind} at {finding.at:.3f} s: {finding.text[:300]}")
     return "\n".join(found)
@@ -88,7 +95,7 @@ def test_a_storm_of_aborts_leaves_nothing_behind(backend: str) -> None:
 def test_a_seed_is_always_the_same_run() -> None:
     for seed in range(24):
         canary = "damaged" if seed < 4 else None
-        once, again = run(draw(seed, canary=canary)), run(draw(seed, canary=canary))
+        once, again = _run(seed, canary), run(draw(seed, canary=canary))
         assert once == again, f"seed {seed} had two lives"
 
 
@@ -97,8 +104,8 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
     """Otherwise two thousand clean seeds would prove nothing: everything that may happen does, somewhere."""
     counts: dict[str, int] = {}
     for seed in range(120):
-        scenario = draw(seed, canary="damaged" if seed < 20 else None)
-        result = run(scenario)
+        canary = "damaged" if seed < 20 else None
+        scenario, result = draw(seed, canary=canary), _run(seed, canary)
         for kind, is_so in (("sliding", scenario.shape.window), ("latent", "L" in scenario.shape.slides)):
             counts[f"landed {kind}"] = counts.get(f"landed {kind}", 0) + result.counts["landed"] * bool(is_so)
         for name, count in [*result.counts.items(), *(("end " + end, n) for end, n in result.ends.items())]:
