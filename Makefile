@@ -5,6 +5,7 @@ STAMP := .venv/.installed
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
+JOBS ?= 0
 CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
 .PHONY: install demo test proof extras check bench docs pictures pictures-plots pictures-page browser wheel clean
@@ -22,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/serinus demo $(DEMO_FLAGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST_FLAGS)
 
 proof: $(STAMP) browser
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,proof]'
