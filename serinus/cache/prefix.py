@@ -173,7 +173,6 @@ class PrefixCache:
         root = self.tree.root(ns)
         found = self.tree.descend(root, token_bytes(tokens[:limit]) if self.enable_prefix else b"", 0)
         counters = self._counters
-        counters.matched_tokens += len(tokens)
         if not self.pools.plain:
             match = self._matcher.match(root, found, priority)
             counters.hit_tokens += match.length

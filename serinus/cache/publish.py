@@ -57,8 +57,6 @@ class Publisher:
         self._enabled = enabled
         self.pending: Insertion | None = None
         """The last insertion, until its `commit`: nothing else may change the cache before."""
-        self.inserted_pages = 0
-        """Counter: FULL pages published."""
         self.duplicate_pages = 0
         """Counter: FULL pages that the tree held already."""
 
@@ -146,9 +144,7 @@ class Publisher:
         lacks = self._windows.pin(lease, old.end)
         self._tree.unpin(old)
         self._tree.touch(anchor, hit=False, priority=lease.priority)
-        duplicate_pages = sum(map(len, merges[0].duplicates))
-        self.inserted_pages += count - duplicate_pages
-        self.duplicate_pages += duplicate_pages
+        self.duplicate_pages += sum(map(len, merges[0].duplicates))
         return Insertion(lease.rid, (low + count) * size, merges, lease), lacks
 
     def _merge_of(self, rid: str, span: PageSpan, low: int, high: int) -> _Merge:

@@ -353,20 +353,10 @@ class CacheStats:
     page_size: int
     pages: PageCounts
     """Device FULL pages by state."""
-    evictable_pages: int
-    """Cached, unpinned and unheld."""
-    protected_pages: int
-    """Cached, but pinned by a lease or held."""
     held_pages: int
     """Pages with at least one named hold, whatever their state."""
-    node_count: int
-    """Nodes of the tree."""
-    matched_tokens: int
-    """Counter: tokens asked for in `match_prefix`."""
     hit_tokens: int
-    """Counter: tokens it found on the device."""
-    inserted_pages: int
-    """Counter: FULL pages published."""
+    """Counter: tokens that `match_prefix` found on the device."""
     duplicate_pages: int
     """Counter: FULL pages freed because the tree already held their content."""
     evicted_pages: int

@@ -22,7 +22,6 @@ HEAD_TOKENS = 8
 class CacheCounters:
     """Counters of the face; each is told in CacheStats."""
 
-    matched_tokens: int = 0
     hit_tokens: int = 0
     sanity_checks: int = 0
     sanity_steps: int = 0
@@ -40,13 +39,8 @@ def cache_stats(
         page_count=ledger.page_count - 1,
         page_size=tree.page_size,
         pages=pages,
-        evictable_pages=tree.evictable[FULL],
-        protected_pages=tree.cached[FULL] - tree.evictable[FULL],
         held_pages=ledger.held_count,
-        node_count=len(tree.arena),
-        matched_tokens=counters.matched_tokens,
         hit_tokens=counters.hit_tokens,
-        inserted_pages=published.inserted_pages,
         duplicate_pages=published.duplicate_pages,
         evicted_pages=room.evicted_pages,
         sanity_checks=counters.sanity_checks,

@@ -267,13 +267,16 @@ def checkpoint(config: ServeConfig) -> list[MachineCheck]:
 
 def _model(config: ServeConfig) -> Iterator[MachineCheck]:
     from serinus.models import file_bytes, load_spec, resolve
-    from serinus.ranks.build import choose_device
+    from serinus.ranks.build import choose_device, overrides_of
     from serinus.ranks.memory import available_bytes
     from serinus.ranks.rank_processes import mesh_of
     from serinus.text import load_tokenizer
 
     folder = resolve(config.model.model_path, config.model.revision)
-    spec = load_spec(folder, model_impl=config.model.model_impl, quantization=config.model.quantization)
+    spec = load_spec(
+        folder, overrides=overrides_of(config), model_impl=config.model.model_impl,
+        quantization=config.model.quantization,
+    )  # fmt: skip
     window = "" if spec.window is None else f", window {spec.window}"
     yield MachineCheck(
         what="model",

@@ -39,6 +39,10 @@ def test_the_room_for_kv_is_said_by_part_and_tier(sliding: Path) -> None:
     assert "host tier" not in found
 
 
+def test_the_model_is_told_as_overrides_make_it(sliding: Path) -> None:
+    assert "context 32" in look(sliding, json_model_override_args='{"max_position_embeddings": 32}')["model"].seen
+
+
 def test_tiers_that_are_off_are_said_to_be_off_and_storage_is_named(sliding: Path, tmp_path: Path) -> None:
     assert "off" in look(sliding)["host tier"].seen
     found = look(
