@@ -38,6 +38,8 @@ class QuantSpec:
         """In words, for people."""
         if self.bits == 16:
             return f"{self.method}: dequantized as it is loaded"
+        if self.method == "gguf":
+            return f"gguf: linears of Q8_0 and Q4_0 as they are (most of {self.bits} bits), others dequantized"
         scales = f"a scale for {self.group} inputs" if self.group else "a scale for each output"
         head = "head as it is" if self.head_bits == 16 else f"head of {self.head_bits} bits"
         return f"{self.method}: linears of {self.bits} bits, {scales}, {head}"

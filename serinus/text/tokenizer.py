@@ -271,9 +271,11 @@ def _unpack(folder: Path) -> None:
         token_id = file.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token_id, int) and token_id < len(tokens):
             config[f"{name}_token"] = tokens[token_id]
-    backend = _convert_backend(folder, gguf_file=GGUF_LINK)
+    described = json.loads(_convert_backend(folder, gguf_file=GGUF_LINK).to_str())
+    # Classes of transformers add special tokens of their own: ids that the model has no embedding for.
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < len(tokens)]
     write_once(folder / "tokenizer_config.json", json.dumps(config))
-    write_once(folder / "tokenizer.json", backend.to_str())
+    write_once(folder / "tokenizer.json", json.dumps(described))
 
 
 def _convert_backend(folder: Path, **given: str) -> _Backend:

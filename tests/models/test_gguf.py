@@ -144,6 +144,10 @@ def test_integers_are_kept_where_most_weights_are_of_such_a_type(tmp_path: Path)
     for case in ("llama of 8 bits", "mistral of 4 bits", "qwen2 with YaRN", "qwen3"):
         spec = load_spec(resolve(str(written(tmp_path / case, case)[0])))
         said[case] = None if spec.quantization is None else (spec.quantization.bits, spec.quantization.group)
+    text = "gguf: linears of Q8_0 and Q4_0 as they are (most of 8 bits), others dequantized"
+    spec = load_spec(resolve(str(tmp_path / "llama of 8 bits" / "small.gguf")))
+    assert spec.quantization is not None
+    assert spec.quantization.text == text
     assert said == {"llama of 8 bits": (8, 32), "mistral of 4 bits": (4, 32), "qwen2 with YaRN": (16, 0), "qwen3": None}
 
 
@@ -151,7 +155,9 @@ def test_integers_are_kept_where_most_weights_are_of_such_a_type(tmp_path: Path)
 def test_the_tokenizer_of_a_file_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     file, _ = written(tmp_path, "mistral of 4 bits")
     ours, theirs = load_tokenizer(str(file)), load_tokenizer(str(tmp_path / "made"))
-    text = "Le serin chante, {x: 1}. <|im_start|>user\n金丝雀 🐤<|im_end|>"
+    text = "Le serin chante, {x: 1}. <|im_start|>user\n金丝雀 🐤<|im_end|><|endoftext|>"
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.added_texts == theirs.added_texts
     assert ours.encode(text) == theirs.encode(text)
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
     messages = [{"role": "user", "content": "hello"}]
