@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.canary.begin import begin_checks
 from serinus.canary.check_counts import check_counts
 from serinus.canary.commands import (
     CachedPages,
@@ -111,7 +112,7 @@ class CanaryRank:
         )  # fmt: skip
         """Stands around the forward pass, behind the gate of loads."""
         self.steps = 0
-        """Steps begun since StartCanary."""
+        """Steps begun since the latest StartCanary."""
         self.step_size = 0
         """Requests of the latest of them."""
         self.violation_count = 0
@@ -224,7 +225,8 @@ class CanaryRank:
     def _obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
         match command:
             case StartCanary():
-                self._is_started = True
+                begin_checks(self.hook, self.parts.values())
+                self._is_started, self.steps = True, 0
             case SweepSlots():
                 self._sweep(command)
             case CheckRows():
@@ -368,8 +370,7 @@ class CanaryRank:
             named = lanes.table_RC[row.row, int(positions[0]) : int(positions[-1]) + 1].cpu().numpy().astype(np.int64)
             slots = np.where((named > 0) & (named < lanes.stamps_LS4.shape[1]), named, 0)
         previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
-        names = np.full(len(slots), name)
-        own = tokens[positions].astype(np.int64)
+        names, own = np.full(len(slots), name), tokens[positions].astype(np.int64)
         for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
             self._verify(lanes, lane, slots, positions, previous, own, names, ring)
             if len(slots):  # what lies before a window is bound by the hash behind it alone

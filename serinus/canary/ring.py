@@ -121,6 +121,11 @@ class Ring:
         self.told = 0
         """Those of them that the latest reading told of: later passes may be queued."""
 
+    def begin_anew(self) -> None:
+        """Nothing was due, checked or found so far. Not while a reading is marked."""
+        self.due = self._read = self.told = 0
+        self._counts.counts_RC[self._index].zero_()
+
     def take(self, marked: MarkedCounts | None = None) -> RingNews | None:
         """What is new; None where nothing was found since the last reading, and all that was due was checked. Of an
         accelerator the rows are copied where there are new ones. `marked`: what was new then; what was queued behind it

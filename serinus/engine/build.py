@@ -37,7 +37,15 @@ from serinus.parallel.comm import Comm, SoloComm
 from serinus.pd import AnyBackend
 from serinus.pool import PoolSpec
 from serinus.ranks import LeaderLine, LeaderLinks, make_body
-from serinus.ranks.build import RankParts, build_rank, choose_device, context_of, overrides_of, record_steps
+from serinus.ranks.build import (
+    RankParts,
+    build_rank,
+    choose_device,
+    context_of,
+    overrides_of,
+    record_steps,
+    rehearse_steps,
+)
 from serinus.ranks.layouts import data_backends
 from serinus.ranks.rank_metrics import RankMetrics
 from serinus.ranks.rank_processes import RankProcesses, mesh_of
@@ -123,6 +131,7 @@ def build_engine(
     handoffs_of: HandoffsOf = make_handoffs,
     backends: Sequence[AnyBackend] = (),
     before_pool: Callable[[], object] = lambda: None,
+    recorded: bool = True,
 ) -> Built:
     """Load the model and allocate everything, on all ranks.
 
@@ -131,6 +140,7 @@ def build_engine(
         handoffs_of: makes the engine's role and its connections to peers.
         backends: how pages travel between engines, in the leader's process; none = as the settings say.
         before_pool: as `build_rank` takes it, of one rank.
+        recorded: whether decode steps of one rank are recorded, where they can be; else they are not even rehearsed.
     Raises ConfigError where the checkpoint, the machine and the settings do not fit together, PeerGone where a rank
     does not come up. Cost: dominated by reading and packing the weights.
     """
@@ -140,7 +150,7 @@ def build_engine(
         backends = backends or data_backends(config, 0, parts.device)
         line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
         first_steps(parts, line, clock)
-        record_steps(parts, counted)
+        record_steps(parts, counted) if recorded else rehearse_steps(parts)
         return lead(parts, line, clock, handoffs_of, backends=backends)
     starter = RankProcesses(config, clock) if starter is None else starter
     with ExitStack() as undo:

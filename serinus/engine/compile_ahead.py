@@ -116,7 +116,8 @@ def is_compiled(config: ServeConfig) -> bool:
 
 
 def few_layers(config: ServeConfig) -> ServeConfig:
-    """The same settings of a model with dummy weights and its first layers, at least one of each kind.
+    """The same settings of a model with dummy weights and its first layers, one of each kind before the last: of most
+    steps that computes few tokens.
 
     Raises ConfigError: the model cannot be had with so few."""
     folder, given = resolve(config.model.model_path, config.model.revision), overrides_of(config)
@@ -133,7 +134,7 @@ def few_layers(config: ServeConfig) -> ServeConfig:
         (part, spec.experts is not None and i in spec.experts.layers, i in spec.plain_layers)
         for i, part in enumerate(spec.layer_parts)
     ]
-    count = max(min(2, len(kinds)), max(kinds.index(kind) + 1 for kind in kinds))
+    count = min(len(kinds), max(kinds.index(kind) for kind in kinds) + 2)
     raw = json.loads((Path(folder) / "config.json").read_text()) | given
     of_layers = {name: value for name, value in raw.items() if isinstance(value, list) and len(value) == len(kinds)}
     few = {**given, "num_hidden_layers": count, **{name: value[:count] for name, value in of_layers.items()}}

@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
@@ -44,7 +43,7 @@ def compile_share(config: ServeConfig, sizes: Sequence[int], clock: Clock, done:
     from serinus.ranks.build import build_rank
 
     if not sizes:
-        build_engine(replace(config, kernels=replace(config.kernels, disable_cuda_graph=True)), clock).close()
+        build_engine(config, clock, recorded=False).close()
         done()
         return
     parts = build_rank(config, Mesh(), 0, SoloComm(), clock, profiled=False)

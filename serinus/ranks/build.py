@@ -7,7 +7,7 @@ room for least. Times each phase, so that start-up can say where the time went.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +58,9 @@ __all__ = [
     "graph_sizes",
     "overrides_of",
     "record_steps",
+    "rehearse_steps",
     "rows_of",
+    "specializes",
 ]
 
 _log = get_logger("engine")
@@ -274,7 +276,20 @@ def record_steps(parts: RankParts, shown: Callable[[str, int], AbstractContextMa
         _log.info("decode steps are queued kernel by kernel: %s", reason)
     else:
         _record(parts, shown)
+    rehearse_steps(parts, () if reason is None else graph_sizes(parts.config))
     parts.memory.tell()
+
+
+def rehearse_steps(parts: RankParts, sizes: Sequence[int] = ()) -> None:
+    """Compute decode steps of these sizes, and logits, for nothing but what is compiled at first use. Nothing where
+    that does not depend on sizes. All ranks call it side by side."""
+    if specializes(parts) and parts.spec.architecture != TOY_ARCHITECTURE and not parts.spec.through_transformers:
+        parts.runner.rehearse(sizes)
+
+
+def specializes(parts: RankParts) -> bool:
+    """Whether kernels are compiled for sizes of steps, when a step of that size comes first."""
+    return parts.kernels.columns["choose_tokens"] == "triton"
 
 
 def graph_sizes(config: ServeConfig) -> tuple[int, ...]:

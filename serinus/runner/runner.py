@@ -33,6 +33,8 @@ from serinus.runner.token_oracle import OracleSampler
 __all__ = ["Runner"]
 
 _LOGIT_ROWS_MAX = 256
+_REHEARSED_ROWS = (1, 16, 32, 64, 128)
+"""Of the output head: what multiplies fewer rows than the next number is made for that."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """What torch's allocators say without an error type of their own."""
 
@@ -159,6 +161,26 @@ class Runner:
                 graphs.record(size, compute, self._rehearsed(size))
                 tell(size)
         self.graphs = graphs
+
+    def rehearse(self, sizes: Sequence[int]) -> None:
+        """Compute decode steps of so many sequences, and logits of as many rows as kernels tell apart, for nothing but
+        what is compiled, loaded or allocated at first use. All ranks of a stage do it side by side.
+
+        Of a step in which nothing is verified attention digests nothing: so beside steps as they are recorded those of
+        powers of two are computed without the hook, recorded or not.
+        """
+        powers = [1 << i for i in range(len(self._rows[Part.FULL]).bit_length())]
+        with torch.inference_mode():
+            for size, hook in [(size, self._hook) for size in sizes] + [(size, NullHook()) for size in powers]:
+                shape, dtype = self._model.activation(size)
+                inflow = torch.zeros(shape, dtype=dtype, device=self._device) if self._takes else None
+                self._model.forward(self._rehearsed(size), self._kv, self._rows, hook, inflow)
+            for rows in () if self._sends else _REHEARSED_ROWS:
+                shape, dtype = self._model.activation(rows)
+                logits_BV = self._model.logits(torch.zeros(shape, dtype=dtype, device=self._device))
+                if logits_BV is not None and self._grammars is not None:
+                    words = (logits_BV.shape[1] + 31) // 32
+                    self._kernels.mask_logits(logits_BV, [0], np.zeros((1, words), np.int32))
 
     def _rehearsed(self, size: int) -> ForwardBatch:
         """A step of padding alone, staged."""

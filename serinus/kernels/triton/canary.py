@@ -36,7 +36,7 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     """Digests [E, 2] of K and V of all layers' rows in some slots; of latent rows that of V is 0."""
     check_digest(layers_kv, coefficients_L22W)
     count, device = len(slots_E), slots_E.device
-    out_E2 = torch.empty((count, 2), dtype=torch.int64, device=device)
+    out_E2 = torch.zeros((count, 2), dtype=torch.int64, device=device)
     if not count:
         return out_E2
     pools = _addresses(tuple(half.data_ptr() for halves in layers_kv for half in halves), device)
@@ -46,11 +46,9 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     slots = next(slots for least, slots in _DIGEST_SLOTS if count >= least)
     groups = triton.cdiv(count, slots)
     splits = max(1, min(layers, _DIGEST_PROGRAMS // (halves * groups)))
-    if splits > 1 or halves < 2:
-        out_E2.zero_()
     _digest[(groups, halves, splits)](
-        pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2, out_E2.view(torch.int32), count, layers,
-        gap * each, width, SPLIT=splits > 1, ROWS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
+        pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2.view(torch.int32), count, layers,
+        gap * each, width, ROWS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
         LANES=row_elements(first) * each, SLOTS=page_slots, num_warps=4 if slots > 1 else 1,
     )  # fmt: skip
     return out_E2
@@ -158,10 +156,10 @@ def mix(previous_hash, token, position):
     return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
 
 
-@_jit
+@_jit(do_not_specialize=["count", "layers"])
 def _digest(
-    pools, slots, coefficients, out, out_words, count, layers, gap_lanes, width,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+    pools, slots, coefficients, out_words, count, layers, gap_lanes, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     half, split = tl.program_id(1), tl.program_id(2)
     e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -188,15 +186,12 @@ def _digest(
     # Sums in 64 bits, then cut: how wide a reduction of 32-bit numbers is differs between compiler and interpreter.
     low_sum = tl.sum(low.to(tl.uint64), 1) & 0xFFFFFFFF
     high_sum = tl.sum(high.to(tl.uint64), 1) & 0xFFFFFFFF
-    if SPLIT:
-        words = out_words + (e * 2 + half) * 2
-        tl.atomic_add(words, low_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
-        tl.atomic_add(words + 1, high_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
-    else:
-        tl.store(out + e * 2 + half, (low_sum | (high_sum << 32)).to(tl.int64, bitcast=True), mask=live)
+    words = out_words + (e * 2 + half) * 2
+    tl.atomic_add(words, low_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
+    tl.atomic_add(words + 1, high_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
 
 
-@_jit
+@_jit(do_not_specialize=["count", "total"])
 def _plan(
     table, columns, due, count, out, total, page_size, slot_count, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +220,7 @@ def _plan(
         tl.store(out + 3 * total + e, position * 0 + name, mask=live)
 
 
-@_jit
+@_jit(do_not_specialize=["lane", "first_lane", "count"])
 def _verify(
     stamps, slot_count, lane, first_lane, slots, positions, previous, tokens, digests, sequences, ring, ring_rows,
     violations, checked, count,
@@ -282,7 +277,7 @@ def _verify(
         tl.store(at + 11, tl.load(sequences + e, mask=bad, other=0), mask=bad)
 
 
-@_jit
+@_jit(do_not_specialize=["first_lane", "total"])
 def _write(
     stamps, slot_count, first_lane, slots, positions, tokens, starts, table, columns, rows, digests, words, total,
     HAS_DIGESTS: tl.constexpr, BLOCK: tl.constexpr,

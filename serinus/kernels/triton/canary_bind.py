@@ -46,7 +46,7 @@ _jit: Any = triton.jit
 _CHAIN_HASH, _POSITION = tl.constexpr(int(Reason.VERIFY_CHAIN_HASH)), tl.constexpr(int(Reason.VERIFY_POSITION))
 
 
-@_jit
+@_jit(do_not_specialize=["lane", "first_lane", "count"])
 def _bind(
     stamps, slot_count, lane, first_lane, slots, positions, chains, sequences, ring, ring_rows, violations, checked,
     count, FIELDS: tl.constexpr, BLOCK: tl.constexpr,

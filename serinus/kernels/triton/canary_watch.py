@@ -187,7 +187,7 @@ def _filled(columns: Words, count: int, field: int, value: int) -> Words:
 _jit: Any = triton.jit
 
 
-@_jit
+@_jit(do_not_specialize=["count"])
 def _look(table, written, columns, bound, count, found, BLOCK: tl.constexpr):
     b = tl.program_id(0)
     row = tl.load(bound + count + b) * columns

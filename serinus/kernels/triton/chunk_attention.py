@@ -69,7 +69,7 @@ _jit: Any = triton.jit
 _LOG2_E_C = tl.constexpr(_LOG2_E)
 
 
-@_jit
+@_jit(do_not_specialize=["batch", "tiles"])
 def _chunk(
     q, k, v, table, columns, rows, starts, contexts, sinks, out, scale, cap, window, slot_count, gap, batch, tiles,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,

@@ -113,9 +113,9 @@ def attend_one(
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
         batch.context_B, sinks_N, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
         scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0, slot_count(k_pool_SHD), gap, count,
-        sets, HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
+        sets, least, HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
         SIZE=size, WIDE=head_block(size), PAGE=1 if digest is None else digest.page_size, BLOCK=cut.block, PARTS=parts,
-        LEAST=least, CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
+        CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
         COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, SLOTS=page_slots,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
@@ -152,12 +152,12 @@ def dot(one, other):
     return tl.dot(one, other, input_precision="ieee")
 
 
-@_jit
+@_jit(do_not_specialize=["entries", "batch", "due_columns", "least"])
 def _decode(
     q, k, v, table, columns, rows, starts, contexts, sinks, out, partial, stats, tickets, planes, bias, due, sums,
-    entries, scale, cap, window, slot_count, gap, batch, due_columns,
+    entries, scale, cap, window, slot_count, gap, batch, due_columns, least,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
     HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +170,7 @@ def _decode(
         lowest = tl.maximum(context - window, 0)
     base = lowest // BLOCK * BLOCK
     blocks = tl.cdiv(context - base, BLOCK)
-    length = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, LEAST), PARTS)) * BLOCK
+    length = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, least), PARTS)) * BLOCK
     live = tl.cdiv(context - base, length)
     begin = base + part * length
     if is_one & (begin < context):

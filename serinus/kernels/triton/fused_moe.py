@@ -119,7 +119,7 @@ _jit: Any = triton.jit
 _ALPHA, _LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
 
 
-@_jit
+@_jit(do_not_specialize=["pairs", "tiles"])
 def _sort(
     ids, order, ends, tiles_of, pairs, tiles,
     COUNT: tl.constexpr, COUNT_UP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -168,7 +168,7 @@ def _weights(stack, at, first, i, inner, has_out, BULK: tl.constexpr, EVEN: tl.c
     return block_OI
 
 
-@_jit
+@_jit(do_not_specialize=["tiles"])
 def _experts(
     left, stack, bias, weights, order, ends, tiles_of, tiles, out, inner, outs,
     COUNT: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -119,7 +119,7 @@ def attend(
 _jit: Any = triton.jit
 
 
-@_jit
+@_jit(do_not_specialize=["batch", "tiles"])
 def _latent(
     q, pool, table, columns, rows, starts, contexts, out, partial, stats, scale, slot_count, gap, batch, tiles,
     HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, REST: tl.constexpr, REST_UP: tl.constexpr,
@@ -199,7 +199,7 @@ def _length(context, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constex
     return tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, LEAST), PARTS)) * BLOCK
 
 
-@_jit
+@_jit(do_not_specialize=["batch"])
 def _latent_join(
     starts, contexts, partial, stats, out, batch,
     HEADS: tl.constexpr, VALUE: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,

@@ -158,7 +158,7 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate
 _jit: Any = triton.jit
 
 
-@_jit
+@_jit(do_not_specialize=["rows"])
 def _rows(
     x, weight, bias, out, partial, tickets, rows, outs,
     INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,

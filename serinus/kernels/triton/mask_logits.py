@@ -42,7 +42,7 @@ def mask_logits(logits_BV: Tensor, rows: Sequence[int], words_RW: NDArray[np.int
 _jit: Any = triton.jit
 
 
-@_jit
+@_jit(do_not_specialize_on_alignment=["words"])
 def _mask(logits, row_stride, token_stride, rows, words, word_count, vocab, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -158,7 +158,7 @@ def _halves(both, dtype: tl.constexpr, IN_ASSEMBLY: tl.constexpr):
     return low, high
 
 
-@_jit
+@_jit(do_not_specialize=["rows"])
 def _quantized(
     x, weight, scales, zeros, bias, out, partial, tickets, rows, outs, inner, group,
     BITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,

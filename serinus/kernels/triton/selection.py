@@ -120,7 +120,7 @@ def _lift(logits, stride, step, scores, vocab, BLOCK: tl.constexpr):
     tl.store(scores + row * vocab + i, _lifted(x), mask=i < vocab)
 
 
-@_jit
+@_jit(do_not_specialize=["total", "first", "count"])
 def _put(scores, entries, total, first, count, vocab, SETS: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = e < count
@@ -132,7 +132,7 @@ def _put(scores, entries, total, first, count, vocab, SETS: tl.constexpr, BLOCK:
     tl.store(at, value, mask=live)
 
 
-@_jit
+@_jit(do_not_specialize=["count"])
 def _repeat(scores, table, count, seen, vocab, BLOCK: tl.constexpr):
     entry = tl.program_id(0)
     row, offset = tl.load(table + entry), tl.load(table + count + entry)

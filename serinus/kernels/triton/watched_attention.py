@@ -147,7 +147,7 @@ def digest_beside(
 _jit: Any = triton.jit
 
 
-@_jit
+@_jit(do_not_specialize=["entries", "batch", "due_columns"])
 def _beside(
     k, v, table, columns, rows, starts, contexts, factors, due, sums, entries, window, slot_count, gap_lanes,
     batch, due_columns, width, page_size,
