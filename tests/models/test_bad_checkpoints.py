@@ -227,7 +227,7 @@ def test_an_unknown_load_format_is_refused(broken: Path) -> None:
 
 
 def test_a_path_that_is_a_file_is_refused(broken: Path) -> None:
-    with pytest.raises(ConfigError, match="is a file, expected a directory or a hub id"):
+    with pytest.raises(ConfigError, match=r"is a file, expected a directory, a file \*.gguf or a hub id"):
         resolve(str(broken / "config.json"))
 
 
