@@ -441,10 +441,6 @@ def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
         sums, total, halves = np.empty(room, np.float32), np.empty(room, np.float32), np.empty(2 * room, np.uint16)
         kept = np.empty(_CHUNK * BLOCK if bits < 16 else 1, np.uint32)
         nothing = np.zeros(_GROUP * BLOCK, np.float32)
-        total_at, sums_at = np.int64(total.ctypes.data), np.int64(sums.ctypes.data)
-        nothing_at, kept_at = np.int64(nothing.ctypes.data), np.int64(kept.ctypes.data)
-        gates_at = np.int64(halves.ctypes.data)
-        ups_at = gates_at + room * 2
         block_bytes = words * _word_bytes(bits, paired)
         tables = (words + part - 1) // part * BLOCK  # scales of a block
         half_count = 2 if gate else 1
@@ -455,6 +451,11 @@ def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
             first_block, end_block = claimed, claimed + count
             turn, claimed, count = _claim(a, turn, claimed)  # so early: its first chunk is fetched with our last one
             for block in range(first_block, end_block):
+                # Addresses are taken where they are used: numba frees an array after the last mention of it.
+                total_at, sums_at = np.int64(total.ctypes.data), np.int64(sums.ctypes.data)
+                nothing_at, kept_at = np.int64(nothing.ctypes.data), np.int64(kept.ctypes.data)
+                gates_at = np.int64(halves.ctypes.data)
+                ups_at = gates_at + room * 2
                 following = block + 1 if block + 1 < end_block else min(claimed, blocks - 1)
                 valid = min(BLOCK, outs - block * BLOCK)
                 for first_row in range(0, a[5], rows_max):

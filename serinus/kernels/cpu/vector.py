@@ -199,9 +199,9 @@ def multiply_tile(
 
 
 def _prefetch(builder: Any, address: Any, byte_count: int) -> None:
-    """Ask for the lines of a row that is needed soon, into the first cache."""
+    """Ask for the lines of a row that is needed soon and once, into the first cache: no other need make room."""
     for first in range(0, byte_count, 64):
-        prefetch(builder, shifted(builder, address, first), 3)
+        prefetch(builder, shifted(builder, address, first), 0)
 
 
 def _barrier(builder: Any) -> None:
