@@ -1,0 +1,103 @@
+"""All tests or all benchmarks of a GPU in one command: each piece in a process of its own, which is ended at its limit;
+what it had said by then counts. Ends with a line for each piece, and the whole output in files.
+
+    python -m benchmarks.gpu_session tests [--limit 150] [--total 560] [--only NAME ...] [--out FOLDER]
+    python -m benchmarks.gpu_session benchmarks
+
+`--total`: seconds for all pieces; those that have none left are named, for a call with `--only`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from serinus.core.clock import WallClock
+
+__all__ = ["PIECES", "Piece", "run_pieces"]
+
+CLOCK = WallClock()
+TESTS = (
+    "kernels/test_triton.py", "runner", "engine/test_gpu_overlap.py", "engine/test_gpu_memory.py",
+    "engine/test_gpu_tiers.py", "canary", "pool", "pd", "models", "e2e/test_gpu.py", "e2e/test_gpu_http.py",
+)  # fmt: skip
+BENCHMARKS = {
+    "server_64": "gpu_server --rounds 1 --streams 64", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
+    "server_256": "gpu_server --rounds 1 --streams 256", "engine_1": "gpu_engine --batch 1 --canary none",
+    "kernels": "gpu_kernels", "models": "gpu_models", "canary": "canary_gpu_step", "handoff": "gpu_handoff",
+    "tiers": "gpu_tiers --rounds 2", "load": "gpu_load",
+}  # fmt: skip
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One process."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+PIECES = {
+    "tests": [
+        Piece(name=path, words=("-m", "pytest", "-q", "-x", "-m", "gpu", f"tests/{path}")) for path in TESTS
+    ],
+    "benchmarks": [
+        Piece(name=name, words=("-m", *(f"benchmarks.{words}".split()))) for name, words in BENCHMARKS.items()
+    ],
+}  # fmt: skip
+
+
+def run_pieces(pieces: list[Piece], out: Path, *, limit_s: float, total_s: float) -> list[str]:
+    """A line for each: how it ended, in how many seconds, and the last words that it said."""
+    out.mkdir(parents=True, exist_ok=True)
+    begun, told = CLOCK.now(), []
+    for piece in pieces:
+        left = min(limit_s, total_s - (CLOCK.now() - begun))
+        told.append(f"{piece.name}: not begun" if left <= 0 else _run(piece, out, left))
+    return told
+
+
+def _run(piece: Piece, out: Path, limit_s: float) -> str:
+    file, begun = out / f"{piece.name.replace('/', '_')}.txt", CLOCK.now()
+    with file.open("w") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-u", *piece.words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            how = {0: "ok", 5: "no test"}.get(code := child.wait(limit_s), f"code {code}")
+        except subprocess.TimeoutExpired:
+            how = "ended at its limit"
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    said = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    results = sum(line.startswith('{"benchmark"') for line in said)
+    last = said[-1][:120] if said and not results else f"{results} results"
+    return f"{piece.name}: {how}, {CLOCK.now() - begun:.0f} s, {last}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=PIECES)
+    parser.add_argument("--limit", type=float, default=150)
+    parser.add_argument("--total", type=float, default=560)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_session"))
+    given = parser.parse_args()
+    pieces = [each for each in PIECES[given.what] if not given.only or each.name in given.only]
+    told = run_pieces(pieces, given.out, limit_s=given.limit, total_s=given.total)
+    print("\n".join(told))
+    return int(not all(": ok" in line or ": no test" in line for line in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
