@@ -36,8 +36,10 @@ from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.prefill_table import PrefillTable
 from serinus.sched import Scheduler
 from serinus.sched.page_allocator import PageAllocator
+from serinus.sim import draw
 from serinus.sim.mailbox import SimMailbox
 from serinus.sim.one_sided import Card, Fabric
+from serinus.sim.options import Cancel, Scenario
 from serinus.sim.ports import Shared
 from serinus.sim.process import SimProcess
 from serinus.wire import PeerMessage, ReliableLink
@@ -92,7 +94,15 @@ def ack_or_timeout() -> Iterator[None]:
     yield from _impatient(1.0)
 
 
-@mutant("no tombstone", "push")
+def overtaken(seed: int) -> Scenario:
+    """A world in which half of all messages that may be overtaken are, and clients leave early."""
+    scenario = draw(seed, backend="push", canary="", ranked=False)
+    leaving = tuple(Cancel(rid=work.rid, at=round(work.at + 0.01 * (seed % 9 + 1), 4)) for work in scenario.works[::2])
+    options = replace(scenario.options, overtake=0.5, late_s=max(scenario.options.late_s, 0.3))
+    return replace(scenario, options=options, faults=(*scenario.faults, *leaving))
+
+
+@mutant("no tombstone", "push", world=overtaken)
 def no_tombstone() -> Iterator[None]:
     """Prefill forgets an ABORT whose GRANT has not come yet."""
     with replaced(Client, "close_grant", lambda self, grant: None):
