@@ -33,7 +33,7 @@ import httpx
 from serinus.testing.servers import Server
 
 from .cluster import HTTP, busy, engines, handed_over, until
-from .grid import SMALL, all_gone, prompts, ranks_of, right, toy
+from .grid import MISSED_SOON, SMALL, all_gone, prompts, ranks_of, right, toy
 
 SHAPES = ((2, 1), (1, 2), (2, 2), (1, 3))
 """(TP, PP) of engines, in turn."""
@@ -127,7 +127,7 @@ class Engine:
 
     def __init__(self, checkpoint: Path, shape: tuple[int, int]) -> None:
         tp, pp = shape
-        self.server = Server("serve", str(checkpoint), "--tp-size", str(tp), "--pp-size", str(pp), *SMALL)
+        self.server = Server("serve", str(checkpoint), "--tp-size", str(tp), "--pp-size", str(pp), *SMALL, *MISSED_SOON)
         self.server.__enter__()
         self.url = self.server.url
         self.ranks = {name: int(rank["pid"]) for name, rank in ranks_of(self.url).items()}
@@ -158,7 +158,7 @@ class Pair:
     """A prefill and a decode engine of several ranks, with the face of an Engine."""
 
     def __init__(self, checkpoint: Path, shape: tuple[tuple[int, int], tuple[int, int]]) -> None:
-        words = ["up", str(checkpoint), "--disaggregation-min-tokens", "4", *SMALL]
+        words = ["up", str(checkpoint), "--disaggregation-min-tokens", "4", *SMALL, *MISSED_SOON]
         for role, (tp, pp) in zip(("prefill", "decode"), shape, strict=True):
             words += [f"--{role}-tp-size", str(tp), f"--{role}-pp-size", str(pp)]
         self.server = Server(*words)

@@ -185,8 +185,10 @@ def test_parked_prompts_that_are_aborted_before_their_grant_leave_every_queue(cl
         body = answer.json()
         assert body["meta_info"]["finish_reason"]["type"] in ("abort", "length")  # one that ran may just have ended
         assert body["output_ids"] == cluster.right(prompt, len(body["output_ids"]))
-    for body in (answer.json() for answer in answers[-2:]):
-        assert (body["output_ids"], body["meta_info"]["finish_reason"]["type"]) == ([], "abort"), "it never had a page"
+    empty = [
+        answer.json()["meta_info"]["finish_reason"]["type"] for answer in answers if not answer.json()["output_ids"]
+    ]
+    assert empty.count("abort") >= 2, "expected some that never had a page, whichever of them came last"
     idle(cluster.url)
     assert metric(cluster.decode, "num_bootstrap_failed_reqs_total", cause="aborted") >= failed
     cluster.is_clean()
@@ -211,7 +213,7 @@ def test_what_prefill_damages_after_its_pass_is_found_by_decode_alone_and_no_tok
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last story of a cluster: the others want clean canaries."""
-    assert HTTP.post(f"{cluster.url}/flush_cache").status_code == 200
+    until(lambda: HTTP.post(f"{cluster.url}/flush_cache").status_code == 200, "both engines have flushed")
     order = {"perturb": {"real_kv_post_forward": 1.0}, "target": cluster.part, "count": 3, "seconds": 60}
     answer = HTTP.post(f"{cluster.prefill}/canary/perturb", json=order)
     assert answer.status_code == 200, answer.text

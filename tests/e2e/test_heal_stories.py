@@ -197,10 +197,12 @@ def _several_answers_of_one_prompt(served: Served) -> None:
 
 def _a_deadline_during_a_heal(served: Served) -> None:
     """Requests of little time are healed and end in time or with 504; nothing of them stays."""
-    prompts = [served.prompt() for _ in range(6)]
+    seconds = (0.05, 0.15, 0.45, 1.35, 4.0, 100.0)  # the first has too little on any machine, the last enough
+    prompts = [served.prompt() for _ in seconds]
     sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
     bodies = [
-        {"input_ids": prompt, "sampling_params": sampling, "timeout": 0.05 * 3**i} for i, prompt in enumerate(prompts)
+        {"input_ids": prompt, "sampling_params": sampling, "timeout": timeout}
+        for prompt, timeout in zip(prompts, seconds, strict=True)
     ]
     with ThreadPoolExecutor(6) as pool:
         served.plant()

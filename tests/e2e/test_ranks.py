@@ -14,7 +14,20 @@ from serinus.core.free_ports import free_ports
 from serinus.testing.servers import Server
 
 from .cluster import HTTP, ask_all, generate_all, has_open, idle, metric, until
-from .grid import SMALL, Node, all_gone, ended, have_namespaces, prompts, ranks_of, right, signal_rank, toy, two_hosts
+from .grid import (
+    MISSED_SOON,
+    SMALL,
+    Node,
+    all_gone,
+    ended,
+    have_namespaces,
+    prompts,
+    ranks_of,
+    right,
+    signal_rank,
+    toy,
+    two_hosts,
+)
 from .plant import plant
 from .rank_chaos import Storm
 
@@ -30,8 +43,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def grid(checkpoint: Path) -> Iterator[Server]:
-    """Two stages of two slices each."""
-    with Server("serve", str(checkpoint), "--tp-size", "2", "--pp-size", "2", *SMALL) as server:
+    """Two stages of two slices each; a rank that is stopped for a while is not missed."""
+    words = ("--tp-size", "2", "--pp-size", "2", "--rank-timeout", "60")
+    with Server("serve", str(checkpoint), *words, *SMALL) as server:
         yield server
 
 
@@ -103,7 +117,10 @@ def test_a_killed_rank_ends_the_engine_in_words_and_its_client_hears_them(grid: 
 
 @pytest.mark.proof
 def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Path) -> None:
-    with Server("serve", str(checkpoint), "--pp-size", "2", *SMALL) as server, ThreadPoolExecutor(1) as pool:
+    with (
+        Server("serve", str(checkpoint), "--pp-size", "2", *SMALL, *MISSED_SOON) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
         pids = [rank["pid"] for rank in ranks_of(server.url).values()]
         signal_rank(server.url, "TP0 PP0", signal.SIGSTOP)
         (answer,) = ask_all(pool, server.url, [[1, 2, 3]], 4)
@@ -118,7 +135,7 @@ def test_a_leader_that_stands_still_is_ended_and_so_is_the_engine(checkpoint: Pa
 @pytest.mark.parametrize("hosts", [HOSTS, "IPv6"])
 def test_two_hosts_are_one_engine_and_end_together(checkpoint: Path, hosts: str) -> None:
     with two_hosts(hosts) as pair:
-        words = (str(checkpoint), "--tp-size", "2", "--nnodes", "2", *SMALL)
+        words = (str(checkpoint), "--tp-size", "2", "--nnodes", "2", *SMALL, *MISSED_SOON)
         words += ("--dist-init-addr", f"{pair.address}:{free_ports(1)[0]}")
         with Node(pair, *words, "--node-rank", "1") as node, Server("serve", *words) as server:
             load = [(prompt, 8) for prompt in prompts(4, seed=3)]
