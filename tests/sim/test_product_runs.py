@@ -91,6 +91,8 @@ REASONS: dict[str, str] = {
     "models/decoder.py": "arithmetic of models",
     "models/experts.py": "checkpoints",
     "models/families.py": "checkpoints",
+    "models/gguf_config.py": "checkpoints",
+    "models/gguf_files.py": "checkpoints",
     "models/hub.py": "checkpoints",
     "models/interleaved.py": "checkpoints",
     "models/latent.py": "arithmetic of models",
