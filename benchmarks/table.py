@@ -56,14 +56,14 @@ ROWS = (
         benchmark="job",
         what="decode step, 16 requests, under the canary as it is by default",
         here="{decode_step_ms:.1f} ms",
-        beside="{decode_of_floor:.0%} of the floor ({bandwidth_gb_s:.0f} GB/s)",
+        beside="{decode_of_floor:.0%} of the floor ({bandwidth_gb_s:.0f} GB/s), {decode_of_op_floor:.0%} op by op",
         goal="",
     ),
     Row(
         benchmark="job",
         what="the same without the canary",
         here="{plain_step_ms:.1f} ms",
-        beside="{plain_of_floor:.0%} of the floor",
+        beside="{plain_of_floor:.0%} of the floor, {plain_of_op_floor:.0%} op by op",
         goal=">= 70 %",
     ),
     Row(
