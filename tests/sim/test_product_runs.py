@@ -29,9 +29,7 @@ REASONS: dict[str, str] = {
     "core/grammar.py": "grammars, which its requests do not have",
     "core/shown.py": "refusals, of requests that HTTP has not checked",
     "engine/kv_events.py": "events for subscribers of a socket",
-    "engine/calls.py": "calls of HTTP",
     "engine/look.py": "calls of HTTP",
-    "engine/roles.py": "the role of an engine that hands nothing over",
     # processes, sockets, threads, real time
     "__init__.py": "versions and names that are imported late",
     "core/clock.py": "real time",
@@ -47,7 +45,6 @@ REASONS: dict[str, str] = {
     "core/log.py": "log lines are off",
     "core/version.py": "start of a process",
     "engine/__init__.py": "names that are imported late",
-    "engine/built.py": "turns, deliveries and the end of an engine with a model; SimEngine stands in its place",
     "engine/first_steps.py": "start of a process",
     "engine/interrupt.py": "Ctrl-C in the offline loop",
     "engine/compile_ahead.py": "start of a process on a GPU",
