@@ -31,7 +31,6 @@ REASONS: dict[str, str] = {
     "engine/kv_events.py": "events for subscribers of a socket",
     "engine/look.py": "calls of HTTP",
     # processes, sockets, threads, real time
-    "__init__.py": "versions and names that are imported late",
     "core/clock.py": "real time",
     "core/cores.py": "start of a process",
     "core/descriptors.py": "start of a process",
@@ -44,7 +43,6 @@ REASONS: dict[str, str] = {
     "core/lazy.py": "names that are imported late",
     "core/log.py": "log lines are off",
     "core/version.py": "start of a process",
-    "engine/__init__.py": "names that are imported late",
     "engine/first_steps.py": "start of a process",
     "engine/interrupt.py": "Ctrl-C in the offline loop",
     "engine/compile_ahead.py": "start of a process on a GPU",
@@ -61,7 +59,6 @@ REASONS: dict[str, str] = {
     "parallel/thread_comm.py": "ranks as threads, of the self-test",
     "pool/copy_engine.py": "copies between a GPU and its host",
     "pool/workers.py": "threads",
-    "ranks/__init__.py": "names that are imported late",
     "ranks/devices.py": "start of a process",
     "ranks/exit_reason.py": "end of a process",
     "ranks/largest_step.py": "start of a process on a GPU",
@@ -83,7 +80,6 @@ REASONS: dict[str, str] = {
     "wire/zmtp.py": "bytes of a socket; tests/wire/test_zmtp.py holds it",
     # models and kernels: the arithmetic is simulated
     "kernels/": "arithmetic of models",
-    "models/__init__.py": "names that are imported late",
     "models/config_fields.py": "checkpoints",
     "models/decoder.py": "arithmetic of models",
     "models/experts.py": "checkpoints",
